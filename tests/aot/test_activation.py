@@ -1,0 +1,17 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources
+
+from tritonllm.kernels import gelu_and_mul, silu_and_mul
+from tritonllm.kernels.aot import compile_kernels
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_compiles(arch, dtype):
+    with compile_kernels(arch) as kernels:
+        for n in (14336, 3072, 100):
+            silu_and_mul(torch.empty(2, 2 * n, dtype=dtype))
+        gelu_and_mul(torch.empty(2, 512, dtype=dtype))
+        gelu_and_mul(torch.empty(2, 512, dtype=dtype), approximate="tanh")
+    assert_resources(kernels)

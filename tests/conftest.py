@@ -1,0 +1,67 @@
+"""Which tests run where.
+
+Kernel tests need a GPU or the interpreter, ahead-of-time tests the compile backend; neither can share a process with
+the other. `make test` runs one process for each; what a process cannot run is left out, and its header says so.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tritonllm import env
+
+HERE = Path(__file__).parent
+HAS_GPU = torch.cuda.is_available()
+
+settings.register_profile(
+    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=25
+)
+settings.register_profile("thorough", deadline=None, max_examples=300)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def _left_out() -> dict[str, str]:
+    """Folders that this process cannot test, with the reason."""
+    out = {}
+    if env.CPU_BACKEND != "compile":
+        out["aot"] = "needs TRITONLLM_CPU_BACKEND=compile (make test-aot)"
+    if env.CPU_BACKEND == "compile" or (not HAS_GPU and not env.TRITON_INTERPRET):
+        out["kernels"] = "needs a GPU or TRITON_INTERPRET=1 (make test-kernels)"
+    if env.CPU_BACKEND != "reference":
+        for path in HERE.iterdir():
+            if path.is_dir() and path.name not in ("kernels", "aot"):
+                out[path.name] = "needs the reference backend (make test-engine)"
+    return out
+
+
+LEFT_OUT = _left_out()
+
+
+def pytest_report_header() -> list[str]:
+    where = torch.cuda.get_device_name() if HAS_GPU else f"CPU ({env.CPU_BACKEND})"
+    return [f"tritonllm: {where}", *(f"  left out: tests/{name}: {why}" for name, why in sorted(LEFT_OUT.items()))]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if collection_path.parent == HERE and collection_path.name in LEFT_OUT else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a GPU every kernel test is a GPU test; without one, tests marked `gpu` are deselected."""
+    if HAS_GPU:
+        for item in items:
+            if HERE / "kernels" in item.path.parents:
+                item.add_marker(pytest.mark.gpu)
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if HAS_GPU else "cpu")

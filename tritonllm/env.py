@@ -1,0 +1,35 @@
+"""The only reader of ``os.environ``: every variable that changes behaviour, checked once at import.
+
+``TRITON_INTERPRET``
+    Triton's own: ``1`` runs kernels in its interpreter. Must be set before triton is imported.
+``TRITONLLM_CPU_BACKEND``
+    What an op does with CPU tensors: ``reference`` (plain torch; the default), ``interpret`` (the Triton kernel in the
+    interpreter; implied by ``TRITON_INTERPRET=1``) or ``compile`` (compile the kernel for a GPU and launch nothing; for
+    ahead-of-time checks, see :mod:`tritonllm.kernels.aot`).
+"""
+
+import os
+from typing import Literal, cast
+
+CpuBackend = Literal["reference", "interpret", "compile"]
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "0").lower()
+    if value not in {"", "0", "1", "true", "false", "on", "off"}:
+        raise ValueError(f"{name}={value!r}: expected 0 or 1")
+    return value in {"1", "true", "on"}
+
+
+def _cpu_backend(interpret: bool) -> CpuBackend:
+    default = "interpret" if interpret else "reference"
+    value = os.environ.get("TRITONLLM_CPU_BACKEND", default)
+    if value not in {"reference", "interpret", "compile"}:
+        raise ValueError(f"TRITONLLM_CPU_BACKEND={value!r}: expected reference, interpret or compile")
+    if (value == "interpret") != interpret:
+        raise ValueError(f"TRITONLLM_CPU_BACKEND={value} contradicts TRITON_INTERPRET={int(interpret)}")
+    return cast(CpuBackend, value)
+
+
+TRITON_INTERPRET: bool = _flag("TRITON_INTERPRET")
+CPU_BACKEND: CpuBackend = _cpu_backend(TRITON_INTERPRET)

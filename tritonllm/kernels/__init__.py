@@ -1,0 +1,36 @@
+"""The kernel library: every public operation and its plain-torch twin ``<name>_ref``.
+
+Importing this package imports no kernel; an attribute access imports the one file that holds it.
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "silu_and_mul": "activation",
+    "gelu_and_mul": "activation",
+    "store_kv": "kv_cache",
+    "copy_blocks": "kv_cache",
+    "paged_decode_attention": "attention_decode",
+    "varlen_prefill_attention": "attention_prefill",
+    "rms_norm": "norm",
+    "fused_add_rms_norm": "norm",
+    "apply_rope": "rope",
+    "moe_route": "moe_routing",
+    "fused_moe": "moe_gemm",
+    "sample": "sampling",
+    "rejection_sample": "rejection",
+}
+
+__all__ = sorted([*_HOME, *(f"{name}_ref" for name in _HOME)])
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name.removesuffix("_ref"))
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,102 @@
+"""Compile kernels for a GPU that is not there.
+
+:func:`compile_kernels` swaps Triton's driver for one that only names a target and makes every launch stop after
+compilation, so the ordinary launchers, called on CPU tensors, compile with the exact specialisation (alignment,
+divisibility, constants) that the same call would have on that GPU. It needs ``TRITONLLM_CPU_BACKEND=compile`` and
+cannot share a process with Triton's interpreter.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tritonllm import env
+
+# Shared memory that one block may use, bytes (CUDA C++ Programming Guide, "Technical Specifications").
+SHARED_MEMORY_LIMIT = {80: 166912, 90: 232448, 100: 232448}
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One compiled specialisation of a kernel."""
+
+    name: str
+    arch: int
+    shared_bytes: int
+    num_warps: int
+    num_stages: int
+    asm: dict[str, Any]
+
+    @property
+    def sass(self) -> str:
+        return self.asm["sass"]
+
+    def resource_usage(self) -> tuple[int, int]:
+        """``(registers per thread, bytes spilled)``, as ptxas reports them."""
+        from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+        with tempfile.TemporaryDirectory() as folder:
+            ptx = Path(folder) / "kernel.ptx"
+            ptx.write_text(self.asm["ptx"])
+            command = [get_ptxas(self.arch).path, "-v", f"--gpu-name={sm_arch_from_capability(self.arch)}", str(ptx)]
+            done = subprocess.run([*command, "-o", str(ptx) + ".o"], capture_output=True, text=True, check=True)
+        registers = max(int(n) for n in re.findall(r"Used (\d+) registers", done.stderr))
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr))
+        return registers, spilled
+
+
+class _TargetOnly:
+    """Stands in for Triton's driver: knows the target, owns no device."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._target.arch  # Triton caches kernels by device: one "device" a target keeps them apart
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def compile_kernels(arch: int) -> Iterator[list[CompiledKernel]]:
+    """Inside the block, launches compile for CUDA ``arch`` (80, 90, 100) and do not run; yields what was compiled.
+
+    Raises:
+        RuntimeError: if the process does not run with ``TRITONLLM_CPU_BACKEND=compile``.
+    """
+    if env.CPU_BACKEND != "compile":
+        raise RuntimeError("ahead-of-time compilation needs TRITONLLM_CPU_BACKEND=compile in the environment")
+    compiled: list[CompiledKernel] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        meta = kernel.metadata
+        compiled.append(CompiledKernel(self.__name__, arch, meta.shared, meta.num_warps, meta.num_stages, kernel.asm))
+        return kernel
+
+    previous = driver._active
+    driver.set_active(_TargetOnly(GPUTarget("cuda", arch, 32)))
+    JITFunction.run = compile_only
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        driver._active = previous

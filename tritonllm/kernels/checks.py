@@ -1,0 +1,60 @@
+"""Argument checks of the public kernel functions: a ``ValueError`` that names the argument, before any launch."""
+
+from collections.abc import Sequence
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_tensor(
+    name: str,
+    t: torch.Tensor,
+    shape: Sequence[int | str | None],
+    *,
+    dtype: torch.dtype | Sequence[torch.dtype] | None = FLOATS,
+    like: torch.Tensor | None = None,
+) -> None:
+    """Check one tensor argument.
+
+    Args:
+        name: the argument's name, for the message.
+        t: the tensor.
+        shape: one entry per dimension: a number it must equal, or a letter (or ``None``) that takes any size.
+        dtype: the dtype or dtypes allowed; ``None`` allows all.
+        like: a tensor whose device ``t`` must share.
+
+    Raises:
+        ValueError: if a dimension, the dtype or the device differs, or the last dimension is not contiguous.
+    """
+    if not isinstance(t, torch.Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    fits = t.dim() == len(shape) and all(
+        not isinstance(want, int) or have == want for have, want in zip(t.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("*" if s is None else str(s) for s in shape)
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(t.shape)}")
+    if dtype is not None:
+        allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+        if t.dtype not in allowed:
+            raise ValueError(f"{name} must be {' or '.join(str(d) for d in allowed)}, got {t.dtype}")
+    if like is not None and t.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {t.device}")
+    check_last_contiguous(name, t)
+
+
+def check_last_contiguous(name: str, t: torch.Tensor) -> None:
+    if t.dim() and t.shape[-1] > 1 and t.numel() and t.stride(-1) != 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tuple(t.stride())}")
+
+
+def check_same_dtype(name: str, t: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    if t.dtype != other.dtype:
+        raise ValueError(f"{name} must have the dtype of {other_name} ({other.dtype}), got {t.dtype}")
