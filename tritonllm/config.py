@@ -1,0 +1,147 @@
+"""What an engine is built from: frozen, checked at construction, passed as arguments.
+
+A value that only the model or the machine can decide (length, dtype, device, number of blocks) is ``None`` or
+``"auto"`` here and resolved once at start; :meth:`EngineConfig.replace` returns a new configuration, nothing mutates.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+POLICIES = ("fcfs", "priority")
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which weights, and how they are held.
+
+    Args:
+        model: a folder in Hugging Face format, or a hub id.
+        tokenizer: folder or hub id of the tokenizer, if it is not the model's.
+        skip_tokenizer_init: token ids in and out, no text.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: allow Python code from the tokenizer's repository.
+        dtype: ``auto`` takes the checkpoint's on a GPU and float32 on the CPU.
+        device: ``auto`` takes CUDA if there is one.
+        max_model_len: most tokens of prompt and output together; by default the model's own limit.
+        load_format: ``dummy`` fills the weights from ``seed`` instead of reading them.
+        seed: of dummy weights and of requests that bring none.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    load_format: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(f"model must be a folder or a hub id, got {self.model!r}")
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _at_least("max_model_len", self.max_model_len, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Args:
+        block_size: tokens per block.
+        num_blocks: blocks in the pool; by default what fits ``gpu_memory_utilization`` (GPU) or ``cpu_cache_bytes``.
+        gpu_memory_utilization: fraction of the GPU's memory for weights, activations and cache together.
+        cpu_cache_bytes: size of the cache on the CPU path, bytes.
+        enable_prefix_caching: reuse the blocks of prompts seen before.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_cache_bytes: int = 1 << 28
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        if self.block_size > 256:
+            raise ValueError(f"block_size must be at most 256, got {self.block_size}")
+        _at_least("num_blocks", self.num_blocks, 1)
+        _at_least("cpu_cache_bytes", self.cpu_cache_bytes, 1)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may hold.
+
+    Args:
+        max_num_seqs: most requests running at once.
+        max_num_batched_tokens: most tokens, prefill chunks and decodes together, in one step.
+        policy: ``fcfs``, or ``priority`` (lower value first, then arrival).
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    policy: Literal["fcfs", "priority"] = "fcfs"
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _one_of("policy", self.policy, POLICIES)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or some running requests could never decode"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine needs.
+
+    Args:
+        enforce_eager: no CUDA graphs.
+    """
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    enforce_eager: bool = False
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
+        """Sort flat keyword arguments (vLLM's names) into their parts.
+
+        Raises:
+            ValueError: an argument that no part knows, or a bad value.
+        """
+        parts: dict[str, Any] = {}
+        for name, part in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
+            names = {f.name for f in dataclasses.fields(part)}
+            parts[name] = part(**{key: kwargs.pop(key) for key in list(kwargs) if key in names})
+        enforce_eager = kwargs.pop("enforce_eager", False)
+        if kwargs:
+            raise ValueError(f"unknown argument {', '.join(map(repr, kwargs))}; known: {', '.join(cls.known_kwargs())}")
+        return cls(**parts, enforce_eager=enforce_eager)
+
+    @classmethod
+    def known_kwargs(cls) -> list[str]:
+        parts = (ModelConfig, CacheConfig, SchedulerConfig)
+        return sorted([*(f.name for part in parts for f in dataclasses.fields(part)), "enforce_eager"])

@@ -1,0 +1,129 @@
+"""How to continue one prompt. Names, defaults and meanings are vLLM's."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+SAMPLING_EPS = 1e-5  # a temperature below this is greedy: the division by it would overflow
+MAX_LOGPROBS = 1024
+
+
+def _number(name: str, value: object, low: float, high: float, hint: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:  # NaN compares false
+        raise ValueError(f"{name} must be {hint}, got {value!r}")
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be an integer {limits}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Parameters of one request.
+
+    Args:
+        n: how many completions to generate for the prompt.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+        min_p: drop tokens less likely than this times the most likely one, in [0, 1].
+        seed: makes the request's samples reproducible, whatever else runs beside it.
+        presence_penalty: subtracted from the logit of every token generated so far, in [-2, 2].
+        frequency_penalty: the same, times how often it was generated, in [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output, > 0.
+        max_tokens: most tokens to generate; ``None``: until the model's length is reached.
+        min_tokens: no end of sequence or stop token before this many tokens.
+        stop: strings that end the output; it ends before them.
+        stop_token_ids: tokens that end the output.
+        include_stop_str_in_output: leave the stop string in the text.
+        ignore_eos: go on after the end-of-sequence token.
+        logprobs: how many of the most likely tokens to report at each position (the chosen one is always reported).
+        prompt_logprobs: the same for each prompt token after the first.
+        logit_bias: added to the logits of these token ids.
+        allowed_token_ids: if given, only these can be generated.
+        bad_words: token sequences whose last token may not complete them; strings, tokenized by the engine.
+        detokenize: produce text, not only token ids.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: separate special tokens by spaces in the text.
+
+    Raises:
+        ValueError: a value outside its range; the message names the parameter.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = field(default_factory=tuple)
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1)
+        _number("temperature", self.temperature, 0.0, 1e6, "a number of at least 0")
+        _integer("top_k", self.top_k, -1)
+        _number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
+        _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
+        _number("repetition_penalty", self.repetition_penalty, math.ulp(0.0), 1e6, "greater than 0")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._normalise_sequences()
+
+    def _normalise_sequences(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(s, str) and s for s in stop):
+            raise ValueError(f"stop must be a string or strings, none of them empty, got {self.stop!r}")
+        if stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True; use stop_token_ids instead")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        if not all(isinstance(s, str) and s for s in self.bad_words):
+            raise ValueError(f"bad_words must be strings, none of them empty, got {self.bad_words!r}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            for i in ids:
+                _integer(f"{name} entries", i, 0)
+            object.__setattr__(self, name, tuple(ids))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids must not be empty; leave it out to allow all tokens")
+        for token, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias keys", token, 0)
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0, "in [-100, 100]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < SAMPLING_EPS
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop or ()  # type: ignore[return-value]
