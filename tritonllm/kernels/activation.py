@@ -14,6 +14,20 @@ from tritonllm.kernels.registry import register_op
 
 
 @triton.jit
+def activate(b_x, ACT: tl.constexpr):
+    """silu, gelu or gelu_tanh of a float32 block."""
+    if ACT == "silu":
+        b_act = b_x * tl.sigmoid(b_x)
+    elif ACT == "gelu":
+        b_act = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    else:
+        # tanh(z) = 2 sigmoid(2z) - 1, so 0.5 x (1 + tanh z) = x sigmoid(2z)
+        b_z = 0.7978845608028654 * (b_x + 0.044715 * b_x * b_x * b_x)
+        b_act = b_x * tl.sigmoid(2.0 * b_z)
+    return b_act
+
+
+@triton.jit
 def _act_and_mul_kernel(
     x_ptr,  # [T, 2N]
     out_ptr,  # [T, N]
@@ -29,14 +43,7 @@ def _act_and_mul_kernel(
     p_gate = x_ptr + row * stride_x + cols
     b_gate = tl.load(p_gate, mask=m_cols, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate + N, mask=m_cols, other=0.0).to(tl.float32)
-    if ACT == "silu":
-        b_act = b_gate * tl.sigmoid(b_gate)
-    elif ACT == "gelu":
-        b_act = 0.5 * b_gate * (1.0 + tl.erf(b_gate * 0.7071067811865476))
-    else:
-        # tanh(z) = 2 sigmoid(2z) - 1, so 0.5 x (1 + tanh z) = x sigmoid(2z)
-        b_z = 0.7978845608028654 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
-        b_act = b_gate * tl.sigmoid(2.0 * b_z)
+    b_act = activate(b_gate, ACT)
     tl.store(out_ptr + row * stride_out + cols, (b_act * b_up).to(out_ptr.dtype.element_ty), mask=m_cols)
 
 

@@ -5,8 +5,8 @@ A table is ``configs/<gpu>/<op>.json``, written by ``python -m autotune --op <op
     {"op": "...", "gpu": "NVIDIA H200", "triton": "3.6.0", "torch": "...", "kernel_hash": "...", "date": "...",
      "entries": [{"key": {"n": 14336, "tokens": 64}, "config": {"BLOCK": 1024, "num_warps": 4}, "us": 3.0}]}
 
-A lookup takes the entry with the nearest key: strings must be equal, numbers count by the distance of their
-logarithms. A GPU without a table takes the op's default, a plain function of the same key.
+A lookup takes the entry with the nearest key: strings (and what ``EXACT`` names) must be equal, other numbers count by
+the distance of their logarithms. A GPU without a table takes the op's default, a plain function of the same key.
 """
 
 import functools
@@ -24,6 +24,7 @@ Config = dict[str, Any]  # constexpr arguments plus num_warps and num_stages, pa
 Key = Mapping[str, int | str]
 
 TABLES = Path(__file__).parent / "configs"
+EXACT = frozenset({"head_size", "itemsize", "block_m"})  # a tile that fits the chip may not fit it with another
 
 
 def gpu_slug(name: str) -> str:
@@ -38,13 +39,13 @@ def load_table(slug: str, op: str) -> dict[str, Any] | None:
 
 
 def distance(a: Key, b: Key) -> float:
-    """How far two keys are apart; infinite if a string, or the set of names, differs."""
+    """How far two keys are apart; infinite if a string, an ``EXACT`` number, or the set of names, differs."""
     if a.keys() != b.keys():
         return math.inf
     total = 0.0
     for name, x in a.items():
         y = b[name]
-        if isinstance(x, str) or isinstance(y, str):
+        if isinstance(x, str) or isinstance(y, str) or name in EXACT:
             if x != y:
                 return math.inf
         else:
@@ -68,16 +69,20 @@ def _lookup(slug: str | None, op: str, default: Callable[..., Config], key: tupl
     return default(**wanted)
 
 
-_overrides: dict[str, Config] = {}
+_overrides: dict[str, tuple[Config | Callable[..., Config], list[dict[str, int | str]]]] = {}
 
 
 @contextmanager
-def override(op: str, config: Config) -> Iterator[None]:
-    """Make every launch of ``op`` inside the block use ``config``: for the tuner and the ahead-of-time check only."""
+def override(op: str, config: Config | Callable[..., Config]) -> Iterator[list[dict[str, int | str]]]:
+    """Make every launch of ``op`` inside the block use ``config``, or ``config(**key)``: for the tuner and for tests.
+
+    Yields the list of the keys that those launches ask for, as they do.
+    """
     previous = _overrides.get(op)
-    _overrides[op] = config
+    asked: list[dict[str, int | str]] = []
+    _overrides[op] = config, asked
     try:
-        yield
+        yield asked
     finally:
         if previous is None:
             del _overrides[op]
@@ -95,6 +100,8 @@ def get_config(op: str, device: torch.device, default: Callable[..., Config], **
         key: numbers and strings that decide the best configuration; only capacities, never values on the device.
     """
     if op in _overrides:
-        return _overrides[op]
+        config, asked = _overrides[op]
+        asked.append(key)
+        return config(**key) if callable(config) else config
     slug = _gpu_slug_of(device.index or 0) if device.type == "cuda" else None
     return _lookup(slug, op, default, tuple(key.items()))

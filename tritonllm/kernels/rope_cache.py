@@ -1,0 +1,169 @@
+"""Cosine and sine tables for :func:`tritonllm.kernels.apply_rope`, from the settings of a Hugging Face config.
+
+Angles are computed in float32, position times inverse frequency, in the order that ``transformers`` uses: beyond some
+ten thousand positions a float32 angle is off by more than a model notices, and equal angles keep outputs equal.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tritonllm.kernels.checks import FLOATS, require
+
+Scaling = Mapping[str, Any]
+
+# Keys that each type takes; those of COMMON_KEYS mean nothing here, but configs put them in the same place.
+COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+}
+
+
+def _need(scaling: Scaling, key: str) -> Any:
+    value = scaling.get(key)
+    require(bool(value), f"scaling of type {_type(scaling)!r} needs a positive {key!r}, got {value}")
+    return value
+
+
+def _type(scaling: Scaling) -> str:
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _trained_length(scaling: Scaling, max_position_embeddings: int | None) -> int:
+    key = "original_max_position_embeddings"
+    return scaling.get(key) or max_position_embeddings or _need(scaling, key)
+
+
+def _frequencies(base: float, rotary_dim: int) -> torch.Tensor:
+    return 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+
+
+def _linear(scaling: Scaling, base: float, rotary_dim: int) -> torch.Tensor:
+    return _frequencies(base, rotary_dim) / _need(scaling, "factor")
+
+
+def _dynamic(scaling: Scaling, base: float, rotary_dim: int, length: int, trained: int) -> torch.Tensor:
+    """NTK-aware base for sequences of `length` tokens (the bloc97 and emozilla posts of 2023)."""
+    require(rotary_dim > 2, f"rotary_dim must be more than 2 for scaling of type 'dynamic', got {rotary_dim}")
+    factor = _need(scaling, "factor")
+    stretch = factor * max(length, trained) / trained - (factor - 1)
+    return _frequencies(base * stretch ** (rotary_dim / (rotary_dim - 2)), rotary_dim)
+
+
+def _llama3(scaling: Scaling, base: float, rotary_dim: int, trained: int) -> torch.Tensor:
+    """Long waves are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    frequencies = _frequencies(base, rotary_dim)
+    low, high = _need(scaling, "low_freq_factor"), _need(scaling, "high_freq_factor")
+    require(low < high, f"scaling: low_freq_factor must be less than high_freq_factor, got {low} and {high}")
+    turns = trained / (2 * math.pi / frequencies)  # in the trained context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * frequencies / _need(scaling, "factor") + keep * frequencies
+
+
+def _yarn(
+    scaling: Scaling, base: float, rotary_dim: int, trained: int, max_position_embeddings: int | None
+) -> tuple[torch.Tensor, float]:
+    """Frequencies and the factor of cosines and sines (Peng et al., "YaRN", 2023)."""
+    ratio = max_position_embeddings / trained if max_position_embeddings else None
+    factor = scaling.get("factor") or ratio or _need(scaling, "factor")
+
+    def dimension_of(turns: float) -> float:
+        return rotary_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension_of(scaling.get("beta_fast") or 32)
+    high = dimension_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    slow = ((torch.arange(rotary_dim // 2) - low) / (high - low or 0.001)).clamp(0, 1)
+    frequencies = _frequencies(base, rotary_dim)
+
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention = magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    return slow * frequencies / factor + (1 - slow) * frequencies, attention
+
+
+def _check_scaling(scaling: Scaling, base: float) -> None:
+    kind = _type(scaling)
+    require(kind in KEYS, f"scaling: rope type {kind!r} is not supported, expected one of {', '.join(KEYS)}")
+    unknown = sorted(set(scaling) - KEYS[kind] - COMMON_KEYS)
+    require(not unknown, f"scaling of type {kind!r} has unknown keys: {', '.join(unknown)}")
+    theta = scaling.get("rope_theta", base)
+    require(theta == base, f"scaling has rope_theta {theta}, but base is {base}")
+    for key, value in scaling.items():
+        if key not in ("rope_type", "type", "truncate") and value is not None:
+            require(isinstance(value, int | float) and math.isfinite(value), f"scaling: {key} must be a number")
+            require(value > 0 or key.startswith("mscale"), f"scaling: {key} must be positive, got {value}")
+
+
+def build_cos_sin_cache(
+    rotary_dim: int,
+    max_position: int,
+    base: float = 10000.0,
+    scaling: Scaling | None = None,
+    *,
+    max_position_embeddings: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """The table of cosines and sines that :func:`apply_rope` reads.
+
+    Args:
+        rotary_dim: elements of a head that are rotated, even: the head size times ``partial_rotary_factor``.
+        max_position: rows; positions are 0 to ``max_position - 1``.
+        base: ``rope_theta`` of the config.
+        scaling: ``rope_scaling`` or ``rope_parameters`` of the config: ``rope_type`` (or ``type``) and its keys.
+
+            - ``default`` or ``None``: none.
+            - ``linear``: ``factor``.
+            - ``dynamic``: ``factor``. A cache of rotated keys cannot follow a growing sequence, so the frequencies are
+              those of a sequence of ``max_position`` tokens; up to the trained length that is no scaling.
+            - ``llama3``: ``factor``, ``low_freq_factor``, ``high_freq_factor``.
+            - ``yarn``: ``factor``; optional ``attention_factor`` or ``mscale`` and ``mscale_all_dim``, ``beta_fast``
+              (32), ``beta_slow`` (1), ``truncate`` (true).
+
+            The last three need the trained length: ``original_max_position_embeddings``.
+        max_position_embeddings: the config's; stands in for ``original_max_position_embeddings`` (which ``dynamic``
+            ignores, as ``transformers`` does), and for a missing yarn ``factor`` through their ratio.
+        dtype: of the table; float32 keeps positions apart that bfloat16 cannot.
+        device: where to put it.
+
+    Returns:
+        ``[max_position, rotary_dim]``: ``rotary_dim / 2`` cosines, then their sines.
+
+    Raises:
+        ValueError: an unknown rope type or key, a missing key, or a number out of range, named in the message.
+    """
+    require(rotary_dim > 0 and rotary_dim % 2 == 0, f"rotary_dim must be even and positive, got {rotary_dim}")
+    require(max_position > 0, f"max_position must be positive, got {max_position}")
+    require(base > 1, f"base must be more than 1, got {base}")
+    require(dtype in FLOATS, f"dtype must be a float dtype, got {dtype}")
+    scaling = scaling or {}
+    _check_scaling(scaling, base)
+    attention = 1.0
+    match _type(scaling):
+        case "linear":
+            frequencies = _linear(scaling, base, rotary_dim)
+        case "dynamic":
+            trained = max_position_embeddings or _need(scaling, "max_position_embeddings")
+            frequencies = _dynamic(scaling, base, rotary_dim, max_position, trained)
+        case "llama3":
+            frequencies = _llama3(scaling, base, rotary_dim, _trained_length(scaling, max_position_embeddings))
+        case "yarn":
+            trained = _trained_length(scaling, max_position_embeddings)
+            frequencies, attention = _yarn(scaling, base, rotary_dim, trained, max_position_embeddings)
+        case _:
+            frequencies = _frequencies(base, rotary_dim)
+    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat((angles.cos() * attention, angles.sin() * attention), dim=-1).to(device=device, dtype=dtype)
