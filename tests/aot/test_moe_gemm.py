@@ -1,0 +1,39 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources, assert_sass
+
+from tritonllm.kernels import fused_moe
+from tritonllm.kernels.aot import compile_kernels
+
+QWEN3_30B = (128, 8, 2048, 768)
+MIXTRAL = (8, 2, 4096, 14336)
+
+
+def call(tokens, experts, top_k, n, i, dtype=torch.bfloat16, **kwargs):
+    """Only addresses and strides matter, so the experts share one block of memory."""
+    w_gate_up = torch.empty(2 * i, n, dtype=dtype).expand(experts, -1, -1)
+    w_down = torch.empty(n, i, dtype=dtype).expand(experts, -1, -1)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32)
+    fused_moe(torch.empty(tokens, n, dtype=dtype), w_gate_up, w_down, torch.empty(tokens, top_k), ids, **kwargs)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch):
+    with compile_kernels(arch) as kernels:
+        for tokens in (1, 256, 640):
+            call(tokens, *QWEN3_30B)
+        call(2048, *MIXTRAL, dtype=torch.float16)
+        call(1024, 16, 4, 2048, 720, activation="gelu", expert_map=torch.empty(32, dtype=torch.int32))
+        call(64, 4, 2, 100, 60, activation="gelu_tanh")
+        call(64, *QWEN3_30B, dtype=torch.float32)
+        call(1, 1, 1, 1, 1)
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("tokens", [640, 1024])
+def test_hopper_matrix_products(tokens):
+    """Blocks of 64 pairs and more use wgmma."""
+    with compile_kernels(90) as kernels:
+        call(tokens, *QWEN3_30B)
+    assert_sass(kernels, "HGMMA", "_gate_up_kernel")
+    assert_sass(kernels, "HGMMA", "_down_kernel")
