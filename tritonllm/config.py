@@ -1,7 +1,7 @@
 """What an engine is built from: frozen, checked at construction, passed as arguments.
 
 A value that only the model or the machine can decide (length, dtype, device, number of blocks) is ``None`` or
-``"auto"`` here and resolved once at start; :meth:`EngineConfig.replace` returns a new configuration, nothing mutates.
+``"auto"`` here and resolved once at start, in a new configuration (``dataclasses.replace``): nothing mutates.
 """
 
 import dataclasses
@@ -16,6 +16,11 @@ POLICIES = ("fcfs", "priority")
 def _at_least(name: str, value: int | None, low: int) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
         raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def _is_a(name: str, value: object, kind: type) -> None:
+    if type(value) is not kind:  # neither 1 for True nor "false" for False
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -57,6 +62,9 @@ class ModelConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _at_least("max_model_len", self.max_model_len, 1)
+        _is_a("skip_tokenizer_init", self.skip_tokenizer_init, bool)
+        _is_a("trust_remote_code", self.trust_remote_code, bool)
+        _is_a("seed", self.seed, int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +91,10 @@ class CacheConfig:
             raise ValueError(f"block_size must be at most 256, got {self.block_size}")
         _at_least("num_blocks", self.num_blocks, 1)
         _at_least("cpu_cache_bytes", self.cpu_cache_bytes, 1)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+        fraction = self.gpu_memory_utilization
+        if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0.0 < fraction <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {fraction!r}")
+        _is_a("enable_prefix_caching", self.enable_prefix_caching, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +134,9 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        _is_a("enforce_eager", self.enforce_eager, bool)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

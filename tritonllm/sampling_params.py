@@ -1,11 +1,20 @@
 """How to continue one prompt. Names, defaults and meanings are vLLM's."""
 
+import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy: the division by it would overflow
 MAX_LOGPROBS = 1024
+
+
+class RequestOutputKind(enum.Enum):
+    """What a step returns of a running request."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new since the last output
+    FINAL_ONLY = 2  # nothing until it ends
 
 
 def _number(name: str, value: object, low: float, high: float, hint: str) -> None:
@@ -47,6 +56,7 @@ class SamplingParams:
         detokenize: produce text, not only token ids.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: separate special tokens by spaces in the text.
+        output_kind: what each step returns of this request.
 
     Raises:
         ValueError: a value outside its range; the message names the parameter.
@@ -75,6 +85,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1)
@@ -98,6 +109,12 @@ class SamplingParams:
         self._normalise_sequences()
 
     def _normalise_sequences(self) -> None:
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, Collection) or (isinstance(value, str) and name != "stop")):
+                raise ValueError(f"{name} must be a list, got {value!r}")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must be a dict from token id to bias, got {self.logit_bias!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be a string or strings, none of them empty, got {self.stop!r}")

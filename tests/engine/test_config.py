@@ -1,0 +1,85 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tritonllm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+
+
+@pytest.mark.parametrize(
+    ("part", "kwargs", "message"),
+    [
+        (ModelConfig, {"model": ""}, "model must be a folder or a hub id"),
+        (ModelConfig, {"model": Path("x")}, "model must be a folder or a hub id"),
+        (ModelConfig, {"dtype": "int8"}, "dtype must be one of auto, float32"),
+        (ModelConfig, {"load_format": "gguf"}, "load_format must be one of auto, safetensors"),
+        (ModelConfig, {"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
+        (ModelConfig, {"max_model_len": 1.5}, "max_model_len"),
+        (ModelConfig, {"max_model_len": True}, "max_model_len"),
+        (ModelConfig, {"skip_tokenizer_init": "no"}, "skip_tokenizer_init must be of type bool"),
+        (ModelConfig, {"trust_remote_code": 1}, "trust_remote_code must be of type bool"),
+        (ModelConfig, {"seed": "1"}, "seed must be of type int"),
+        (ModelConfig, {"seed": None}, "seed must be of type int"),
+        (CacheConfig, {"block_size": 0}, "block_size must be an integer of at least 1"),
+        (CacheConfig, {"block_size": 257}, "block_size must be at most 256"),
+        (CacheConfig, {"num_blocks": 0}, "num_blocks must be an integer of at least 1"),
+        (CacheConfig, {"cpu_cache_bytes": 0}, "cpu_cache_bytes must be an integer of at least 1"),
+        (CacheConfig, {"gpu_memory_utilization": 0.0}, r"gpu_memory_utilization must be in \(0, 1\]"),
+        (CacheConfig, {"gpu_memory_utilization": 1.01}, "gpu_memory_utilization"),
+        (CacheConfig, {"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
+        (CacheConfig, {"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization"),
+        (CacheConfig, {"gpu_memory_utilization": True}, "gpu_memory_utilization"),
+        (CacheConfig, {"enable_prefix_caching": "false"}, "enable_prefix_caching must be of type bool"),
+        (SchedulerConfig, {"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1"),
+        (SchedulerConfig, {"max_num_batched_tokens": -1}, "max_num_batched_tokens must be an integer of at least 1"),
+        (SchedulerConfig, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"max_num_batched_tokens \(8\) must be"),
+        (SchedulerConfig, {"policy": "random"}, "policy must be one of fcfs, priority"),
+        (EngineConfig, {"enforce_eager": 1}, "enforce_eager must be of type bool"),
+    ],
+)
+def test_bad_values_are_named(part, kwargs, message):
+    if part is ModelConfig:
+        kwargs = {"model": "m"} | kwargs
+    if part is EngineConfig:
+        kwargs = {"model": ModelConfig(model="m")} | kwargs
+    with pytest.raises(ValueError, match=message):
+        part(**kwargs)
+
+
+def test_limits_themselves_are_allowed():
+    CacheConfig(block_size=256, num_blocks=1, cpu_cache_bytes=1, gpu_memory_utilization=1)
+    SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=8, policy="priority")
+    ModelConfig(model="m", max_model_len=1, seed=-1)
+
+
+def test_flat_arguments_find_their_parts():
+    config = EngineConfig.from_kwargs(
+        model="m", dtype="float32", block_size=8, max_num_seqs=3, policy="priority", enforce_eager=True
+    )
+    assert config == EngineConfig(
+        model=ModelConfig(model="m", dtype="float32"),
+        cache=CacheConfig(block_size=8),
+        scheduler=SchedulerConfig(max_num_seqs=3, policy="priority"),
+        enforce_eager=True,
+    )
+
+
+def test_an_unknown_argument_is_named_beside_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown argument 'blocksize'; known: block_size, cpu_cache_bytes"):
+        EngineConfig.from_kwargs(model="m", blocksize=8)
+
+
+def test_every_known_argument_is_taken():
+    defaults = EngineConfig(model=ModelConfig(model="m"))
+    values = {"enforce_eager": defaults.enforce_eager}
+    for part in (defaults.model, defaults.cache, defaults.scheduler):
+        values |= dataclasses.asdict(part)
+    assert sorted(values) == EngineConfig.known_kwargs()
+    assert EngineConfig.from_kwargs(**values) == defaults
+
+
+def test_configurations_do_not_change():
+    config = EngineConfig(model=ModelConfig(model="m"))
+    for part, name in ((config, "model"), (config.model, "seed"), (config.cache, "block_size")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, name, 1)

@@ -1,0 +1,48 @@
+import pytest
+
+from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.sampling_params import SamplingParams
+
+
+def make(prompt, output):
+    request = Request("r", prompt, SamplingParams(), max_total_tokens=100)
+    request.output_token_ids += output
+    return request
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3)])
+def test_token_ids_is_a_slice_of_prompt_and_output(prompt):
+    request = make(prompt, [4, 5])
+    assert request.num_tokens == 5
+    for start in range(6):
+        for end in range(start, 6):
+            assert request.token_ids(start, end) == [1, 2, 3, 4, 5][start:end]
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 2), (2, 1), (0, 6)])
+def test_token_ids_outside_of_the_known_tokens(start, end):
+    with pytest.raises(ValueError, match=r"outside of the 5 known tokens"):
+        make([1, 2, 3], [4, 5]).token_ids(start, end)
+
+
+def test_finish_reason():
+    reasons = {
+        RequestStatus.WAITING: None,
+        RequestStatus.RUNNING: None,
+        RequestStatus.PREEMPTED: None,
+        RequestStatus.FINISHED_STOPPED: "stop",
+        RequestStatus.FINISHED_LENGTH: "length",
+        RequestStatus.FINISHED_ABORTED: "abort",
+    }
+    assert set(reasons) == set(RequestStatus)
+    request = make([1], [])
+    for status, reason in reasons.items():
+        request.status = status
+        assert request.finish_reason == reason
+        assert status.is_finished == (reason is not None)
+
+
+def test_requests_are_told_apart_by_identity():
+    one, other = make([1], []), make([1], [])
+    assert one != other
+    assert len({one, other}) == 2

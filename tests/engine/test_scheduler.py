@@ -1,0 +1,293 @@
+import subprocess
+import sys
+
+import pytest
+from support.scheduling import add, make, make_scheduler, short_of_blocks, step, steps
+
+from tritonllm.engine.request import RequestStatus
+
+# --- what the module is
+
+
+def test_imports_no_torch():
+    modules = [f"tritonllm.engine.{name}" for name in ("request", "block_pool", "prefix_cache", "scheduler")]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"), [({"num_blocks": 0}, "num_blocks"), ({"max_model_len": 0}, "max_model_len")]
+)
+def test_bad_limits(kwargs, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        make_scheduler(**kwargs)
+
+
+# --- add
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (make("taken", 3), "'taken' is in use"),
+        (make("r", []), "prompt_token_ids is empty"),
+        (make("r", 3, 3), "max_total_tokens must be more than the prompt's 3 tokens and at most 50"),
+        (make("r", 3, 51), "at most 50"),
+        (make("r", 3, 9, max_tokens=5), "at most 8"),
+        (make("r", 40, 50), "40 tokens and one new token need 11 blocks of 4 tokens, but num_blocks is 10"),
+    ],
+)
+def test_refused_requests_change_nothing(request_, message):
+    scheduler = make_scheduler(10, max_model_len=50)
+    add(scheduler, "taken", 3, 50)
+    with pytest.raises(ValueError, match=message):
+        scheduler.check(request_)
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(request_)
+    assert (scheduler.num_waiting, request_.status) == (1, RequestStatus.WAITING)
+
+
+def test_a_request_runs_once():
+    scheduler = make_scheduler()
+    request = add(scheduler, "r", 3, 4)
+    step(scheduler)
+    assert request.finish_reason == "length"
+    with pytest.raises(ValueError, match="has run before"):
+        scheduler.add(request)
+
+
+def test_the_longest_prompt_that_fits():
+    scheduler = make_scheduler(10)
+    request = add(scheduler, "r", 39)
+    steps(scheduler, 2)
+    assert len(request.output_token_ids) == 2
+
+
+# --- the token budget
+
+
+def test_prompts_are_cut_anywhere_to_fill_the_budget():
+    scheduler = make_scheduler(tokens=10)
+    add(scheduler, "a", 7)
+    add(scheduler, "b", 15)
+    add(scheduler, "c", 1)
+    assert steps(scheduler, 4) == [
+        {"a": 7, "b": 3},
+        {"a": 1, "b": 9},
+        {"a": 1, "b": 3, "c": 1},
+        {"a": 1, "b": 1, "c": 1},
+    ]
+
+
+def test_only_the_last_chunk_samples():
+    scheduler = make_scheduler(tokens=8)
+    request = add(scheduler, "a", 17)
+    seen = []
+    for _ in range(4):
+        (item,) = scheduler.schedule().scheduled
+        seen.append((item.start, item.num_tokens, item.samples))
+        step(scheduler)
+    assert seen == [(0, 8, False), (8, 8, False), (16, 1, True), (17, 1, True)]
+    assert request.output_token_ids == [7, 7]
+
+
+def test_decodes_come_first_in_the_plan():
+    scheduler = make_scheduler(tokens=10, policy="priority")
+    add(scheduler, "low", 3, priority=1)
+    step(scheduler)
+    add(scheduler, "high", 20, priority=0)
+    plan = scheduler.schedule()
+    assert [item.request.request_id for item in plan.scheduled] == ["low", "high"]
+    assert (plan.num_decodes, plan.num_tokens) == (1, 10)
+    step(scheduler)
+    assert step(scheduler) == {"high": 10}  # order decides who gets the budget
+    assert step(scheduler) == {"low": 1, "high": 1}
+
+
+def test_a_single_token_that_does_not_sample_is_no_decode():
+    scheduler = make_scheduler(tokens=8, seats=2)
+    add(scheduler, "a", 7)
+    add(scheduler, "b", 3)
+    plan = scheduler.schedule()
+    assert [(item.request.request_id, item.num_tokens) for item in plan.scheduled] == [("a", 7), ("b", 1)]
+    assert plan.num_decodes == 0
+
+
+def test_max_num_seqs():
+    scheduler = make_scheduler(seats=2)
+    for name in "abc":
+        add(scheduler, name, 3, 5)
+    assert steps(scheduler, 3) == [{"a": 3, "b": 3}, {"a": 1, "b": 1}, {"c": 3}]
+
+
+def test_an_empty_plan_without_requests():
+    plan = make_scheduler().schedule()
+    assert (plan.scheduled, plan.preempted, plan.num_decodes, plan.num_tokens) == ((), (), 0, 0)
+
+
+# --- policies
+
+
+def test_fcfs_ignores_priority():
+    scheduler = make_scheduler(seats=1)
+    for arrival, (name, priority) in enumerate([("a", 2), ("b", 0), ("c", 1)]):
+        add(scheduler, name, 3, 4, priority=priority, arrival=arrival)
+    assert steps(scheduler, 3) == [{"a": 3}, {"b": 3}, {"c": 3}]
+
+
+def test_priority_then_arrival_then_order_of_add():
+    scheduler = make_scheduler(seats=1, policy="priority")
+    for name, priority, arrival in [("d", 1, 3), ("c", 1, 2), ("b", 0, 9), ("a", -5, 9), ("e", 1, 3)]:
+        add(scheduler, name, 3, 4, priority=priority, arrival=arrival)
+    assert steps(scheduler, 5) == [{name: 3} for name in "abcde"]
+
+
+def test_nobody_overtakes_the_first_that_does_not_fit():
+    scheduler = make_scheduler(5)
+    add(scheduler, "a", 8, 10)
+    add(scheduler, "large", 16, 18)
+    add(scheduler, "small", 1, 3)
+    assert steps(scheduler, 3) == [{"a": 8}, {"a": 1}, {"large": 16}]
+
+
+def test_a_waiting_request_takes_nothing_from_a_running_one():
+    scheduler = make_scheduler(5, seats=2, policy="priority")
+    low = add(scheduler, "low", 12, 16, priority=1)
+    step(scheduler)
+    add(scheduler, "high", 12, 14, priority=0)
+    assert steps(scheduler, 3) == [{"low": 1}] * 3
+    assert (low.finish_reason, low.num_preemptions) == ("length", 0)
+    assert step(scheduler) == {"high": 12}
+
+
+# --- preemption and admission
+
+
+def test_the_last_that_came_is_preempted():
+    scheduler, (a, b, c), hole = short_of_blocks()
+    scheduler.pool.release(hole[:1])
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [a, b]
+    assert plan.preempted == (c,)
+    assert (c.status, c.num_preemptions, c.num_computed_tokens, c.block_ids) == (RequestStatus.PREEMPTED, 1, 0, [])
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.stats.preemptions) == (2, 1, 1)
+
+
+def test_several_are_preempted_in_one_step_and_each_gives_its_place_up():
+    scheduler, (a, b, c), _ = short_of_blocks()
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [a]
+    assert plan.preempted == (c, b)
+    assert plan.num_tokens == 1
+    assert len(a.block_ids) == 2
+
+
+def test_a_victim_whose_blocks_have_other_users_is_not_enough():
+    scheduler, (a, b, c), _ = short_of_blocks()
+    scheduler.pool.retain(c.block_ids[0])
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [a]
+    assert plan.preempted == (c, b)
+    assert scheduler.pool.num_free == 0
+
+
+def test_a_request_that_comes_last_preempts_itself():
+    scheduler, (a, b, c), hole = short_of_blocks()
+    scheduler.pool.release(hole[:2])
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [a, b]
+    assert plan.preempted == (c,)
+
+
+def test_the_lowest_priority_is_preempted():
+    scheduler, (a, b, c), _ = short_of_blocks("priority", (1, 2, 0))
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [c]
+    assert plan.preempted == (b, a)
+
+
+def test_the_preempted_wait_before_those_who_never_ran():
+    scheduler, (a, b, c), hole = short_of_blocks()
+    d = add(scheduler, "d", 4, arrival=3)
+    scheduler.schedule()
+    scheduler.pool.release(hole)
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [a, b, c, d]
+
+
+def test_a_preempted_request_finds_its_blocks_in_the_cache():
+    scheduler, (_, b, _), hole = short_of_blocks()
+    blocks = list(b.block_ids)
+    step(scheduler)
+    assert b.status is RequestStatus.PREEMPTED
+    scheduler.pool.release(hole)
+    plan = scheduler.schedule()
+    assert [(item.request.request_id, item.start, item.num_tokens) for item in plan.scheduled] == [
+        ("a", 5, 1),
+        ("b", 4, 1),
+        ("c", 0, 5),  # its block went to a
+    ]
+    assert b.block_ids[:1] == blocks
+    assert b.num_cached_tokens == 0  # of the first admission
+    assert (scheduler.stats.prefix_cache_query_tokens, scheduler.stats.prefix_cache_hit_tokens) == (12, 0)
+
+
+def test_without_a_cache_a_preempted_request_computes_all_of_it_again():
+    scheduler, (_, b, _), hole = short_of_blocks(caching=False)
+    step(scheduler)
+    scheduler.pool.release(hole)
+    assert step(scheduler) == {"a": 1, "b": 5, "c": 5}
+    assert b.output_token_ids == [7, 7]
+
+
+def test_a_step_that_preempts_admits_nobody():
+    scheduler = make_scheduler(10, policy="priority")
+    add(scheduler, "a", 4)
+    b = add(scheduler, "b", 32)
+    step(scheduler)
+    scheduler.pool.allocate()  # that was the last one
+    add(scheduler, "urgent", 4, priority=-1)
+    plan = scheduler.schedule()
+    assert plan.preempted == (b,)
+    assert scheduler.pool.num_free == 7  # enough for `urgent`, which is first in order
+    assert [item.request.request_id for item in plan.scheduled] == ["a"]
+    assert step(scheduler) == {"a": 1, "urgent": 4}
+
+
+@pytest.mark.parametrize(("num_blocks", "admitted"), [(8, False), (9, True)])
+def test_admission_leaves_a_block_for_each_running_request(num_blocks, admitted):
+    scheduler = make_scheduler(num_blocks)
+    add(scheduler, "a", 4)
+    add(scheduler, "b", 4)
+    step(scheduler)
+    add(scheduler, "c", 12)  # 3 blocks; a and b have 4 by the time
+    assert step(scheduler) == {"a": 1, "b": 1} | ({"c": 12} if admitted else {})
+
+
+def test_admission_takes_the_blocks_of_all_chunks():
+    scheduler = make_scheduler(8, tokens=8)
+    a = add(scheduler, "a", 20)
+    add(scheduler, "b", 12)
+    assert step(scheduler) == {"a": 8}
+    assert len(a.block_ids) == 5
+    assert steps(scheduler, 2) == [{"a": 8}, {"a": 4}]  # b would fit, were the rest of a not to come
+
+
+def test_an_output_that_outgrows_the_pool_ends():
+    scheduler = make_scheduler(3)
+    request = add(scheduler, "r", 5)
+    steps(scheduler, 20)
+    assert request.finish_reason == "length"
+    assert request.num_tokens == 13  # 12 slots, and a last token that needs none
+    assert scheduler.pool.num_free == 3
+
+
+def test_tail_blocks_are_evicted_before_head_blocks():
+    scheduler = make_scheduler(6)
+    add(scheduler, "a", prompt := list(range(16)), 17)
+    step(scheduler)
+    add(scheduler, "b", 15, 16)  # takes the 2 empty blocks and 2 of a's 4
+    step(scheduler)
+    again = add(scheduler, "again", [*prompt, 99])
+    step(scheduler)
+    assert again.num_cached_tokens == 8

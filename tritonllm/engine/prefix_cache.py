@@ -1,0 +1,92 @@
+"""Finds blocks whose keys and values were computed before, for another request or an earlier run of this one. No torch.
+
+A block's keys and values depend on all tokens up to its end, so its digest chains: xxh3_128(parent's digest + the
+block's tokens). Equal digests mean equal prefixes, and the longest cached prefix is a walk along the chain, one
+dictionary look-up per block (automatic prefix caching, as in vLLM; Kwon et al., SOSP 2023, for the paged blocks).
+
+xxh3 is fast, not cryptographic: chance collisions can be ruled out (128 bits), collisions built on purpose cannot.
+Where tenants must not reach each other's prompts, give each a secret ``cache_salt``.
+"""
+
+from array import array
+
+from xxhash import xxh3_128_digest
+
+from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.request import Request
+
+_SALT_SEED = 1  # keeps the digest of a salt apart from that of a block with the same bytes
+
+
+class PrefixCache:
+    """Labels full blocks of ``pool`` by their contents, and looks them up. The blocks' life stays with the pool.
+
+    Args:
+        block_size: tokens per block.
+        pool: the blocks.
+
+    Attributes:
+        queries: prompt tokens looked up.
+        hits: how many of them were found.
+    """
+
+    def __init__(self, block_size: int, pool: BlockPool) -> None:
+        self.block_size = block_size
+        self.pool = pool
+        self.queries = 0
+        self.hits = 0
+
+    def match(self, request: Request) -> list[int]:
+        """The blocks of the longest cached prefix of the request's known tokens; takes no reference to them.
+
+        The last known token is never covered: it must run through the model, or there would be nothing to sample
+        from. A request that wants ``prompt_logprobs`` matches nothing, since it needs every position's logits.
+        """
+        blocks: list[int] = []
+        if request.params.prompt_logprobs is not None:
+            return blocks
+        for index in range((request.num_tokens - 1) // self.block_size):
+            block = self.pool.find(self._digest(request, index))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def insert(self, request: Request, start: int, end: int) -> None:
+        """Make the blocks that tokens ``start`` to ``end`` (exclusive), just computed, have filled available."""
+        for index in range(start // self.block_size, end // self.block_size):
+            self.pool.label(request.block_ids[index], self._digest(request, index))
+
+    def count(self, request: Request) -> None:
+        """Add a request's first admission to the statistics. Later ones find its own work: that is no merit."""
+        if request.params.prompt_logprobs is None:
+            self.queries += request.num_tokens
+            self.hits += request.num_cached_tokens or 0
+
+    def reset(self) -> None:
+        """Forget all contents (the weights changed, say).
+
+        Raises:
+            RuntimeError: some blocks are in use.
+        """
+        used = self.pool.num_blocks - self.pool.num_free
+        if used:
+            raise RuntimeError(
+                f"the prefix cache cannot be reset while {used} blocks are in use; finish or abort first"
+            )
+        self.pool.clear_labels()
+
+    def _digest(self, request: Request, index: int) -> bytes:
+        """Digest of the request's full block ``index``; each one is computed once in a request's life."""
+        hashes, size = request.block_hashes, self.block_size
+        while len(hashes) <= index:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else self._root(request)
+            tokens = array("q", request.token_ids(start, start + size))
+            hashes.append(xxh3_128_digest(parent + tokens.tobytes()))
+        return hashes[index]
+
+    @staticmethod
+    def _root(request: Request) -> bytes:
+        salt = request.cache_salt
+        return b"" if salt is None else xxh3_128_digest(salt.encode(), seed=_SALT_SEED)

@@ -1,0 +1,104 @@
+"""One prompt on its way through the engine: its tokens, its blocks and how far it has come. Imports no torch."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+from tritonllm.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. ``PREEMPTED`` waits like ``WAITING``, but has run before."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        return self in _FINISH_REASONS
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to generate. The engine fills in the first group of fields, the scheduler owns the second.
+
+    Args:
+        request_id: unique among the unfinished requests.
+        prompt_token_ids: the prompt, at least one token; never changed.
+        params: how to continue it.
+        max_total_tokens: most tokens of prompt and output together: the smaller of ``max_model_len`` and the prompt's
+            length plus ``max_tokens``.
+        eos_token_ids: tokens that end the output unless ``params.ignore_eos``.
+        priority: lower runs first (policy ``priority`` only).
+        arrival: a counter that only grows; decides among equal priorities.
+        cache_salt: prompts with different salts share no cached blocks.
+        seed: of its random draws.
+        bad_words: token sequences that may not be completed, tokenized.
+        seed: of its samples.
+        bad_words: token sequences that the output may not contain.
+        output_token_ids: what was generated so far.
+        num_computed_tokens: leading tokens whose keys and values are in the cache.
+        num_cached_tokens: how many of them the prefix cache gave at the first admission; ``None`` before it.
+        block_ids: the block table: token i lives in block ``block_ids[i // block_size]``.
+        block_hashes: digests of the leading full blocks, as far as they were needed.
+        status: where the request is.
+        stop_reason: the stop token or stop string that ended it; ``None`` for the end-of-sequence token.
+        num_preemptions: how often it lost its blocks and started again.
+        order: the scheduler's sort key, unique.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    _: KW_ONLY
+    max_total_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    arrival: int = 0
+    cache_salt: str | None = None
+    seed: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    stop_reason: int | str | None = None
+    num_preemptions: int = 0
+    order: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output together."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """``"stop"``, ``"length"``, ``"abort"``, or ``None`` while unfinished."""
+        return _FINISH_REASONS.get(self.status)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Tokens ``start`` to ``end`` (exclusive) of prompt and output, in time proportional to their number.
+
+        Raises:
+            ValueError: unless ``0 <= start <= end <= num_tokens``.
+        """
+        if not 0 <= start <= end <= self.num_tokens:
+            raise ValueError(f"token_ids({start}, {end}) is outside of the {self.num_tokens} known tokens")
+        split = len(self.prompt_token_ids)
+        tokens = list(self.prompt_token_ids[start:end])
+        tokens += self.output_token_ids[max(start - split, 0) : max(end - split, 0)]
+        return tokens

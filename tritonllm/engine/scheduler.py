@@ -1,0 +1,379 @@
+"""Decides what runs in each step: host-only bookkeeping over one token budget and one pool of blocks. No torch.
+
+A policy is a sort key (:attr:`Request.order`): arrival for ``fcfs``, priority and then arrival for ``priority``.
+``_running`` is sorted by it and ``_waiting`` is a heap over it, so there is one algorithm for both. A step serves the
+running requests in that order, then admits waiting ones while tokens, seats and blocks last; the first that does not
+fit ends the step, nobody overtakes. Decodes and prefill chunks differ only in how many tokens they have left to
+compute (stall-free batching: Agrawal et al., "Sarathi-Serve", OSDI 2024).
+
+When a running request cannot get a block, the last one in order, possibly itself, is preempted: it gives back its
+blocks and waits again, to be computed anew (recomputation: Kwon et al., "PagedAttention", SOSP 2023); what the prefix
+cache still holds of it by then is not lost. As in vLLM, a waiting request never takes a seat or a block from a running
+one, whatever its priority.
+
+Why every request ends:
+
+- Requests are served from the front and preempted from the back, so a victim has not been put into the step's plan:
+  a planned request never loses its blocks, and the front one is never a victim. For if the front one is alone, it has
+  the pool to itself, and no sequence may outgrow the pool: a prompt that does not fit with one more token is refused
+  by :meth:`Scheduler.check`, and an output that fills the last slot ends there with reason ``length``.
+- So while anything runs, the front request computes at least one token per step, and keeps it unless an earlier one in
+  order is admitted. Only one that came later can be that, and only once: when it is preempted itself, nothing behind
+  it runs any more. Hence without new arrivals the front request ends.
+- If nothing runs, all blocks are free and the first waiting request fits.
+
+Admission takes the blocks of all known tokens at once, chunked or not, and leaves one free block for each request
+that runs already. Those need at most one each in the next ``block_size`` steps, so a newcomer is not preempted as soon
+as it came. For the same reason a step that preempted admits nobody.
+"""
+
+import heapq
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from tritonllm.config import CacheConfig, SchedulerConfig
+from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.prefix_cache import PrefixCache
+from tritonllm.engine.request import Request, RequestStatus
+
+_ORDER = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request's part of a step.
+
+    Attributes:
+        request: whose tokens.
+        start: tokens computed before the step, the position of the first one in it.
+        num_tokens: tokens to compute, at least 1.
+        samples: its last known token is among them, so the step ends with a new one.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes.
+
+    Attributes:
+        scheduled: first the decodes (one token each, sampled from), then the prefill chunks.
+        preempted: the requests that lost their blocks to make room; none of them is scheduled.
+        num_decodes: length of the first group.
+        num_tokens: of both groups together.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[Request, ...]
+    num_decodes: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A sampled token, appended to the request's output; ``request.status`` tells whether it was the last."""
+
+    request: Request
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Totals since the start, and the blocks of now. Prefix-cache tokens count at a request's first admission."""
+
+    prefix_cache_query_tokens: int
+    prefix_cache_hit_tokens: int
+    preemptions: int
+    num_blocks: int
+    num_free_blocks: int
+
+
+class _WaitingQueue:
+    """Requests in order of their sort key. One that ends while it waits stays in the heap, to be dropped later."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int, int], Request]] = []
+        self._ended = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._ended
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._heap, (request.order, request))
+
+    def first(self) -> Request | None:
+        while self._heap and self._heap[0][1].status.is_finished:
+            heapq.heappop(self._heap)
+            self._ended -= 1
+        return self._heap[0][1] if self._heap else None
+
+    def pop_first(self) -> None:
+        """Remove what :meth:`first` returned."""
+        heapq.heappop(self._heap)
+
+    def count_ended(self) -> None:
+        """One of the requests has ended. Once they are the majority all of them go: O(1) each, memory stays bounded."""
+        self._ended += 1
+        if self._ended > len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if not entry[1].status.is_finished]
+            heapq.heapify(self._heap)
+            self._ended = 0
+
+
+class Scheduler:
+    """Owns the unfinished requests and the block pool. Call ``schedule``, run the plan, call ``update``.
+
+    Args:
+        config: limits of a step and the policy.
+        cache: block size and whether prefixes are cached.
+        num_blocks: blocks in the pool.
+        max_model_len: most tokens of prompt and output together.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, num_blocks: int, max_model_len: int) -> None:
+        if max_model_len < 1:
+            raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
+        self.config = config
+        self.block_size = cache.block_size
+        self.max_model_len = max_model_len
+        self.pool = BlockPool(num_blocks)
+        self.prefix_cache = PrefixCache(cache.block_size, self.pool) if cache.enable_prefix_caching else None
+        # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
+        self._longest = num_blocks * cache.block_size + 1
+        self._counter = itertools.count()
+        self._requests: dict[str, Request] = {}  # the unfinished ones
+        self._just_ended: dict[str, Request] = {}  # by the last update
+        self._waiting = _WaitingQueue()
+        self._running: list[Request] = []
+        self._preemptions = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, the preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        cache = self.prefix_cache
+        return SchedulerStats(
+            prefix_cache_query_tokens=cache.queries if cache else 0,
+            prefix_cache_hit_tokens=cache.hits if cache else 0,
+            preemptions=self._preemptions,
+            num_blocks=self.pool.num_blocks,
+            num_free_blocks=self.pool.num_free,
+        )
+
+    def check(self, request: Request) -> None:
+        """Whether :meth:`add` would take the request.
+
+        Raises:
+            ValueError: an id in use, a request that has run before, an empty prompt, limits that contradict each
+                other, or a prompt that does not fit the pool.
+        """
+        length = len(request.prompt_token_ids)
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
+        if request.status is not RequestStatus.WAITING or request.output_token_ids:
+            raise ValueError(f"request {request.request_id!r} has run before: make a new one")
+        if length == 0:
+            raise ValueError("prompt_token_ids is empty: a prompt needs at least one token")
+        most = self.max_model_len
+        if request.params.max_tokens is not None:
+            most = min(most, length + request.params.max_tokens)
+        if not length < request.max_total_tokens <= most:
+            raise ValueError(
+                f"max_total_tokens must be more than the prompt's {length} tokens and at most {most} "
+                f"(max_model_len, and the prompt with max_tokens), got {request.max_total_tokens}"
+            )
+        needed = self._blocks_for(length + 1)
+        if needed > self.pool.num_blocks:
+            raise ValueError(
+                f"a prompt of {length} tokens and one new token need {needed} blocks of {self.block_size} tokens, but "
+                f"num_blocks is {self.pool.num_blocks}: shorten the prompt, or raise num_blocks"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; see :meth:`check` for what is refused."""
+        self.check(request)
+        priority = request.priority if self.config.policy == "priority" else 0
+        request.order = (priority, request.arrival, next(self._counter))
+        self._requests[request.request_id] = request
+        self._waiting.push(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request in whatever state and free its blocks at once; ``None`` if no such request is unfinished."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, RequestStatus.FINISHED_ABORTED, None)
+        return request
+
+    def finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> None:
+        """End a request for a reason that only the engine sees (a stop string).
+
+        A request that the last ``update`` has ended can still be finished so: the same token may complete a stop
+        string and reach the length limit, and then the stop string is the reason.
+
+        Raises:
+            ValueError: an unknown request, or a status that is not a finished one.
+        """
+        if not status.is_finished:
+            raise ValueError(f"status must be one of the finished ones, got {status}")
+        if request_id in self._requests:
+            self._end(self._requests[request_id], status, stop_reason)
+        elif request_id in self._just_ended:
+            request = self._just_ended[request_id]
+            request.status, request.stop_reason = status, stop_reason
+        else:
+            raise ValueError(f"request_id {request_id!r} is not of an unfinished request")
+
+    def schedule(self) -> StepPlan:
+        """Plan one step. It holds at least one token if any request is unfinished. Takes time in its number of
+        requests and new blocks (and the cached blocks of the first request that has to wait), not in their lengths."""
+        preempted: list[Request] = []
+        scheduled = self._serve_running(preempted)
+        if not preempted:
+            self._admit(scheduled)
+        decodes = [item for item in scheduled if item.num_tokens == 1 and item.samples]
+        chunks = [item for item in scheduled if item.num_tokens > 1 or not item.samples]
+        num_tokens = sum(item.num_tokens for item in scheduled)
+        return StepPlan((*decodes, *chunks), tuple(preempted), len(decodes), num_tokens)
+
+    def update(self, plan: StepPlan, sampled: Sequence[int | None]) -> list[NewToken]:
+        """Take in a step's results.
+
+        Args:
+            plan: what ran.
+            sampled: for each entry of ``plan.scheduled`` its new token, ``None`` where ``samples`` is false.
+
+        Returns:
+            The new tokens, in the plan's order. Those of requests that ended since ``schedule`` are dropped.
+
+        Raises:
+            ValueError: ``sampled`` does not match the plan.
+        """
+        if [token is not None for token in sampled] != [item.samples for item in plan.scheduled]:
+            raise ValueError("sampled must have a token for each scheduled request that samples, None for the others")
+        self._just_ended.clear()
+        new_tokens = []
+        for item, token in zip(plan.scheduled, sampled, strict=True):
+            request, end = item.request, item.start + item.num_tokens
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            request.num_computed_tokens = end
+            if self.prefix_cache is not None:
+                self.prefix_cache.insert(request, item.start, end)
+            if token is not None:
+                request.output_token_ids.append(token)
+                new_tokens.append(NewToken(request, token))
+                ending = self._ending(request, token)
+                if ending is not None:
+                    self._just_ended[request.request_id] = request
+                    self._end(request, *ending)
+        return new_tokens
+
+    def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
+        scheduled: list[ScheduledRequest] = []
+        budget = self.config.max_num_batched_tokens
+        while budget > 0 and len(scheduled) < len(self._running):
+            request = self._running[len(scheduled)]
+            start = request.num_computed_tokens
+            num_tokens = min(request.num_tokens - start, budget)
+            needed = self._blocks_for(start + num_tokens) - len(request.block_ids)
+            while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:
+                preempted.append(self._preempt_last())
+            if request.status is not RequestStatus.RUNNING:
+                break  # it was the last itself: those before it are scheduled, and none is left behind it
+            if needed > 0:
+                request.block_ids += self.pool.allocate_many(needed)
+            scheduled.append(ScheduledRequest(request, start, num_tokens, start + num_tokens == request.num_tokens))
+            budget -= num_tokens
+        return scheduled
+
+    def _admit(self, scheduled: list[ScheduledRequest]) -> None:
+        """Start waiting requests, in order, until one does not fit; append their first chunks to ``scheduled``."""
+        budget = self.config.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
+        while budget > 0 and len(self._running) < self.config.max_num_seqs:
+            request = self._waiting.first()
+            if request is None or not self._allocate_known(request):
+                return
+            self._waiting.pop_first()
+            request.status = RequestStatus.RUNNING
+            insort(self._running, request, key=_ORDER)
+            start = request.num_computed_tokens
+            num_tokens = min(request.num_tokens - start, budget)
+            scheduled.append(ScheduledRequest(request, start, num_tokens, start + num_tokens == request.num_tokens))
+            budget -= num_tokens
+
+    def _allocate_known(self, request: Request) -> bool:
+        """Give a waiting request the blocks of all its known tokens, cached ones first; false if they are too few."""
+        total, spare = self._blocks_for(request.num_tokens), self.pool.num_free - len(self._running)
+        if spare < 1:  # at least one block is never a cached one: no need to look
+            return False
+        cached = self.prefix_cache.match(request) if self.prefix_cache else []
+        shared = sum(self.pool.ref_count(block) > 0 for block in cached)  # the other cached ones are in the free list
+        if total - shared > spare:
+            return False
+        for block in cached:  # before anything is allocated, which could evict them
+            self.pool.retain(block)
+        request.block_ids = cached + self.pool.allocate_many(total - len(cached))
+        request.num_computed_tokens = len(cached) * self.block_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            if self.prefix_cache:
+                self.prefix_cache.count(request)
+        return True
+
+    def _preempt_last(self) -> Request:
+        request = self._running.pop()
+        self._free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        self._waiting.push(request)
+        self._preemptions += 1
+        return request
+
+    def _ending(self, request: Request, token: int) -> tuple[RequestStatus, int | None] | None:
+        """Status and stop reason of a request whose newest token ends it. An end-of-sequence or stop token counts from
+        ``min_tokens`` on; where it meets the length limit, it is the reason."""
+        params = request.params
+        if len(request.output_token_ids) >= params.min_tokens:
+            if token in request.eos_token_ids and not params.ignore_eos:
+                return RequestStatus.FINISHED_STOPPED, None
+            if token in (params.stop_token_ids or ()):
+                return RequestStatus.FINISHED_STOPPED, token
+        if request.num_tokens >= min(request.max_total_tokens, self._longest):
+            return RequestStatus.FINISHED_LENGTH, None
+        return None
+
+    def _end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
+        runs = request.status is RequestStatus.RUNNING
+        request.status, request.stop_reason = status, stop_reason
+        del self._requests[request.request_id]
+        if runs:
+            del self._running[bisect_left(self._running, request.order, key=_ORDER)]
+            self._free(request)
+        else:
+            self._waiting.count_ended()
+
+    def _free(self, request: Request) -> None:
+        self.pool.release(reversed(request.block_ids))  # so that a sequence's tail is evicted before its head
+        request.block_ids = []
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
