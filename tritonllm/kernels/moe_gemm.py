@@ -79,7 +79,7 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    block, n_tile = _tile(num_blocks, n_tiles, 1)
+    block, n_tile = _tile(num_blocks, n_tiles, GROUP_M)
     rows = tl.load(table_ptr + 2 * num_blocks + block)
     if rows == 0:
         return
