@@ -1,0 +1,87 @@
+"""What the parity tests do not see: which kernels a step launches."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tritonllm.layers import attention
+from tritonllm.layers.attention import Attention
+from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+
+HEADS, HEAD, BLOCK = 2, 16, 4
+
+
+def make(device: torch.device) -> Attention:
+    layer = Attention(
+        24,
+        HEADS,
+        1,
+        HEAD,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm_eps=None,
+        window=None,
+        interleaved=False,
+        dtype=torch.float32,
+        device=device,
+    )
+    for p in layer.parameters():
+        p.normal_(0, 0.2)
+    return layer
+
+
+def batch(num_decodes: int, chunks: list[int], device: torch.device) -> AttentionMetadata:
+    """Sequences without a past, one block each."""
+    lengths = [1] * num_decodes + chunks
+    blocks = torch.arange(len(lengths))
+    slots = torch.cat([b * BLOCK + torch.arange(n) for b, n in zip(blocks, lengths, strict=True)])
+    return AttentionMetadata(
+        slot_mapping=slots.to(device),
+        block_tables=blocks[:, None].to(device, torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor([0, *chunks], device=device).cumsum(0).to(torch.int32),
+        num_decodes=num_decodes,
+        max_seqlen_q=max(chunks, default=0),
+    )
+
+
+@pytest.mark.parametrize(("num_decodes", "chunks"), [(3, []), (0, [2, 4]), (2, [3, 1])])
+def test_launches_only_what_there_is(device, num_decodes, chunks):
+    layer, metadata = make(device), batch(num_decodes, chunks, device)
+    tokens = num_decodes + sum(chunks)
+    positions = metadata.slot_mapping % BLOCK
+    angles = torch.zeros(BLOCK, HEAD // 2, device=device)
+    cache = KVCacheView(*torch.full((2, 8, BLOCK, 1, HEAD), float("nan"), device=device))
+    x = torch.randn(tokens, 24, device=device)
+    with (
+        patch.object(attention, "paged_decode_attention", wraps=attention.paged_decode_attention) as decode,
+        patch.object(attention, "varlen_prefill_attention", wraps=attention.varlen_prefill_attention) as prefill,
+    ):
+        out = layer(x, positions, torch.cat((angles.cos(), angles.sin()), -1), metadata, cache)
+    assert decode.call_count == (num_decodes > 0)
+    assert prefill.call_count == (len(chunks) > 0)
+    assert out.shape == (tokens, 24) and out.isfinite().all()
+    assert int(cache.k.isfinite().all(-1).sum()) == tokens  # every key stored, nothing else
+
+
+def test_padding_of_a_captured_batch(device):
+    """Sequences of length 0 whose token stores nothing change nothing for the others."""
+    layer, metadata = make(device), batch(2, [], device)
+    padding = torch.zeros(3, dtype=torch.int32, device=device)
+    padded = AttentionMetadata(
+        slot_mapping=torch.cat((metadata.slot_mapping, torch.full((3,), -1, device=device))),
+        block_tables=torch.cat((metadata.block_tables, padding[:, None])),
+        seq_lens=torch.cat((metadata.seq_lens, padding)),
+        cu_seqlens_q=metadata.cu_seqlens_q,
+        num_decodes=5,
+        max_seqlen_q=0,
+    )
+    x = torch.randn(5, 24, device=device)
+    table = torch.cat((torch.ones(BLOCK, HEAD // 2), torch.zeros(BLOCK, HEAD // 2)), -1).to(device)
+    positions = torch.zeros(5, dtype=torch.int64, device=device)
+    caches = [KVCacheView(*torch.full((2, 8, BLOCK, 1, HEAD), float("nan"), device=device)) for _ in range(2)]
+    want = layer(x[:2], positions[:2], table, metadata, caches[0])
+    got = layer(x, positions, table, padded, caches[1])
+    torch.testing.assert_close(got[:2], want)
+    torch.testing.assert_close(caches[1].k, caches[0].k, equal_nan=True)

@@ -1,0 +1,48 @@
+import pytest
+import torch
+from support.compare import assert_close, poisoned
+
+from tritonllm.layers.linear import Embedding, Linear
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(device, bias):
+    layer = Linear(6, 4, bias=bias, dtype=torch.float32, device=device)
+    for p in layer.parameters():
+        assert not p.requires_grad
+        p.normal_()
+    x = torch.randn(3, 6, device=device)
+    want = x @ layer.weight.T
+    assert_close(layer(x), want + layer.bias if layer.bias is not None else want)
+    assert (layer.bias is not None) == bias
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_embedding(device, dtype):
+    table = Embedding(5, 3, dtype=torch.float32, device=device)
+    table.weight.normal_()
+    ids = torch.tensor([4, 0, 4], dtype=dtype, device=device)
+    assert torch.equal(table(ids), table.weight[[4, 0, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_logits_are_float32(device, dtype):
+    table = Embedding(40, 16, dtype=dtype, device=device)
+    table.weight.normal_()
+    hidden = torch.randn(7, 16, device=device).to(dtype)
+    logits = table.logits(hidden)
+    assert logits.dtype == torch.float32
+    assert_close(logits, hidden.float() @ table.weight.float().T, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 256])
+def test_logits_are_not_rounded(device, dtype, rows):
+    """On a GPU the product is stored in float32: its error is that of summing, far below one rounding."""
+    table = Embedding(151936, 1024, dtype=dtype, device=device)
+    table.weight.normal_(0, 0.02)
+    hidden = torch.randn(rows, 1024, device=device).to(dtype)
+    out = poisoned(rows, 151936, dtype=torch.float32, device=device)
+    out.copy_(table.logits(hidden))
+    assert_close(out, hidden.double() @ table.weight.double().T, torch.float32)

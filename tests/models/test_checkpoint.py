@@ -1,0 +1,137 @@
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from tritonllm.models import checkpoint
+
+
+class FakeResponse:
+    """What the hub's exceptions ask of a response."""
+
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
+        self.request = None
+        self.status_code = 404
+        self.text = ""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch):
+    """Replace the download; returns the list of its calls and a way to make it fail."""
+    calls: list[tuple[str, dict]] = []
+    outcome: dict[str, BaseException | str] = {"is": "downloaded"}
+
+    def download(model: str, **kwargs) -> str:
+        calls.append((model, kwargs))
+        if isinstance(outcome["is"], BaseException):
+            raise outcome["is"]
+        return outcome["is"]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return calls, outcome
+
+
+def test_folder(tmp_path, hub):
+    assert checkpoint.resolve(str(tmp_path)) == tmp_path
+    assert hub[0] == []
+
+
+def test_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert checkpoint.resolve("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize("model", ["./nothing", "/no/such/folder", "../nothing", "a/b/c", "~/nothing"])
+def test_no_such_folder(model, hub):
+    with pytest.raises(ValueError, match="there is no such folder"):
+        checkpoint.resolve(model)
+    assert hub[0] == []
+
+
+def test_file(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="is a file; give the folder"):
+        checkpoint.resolve(str(tmp_path / "model.safetensors"))
+
+
+def test_hub_id(hub):
+    calls, _ = hub
+    assert checkpoint.resolve("owner/name", revision="v2") == Path("downloaded")
+    ((model, kwargs),) = calls
+    assert (model, kwargs["revision"]) == ("owner/name", "v2")
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("config.json", True),
+        ("model-00001-of-00002.safetensors", True),
+        ("model.safetensors.index.json", True),
+        ("tokenizer.model", True),
+        ("merges.txt", True),
+        ("chat_template.jinja", True),
+        ("pytorch_model.bin", False),
+        ("original/consolidated.00.pth", False),
+        ("onnx/model.safetensors", False),
+        ("consolidated.safetensors", False),
+        ("README.md", False),
+    ],
+)
+def test_which_files_are_downloaded(hub, file, wanted):
+    calls, _ = hub
+    checkpoint.resolve("owner/name")
+    patterns = calls[0][1]
+    kept = huggingface_hub.utils.filter_repo_objects(
+        [file], allow_patterns=patterns["allow_patterns"], ignore_patterns=patterns["ignore_patterns"]
+    )
+    assert bool(list(kept)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.RepositoryNotFoundError("no", response=FakeResponse()), "neither a folder here nor a repository"),
+        (errors.HFValidationError("bad"), "neither a folder here nor a repository"),
+        (errors.GatedRepoError("gated", response=FakeResponse()), "asks you to accept its terms"),
+        (errors.RevisionNotFoundError("no", response=FakeResponse()), "has no revision 'v9'"),
+        (errors.LocalEntryNotFoundError("offline"), "the hub cannot be reached"),
+        (errors.HfHubHTTPError("500 server error", response=FakeResponse()), "could not be downloaded: 500"),
+    ],
+)
+def test_hub_errors(hub, error, message):
+    hub[1]["is"] = error
+    with pytest.raises(ValueError, match=message) as raised:
+        checkpoint.resolve("owner/name", revision="v9")
+    assert "'owner/name'" in str(raised.value) and raised.value.__cause__ is error
+
+
+def test_a_folder_needs_no_hub_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert checkpoint.resolve(str(tmp_path)) == tmp_path
+
+
+def test_read_config(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        checkpoint.read_config(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text('{"a": 1}')
+    assert checkpoint.read_config(tmp_path) == {"a": 1}
+    file.write_text('{"a": ')
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        checkpoint.read_config(tmp_path)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        checkpoint.read_config(tmp_path)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+        checkpoint.read_config(tmp_path)
+
+
+def test_read_generation_config(tmp_path):
+    assert checkpoint.read_generation_config(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert checkpoint.read_generation_config(tmp_path) == {"eos_token_id": [1, 2]}

@@ -1,0 +1,151 @@
+"""True shapes on a GPU: our kernels against transformers, both with the same seeded weights.
+
+The weights are bfloat16 numbers in every copy of a model, so that in bfloat16 only the arithmetic differs from the
+float32 reference. How far bfloat16 may be from it is not a constant of ours: transformers in bfloat16 makes the same
+number of roundings or more, so its own error is the yardstick.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from support.compare import relative_error
+from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
+from support.tiny_models import (
+    PagedRunner,
+    PagedSequence,
+    build_reference,
+    random_tokens,
+    reference_logits,
+    tiny_config,
+)
+from transformers import PreTrainedModel
+
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.families import spec_from_config
+from tritonllm.models.weights import dummy_weights, hf_tensors
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": QWEN3_0_6B,
+    "llama-3.1-8b-of-4-layers": {**LLAMA_3_1_8B, "num_hidden_layers": 4},
+    # run everywhere, so that these tests are themselves tested
+    "tiny-qwen3": tiny_config("qwen3", max_position_embeddings=512, tie_word_embeddings=True),
+    "tiny-llama": tiny_config("llama", max_position_embeddings=512, rope_scaling=LLAMA_3_1_8B["rope_scaling"]),
+}
+FLOAT32_LIMIT = 1e-4  # the two compute the powers of the rope base on different devices
+BF16_RATIO = 1.2
+
+BLOCK, SHARED, DECODES = 16, 128, 64
+CHUNKS = ((128, 1, 100, 71), (45, 2))  # of the first prompt, and of what the second has beyond the shared blocks
+
+
+@dataclass
+class Models:
+    """One configuration in both implementations and precisions."""
+
+    config: dict[str, Any]
+    device: torch.device
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        model = self._decoder(torch.bfloat16)
+        dummy_weights(model, seed=0)
+        return hf_tensors(model)
+
+    def _decoder(self, dtype: torch.dtype) -> Decoder:
+        return Decoder(spec_from_config(self.config), dtype=dtype, device=self.device, max_model_len=512)
+
+    def ours(self, dtype: torch.dtype) -> Decoder:
+        model = self._decoder(dtype)
+        for name, target in hf_tensors(model).items():
+            target.copy_(self.weights[name])
+        return model
+
+    def theirs(self, dtype: torch.dtype) -> PreTrainedModel:
+        model = build_reference(self.config, dtype=dtype, device=self.device)
+        missing, unexpected = model.load_state_dict(self.weights, strict=False)
+        assert unexpected == [] and missing == (["lm_head.weight"] if self.config["tie_word_embeddings"] else [])
+        return model
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """The second begins with the first's ``SHARED`` tokens; both end with what the decode steps are fed."""
+        vocab = self.config["vocab_size"]
+        first = random_tokens(sum(CHUNKS[0]) + DECODES, vocab, seed=1)
+        return [first, first[:SHARED] + random_tokens(sum(CHUNKS[1]) + DECODES, vocab, seed=2)]
+
+    @cached_property
+    def exact(self) -> list[torch.Tensor]:
+        """Logits of transformers in float32."""
+        model = self.theirs(torch.float32)
+        return [reference_logits(model, tokens) for tokens in self.prompts]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name.startswith("tiny") else pytest.mark.gpu) for name in CONFIGS],
+)
+def models(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Models]:
+    yield Models(CONFIGS[request.param], device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def paged_logits(model: Decoder, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """Chunked prefill of the first prompt, of the second on the first's blocks, then both decode side by side."""
+    runner = PagedRunner(model, block_size=BLOCK, num_blocks=64)
+    first = PagedSequence()
+    starts = [len(tokens) - DECODES for tokens in prompts]
+    logits = [[runner.prefill(first, prompts[0][: starts[0]], CHUNKS[0])]]
+    second = runner.share(first, SHARED)
+    logits.append([runner.prefill(second, prompts[1][SHARED : starts[1]], CHUNKS[1])])
+    for t in range(DECODES):
+        work = [
+            (sequence, [tokens[start + t]])
+            for sequence, tokens, start in zip((first, second), prompts, starts, strict=True)
+        ]
+        for rows, row in zip(logits, runner.step(work), strict=True):
+            rows.append(row)
+    return [torch.cat(rows) for rows in logits]
+
+
+def errors(logits: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
+    """Of the prefill and of the decode steps of each sequence, apart: 64 rows must not hide among 300."""
+    found = []
+    for got, want in zip(logits, exact, strict=True):
+        want = want[-got.shape[0] :]  # a sequence has no logits for blocks that were there already
+        found += [relative_error(got[:-DECODES], want[:-DECODES]), relative_error(got[-DECODES:], want[-DECODES:])]
+    return found
+
+
+def test_float32(models, record_property):
+    got = paged_logits(models.ours(torch.float32), models.prompts)
+    worst = max(errors(got, models.exact))
+    record_property("relative_error", worst)
+    assert worst < FLOAT32_LIMIT
+    for logits, exact in zip(got, models.exact, strict=True):
+        assert torch.equal(logits.argmax(-1), exact[-logits.shape[0] :].argmax(-1))
+
+
+def test_bfloat16(models, record_property):
+    got = errors(paged_logits(models.ours(torch.bfloat16), models.prompts), models.exact)
+    theirs = models.theirs(torch.bfloat16)
+    logits = [reference_logits(theirs, tokens).float() for tokens in models.prompts]
+    logits[1] = logits[1][SHARED:]
+    yardsticks = errors(logits, models.exact)
+    record_property("relative_error", max(got))
+    record_property("relative_error_of_transformers", max(yardsticks))
+    for ours, yardstick in zip(got, yardsticks, strict=True):
+        assert ours <= BF16_RATIO * yardstick
+
+
+def test_greedy_tokens_in_float32(models, record_property):
+    theirs = models.theirs(torch.float32)
+    runner = PagedRunner(models.ours(torch.float32), block_size=BLOCK)
+    for prompt in (models.prompts[0][:100], models.prompts[1][-33:]):
+        got = runner.greedy(prompt, DECODES)
+        assert got == reference_logits(theirs, prompt + got).argmax(-1).tolist()[len(prompt) - 1 : -1]
+    record_property("equal_tokens", 2 * DECODES)

@@ -1,0 +1,94 @@
+"""Where a checkpoint is, and its configuration files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+# Top-level files only: some repositories hold a second copy of the weights in a folder or under another name.
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_UNWANTED = ["*/*", "consolidated*"]
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """The folder of a checkpoint, downloaded if ``model`` is a hub id.
+
+    Args:
+        model: a folder, or the id of a repository on the Hugging Face hub (``owner/name``).
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        ValueError: no such folder or repository, no access, or no connection and nothing in the local cache.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"model {model!r} is a file; give the folder that holds config.json")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ValueError(f"model {model!r}: there is no such folder")
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        folder = snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    except GatedRepoError as error:
+        raise ValueError(f"model {model!r} asks you to accept its terms on the hub and to log in first") from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"model {model!r} has no revision {revision!r}") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ValueError(f"model {model!r} is neither a folder here nor a repository on the hub") from error
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"model {model!r} is not a folder here, not in the local cache, and the hub cannot be reached"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ValueError(f"model {model!r} could not be downloaded: {error}") from error
+    return Path(folder)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The contents of ``config.json``.
+
+    Raises:
+        ValueError: the file is absent or not a JSON object.
+    """
+    file = path / "config.json"
+    if not file.exists():
+        raise ValueError(f"{path} has no config.json; give a folder in Hugging Face format")
+    return read_json(file)
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """The contents of ``generation_config.json``; empty if there is none.
+
+    Raises:
+        ValueError: the file is not a JSON object.
+    """
+    file = path / "generation_config.json"
+    return read_json(file) if file.exists() else {}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: the content is not JSON, or not an object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(content).__name__}")
+    return content
