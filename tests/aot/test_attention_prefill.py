@@ -1,0 +1,44 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources, assert_sass
+
+from tritonllm.kernels import varlen_prefill_attention
+from tritonllm.kernels.aot import compile_kernels
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+CASES = [
+    # heads, kv heads, head size, block size, dtype, cache dtype, longest sequence
+    (14, 2, 64, 128, FP16, FP16, 512),  # a block holds whole tiles
+    (32, 8, 128, 16, BF16, BF16, 16),
+    (8, 4, 256, 16, BF16, BF16, 512),
+    (8, 2, 512, 16, BF16, BF16, 512),
+    (16, 8, 128, 16, FP32, FP32, 512),
+    (32, 8, 128, 16, BF16, FP8, 512),
+]
+
+
+def launch(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, **options):
+    pool = torch.empty(4, 2, block_size, kv_heads, head_size, dtype=cache_dtype)
+    tables, lens = torch.empty(8, 512, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+    q, cu = torch.empty(4096, heads, head_size, dtype=dtype), torch.empty(9, dtype=torch.int32)
+    varlen_prefill_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, max_seqlen_q=longest, **options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch):
+    with compile_kernels(arch) as kernels:
+        for case in CASES:
+            if case[-2] == FP8 and arch < 89:  # no such conversion there: the launcher raises
+                continue
+            launch(*case)
+        everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
+        launch(32, 8, 80, 16, BF16, BF16, 512, **everything, k_scale=torch.empty(8), return_lse=True)
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_hopper_matrix_products(head_size):
+    with compile_kernels(90) as kernels:
+        launch(32, 8, head_size, 16, BF16, BF16, 512)
+    assert_resources(kernels)
+    assert_sass(kernels, "HGMMA", "_prefill_kernel")

@@ -1,0 +1,30 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources
+
+from tritonllm.kernels import rejection_sample
+from tritonllm.kernels.aot import compile_kernels
+
+
+def arguments(batch, drafts, vocab, dtype, *, with_probs, limits=True):
+    number = torch.empty(batch, dtype=torch.int64)
+    of_all = (torch.empty(batch, dtype=torch.int32), torch.empty(batch)) if limits else (None, None)
+    probs = torch.empty(batch, drafts, vocab) if with_probs else None
+    logits = torch.empty(batch, drafts + 1, vocab, dtype=dtype)
+    return torch.empty(batch, drafts, dtype=torch.int32), probs, logits, torch.empty(batch), *of_all, number, number
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch):
+    with compile_kernels(arch) as kernels:
+        rejection_sample(*arguments(4, 4, 151936, torch.bfloat16, with_probs=True))
+        rejection_sample(*arguments(4, 16, 50257, torch.float32, with_probs=False, limits=False))
+    assert_resources(kernels)
+
+
+def test_smallest_sizes_compile():
+    """Sizes of 1 become constants in Triton."""
+    with compile_kernels(90) as kernels:
+        rejection_sample(*arguments(1, 1, 1, torch.float32, with_probs=True))
+        rejection_sample(*arguments(1, 0, 1, torch.float32, with_probs=False))
+    assert_resources(kernels)

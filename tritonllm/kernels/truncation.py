@@ -1,0 +1,335 @@
+"""Which tokens min-p, top-k and top-p leave: found by bisection over the bits of the logits, with no sort.
+
+What they leave is always the beginning of one order (larger logit first, the lower id first among equals), so it is
+described by its last token: a threshold, and the last id kept among the tokens that equal it. All three limits ask for
+a largest t: top-k such that at least k tokens are >= t; top-p such that the tokens >= t weigh at least p of what
+the limits before it left; min-p gives t itself. Exactly k tokens stay, and exactly the shortest beginning of weight p.
+
+A group's maximum (see `sampling_common`) is one of its tokens, so the t that the maxima alone ask for is a lower bound
+of the one wanted, and a tight one unless the distribution is flat: only groups whose maximum reaches it are read again.
+Their tokens above the bound go to a buffer that one program holds in registers, where a step of the bisection is one
+sum. If there are too many (a nucleus of thousands of tokens), passes over the row with three pivots each narrow the
+range first, in the spirit of the pivot search of FlashInfer (Ye et al., 2025). No step waits for the host, and a row's
+result depends on that row alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.sampling_common import FLOAT_MAX, GROUP, load_logits, weight, weight_ref
+
+_COARSE = tl.constexpr(1 << 16)  # bits of the bound that need not be exact: it only has to exclude most groups
+_LANES = tl.constexpr(2048)  # partial sums of a pass: 4 for each of 512 threads
+_LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
+_REF_WIDTH = 1024  # tokens that the reference sorts first; it sorts the rest if they do not settle every row
+
+
+@triton.jit
+def order_key(b_x):
+    """float32 -> int32 with the same order."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_value(b_key):
+    """The inverse of :func:`order_key`."""
+    return (b_key ^ ((b_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def list_groups(p_list, b_max, n_groups, threshold, NG: tl.constexpr):
+    """Write the groups that reach the threshold to ``p_list``, in order; returns how many."""
+    b_group = tl.arange(0, NG)
+    m_active = (b_max >= threshold) & (b_group < n_groups)
+    b_at = tl.cumsum(m_active.to(tl.int32), 0) - 1
+    tl.debug_barrier()  # all threads have read the previous list
+    tl.store(p_list + b_at, b_group, mask=m_active)
+    tl.debug_barrier()
+    return tl.sum(m_active.to(tl.int32))
+
+
+@triton.jit
+def load_listed(p_row, p_list, first, n_listed, V, TILE: tl.constexpr):
+    """Logits and ids of ``TILE`` listed groups, in the order of their ids: two [TILE * GROUP] blocks."""
+    b_lane = tl.arange(0, TILE * GROUP)
+    b_at = first + b_lane // GROUP
+    b_token = tl.load(p_list + b_at, mask=b_at < n_listed, other=0) * GROUP + b_lane % GROUP
+    b_token = tl.max_contiguous(b_token, 4)
+    return load_logits(p_row, b_token, (b_at < n_listed) & (b_token < V)), b_token
+
+
+@triton.jit
+def _bisect(b_key, b_weight, target, low, high, above, GAP: tl.constexpr):
+    """Halve [low, high) down to ``GAP`` keys, keeping the largest key t whose tokens >= t weigh the target or more.
+
+    ``above`` is the weight that counts at every key. Returns the new ``low`` and the weight at the new ``high``.
+    """
+    at_high = above
+    while high - low > GAP:
+        middle = low + (high - low) // 2
+        total = above + tl.sum(tl.where(b_key >= middle.to(tl.int32), b_weight, 0.0))
+        enough = total >= target
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        at_high = tl.where(enough, at_high, total)
+    return low, at_high
+
+
+@triton.jit
+def _pivot(low, high, by_value, PART: tl.constexpr):
+    """A key inside (low, high), at ``PART`` of the way by the logits' values or by their keys."""
+    x_low = tl.maximum(key_value(low.to(tl.int32)), -FLOAT_MAX)
+    x_high = tl.minimum(key_value(high.to(tl.int32)), FLOAT_MAX)
+    value_key = order_key(x_low * (1 - PART) + x_high * PART).to(tl.int64)
+    key = tl.where(by_value, value_key, low + ((high - low).to(tl.float32) * PART).to(tl.int64))
+    return tl.maximum(tl.minimum(key, high - 1), low + 1)
+
+
+@triton.jit
+def _fold(b, LANES: tl.constexpr):
+    """Add what one thread holds of a tile: [n * LANES] -> [LANES], with nothing moved between threads."""
+    return tl.sum(tl.reshape(b, [b.shape[0] // LANES, LANES]), axis=0)
+
+
+@triton.jit
+def _narrow(p_row, p_list, n_listed, V, top, scale, target, low, high, above, by_value, TILE: tl.constexpr):
+    """One pass over the listed groups: the quarter of [low, high) that holds the key sought.
+
+    Returns ``low, high``, the weight of the tokens >= high, and the number of tokens in [low, high).
+    """
+    LANES: tl.constexpr = min(TILE * GROUP, _LANES)
+    key1 = _pivot(low, high, by_value, 0.25)
+    key2 = tl.maximum(_pivot(low, high, by_value, 0.5), key1)
+    key3 = tl.maximum(_pivot(low, high, by_value, 0.75), key2)
+    b_weight1 = tl.zeros([LANES], tl.float32)
+    b_weight2 = tl.zeros([LANES], tl.float32)
+    b_weight3 = tl.zeros([LANES], tl.float32)
+    b_count0 = tl.zeros([LANES], tl.int32)
+    b_count1 = tl.zeros([LANES], tl.int32)
+    b_count2 = tl.zeros([LANES], tl.int32)
+    b_count3 = tl.zeros([LANES], tl.int32)
+    for first in range(0, n_listed, TILE):
+        b_x, _ = load_listed(p_row, p_list, first, n_listed, V, TILE)
+        b_key, b_weight = order_key(b_x), weight(b_x, top, scale)
+        b_weight1 += _fold(tl.where(b_key >= key1.to(tl.int32), b_weight, 0.0), LANES)
+        b_weight2 += _fold(tl.where(b_key >= key2.to(tl.int32), b_weight, 0.0), LANES)
+        b_weight3 += _fold(tl.where(b_key >= key3.to(tl.int32), b_weight, 0.0), LANES)
+        m_below = b_key < high.to(tl.int32)
+        b_count0 += _fold((m_below & (b_key >= low.to(tl.int32))).to(tl.int32), LANES)
+        b_count1 += _fold((m_below & (b_key >= key1.to(tl.int32))).to(tl.int32), LANES)
+        b_count2 += _fold((m_below & (b_key >= key2.to(tl.int32))).to(tl.int32), LANES)
+        b_count3 += _fold((m_below & (b_key >= key3.to(tl.int32))).to(tl.int32), LANES)
+    weight1, weight2, weight3 = tl.sum(b_weight1), tl.sum(b_weight2), tl.sum(b_weight3)
+    count0, count1, count2, count3 = tl.sum(b_count0), tl.sum(b_count1), tl.sum(b_count2), tl.sum(b_count3)
+    in1, in2, in3 = weight1 >= target, weight2 >= target, weight3 >= target
+    count = tl.where(in3, count3, tl.where(in2, count2 - count3, tl.where(in1, count1 - count2, count0 - count1)))
+    above = tl.where(in3, above, tl.where(in2, weight3, tl.where(in1, weight2, weight1)))
+    high = tl.where(in3, high, tl.where(in2, key3, tl.where(in1, key2, key1)))
+    low = tl.where(in3, key3, tl.where(in2, key2, tl.where(in1, key1, low)))
+    return low, high, above, count
+
+
+@triton.jit
+def _rank(m_tile, TILE: tl.constexpr):
+    """The rank of each marked lane of [TILE * GROUP] among them, from 1, and how many there are."""
+    b_marked = tl.reshape(m_tile.to(tl.int32), [TILE, GROUP])
+    b_in_group = tl.sum(b_marked, axis=1)
+    b_before = tl.cumsum(b_in_group, 0) - b_in_group
+    return tl.reshape(b_before[:, None] + tl.cumsum(b_marked, 1), [TILE * GROUP]), tl.sum(b_in_group)
+
+
+@triton.jit
+def _collect(p_row, p_list, p_buffer, n_listed, V, low, high, TILE: tl.constexpr, CAPACITY: tl.constexpr):
+    """Store the logits of listed groups with keys in [low, high), up to ``CAPACITY``; returns how many there are."""
+    found = tl.zeros((), tl.int32)
+    tl.debug_barrier()  # all threads have read the previous ones
+    for first in range(0, n_listed, TILE):
+        b_x, _ = load_listed(p_row, p_list, first, n_listed, V, TILE)
+        b_key = order_key(b_x)
+        m_inside = (b_key >= low.to(tl.int32)) & (b_key < high.to(tl.int32))
+        b_rank, inside = _rank(m_inside, TILE)
+        b_at = found + b_rank - 1
+        tl.store(p_buffer + b_at, b_x, mask=m_inside & (b_at < CAPACITY))
+        found += inside
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def _search(p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, floor, NG, CAPACITY, TILE):
+    """The largest key t such that the tokens >= t weigh the target or more; ``floor`` if there is none above it.
+
+    Returns t, the weight of the tokens > t, and the number of tokens equal to t.
+    """
+    high = order_key(top).to(tl.int64) + 1
+    above = tl.zeros((), tl.float32)
+    low, _ = _bisect(order_key(b_max), weight(b_max, top, scale), target, floor, high, above, _COARSE)
+    n_listed = list_groups(p_list, b_max, n_groups, key_value(low.to(tl.int32)), NG)
+    count = n_listed * GROUP  # at most: rarely are more than a few tokens of a group above the bound
+    limit = tl.full((), 8 * CAPACITY, tl.int32)
+    found = tl.full((), CAPACITY + 1, tl.int32)
+    turn = tl.zeros((), tl.int32)
+    while (found > CAPACITY) & ((high - low > 1) | (turn == 0)):
+        if count > limit:
+            # Steps by value suit most rows; every other one by key bounds the number of passes for all rows
+            low, high, above, count = _narrow(
+                p_row, p_list, n_listed, V, top, scale, target, low, high, above, turn % 2 == 0, TILE
+            )
+        else:
+            found = _collect(p_row, p_list, p_buffer, n_listed, V, low, high, TILE, CAPACITY)
+            count = found
+        limit = tl.full((), CAPACITY, tl.int32)  # the count is now exact
+        turn += 1
+    ties = count
+    if found <= CAPACITY:
+        b_at = tl.arange(0, CAPACITY)
+        b_x = tl.load(p_buffer + b_at, mask=b_at < found, other=float("-inf"))
+        b_key = order_key(b_x)
+        low, above = _bisect(b_key, weight(b_x, top, scale), target, low, high, above, 1)
+        ties = tl.sum((b_key == low.to(tl.int32)).to(tl.int32))
+    return low, above, ties
+
+
+@triton.jit
+def _weight_above(p_row, p_list, V, n_groups, b_max, top, scale, key, NG: tl.constexpr, TILE: tl.constexpr):
+    """The weight of the tokens whose key is larger."""
+    n_listed = list_groups(p_list, b_max, n_groups, key_value(key.to(tl.int32)), NG)
+    LANES: tl.constexpr = min(TILE * GROUP, _LANES)
+    b_total = tl.zeros([LANES], tl.float32)
+    for first in range(0, n_listed, TILE):
+        b_x, _ = load_listed(p_row, p_list, first, n_listed, V, TILE)
+        b_total += _fold(tl.where(order_key(b_x) > key.to(tl.int32), weight(b_x, top, scale), 0.0), LANES)
+    return tl.sum(b_total)
+
+
+@triton.jit
+def _nth_tie(p_row, p_list, V, n_groups, b_max, key, n, NG: tl.constexpr, TILE: tl.constexpr):
+    """The id of the n-th token, in the order of ids, whose key is ``key``."""
+    n_listed = list_groups(p_list, b_max, n_groups, key_value(key.to(tl.int32)), NG)
+    seen = tl.zeros((), tl.int32)
+    token = tl.zeros((), tl.int32)
+    for first in range(0, n_listed, TILE):
+        b_x, b_token = load_listed(p_row, p_list, first, n_listed, V, TILE)
+        m_tie = order_key(b_x) == key.to(tl.int32)
+        b_rank, tied = _rank(m_tie, TILE)
+        token += tl.sum(tl.where(m_tie & (seen + b_rank == n), b_token, 0))
+        seen += tied
+    return token
+
+
+@triton.jit
+def load_limits(top_k_ptr, top_p_ptr, min_p_ptr, sequence):
+    """The parameters of one sequence; a pointer that is None stands for no limit."""
+    top_k = tl.load(top_k_ptr + sequence) if top_k_ptr is not None else 0
+    top_p = tl.load(top_p_ptr + sequence) if top_p_ptr is not None else 1.0
+    min_p = tl.load(min_p_ptr + sequence) if min_p_ptr is not None else 0.0
+    return top_k, top_p, min_p
+
+
+@triton.jit
+def is_limited(V, top_k, top_p, min_p):
+    return ((top_k > 0) & (top_k < V)) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
+def find_limits(
+    p_row,
+    p_list,  # scratch [n_groups] int32
+    p_buffer,  # scratch [CAPACITY] float32
+    V,
+    n_groups,
+    b_max,  # [NG] of the scan; -inf after n_groups
+    b_sum,  # [NG] of the scan
+    top,  # the largest logit, finite
+    scale,
+    top_k,
+    top_p,
+    min_p,
+    NG: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Threshold and last id among the tokens equal to it, for `keep`; and the weight of what they keep."""
+    key = tl.full((), _LOWEST_KEY, tl.int64)
+    total = tl.sum(b_sum * weight(b_max, top, scale))
+    quota = tl.full((), V, tl.int32)  # so many of the tokens equal to the threshold stay
+    ties = tl.zeros((), tl.int32)
+    if min_p > 0:
+        # keeps what is >= the threshold: all ties
+        key = order_key(top + tl.log2(tl.minimum(min_p, 1.0)) / scale).to(tl.int64)
+        total = _weight_above(p_row, p_list, V, n_groups, b_max, top, scale, key - 1, NG, TILE)
+    if (top_k > 0) & (top_k < V):
+        key, above, ties = _search(
+            p_row, p_list, p_buffer, V, n_groups, b_max, top, 0.0, top_k.to(tl.float32), key, NG, CAPACITY, TILE
+        )
+        quota = top_k - above.to(tl.int32)
+        total = _weight_above(p_row, p_list, V, n_groups, b_max, top, scale, key, NG, TILE)
+        total += tl.minimum(quota, ties) * weight(key_value(key.to(tl.int32)), top, scale)
+    if top_p < 1:
+        target = top_p * total
+        # Tokens lighter than (1 - p) / V of the total are outside even if all are: half of that allows for rounding
+        light = top + tl.log2((1.0 - top_p) * total / (2.0 * V)) / scale
+        floor = tl.maximum(key, order_key(light).to(tl.int64))
+        p_key, above, ties = _search(
+            p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, floor, NG, CAPACITY, TILE
+        )
+        lightest = weight(key_value(p_key.to(tl.int32)), top, scale)
+        wanted = tl.ceil(tl.minimum((target - above) / tl.maximum(lightest, 1e-37), V * 1.0)).to(tl.int32)
+        quota = tl.maximum(tl.where(p_key == key, tl.minimum(wanted, quota), wanted), 1)
+        total = above + tl.minimum(quota, ties) * lightest
+        key = p_key
+    last_tie = tl.full((), V, tl.int32)
+    if ties > quota:
+        last_tie = _nth_tie(p_row, p_list, V, n_groups, b_max, key, quota, NG, TILE)
+    return key_value(key.to(tl.int32)), last_tie, total
+
+
+def limits_ref(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`find_limits` in torch.
+
+    Args:
+        x: ``[R, V]`` float32, cleaned.
+        scale: ``[R]`` float32.
+        top_k, top_p, min_p: ``[R]``, or ``None`` where no row has such a limit.
+
+    Returns:
+        ``[R]`` each: the threshold, the last id kept among the tokens equal to it, the weight of what is kept.
+    """
+    rows, vocab = x.shape
+    top = x.amax(-1, keepdim=True).clamp_min(-FLOAT_MAX.value)
+    every = torch.ones(rows, dtype=torch.float32, device=x.device)
+    k = (every * vocab).long() if top_k is None else torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()
+    p = every.double() if top_p is None else top_p.double().clamp_max(1)
+    floor = every * -torch.inf
+    if min_p is not None:
+        floor = torch.where(min_p > 0, top[:, 0] + min_p.clamp(1e-38, 1).log2() / scale, floor)
+
+    threshold, last_tie = every * -torch.inf, torch.full_like(k, vocab)
+    total = weight_ref(x, top, scale[:, None]).sum(-1, dtype=torch.float64)
+    width = min(vocab, _REF_WIDTH)
+    todo = ((k < vocab) | (p < 1) | (floor > -torch.inf)).nonzero()[:, 0]
+    while todo.numel():
+        values = x[todo].topk(width).values
+        cumulated = weight_ref(values, top[todo], scale[todo, None]).cumsum(-1, dtype=torch.float64)
+        whole = (k[todo] == vocab) & (floor[todo] == -torch.inf)
+        count = torch.minimum((values >= floor[todo, None]).sum(-1), k[todo]).clamp_min(1)  # left by min-p and top-k
+        before = torch.where(whole, total[todo], cumulated.gather(-1, count[:, None] - 1)[:, 0])
+        nucleus = (cumulated < (p[todo] * before)[:, None]).sum(-1) + 1
+        kept = torch.where(p[todo] < 1, torch.where(whole, nucleus, torch.minimum(nucleus, count)), count)
+        known = (kept <= width) & (whole | (count < width) | (count == k[todo]))
+        settled = known | (width == vocab)
+        done, kept = todo[settled], kept[settled, None].clamp_max(width)
+        t = values[settled].gather(-1, kept - 1)
+        quota = kept - (values[settled] > t).sum(-1, keepdim=True)
+        threshold[done], total[done] = t[:, 0], cumulated[settled].gather(-1, kept - 1)[:, 0]
+        last_tie[done] = ((x[done] == t).cumsum(-1) < quota).sum(-1)
+        todo, width = todo[~settled], vocab
+    return threshold, last_tie, total.float()
