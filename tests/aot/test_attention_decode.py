@@ -37,3 +37,16 @@ def test_compiles(arch):
         launch(8, 32, 8, 80, 16, BF16, BF16, **everything, k_scale=torch.empty(8), return_lse=True)
     assert_resources(kernels)
     assert {kernel.name for kernel in kernels} == {"_decode_kernel", "_merge_kernel"}
+
+
+def test_one_compilation_for_all_steps():
+    """Batch sizes, table widths, windows and offsets into persistent buffers do not ask for new kernels."""
+    pool = torch.empty(4, 2, 16, 8, 128, dtype=BF16)
+    with compile_kernels(90) as kernels:
+        for at, batch, width, window in ((0, 1, 512, 128), (1, 3, 100, 1), (3, 16, 33, 100), (7, 24, 16, 4096)):
+            lens = torch.empty(at + batch, dtype=torch.int32)[at:]
+            tables = torch.empty(at + batch, width, dtype=torch.int32)[at:]
+            q = torch.empty(batch, 32, 128, dtype=BF16)
+            paged_decode_attention(q, pool[:, 0], pool[:, 1], tables, lens, window=window)
+    assert [kernel.name for kernel in kernels] == ["_decode_kernel", "_merge_kernel"] * 4
+    assert len({id(kernel.asm) for kernel in kernels}) == 2

@@ -42,3 +42,15 @@ def test_hopper_matrix_products(head_size):
         launch(32, 8, head_size, 16, BF16, BF16, 512)
     assert_resources(kernels)
     assert_sass(kernels, "HGMMA", "_prefill_kernel")
+
+
+def test_one_compilation_for_all_steps():
+    """Batch sizes, table widths, windows and offsets into persistent buffers do not ask for new kernels."""
+    pool = torch.empty(4, 2, 16, 8, 128, dtype=BF16)
+    with compile_kernels(90) as kernels:
+        for at, batch, width, window in ((0, 1, 512, 128), (1, 3, 100, 1), (3, 16, 33, 100)):
+            cu, lens = (torch.empty(at + batch + extra, dtype=torch.int32)[at:] for extra in (1, 0))
+            tables = torch.empty(at + batch, width, dtype=torch.int32)[at:]
+            q = torch.empty(100 + batch, 32, 128, dtype=BF16)
+            varlen_prefill_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, max_seqlen_q=100, window=window)
+    assert len(kernels) == 3 and len({id(kernel.asm) for kernel in kernels}) == 1

@@ -21,7 +21,7 @@ TINY = [{"BLOCK_M": m, "BLOCK_N": n, "num_warps": 4, "num_stages": 2} for m, n i
 def check(p: Problem, *, causal: bool = True, padding: int = 0) -> None:
     tokens = len(p.q) - padding
     out = poisoned(*p.q.shape, dtype=p.q.dtype, device=p.q.device)
-    longest = max(1, *p.cu_seqlens_q.diff().tolist(), 1)
+    longest = max([1, *p.cu_seqlens_q.diff().tolist()])
     keywords = {"max_seqlen_q": longest, "causal": causal, "return_lse": True, **p.options}
     got, lse = varlen_prefill_attention(*p.prefill, **keywords, out=out)
     assert got is out
@@ -31,6 +31,7 @@ def check(p: Problem, *, causal: bool = True, padding: int = 0) -> None:
     assert out[tokens:].isnan().all(), "padding tokens were written"
 
 
+@settings(max_examples=50)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50)), max_size=3),
     shape=shapes(),

@@ -1,3 +1,6 @@
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -6,6 +9,7 @@ from support.attention import FP8, LAYOUTS, nan_caches
 from support.compare import FLOATS
 
 from tritonllm.kernels import copy_blocks, copy_blocks_ref, store_kv, store_kv_ref, tuning
+from tritonllm.kernels.attention_common import require_float8
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -144,6 +148,14 @@ def test_bad_copy_arguments(change, message):
     for fn in (copy_blocks, copy_blocks_ref):
         with pytest.raises(ValueError, match=message):
             fn(**{**good, **change})
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_float8_needs_a_gpu_that_knows_it(monkeypatch, capability, fits):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cache = SimpleNamespace(dtype=FP8, is_cuda=True, device="cuda:0")
+    with nullcontext() if fits else pytest.raises(ValueError, match=r"k_cache is .* use a cache of the model's dtype"):
+        require_float8(cache)
 
 
 def test_operators(device):

@@ -39,7 +39,8 @@ def _key_range(seq_len, window, splits, WINDOW: tl.constexpr, BLOCK_N: tl.conste
     return first, lo, tl.cdiv(tl.cdiv(seq_len - lo, BLOCK_N), splits) * BLOCK_N
 
 
-@triton.jit
+# Arguments whose values and alignment change from step to step: one compilation serves them all.
+@triton.jit(do_not_specialize=["table_ptr", "len_ptr", "window", "splits", "stride_table", "stride_out_split"])
 def _decode_kernel(
     q_ptr,  # [B, H, D]
     k_ptr,  # [P, S, K, D]
@@ -131,7 +132,7 @@ def _decode_kernel(
         tl.store(lse_ptr + (seq * heads + b_head) * splits + split, b_lse, mask=m_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["len_ptr", "window", "splits"])
 def _merge_kernel(
     part_ptr,  # [B, H, splits, D] float32
     part_lse_ptr,  # [B, H, splits] float32, base 2
@@ -228,8 +229,8 @@ def _reference(
 ) -> None:
     args = AttentionArgs(*rest)
     query_pos = (seq_lens - 1)[:, None]
-    longest = int(seq_lens.max()) if len(seq_lens) else 0
-    visible = visible_keys(query_pos, seq_lens, longest, causal=False, window=args.window)
+    blocks = triton.cdiv(int(seq_lens.max()), k_cache.shape[1]) if len(seq_lens) else 0
+    visible = visible_keys(query_pos, seq_lens, blocks * k_cache.shape[1], causal=False, window=args.window)
     out, lse = reference_attention(q[:, None], k_cache, v_cache, block_tables, query_pos, visible, args)
     args.out.copy_(out[:, 0])
     if args.lse is not None:

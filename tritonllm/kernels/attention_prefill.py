@@ -80,7 +80,8 @@ def _key_ranges(pos_lo, pos_hi, seq_len, window, CAUSAL: tl.constexpr, WINDOW: t
     return lo, tl.minimum(whole_lo, whole_hi), whole_hi, hi
 
 
-@triton.jit
+# Arguments whose values and alignment change from step to step: one compilation serves them all.
+@triton.jit(do_not_specialize=["table_ptr", "cu_ptr", "len_ptr", "window", "batch", "stride_table"])
 def _prefill_kernel(
     q_ptr,  # [T, H, D]
     k_ptr,  # [P, S, K, D]
@@ -210,11 +211,12 @@ def _reference(
     begins, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
     for seq, length in enumerate(lengths):
         begin, end = begins[seq : seq + 2]
+        padded = triton.cdiv(length, k_cache.shape[1]) * k_cache.shape[1]
         rows = max(1, 2**27 // (q.shape[1] * max(length, 1)))  # bounds the logits' memory
         for at in range(begin, end, rows):
             tokens = slice(at, min(at + rows, end))
             query_pos = torch.arange(tokens.start, tokens.stop, device=q.device) + (length - end)
-            visible = visible_keys(query_pos, seq_lens[seq], length, causal=causal, window=args.window)
+            visible = visible_keys(query_pos, seq_lens[seq], padded, causal=causal, window=args.window)
             out, lse = reference_attention(q[tokens], k_cache, v_cache, block_tables[seq], query_pos, visible, args)
             args.out[tokens] = out.to(q.dtype)
             if args.lse is not None:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tritonllm.kernels import tuning
 from tritonllm.kernels.attention_common import (
+    as_movable,
     check_cache_dtype,
     check_caches,
     check_scale,
@@ -30,7 +31,8 @@ def _inverse_scale(scale_ptr, inverse, b_head, m_col):
     return b_inverse[None, :]
 
 
-@triton.jit
+# Arguments whose values and alignment change from step to step: one compilation serves them all.
+@triton.jit(do_not_specialize=["slot_ptr", "T"])
 def _store_kv_kernel(
     k_ptr,  # [T, K, D]
     v_ptr,
@@ -81,7 +83,7 @@ def _store_kv_kernel(
     tl.store(p_vc + (b_head * stride_vc_head)[None, :] + b_dim, b_v.to(v_cache_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs_ptr", "stride_pairs"])
 def _copy_blocks_kernel(
     k_cache_ptr,  # [P, S, K, D]
     v_cache_ptr,
@@ -179,7 +181,7 @@ def _store_kv(
 
 def _copy_reference(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
     source, target = pairs[(pairs >= 0).all(1)].unbind(1)
-    for cache in (k_cache, v_cache):
+    for cache in (as_movable(k_cache), as_movable(v_cache)):
         cache[target] = cache[source]
 
 
@@ -191,10 +193,8 @@ def _copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tens
     elements = block_size * kv_heads * head_size
     config = tuning.get_config("copy_blocks", k_cache.device, default_copy_config, elements=elements)
     strides = (pairs.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3])
-    if k_cache.dtype == torch.float8_e4m3fn:  # a copy needs no GPU that knows float8
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     _copy_blocks_kernel[len(pairs), triton.cdiv(elements, config["BLOCK"])](
-        *(k_cache, v_cache, pairs, *strides),
+        *(as_movable(k_cache), as_movable(v_cache), pairs, *strides),
         BLOCK_SIZE=block_size,
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
