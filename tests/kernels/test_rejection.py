@@ -165,12 +165,14 @@ def check_statistics(fn, draw, device, target, drafter, rows, vocab):
         ids = probs.argmax(-1).expand(rows, 2)
     else:  # tokens from nowhere, such as n-grams: here any of the target's three likeliest
         some = torch.randint(3, (2, rows), generator=g).to(device)
-        ids = logits[:2].topk(3).indices.gather(1, some).t()
+        ids = logits[:2].topk(3).indices.gather(1, some).t().contiguous()
     out, accepted = fn(ids, every[0] if drafter == "probabilities" else None, every[1], *params)
 
     wanted = [target_probs(row, **target) for row in logits]
     for position in range(3):  # each position's distribution is the target's, given that it is reached
-        assert_drawn_from(out[accepted >= position, position].cpu(), wanted[position])
+        reached = accepted >= position  # by nobody, if the draft before it is outside the target's top k
+        if position == 0 or int(reached.sum()) >= 100:
+            assert_drawn_from(out[reached, position].cpu(), wanted[position])
     if drafter == "probabilities":
         rate = torch.minimum(wanted[0], probs[0].double().cpu()).sum()
         assert_drawn_from((accepted > 0).long().cpu(), torch.stack([1 - rate, rate]))
@@ -180,6 +182,23 @@ def check_statistics(fn, draw, device, target, drafter, rows, vocab):
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_reference_statistics(device, target, drafter):
     check_statistics(rejection_sample_ref, sample_ref, device, target, drafter, rows=8_000, vocab=300)
+
+
+@pytest.mark.parametrize("width", [1, 128])
+def test_drafts_from_the_same_noise(device, width):
+    """A drafter that draws with the sequence's seed and step leaves no trace in what replaces its rejected tokens.
+
+    Three tokens, or three groups. Were the noise the same, the second would take 0.30 of the draws and not 0.35.
+    """
+    rows, one = 6_000, torch.ones(6_000, device=device)
+    q = torch.tensor([0.8, 0.2, 0.0]).repeat_interleave(width).to(device) / width
+    p = torch.tensor([0.3, 0.35, 0.35]).repeat_interleave(width).to(device) / width
+    *_, seeds, steps = parameters(device, rows=rows)
+    ids = sample_ref(q.log().expand(rows, -1), one, None, None, None, seeds, steps)[:, None]
+    logits, probs = p.log().expand(rows, 2, -1), q.expand(rows, 1, -1)
+    out, accepted = rejection_sample_ref(ids, probs, logits, one, None, None, seeds, steps)
+    assert_drawn_from(accepted.cpu(), torch.tensor([0.5, 0.5]))
+    assert_drawn_from(out[:, 0].cpu() // width, torch.tensor([0.3, 0.35, 0.35]))
 
 
 @pytest.mark.gpu

@@ -27,14 +27,16 @@ def parameters(device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, *, rows=1
 
 
 def mixed(rows, device, g):
-    """Parameters chosen anew for each row."""
+    """Parameters chosen anew for each row; every other row has no limits."""
 
     def choose(values, dtype):
         return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (rows,), generator=g)].to(device)
 
-    numbers = torch.randint(-(2**62), 2**62, (2, rows), generator=g).to(device)
-    limits = (choose(TOP_K, torch.int32), choose(TOP_P, torch.float32), choose(MIN_P, torch.float32))
-    return (choose(TEMPERATURES, torch.float32), *limits, *numbers)
+    temperature, top_p, min_p = (choose(values, torch.float32) for values in (TEMPERATURES, TOP_P, MIN_P))
+    top_k = choose(TOP_K, torch.int32)
+    top_k[::2], top_p[::2], min_p[::2] = 0, 1, 0
+    seeds, steps = torch.randint(-(2**62), 2**62, (2, rows), generator=g).to(device)
+    return temperature, top_k, top_p, min_p, seeds, steps
 
 
 def make_logits(rows, vocab, spread, g, *, masked=0.0):
@@ -160,11 +162,13 @@ def test_noise_of_the_two_levels_is_independent(device):
 
 
 def test_kernel_statistics(device):
-    """Few draws, where kernels run slowly: enough to see a level of the draw left out or used twice."""
-    logits = torch.tensor([0.5, 0.3, 0.2]).log().repeat_interleave(128).to(device)
-    tokens = sample(logits.expand(200, 384), *parameters(device, rows=200))
-    assert_drawn_from(tokens // 128, torch.tensor([0.5, 0.3, 0.2]))
-    assert_drawn_from(tokens % 128 // 16, torch.ones(8))
+    """Few draws, where kernels run slowly: groups of 128, 16 and 2 likely tokens are drawn by their weight."""
+    probs = torch.zeros(3, 128)
+    probs[0], probs[1, :16], probs[2, 100:102] = 0.5 / 128, 0.3 / 16, 0.2 / 2
+    logits, params = probs.flatten().log().expand(150, 384).to(device), parameters(device, rows=150)
+    tokens = sample(logits, *params)
+    assert_same_draws(tokens, sample_ref(logits, *params), logits, *params)
+    assert_drawn_from(tokens.cpu() // 128, probs.sum(-1))
 
 
 @pytest.mark.gpu
