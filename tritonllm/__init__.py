@@ -1,0 +1,34 @@
+"""LLM inference whose hot paths are Triton kernels that anyone can import.
+
+``from tritonllm import LLM, SamplingParams`` is the engine, ``from tritonllm.kernels import rms_norm`` one kernel.
+Importing this package imports neither torch nor anything else: an attribute access imports the file that holds it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tritonllm.version import __version__
+
+if TYPE_CHECKING:
+    from tritonllm.engine.llm import LLM
+    from tritonllm.engine.outputs import CompletionOutput, RequestOutput
+    from tritonllm.sampling_params import SamplingParams
+
+_HOME = {
+    "LLM": "engine.llm",
+    "SamplingParams": "sampling_params",
+    "RequestOutput": "engine.outputs",
+    "CompletionOutput": "engine.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,91 @@
+"""What is wrong with a model folder is said at the door: the file, tensor or argument by name, and a way out."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.engines import tiny_checkpoint
+
+from tritonllm import LLM
+from tritonllm.engine.startup import resolve_dtype
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def refuse(folder, message, **kwargs):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(folder), **kwargs)
+
+
+def test_no_such_folder(tmp_path):
+    refuse(tmp_path / "nothing", "no such folder")
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    refuse(folder, r"no config\.json")
+
+
+def test_unknown_architecture(folder):
+    edit_config(folder, architectures=["T5ForConditionalGeneration"], model_type="t5")
+    refuse(folder, "T5ForConditionalGeneration is not supported; supported: LlamaForCausalLM")
+
+
+def test_truncated_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    refuse(folder, r"model\.safetensors")
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    refuse(folder, "safetensors")
+
+
+def test_missing_tensor(folder):
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    refuse(folder, r"model\.layers\.1\.mlp\.up_proj\.weight")
+
+
+def test_leftover_tensor(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(2)}))
+    refuse(folder, r"model\.layers\.9\.extra")
+
+
+def test_wrong_shape(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
+    refuse(folder, r"model\.norm\.weight")
+
+
+def test_no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    refuse(folder, "skip_tokenizer_init=True")
+    assert LLM(str(folder), skip_tokenizer_init=True).get_tokenizer() is None
+
+
+def test_dtype_that_the_device_lacks():
+    half, brain = torch.float16, torch.bfloat16
+    with pytest.raises(ValueError, match=r"dtype='bfloat16' needs a GPU of compute capability 8\.0"):
+        resolve_dtype("bfloat16", "cuda", (7, 5), brain)
+    assert resolve_dtype("auto", "cuda", (7, 5), brain) is half
+    assert resolve_dtype("auto", "cuda", (9, 0), brain) is brain
+    assert resolve_dtype("auto", "cpu", (0, 0), brain) is torch.float32
+    assert resolve_dtype("bfloat16", "cpu", (0, 0), half) is brain

@@ -1,0 +1,116 @@
+"""Whatever mix of requests, aborts, priorities and memory pressure: each output is the one it would have alone."""
+
+from functools import cache
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.engines import tiny_llm
+from support.tiny_models import random_tokens
+from support.tiny_tokenizer import VOCAB_SIZE
+
+from tritonllm import LLM, SamplingParams
+
+BLOCK_SIZE = 4
+MAX_LEN = 52  # the longest prompt and output together need 50
+# A few prompts that share beginnings, so that runs meet in the prefix cache.
+STEM = random_tokens(24, VOCAB_SIZE, seed=0)
+PROMPTS = [
+    tuple(STEM[:cut] + random_tokens(extra, VOCAB_SIZE, seed=cut + extra)) for cut in (0, 9, 24) for extra in (1, 6)
+]
+
+
+@cache
+def _alone_engine() -> LLM:
+    return tiny_llm(num_blocks=64, max_num_seqs=1, max_model_len=MAX_LEN, enable_prefix_caching=False)
+
+
+@cache
+def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+    (output,) = _alone_engine().generate([list(prompt)], params, use_tqdm=False)
+    return tuple(output.outputs[0].token_ids)
+
+
+@cache
+def params_of(max_tokens: int, temperature: float, seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        blocks=st.integers(13, 20),
+        seats=st.integers(1, 6),
+        budget=st.integers(6, 40),
+        caching=st.booleans(),
+    )
+    def start(self, blocks, seats, budget, caching):
+        self.engine = tiny_llm(
+            num_blocks=blocks,
+            max_model_len=MAX_LEN,
+            max_num_seqs=seats,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
+            policy="priority",
+        ).engine
+        self.live = {}
+        self.count = 0
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        max_tokens=st.sampled_from([1, 3, 20]),
+        temperature=st.sampled_from([0.0, 1.0]),
+        priority=st.integers(-1, 1),
+    )
+    def add(self, prompt, max_tokens, temperature, priority):
+        self.count += 1
+        params = params_of(max_tokens, temperature, self.count % 3)
+        self.engine.add_request(f"r{self.count}", list(prompt), params, priority=priority)
+        self.live[f"r{self.count}"] = prompt, params
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        (output,) = self.engine.abort_request(name)
+        assert output.finished and output.outputs[0].finish_reason == "abort"
+        self.check_prefix(output, *self.live.pop(name))
+
+    @rule(times=st.integers(1, 5))
+    def step(self, times):
+        for _ in range(times):
+            self.take(self.engine.step())
+
+    def take(self, outputs):
+        for output in outputs:
+            prompt, params = self.live[output.request_id]
+            self.check_prefix(output, prompt, params)
+            if output.finished:
+                assert len(output.outputs[0].token_ids) == params.max_tokens
+                del self.live[output.request_id]
+
+    def check_prefix(self, output, prompt, params):
+        tokens = tuple(output.outputs[0].token_ids)
+        assert tokens == alone(prompt, params)[: len(tokens)]
+
+    @invariant()
+    def counts_agree(self):
+        if hasattr(self, "engine"):
+            stats = self.engine.stats
+            assert stats.num_running + stats.num_waiting == len(self.live)
+            assert 0 <= stats.num_free_blocks <= stats.num_blocks
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(2000):
+            if not self.live:
+                break
+            self.take(self.engine.step())
+        assert not self.live, "requests that never end"
+        stats = self.engine.stats
+        assert stats.num_free_blocks == stats.num_blocks
+        assert not self.engine.has_unfinished_requests()
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, report_multiple_bugs=False)

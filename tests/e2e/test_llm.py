@@ -1,0 +1,367 @@
+"""Whole requests through the offline interface, on the CPU path."""
+
+import math
+
+import pytest
+import torch
+from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.tiny_models import random_tokens, reference_logits
+from support.tiny_tokenizer import VOCAB_SIZE
+from transformers import AutoModelForCausalLM
+
+from tritonllm import SamplingParams
+
+PROMPTS = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 3, 17, 40, 5, 64, 9, 30)]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return tiny_llm()
+
+
+@pytest.fixture(scope="module")
+def reference():
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(), attn_implementation="eager", dtype=torch.float32)
+    return model.eval()
+
+
+def reference_greedy(model, prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def everything_is_free(llm):
+    stats = llm.engine.stats
+    return stats.num_free_blocks == stats.num_blocks and not llm.engine.has_unfinished_requests()
+
+
+def test_greedy_equals_transformers(llm, reference):
+    expected = [reference_greedy(reference, prompt, 12) for prompt in PROMPTS]
+    assert token_ids(llm.generate(PROMPTS, greedy(), use_tqdm=False)) == expected
+    assert everything_is_free(llm)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 8},  # prompts in chunks
+        {"num_blocks": 20, "max_model_len": 80},  # memory for one long request: the others are preempted
+        {"enable_prefix_caching": False},
+        {"block_size": 1, "num_blocks": 256},
+        {"block_size": 7, "num_blocks": 40},
+        {"max_num_seqs": 1},
+    ],
+    ids=str,
+)
+def test_output_does_not_depend_on_the_schedule(llm, settings):
+    expected = token_ids(llm.generate(PROMPTS, greedy(), use_tqdm=False))
+    other = tiny_llm(**settings)
+    for _ in range(2):  # the second time from the prefix cache
+        assert token_ids(other.generate(PROMPTS, greedy(), use_tqdm=False)) == expected
+    assert everything_is_free(other)
+    if "num_blocks" in settings and settings["num_blocks"] == 20:
+        assert other.engine.stats.preemptions > 0
+
+
+def test_sampling_is_reproducible_in_any_batch(llm):
+    params = [SamplingParams(temperature=1.0, top_p=0.95, seed=i, max_tokens=10, ignore_eos=True) for i in range(8)]
+    together = token_ids(llm.generate(PROMPTS, params, use_tqdm=False))
+    alone = [token_ids(llm.generate([p], s, use_tqdm=False))[0] for p, s in zip(PROMPTS, params, strict=True)]
+    assert together == alone
+    again = token_ids(llm.generate([PROMPTS[2]] * 8, params, use_tqdm=False))
+    assert len({tuple(ids) for ids in again}) == 8  # seeds differ, so do outputs
+
+
+def test_requests_without_a_seed_differ_and_engines_agree():
+    params = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
+    first, second = (token_ids(tiny_llm().generate([PROMPTS[2]] * 3, params, use_tqdm=False)) for _ in "ab")
+    assert first == second
+    assert len({tuple(ids) for ids in first}) == 3
+
+
+def test_forms_of_a_prompt(llm):
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode("the cat")
+    forms = ["the cat", ids, {"prompt": "the cat"}, {"prompt_token_ids": ids}]
+    outputs = llm.generate(forms, greedy(), use_tqdm=False)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    assert [output.prompt for output in outputs] == ["the cat", None, "the cat", None]
+    assert all(list(output.prompt_token_ids) == ids for output in outputs)
+    assert token_ids(llm.generate(ids, greedy(), use_tqdm=False)) == token_ids(outputs[:1])
+    assert token_ids(llm.generate("the cat", greedy(), use_tqdm=False)) == token_ids(outputs[:1])
+    assert llm.generate([], greedy(), use_tqdm=False) == []
+
+
+def test_text_is_that_of_the_tokens(llm):
+    (output,) = llm.generate("the cat", greedy(), use_tqdm=False)
+    completion = output.outputs[0]
+    full = llm.get_tokenizer().decode(completion.token_ids, skip_special_tokens=True)
+    assert full.rstrip("�").startswith(completion.text) or completion.text.startswith(full.rstrip("�"))
+    assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+    assert output.finished and output.metrics.finished_time >= output.metrics.first_token_time
+
+
+def test_prefix_cache_hits_are_reported():
+    llm = tiny_llm()
+    prompt = random_tokens(30, VOCAB_SIZE, seed=1)
+    first, second = (llm.generate([prompt], greedy(), use_tqdm=False)[0].num_cached_tokens for _ in "ab")
+    assert (first, second) == (0, 28)
+    salted = llm.generate([{"prompt_token_ids": prompt, "cache_salt": "mine"}], greedy(), use_tqdm=False)
+    assert salted[0].num_cached_tokens == 0
+
+
+def test_n_continuations(llm):
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[3]], params, use_tqdm=False)
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+    (again,) = llm.generate([PROMPTS[3]], params, use_tqdm=False)
+    assert token_ids([again]) == token_ids([output])
+    assert everything_is_free(llm)
+
+
+def test_end_of_sequence_and_stop_tokens(llm):
+    (free,) = token_ids(llm.generate([PROMPTS[2]], greedy(), use_tqdm=False))
+    third = free[2]
+    cut = free[: free.index(third) + 1]
+    (output,) = llm.generate([PROMPTS[2]], greedy(stop_token_ids=[third]), use_tqdm=False)
+    completion = output.outputs[0]
+    assert list(completion.token_ids) == cut
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", third)
+    # what the token would have added to the text is left out
+    shorter = llm.generate([PROMPTS[2]], greedy(max_tokens=len(cut)), use_tqdm=False)[0].outputs[0].text
+    assert shorter.startswith(completion.text)
+
+
+def force(tokens, n):
+    """Parameters under which the output is `tokens[0]` n times."""
+    return {"allowed_token_ids": tokens, "temperature": 0, "max_tokens": n}
+
+
+def test_eos_ends_unless_ignored_or_too_early(llm):
+    outputs = [
+        llm.generate([PROMPTS[1]], SamplingParams(**force([0], 5), **more), use_tqdm=False)[0].outputs[0]
+        for more in ({}, {"ignore_eos": True})
+    ]
+    assert [(o.finish_reason, len(o.token_ids)) for o in outputs] == [("stop", 1), ("length", 5)]
+    params = SamplingParams(temperature=0, logit_bias={0: 100.0}, min_tokens=3, max_tokens=9)
+    completion = llm.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0]
+    assert (completion.finish_reason, len(completion.token_ids)) == ("stop", 4)
+    assert completion.token_ids[-1] == 0 and 0 not in completion.token_ids[:-1]
+
+
+def single_byte_tokens(llm, text):
+    ids = [llm.get_tokenizer().convert_tokens_to_ids(c) for c in text]
+    assert all(i is not None for i in ids)
+    return ids
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_string_across_tokens(llm, include):
+    (x,) = single_byte_tokens(llm, "x")
+    stop = "xxx"  # no token holds all of it
+    params = SamplingParams(**force([x], 9), stop=["zz", stop], include_stop_str_in_output=include)
+    completion = llm.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0]
+    assert completion.text == (stop if include else "")
+    assert len(completion.token_ids) == 3
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+
+def test_streamed_text_never_takes_back_a_character(llm):
+    (x,) = single_byte_tokens(llm, "x")
+    llm.engine.add_request("s", PROMPTS[1], SamplingParams(**force([x], 6), stop="xxxxx"))
+    seen = []
+    while llm.engine.has_unfinished_requests():
+        seen += [output.outputs[0].text for output in llm.engine.step()]
+    assert seen == ["", "", "", "", ""]  # each x could have begun the stop string, and one did
+
+
+def test_stop_string_wins_over_the_length_limit(llm):
+    (x,) = single_byte_tokens(llm, "x")
+    params = SamplingParams(**force([x], 3), stop="xxx")
+    assert llm.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0].finish_reason == "stop"
+
+
+def test_logprobs(llm, reference):
+    (output,) = llm.generate([PROMPTS[4]], greedy(6, logprobs=3), use_tqdm=False)
+    completion = output.outputs[0]
+    tokens = [*PROMPTS[4], *completion.token_ids]
+    expected = torch.log_softmax(reference_logits(reference, tokens), -1)[len(PROMPTS[4]) - 1 :]
+    total = 0.0
+    for at, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        assert list(entries) == expected[at].topk(3).indices.tolist()  # greedy: the chosen one is the first
+        assert [entry.rank for entry in entries.values()] == [1, 2, 3]
+        for i, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(expected[at, i]), abs=1e-4)
+        total += entries[token].logprob
+    assert completion.cumulative_logprob == pytest.approx(total)
+
+
+@pytest.mark.parametrize("budget", [64, 8])
+def test_prompt_logprobs(reference, budget):
+    llm = tiny_llm(max_num_batched_tokens=budget)
+    prompt = PROMPTS[3]
+    expected = torch.log_softmax(reference_logits(reference, prompt), -1)
+    for _ in range(2):  # a cached prefix must not shorten the second answer
+        (output,) = llm.generate([prompt], greedy(2, prompt_logprobs=2), use_tqdm=False)
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(prompt)
+        for at in range(1, len(prompt)):
+            entries = output.prompt_logprobs[at]
+            assert next(iter(entries)) == prompt[at]
+            assert set(expected[at - 1].topk(2).indices.tolist()) <= set(entries)
+            assert entries[prompt[at]].logprob == pytest.approx(float(expected[at - 1, prompt[at]]), abs=1e-4)
+            rank = int((expected[at - 1] > expected[at - 1, prompt[at]]).sum()) + 1
+            assert entries[prompt[at]].rank == rank
+
+
+def test_bad_words(llm):
+    (free,) = llm.generate(["the cat"], greedy(), use_tqdm=False)
+    word = next(t for t in map(llm.get_tokenizer().decode, free.outputs[0].token_ids) if t.strip().isascii())
+    (kept,) = llm.generate(["the cat"], greedy(bad_words=[word]), use_tqdm=False)
+    assert word in free.outputs[0].text
+    assert word not in kept.outputs[0].text
+
+
+def test_chat(llm):
+    messages = [{"role": "user", "content": "the cat"}]
+    text = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+    (output,) = llm.chat(messages, greedy(), use_tqdm=False)
+    assert output.prompt == text
+    assert list(output.prompt_token_ids) == llm.get_tokenizer().encode(text, add_special_tokens=False)
+    assert len(llm.chat([messages, messages], greedy(), use_tqdm=False)) == 2
+
+
+def test_priority_runs_first():
+    llm = tiny_llm(policy="priority", max_num_seqs=1)
+    done = []
+    for name, priority in (("late", 5), ("early", -1), ("middle", 0)):
+        llm.engine.add_request(name, PROMPTS[1], greedy(3), priority=priority)
+    while llm.engine.has_unfinished_requests():
+        done += [output.request_id for output in llm.engine.step() if output.finished]
+    assert done == ["early", "middle", "late"]
+
+
+def test_token_id_mode(llm):
+    bare = tiny_llm(skip_tokenizer_init=True)
+    (output,) = bare.generate([{"prompt_token_ids": PROMPTS[2]}], greedy(), use_tqdm=False)
+    assert output.outputs[0].text == ""
+    assert token_ids([output]) == token_ids(llm.generate([PROMPTS[2]], greedy(), use_tqdm=False))
+    for params, word in ((None, "no tokenizer"), (SamplingParams(stop="a"), "stop")):
+        with pytest.raises(ValueError, match=word):
+            bare.generate("text" if params is None else [PROMPTS[2]], params, use_tqdm=False)
+
+
+def test_dummy_weights_need_only_a_config(tmp_path):
+    (tmp_path / "config.json").write_text((tiny_checkpoint() / "config.json").read_text())
+    from tritonllm import LLM
+
+    kwargs = {"skip_tokenizer_init": True, "load_format": "dummy", "num_blocks": 32}
+    runs = [
+        token_ids(LLM(str(tmp_path), seed=seed, **kwargs).generate([PROMPTS[2]], greedy(), use_tqdm=False))
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_abort_frees_everything_at_once(llm):
+    engine = llm.engine
+    for name in "abc":
+        engine.add_request(name, PROMPTS[5], greedy(50))
+    for _ in range(3):
+        engine.step()
+    outputs = engine.abort_request(["a", "c", "unknown"])
+    assert [(o.request_id, o.outputs[0].finish_reason) for o in outputs] == [("a", "abort"), ("c", "abort")]
+    engine.abort_request("b")
+    assert everything_is_free(llm)
+
+
+def test_delta_outputs_add_up(llm):
+    from tritonllm.sampling_params import RequestOutputKind
+
+    (whole,) = llm.generate(["the cat"], greedy(20), use_tqdm=False)
+    llm.engine.add_request("d", "the cat", greedy(20, output_kind=RequestOutputKind.DELTA))
+    text, ids = "", []
+    while llm.engine.has_unfinished_requests():
+        for output in llm.engine.step():
+            text += output.outputs[0].text
+            ids += output.outputs[0].token_ids
+    assert (text, ids) == (whole.outputs[0].text, list(whole.outputs[0].token_ids))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ("", {}, "prompt is empty"),
+        ([1] * 256, {}, "max_model_len=256"),
+        ([1, VOCAB_SIZE], {}, "prompt_token_ids must be integers from 0"),
+        ([1, -1], {}, "prompt_token_ids must be integers from 0"),
+        ([1, "a"], {}, "prompt_token_ids must be integers from 0"),
+        ({"text": "a"}, {}, "a dict with"),
+        (5, {}, "prompt must be"),
+        ({"prompt": 5}, {}, "must be a string"),
+        ({"prompt": None}, {}, "a dict with"),
+        ({"prompt": "a", "more": 1}, {}, "a dict with"),
+        ({"prompt_token_ids": 5}, {}, "must be a list"),
+        ([1], {"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids has token"),
+        ([1], {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids has token"),
+        ([1], {"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias has token"),
+    ],
+)
+def test_bad_request_harms_nobody(llm, prompt, params, message):
+    good = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.engine.add_request("good", PROMPTS[2], good)
+    llm.engine.step()
+    with pytest.raises(ValueError, match=message):
+        llm.engine.add_request("bad", prompt, SamplingParams(**params))
+    with pytest.raises(ValueError, match="in use"):
+        llm.engine.add_request("good", PROMPTS[2], good)
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 4
+    assert everything_is_free(llm)
+
+
+def test_a_bad_prompt_in_a_list_is_named_and_leaves_nothing_behind(llm):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: prompt is empty"):
+        llm.generate([PROMPTS[0], [], PROMPTS[1]], greedy(), use_tqdm=False)
+    assert everything_is_free(llm)
+    with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
+        llm.generate(PROMPTS[:2], [greedy()], use_tqdm=False)
+    with pytest.raises(ValueError, match="policy='priority'"):
+        llm.generate(PROMPTS[:2], greedy(), priority=[1, 2], use_tqdm=False)
+
+
+def test_prompt_that_fills_the_model_gets_one_token(llm):
+    (output,) = llm.generate([[1] * 255], SamplingParams(max_tokens=None), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+    assert output.outputs[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_blocks": 8, "max_model_len": 100}, "max_model_len=100 needs 25 cache blocks"),
+        ({"max_model_len": 5000}, "max_position_embeddings"),
+        ({"block_sizes": 3}, "unknown argument 'block_sizes'"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"device": "tpu"}, "device must be"),
+        ({"device": "cuda:99"}, "CUDA devices"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization"),
+        ({"num_gpu_blocks_override": 3}, "the same"),
+    ],
+)
+def test_bad_engine_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_llm(**kwargs)
+
+
+def test_a_small_pool_lowers_the_length_it_was_not_asked_for():
+    assert tiny_llm(num_blocks=10).engine.config.model.max_model_len == 40
+    with pytest.raises(ValueError, match="num_blocks=1 holds 1 token"):
+        tiny_llm(num_blocks=1, block_size=1)

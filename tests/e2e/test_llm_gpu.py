@@ -1,0 +1,71 @@
+"""The engine on a GPU: captured decode steps, memory, and the same tokens as without them."""
+
+import json
+
+import pytest
+import torch
+from support.engines import greedy, tiny_llm, token_ids
+from support.real_configs import QWEN3_0_6B
+from support.tiny_models import random_tokens
+
+from tritonllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 700, 33, 128, 2, 511, 90, 300)
+PROMPTS = [random_tokens(n, 10000, seed=n) for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    (folder / "config.json").write_text(json.dumps(QWEN3_0_6B))
+    return str(folder)
+
+
+def make(folder, **kwargs):
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 2048}
+    return LLM(folder, **{**settings, "num_blocks": 2048, "max_num_seqs": 16, **kwargs})
+
+
+def test_graphs_chunks_and_preemption_do_not_change_greedy_tokens(folder):
+    """float32, where two schedules differ by rounding far below the gap between tokens."""
+    expected = token_ids(make(folder, enforce_eager=True).generate(PROMPTS, greedy(40), use_tqdm=False))
+    for settings in ({}, {"max_num_batched_tokens": 100}, {"num_blocks": 130}, {"block_size": 64, "num_blocks": 512}):
+        llm = make(folder, **settings)
+        for _ in range(2):  # the second time from the prefix cache
+            assert token_ids(llm.generate(PROMPTS, greedy(40), use_tqdm=False)) == expected, settings
+        stats = llm.engine.stats
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.preemptions > 0 or "num_blocks" not in settings or settings["num_blocks"] > 130
+
+
+def test_seeds_reproduce_in_any_batch(folder):
+    llm = make(folder)
+    params = [SamplingParams(temperature=1.0, top_k=50, seed=i, max_tokens=20, ignore_eos=True) for i in range(8)]
+    together = token_ids(llm.generate(PROMPTS, params, use_tqdm=False))
+    alone = [token_ids(llm.generate([p], s, use_tqdm=False))[0] for p, s in zip(PROMPTS, params, strict=True)]
+    assert together == alone
+
+
+def test_cache_fills_the_memory_it_was_granted(folder):
+    torch.cuda.empty_cache()
+    llm = make(folder, dtype="bfloat16", num_blocks=None, gpu_memory_utilization=0.5, max_num_seqs=256)
+    llm.generate(PROMPTS, greedy(4), use_tqdm=False)
+    free, total = torch.cuda.mem_get_info()
+    assert llm.engine.stats.num_blocks > 10_000
+    assert 0.45 * total < total - free < 0.55 * total
+
+
+def test_half_precision_runs(folder):
+    for dtype in ("bfloat16", "float16"):
+        outputs = make(folder, dtype=dtype).generate(PROMPTS, greedy(8, logprobs=1), use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
+        assert all(output.outputs[0].cumulative_logprob > -1e3 for output in outputs)
+
+
+def test_the_same_tokens_as_on_the_cpu():
+    """A tiny model: Triton kernels against the references, through whole requests."""
+    prompts = [random_tokens(n, 300, seed=n) for n in (1, 3, 17, 40, 5, 64, 9, 30)]
+    on_cpu = token_ids(tiny_llm(device="cpu").generate(prompts, greedy(), use_tqdm=False))
+    assert token_ids(tiny_llm(device="cuda", dtype="float32").generate(prompts, greedy(), use_tqdm=False)) == on_cpu

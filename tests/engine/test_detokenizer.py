@@ -1,0 +1,78 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny_tokenizer import save_tokenizer
+
+from tritonllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, find_stop
+from tritonllm.engine.tokenizer import bad_word_ids, load_tokenizer
+
+text = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters=[REPLACEMENT]), max_size=30)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return load_tokenizer(str(folder))
+
+
+@given(prompt=text, output=text)
+def test_pieces_add_up_and_hold_whole_characters(tokenizer, prompt, output):
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode(prompt))
+    pieces = [detokenizer.append(token) for token in tokenizer.encode(output)]
+    assert "".join(pieces) == detokenizer.text == output
+    assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+def test_a_character_appears_with_its_last_token(tokenizer):
+    ids = tokenizer.encode("🦊")
+    assert len(ids) == 4
+    detokenizer = IncrementalDetokenizer(tokenizer, [])
+    assert [detokenizer.append(i) for i in ids] == ["", "", "", "🦊"]
+
+
+def test_half_a_character_at_the_end_is_left_out(tokenizer):
+    detokenizer = IncrementalDetokenizer(tokenizer, [])
+    for token in tokenizer.encode("ok 🦊")[:-1]:
+        detokenizer.append(token)
+    assert detokenizer.text == "ok "
+
+
+def test_bytes_that_are_no_text_do_not_stall_the_output(tokenizer):
+    stray = tokenizer.encode("🦊")[1]  # a continuation byte, which cannot begin a character
+    detokenizer = IncrementalDetokenizer(tokenizer, [])
+    for _ in range(20):
+        detokenizer.append(stray)
+    for token in tokenizer.encode(" done"):
+        detokenizer.append(token)
+    assert detokenizer.text.endswith(" done")
+    assert len(detokenizer.text) == 20 + len(" done")
+
+
+def test_special_tokens(tokenizer):
+    ids = [*tokenizer.encode("a"), tokenizer.eos_token_id, *tokenizer.encode("b")]
+    for skip, expected in ((True, "ab"), (False, "a<|endoftext|>b")):
+        detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=skip)
+        for token in ids:
+            detokenizer.append(token)
+        assert detokenizer.text == expected
+
+
+@given(text=st.text("ab", max_size=12), new=st.integers(0, 12), stop=st.lists(st.text("ab", min_size=1, max_size=3)))
+def test_find_stop_matches_a_search_for_what_the_new_characters_complete(text, new, stop):
+    new = min(new, len(text))
+    found = [
+        (at, s) for s in stop for at in range(len(text)) if text.startswith(s, at) and at + len(s) > len(text) - new
+    ]
+    expected = min(found, key=lambda f: (f[0], stop.index(f[1])), default=None)
+    assert find_stop(text, new, stop) == expected
+
+
+def test_bad_words_are_banned_with_and_without_a_space(tokenizer):
+    sequences = bad_word_ids(tokenizer, ("cat",))
+    assert [tokenizer.decode(list(ids)) for ids in sequences] == ["cat", " cat"]
+
+
+def test_missing_tokenizer_names_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match="skip_tokenizer_init=True"):
+        load_tokenizer(str(tmp_path))

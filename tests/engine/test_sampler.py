@@ -1,0 +1,123 @@
+import math
+
+import pytest
+import torch
+
+from tritonllm.engine.batch import sampling_batch
+from tritonllm.engine.request import Request
+from tritonllm.engine.sampler import edit_logits, gather_logprobs, sample_tokens
+from tritonllm.sampling_params import SamplingParams
+
+VOCAB = 12
+CPU = torch.device("cpu")
+
+
+def request(prompt=(1, 2), output=(), bad_words=(), seed=0, **params):
+    made = Request(
+        request_id="r",
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(**params),
+        max_total_tokens=100,
+        eos_token_ids=frozenset([0]),
+        seed=seed,
+        bad_words=bad_words,
+    )
+    made.output_token_ids.extend(output)
+    return made
+
+
+def edited(made):
+    """The request's row after the edits, beside an untouched neighbour that must stay as it was."""
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    edit_logits(logits, [made, request()])
+    assert torch.equal(logits[1], before[1])
+    return logits[0], before[0]
+
+
+def test_plain_requests_are_untouched():
+    after, before = edited(request(output=[3, 3]))
+    assert torch.equal(after, before)
+
+
+def test_logit_bias():
+    after, before = edited(request(logit_bias={4: 2.5, 7: -100.0}))
+    expected = before.clone()
+    expected[4] += 2.5
+    expected[7] -= 100.0
+    assert torch.equal(after, expected)
+
+
+def test_allowed_token_ids():
+    after, before = edited(request(allowed_token_ids=[3, 5]))
+    assert torch.equal(after[[3, 5]], before[[3, 5]])
+    assert torch.isinf(after).sum() == VOCAB - 2
+
+
+@pytest.mark.parametrize(("length", "banned"), [(0, True), (1, True), (2, False)])
+def test_min_tokens_bans_what_would_end_the_output(length, banned):
+    after, before = edited(request(output=[5] * length, min_tokens=2, stop_token_ids=[6]))
+    assert torch.isinf(after[[0, 6]]).all() == banned
+    others = [i for i in range(VOCAB) if i not in (0, 6)]
+    assert torch.equal(after[others], before[others])
+
+
+@pytest.mark.parametrize(("output", "banned"), [([], [9]), ([3], [9]), ([3, 4], [9, 5]), ([4, 4], [9])])
+def test_bad_words_ban_the_token_that_would_complete_them(output, banned):
+    after, _ = edited(request(output=output, bad_words=((3, 4, 5), (9,))))
+    assert torch.isinf(after).nonzero().flatten().tolist() == sorted(banned)
+
+
+def test_frequency_and_presence_penalties_count_the_output_only():
+    after, before = edited(request(prompt=[1, 8], output=[4, 4, 6], frequency_penalty=0.5, presence_penalty=0.25))
+    expected = before.clone()
+    expected[4] -= 2 * 0.5 + 0.25
+    expected[6] -= 0.5 + 0.25
+    assert torch.allclose(after, expected, atol=1e-6)
+
+
+def test_repetition_penalty_counts_prompt_and_output():
+    after, before = edited(request(prompt=[1, 2], output=[4], repetition_penalty=2.0))
+    expected = before.clone()
+    for token in (1, 2, 4):
+        expected[token] = before[token] / 2 if before[token] > 0 else before[token] * 2
+    assert torch.equal(after, expected)
+
+
+def test_logprobs_are_of_the_distribution_before_edits():
+    logits = torch.randn(3, VOCAB)
+    requests = [request(temperature=0, logprobs=2, logit_bias={5: 100.0}), request(temperature=0), request(logprobs=0)]
+    expected = torch.log_softmax(logits.clone(), -1)
+    output = sample_tokens(logits, sampling_batch(requests, CPU))
+    assert output.token_ids[0] == 5
+    assert output.logprobs.token_ids[0][0] == 5
+    assert output.logprobs.logprobs[0][0] == pytest.approx(float(expected[0, 5]), abs=1e-5)
+    assert output.logprobs.token_ids[0][1:] == expected[0].topk(2).indices.tolist()
+
+
+def test_nobody_asks_for_logprobs():
+    assert sample_tokens(torch.randn(1, VOCAB), sampling_batch([request()], CPU)).logprobs is None
+
+
+def test_gather_logprobs():
+    logits = torch.tensor([[0.0, 1.0, 2.0], [5.0, 5.0, -math.inf]])
+    scores = gather_logprobs(logits, torch.tensor([1, 2]), 8)
+    assert scores.ranks == [2, 3]
+    assert scores.token_ids[0] == [1, 2, 1, 0]  # the chosen one, then all three: a small vocabulary has no eight
+    assert scores.logprobs[0][0] == pytest.approx(1.0 - math.log(1 + math.e + math.e**2), abs=1e-6)
+    assert scores.logprobs[1][0] == -math.inf
+
+
+def test_a_seed_gives_the_same_token_in_any_batch():
+    logits = torch.randn(1, VOCAB)
+    alone = sample_tokens(logits.clone(), sampling_batch([request(seed=7)], CPU)).token_ids[0]
+    crowd = [request(seed=s) for s in (1, 2, 7, 4)]
+    assert sample_tokens(logits.repeat(4, 1), sampling_batch(crowd, CPU)).token_ids[2] == alone
+
+
+def test_seeds_and_steps_differ():
+    logits = torch.zeros(64, VOCAB)
+    by_seed = sample_tokens(logits.clone(), sampling_batch([request(seed=s) for s in range(64)], CPU)).token_ids
+    by_step = sample_tokens(logits, sampling_batch([request(output=[1] * s) for s in range(64)], CPU)).token_ids
+    assert len(set(by_seed)) > VOCAB // 2
+    assert len(set(by_step)) > VOCAB // 2

@@ -1,0 +1,33 @@
+"""Engines over tiny checkpoints, for tests of whole requests."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from support.tiny_models import tiny_config, write_checkpoint
+from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+from tritonllm import LLM, SamplingParams
+from tritonllm.engine.outputs import RequestOutput
+
+
+@cache
+def tiny_checkpoint(family: str = "qwen3") -> Path:
+    """A random checkpoint with a tokenizer; <|endoftext|> (0) ends its outputs."""
+    folder = Path(mkdtemp(prefix="tiny-checkpoint-"))
+    write_checkpoint(folder, tiny_config(family, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0))
+    save_tokenizer(folder)
+    return folder
+
+
+def tiny_llm(**kwargs: Any) -> LLM:
+    settings: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return LLM(str(tiny_checkpoint()), **{**settings, **kwargs})
+
+
+def greedy(max_tokens: int = 12, **kwargs: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **kwargs)
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(completion.token_ids) for output in outputs for completion in output.outputs]

@@ -1,0 +1,173 @@
+"""The engine: requests in, one step at a time, outputs out."""
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tritonllm.config import EngineConfig
+from tritonllm.engine.input_processor import InputProcessor, Prompt
+from tritonllm.engine.output_processor import RequestState, SequenceOutput
+from tritonllm.engine.outputs import RequestMetrics, RequestOutput
+from tritonllm.engine.request import RequestStatus
+from tritonllm.engine.runner import ModelRunner, StepResult
+from tritonllm.engine.scheduler import NewToken, Scheduler, StepPlan
+from tritonllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine started, and its present load."""
+
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_cache_query_tokens: int
+    prefix_cache_hit_tokens: int
+    preemptions: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+
+
+class LLMEngine:
+    """Schedules, runs and reports; single-threaded, one step per call.
+
+    Args:
+        config: see :class:`EngineConfig`; its values are resolved already.
+        runner: a started model runner.
+        scheduler: over the runner's cache.
+        inputs: checks and tokenizes requests.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, inputs: InputProcessor) -> None:
+        self.config = config
+        self.inputs = inputs
+        self._runner = runner
+        self._scheduler = scheduler
+        self._states: dict[str, RequestState] = {}
+        self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
+        self._arrivals = itertools.count()
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "LLMEngine":
+        """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.build_engine`."""
+        from tritonllm.engine.startup import build_engine
+
+        return build_engine(config)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.inputs.tokenizer
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: unique among the unfinished ones.
+            prompt: text, token ids, or a dict of either.
+            params: how to continue it.
+            priority: lower is earlier, under the ``priority`` policy.
+
+        Raises:
+            ValueError: bad input; nothing was queued and nothing else is affected.
+        """
+        params = params or SamplingParams()
+        if request_id in self._states:
+            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
+        if priority and self.config.scheduler.policy != "priority":
+            raise ValueError(f"priority={priority} needs policy='priority'; this engine's policy is 'fcfs'")
+        self.inputs.check_params(params)
+        tokenized = self.inputs.tokenize(prompt)
+        requests = self.inputs.requests(request_id, tokenized, params, priority, next(self._arrivals))
+        for request in requests:
+            self._scheduler.check(request)
+        sequences = [SequenceOutput(index, request, self.tokenizer) for index, request in enumerate(requests)]
+        metrics = RequestMetrics(arrival_time=time.monotonic())
+        state = RequestState(request_id, tokenized.text, tokenized.token_ids, params, sequences, metrics)
+        self._states[request_id] = state
+        for sequence in sequences:
+            self._scheduler.add(sequence.request)
+            self._sequences[sequence.request.request_id] = state, sequence
+        self._prompt_tokens += len(tokenized.token_ids)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests now and free their memory; unknown or finished ids are ignored. Returns their last outputs."""
+        outputs = []
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            for sequence in state.sequences:
+                self._scheduler.abort(sequence.request.request_id)
+            output = self._report(state)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._states)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns an output for each request that got a token or ended."""
+        plan = self._scheduler.schedule()
+        if not plan.scheduled:
+            return []
+        result = self._runner.execute(plan)
+        new_tokens = self._scheduler.update(plan, result.sampled)
+        self._steps += 1
+        self._generated_tokens += len(new_tokens)
+        touched = self._take(plan, result, new_tokens)
+        outputs = [self._report(state) for state in touched.values()]
+        return [output for output in outputs if output is not None]
+
+    def _take(self, plan: StepPlan, result: StepResult, new_tokens: list[NewToken]) -> dict[str, RequestState]:
+        """Hand a step's results to their requests; returns the requests that changed, in the plan's order."""
+        for request_id, (first, scores) in result.prompt_logprobs.items():
+            state, sequence = self._sequences[request_id]
+            if sequence.index == 0:
+                state.take_prompt_logprobs(first, scores, self.tokenizer)
+        sampling = (item.request.request_id for item in plan.scheduled if item.samples)
+        rows = {request_id: row for row, request_id in enumerate(sampling)}
+        touched: dict[str, RequestState] = {}
+        now = time.monotonic()
+        for new in new_tokens:
+            request = new.request
+            state, sequence = self._sequences[request.request_id]
+            if state.metrics.first_token_time is None:
+                state.metrics.first_token_time = now
+            stop = sequence.append(new.token_id, result.logprobs, rows[request.request_id])
+            if stop is not None:
+                self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop)
+            touched[state.request_id] = state
+        return touched
+
+    def _report(self, state: RequestState) -> RequestOutput | None:
+        """The request's output, and its end if it has ended."""
+        output = state.output()
+        if state.finished:
+            del self._states[state.request_id]
+            for sequence in state.sequences:
+                del self._sequences[sequence.request.request_id]
+        return output
+
+    @property
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler.stats
+        return EngineStats(
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
+            prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
+            preemptions=scheduler.preemptions,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_blocks=scheduler.num_blocks,
+            num_free_blocks=scheduler.num_free_blocks,
+        )

@@ -1,0 +1,145 @@
+"""Checks a request and turns it into token ids, before anything in the engine changes."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from tritonllm.engine.request import Request
+from tritonllm.engine.tokenizer import bad_word_ids
+from tritonllm.sampling_params import SamplingParams
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str
+    cache_salt: str
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+KNOWN_FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A seed for the ``index``-th member of a family, unlike its neighbours' (splitmix64, Steele et al. 2014)."""
+    mask = (1 << 64) - 1
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return z - (1 << 64) if z >> 63 else z
+
+
+class InputProcessor:
+    """Args:
+    tokenizer: a transformers tokenizer, or ``None`` for token ids only.
+    vocab_size: of the model.
+    max_model_len: most tokens of prompt and output together.
+    eos_token_ids: tokens that end an output.
+    seed: the engine's, for requests without one.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, max_model_len: int, eos_token_ids: frozenset[int], seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """Token ids of a prompt in any of its forms.
+
+        Raises:
+            ValueError: an unknown form, an empty or too long prompt, a token id outside the vocabulary.
+        """
+        text, ids, salt = self._parts(prompt)
+        if ids is None:
+            if self.tokenizer is None:
+                raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
+            ids = self.tokenizer.encode(text)
+        if not ids:
+            raise ValueError("prompt is empty: it needs at least one token")
+        if len(ids) >= self._max_model_len:
+            raise ValueError(
+                f"prompt has {len(ids)} tokens, but with at least one new token it must fit "
+                f"max_model_len={self._max_model_len}: shorten it, or raise max_model_len"
+            )
+        for i in ids:
+            if not isinstance(i, int) or not 0 <= i < self._vocab_size:
+                raise ValueError(f"prompt_token_ids must be integers from 0 to {self._vocab_size - 1}, got {i!r}")
+        return TokenizedPrompt(text, ids, salt)
+
+    @staticmethod
+    def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+        if isinstance(prompt, str):
+            return prompt, None, None
+        if isinstance(prompt, Mapping):
+            parts: dict[str, Any] = dict(prompt)
+            text, ids, salt = (parts.pop(key, None) for key in ("prompt", "prompt_token_ids", "cache_salt"))
+            if parts or (text is None and ids is None):
+                raise ValueError(f"prompt must be {KNOWN_FORMS}, got a dict with {sorted(prompt)}")
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"prompt['prompt'] must be a string, got {type(text).__name__}")
+            if salt is not None and (not isinstance(salt, str) or not salt):
+                raise ValueError(f"prompt['cache_salt'] must be a string that is not empty, got {salt!r}")
+            if ids is None:
+                return text, None, salt
+            if not isinstance(ids, Sequence) or isinstance(ids, str):
+                raise ValueError(f"prompt['prompt_token_ids'] must be a list of integers, got {type(ids).__name__}")
+            return text, list(ids), salt
+        if isinstance(prompt, list | tuple | range):
+            return None, list(prompt), None
+        raise ValueError(f"prompt must be {KNOWN_FORMS}, got {type(prompt).__name__}")
+
+    def check_params(self, params: SamplingParams) -> None:
+        """What only the engine can check of sampling parameters.
+
+        Raises:
+            ValueError: text features without a tokenizer, or token ids outside the vocabulary.
+        """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            raise ValueError("stop and bad_words are text, but the engine has no tokenizer: use token ids")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= self._vocab_size:
+                    raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self._vocab_size - 1}")
+
+    def requests(
+        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int, arrival: int
+    ) -> list[Request]:
+        """The scheduler's requests: one for each of the ``n`` continuations, which share the prompt's blocks."""
+        room = self._max_model_len - len(prompt.token_ids)
+        new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        first = params.seed if params.seed is not None else derive_seed(self._seed, zlib.crc32(request_id.encode()))
+        words = bad_word_ids(self.tokenizer, tuple(params.bad_words)) if params.bad_words else ()
+        return [
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                eos_token_ids=self._eos_token_ids,
+                max_total_tokens=len(prompt.token_ids) + new_tokens,
+                priority=priority,
+                arrival=arrival,
+                cache_salt=prompt.cache_salt,
+                seed=first if index == 0 else derive_seed(first, index),
+                bad_words=words,
+            )
+            for index in range(params.n)
+        ]

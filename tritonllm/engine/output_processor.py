@@ -1,0 +1,139 @@
+"""Turns new tokens into what the user sees: text, stop strings, log-probabilities, finished outputs."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tritonllm.engine.detokenizer import IncrementalDetokenizer, find_stop
+from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.sampler import TokenLogprobs
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+def to_logprobs(scores: TokenLogprobs, row: int, top: int, tokenizer: Any) -> dict[int, Logprob]:
+    """One position's log-probabilities: the chosen token first, then the ``top`` most likely."""
+    ids, values = scores.token_ids[row][: top + 1], scores.logprobs[row][: top + 1]
+    ranks = [scores.ranks[row], *range(1, top + 1)]
+    entries: dict[int, Logprob] = {}
+    for token, value, rank in zip(ids, values, ranks, strict=False):  # a small vocabulary has fewer than `top`
+        text = tokenizer.decode([token]) if tokenizer is not None else None
+        entries.setdefault(token, Logprob(value, rank, text))
+    return entries
+
+
+class SequenceOutput:
+    """One of a request's ``n`` continuations."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Any) -> None:
+        self.index = index
+        self.request = request
+        self._tokenizer = tokenizer
+        self._logprobs: list[Logprobs] = []
+        self._cumulative = 0.0
+        self._text_end: int | None = None  # where a stop string cut the text
+        self._sent_chars = self._sent_tokens = 0
+        params = request.params
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+        # a stop string may still be on its way: what could be its beginning is not shown yet
+        hidden = 0 if params.include_stop_str_in_output else 1
+        self._held_back = max((len(s) - 1 for s in params.stop_strings), default=0) * hidden
+
+    def append(self, token: int, scores: TokenLogprobs | None, row: int) -> str | None:
+        """Take in one new token; returns the stop string that it completes, if any."""
+        params = self.request.params
+        if scores is not None and params.logprobs is not None:
+            entries = to_logprobs(scores, row, params.logprobs, self._tokenizer)
+            self._logprobs.append(entries)
+            self._cumulative += entries[token].logprob
+        if self._detokenizer is None:
+            return None
+        if self.request.status is RequestStatus.FINISHED_STOPPED:
+            return None  # by this token, which is then no part of the text
+        new = self._detokenizer.append(token)
+        if not new or not params.stop_strings or len(self.request.output_token_ids) < params.min_tokens:
+            return None
+        found = find_stop(self._detokenizer.text, len(new), params.stop_strings)
+        if found is None:
+            return None
+        start, stop = found
+        self._text_end = start + len(stop) if params.include_stop_str_in_output else start
+        return stop
+
+    def _text(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.text
+        if self._text_end is not None:
+            return text[: self._text_end]
+        if self.request.status.is_finished or not self._held_back:
+            return text
+        return text[: -self._held_back]
+
+    def output(self, kind: RequestOutputKind) -> CompletionOutput:
+        """What to show now; a delta is relative to the last call."""
+        request = self.request
+        text, first_char, first_token = self._text(), 0, 0
+        if kind is RequestOutputKind.DELTA:
+            first_char, first_token = self._sent_chars, self._sent_tokens
+            self._sent_chars, self._sent_tokens = max(len(text), first_char), len(request.output_token_ids)
+        asked = request.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text[first_char:],
+            token_ids=request.output_token_ids[first_token:],
+            cumulative_logprob=self._cumulative if asked else None,
+            logprobs=self._logprobs[first_token:] if asked else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+
+@dataclass
+class RequestState:
+    """A user's request: its ``n`` continuations and what they share."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    sequences: list[SequenceOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.request.status.is_finished for sequence in self.sequences)
+
+    def take_prompt_logprobs(self, first: int, scores: TokenLogprobs, tokenizer: Any) -> None:
+        """Store a chunk's scores from prompt position ``first`` on (again, if the prompt was computed again)."""
+        top = self.params.prompt_logprobs or 0
+        self.prompt_logprobs[first:] = [
+            to_logprobs(scores, row, top, tokenizer) for row in range(len(scores.token_ids))
+        ]
+
+    def output(self) -> RequestOutput | None:
+        """What this step returns of the request; ``None`` if it only wants its end."""
+        kind = self.params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+            return None
+        if self.finished:
+            self.metrics.finished_time = time.monotonic()
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
+            outputs=[sequence.output(kind) for sequence in self.sequences],
+            finished=self.finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.sequences[0].request.num_cached_tokens or 0,
+        )

@@ -1,0 +1,153 @@
+"""From a configuration to an engine that is ready to serve."""
+
+import dataclasses
+
+import torch
+
+from tritonllm.config import EngineConfig, ModelConfig
+from tritonllm.engine.engine import LLMEngine
+from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.tokenizer import load_tokenizer
+from tritonllm.models import checkpoint
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.families import spec_from_config
+from tritonllm.models.spec import ModelSpec
+from tritonllm.models.weights import dummy_weights, load_weights
+
+SINGLE_THREAD_BELOW = 512  # hidden size
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is CUDA if there is one.
+
+    Raises:
+        ValueError: a device that is not there or not supported.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices; try device='cpu'")
+    return device
+
+
+def resolve_dtype(name: str, device_type: str, capability: tuple[int, int], in_checkpoint: torch.dtype) -> torch.dtype:
+    """``auto`` is the checkpoint's own on a GPU and float32 on the CPU, whose half-precision products are slow.
+
+    Raises:
+        ValueError: bfloat16 on a GPU older than Ampere.
+    """
+    auto = in_checkpoint if device_type == "cuda" else torch.float32
+    lacks_bf16 = device_type == "cuda" and capability < (8, 0)
+    if name == "auto":
+        return torch.float16 if lacks_bf16 and auto is torch.bfloat16 else auto
+    dtype = TORCH_DTYPES[name]
+    if lacks_bf16 and dtype is torch.bfloat16:
+        raise ValueError(
+            f"dtype='bfloat16' needs a GPU of compute capability 8.0, this one has {capability[0]}.{capability[1]}: "
+            "use dtype='float16'"
+        )
+    return dtype
+
+
+def length_limit(config: ModelConfig, spec: ModelSpec) -> int:
+    """The longest sequence that model and user allow.
+
+    Raises:
+        ValueError: the user asks for more than the model was made for.
+    """
+    if config.max_model_len is None:
+        return spec.max_position_embeddings
+    if config.max_model_len > spec.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is beyond the model's max_position_embeddings="
+            f"{spec.max_position_embeddings}: lower it, or set rope scaling in the model's config.json"
+        )
+    return config.max_model_len
+
+
+def length_that_fits(config: EngineConfig, limit: int, num_blocks: int) -> int:
+    """``limit``, lowered to what the cache can hold for one request unless the user set it.
+
+    Raises:
+        ValueError: the user's own ``max_model_len`` does not fit.
+    """
+    room = num_blocks * config.cache.block_size
+    if room >= limit:
+        return limit
+    if config.model.max_model_len is not None:
+        needed = -(-limit // config.cache.block_size)
+        raise ValueError(
+            f"max_model_len={limit} needs {needed} cache blocks of {config.cache.block_size} tokens, but there are "
+            f"{num_blocks}: lower max_model_len to {room}, or raise num_blocks (or the memory that decides it)"
+        )
+    if room < 2:
+        raise ValueError(f"num_blocks={num_blocks} holds {room} token: a request needs at least a prompt and an output")
+    return room
+
+
+def limit_cpu_threads(spec: ModelSpec) -> None:
+    """Run a tiny model on one thread: its products take microseconds, less than handing them to other threads.
+
+    The demo model on two busy cores: 4 tokens/s with two threads, which wait for each other, and 60 with one. This
+    sets torch's thread count for the whole process.
+    """
+    if spec.hidden_size < SINGLE_THREAD_BELOW:
+        torch.set_num_threads(1)
+
+
+def end_tokens(spec: ModelSpec, generation_config: dict) -> frozenset[int]:
+    ids = generation_config.get("eos_token_id")
+    more = [ids] if isinstance(ids, int) else list(ids or [])
+    return frozenset([*spec.eos_token_ids, *more])
+
+
+def build_engine(config: EngineConfig) -> LLMEngine:
+    """Load a model and everything around it.
+
+    Raises:
+        ValueError: bad configuration, checkpoint or tokenizer; the message names the argument or tensor and the fix.
+    """
+    model_config = config.model
+    folder = checkpoint.resolve(model_config.model, model_config.revision)
+    spec = spec_from_config(checkpoint.read_config(folder))
+    device = resolve_device(model_config.device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    dtype = resolve_dtype(model_config.dtype, device.type, capability, spec.dtype)
+    limit = length_limit(model_config, spec)
+    tokenizer = None
+    if not model_config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(
+            model_config.tokenizer or str(folder),
+            revision=model_config.revision if model_config.tokenizer else None,
+            trust_remote_code=model_config.trust_remote_code,
+        )
+    if device.type == "cpu":
+        limit_cpu_threads(spec)
+    model = Decoder(spec, dtype=dtype, device=device, max_model_len=limit)
+    if model_config.load_format == "dummy":
+        dummy_weights(model, model_config.seed)
+    else:
+        load_weights(model, folder)
+    runner = ModelRunner(model, config, device, limit)
+    num_blocks = runner.fit_num_blocks()
+    max_model_len = length_that_fits(config, limit, num_blocks)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(model_config, max_model_len=max_model_len),
+        cache=dataclasses.replace(config.cache, num_blocks=num_blocks),
+    )
+    runner.max_model_len = max_model_len
+    runner.start(num_blocks)
+    scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len)
+    eos = end_tokens(spec, checkpoint.read_generation_config(folder))
+    inputs = InputProcessor(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed)
+    return LLMEngine(config, runner, scheduler, inputs)
