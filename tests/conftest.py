@@ -40,6 +40,18 @@ def _left_out() -> dict[str, str]:
 LEFT_OUT = _left_out()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, metavar="FILE", help="write outcomes and measured numbers to FILE as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--results")
+    if path is not None and not hasattr(config, "workerinput"):  # the workers of pytest-xdist report to their parent
+        from support.results import ResultsWriter
+
+        config.pluginmanager.register(ResultsWriter(path))
+
+
 def pytest_report_header() -> list[str]:
     where = torch.cuda.get_device_name() if HAS_GPU else f"CPU ({env.CPU_BACKEND})"
     return [f"tritonllm: {where}", *(f"  left out: tests/{name}: {why}" for name, why in sorted(LEFT_OUT.items()))]

@@ -1,0 +1,52 @@
+"""What can be tuned: one file per table, each with a ``TUNABLE``: the problems to tune for and the space to search."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from autotune.problem import Problem
+from tritonllm.kernels import tuning
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """One table of launch configurations.
+
+    Args:
+        op: the name that the launcher passes to ``tuning.get_config``.
+        module: the file with the launcher and its kernels.
+        default: the launcher's ``default_config``.
+        problems: real sizes; each gets an entry in the table.
+        space: ``space(**key)``: the configurations to try for a key, the same list each time.
+    """
+
+    op: str
+    module: ModuleType
+    default: Callable[..., tuning.Config]
+    problems: tuple[Problem, ...]
+    space: Callable[..., Iterable[tuning.Config]]
+
+    def only_for(self, key: tuning.Key, config: tuning.Config) -> Callable[..., tuning.Config]:
+        """``config`` for launches with this key, the default for the others that the problem may make."""
+        return lambda **asked: config if asked == key else self.default(**asked)
+
+
+def names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load(op: str) -> Tunable:
+    tunable: Tunable = importlib.import_module(f"{__name__}.{op}").TUNABLE
+    return tunable
+
+
+def product(**choices: Iterable[Any]) -> list[tuning.Config]:
+    """Every combination of the values given for each name, in order."""
+    configs: list[tuning.Config] = [{}]
+    for name, values in choices.items():
+        options = list(values)
+        configs = [config | {name: value} for config in configs for value in options]
+    return configs

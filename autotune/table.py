@@ -1,0 +1,96 @@
+"""Tables of tuned configurations: written with their provenance, and checked against the kernels as they are now."""
+
+import datetime
+import hashlib
+import json
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+from autotune.ops import Tunable
+from tritonllm.kernels import tuning
+
+LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg"})  # any launch takes these
+
+
+def kernel_hash(module: ModuleType) -> str:
+    """Hash of the source of the module's Triton functions and of those that they call; docstrings elsewhere, checks
+    and references may change without making a table stale."""
+    sources: dict[str, str] = {}
+    todo = [value for value in vars(module).values() if isinstance(value, JITFunction)]
+    while todo:
+        function = todo.pop()
+        name = f"{function.fn.__module__}.{function.fn.__qualname__}"
+        if name not in sources:
+            sources[name] = function.src
+            used = (function.fn.__globals__.get(used) for used in function.fn.__code__.co_names)
+            todo += [value for value in used if isinstance(value, JITFunction)]
+    return hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with ``-dirty`` if files differ from it; without git what the file ``.commit``
+    of an exported tree says, or None."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        exported = Path(__file__).parents[1] / ".commit"
+        return exported.read_text().strip() if exported.exists() else None
+    return done.stdout.strip()
+
+
+def build(tunable: Tunable, machine: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """A table in the format of :mod:`tritonllm.kernels.tuning`."""
+    return {
+        "op": tunable.op,
+        "gpu": machine["gpu"],
+        "arch": machine["arch"],
+        "triton": machine["triton"],
+        "torch": machine["torch"],
+        "kernel_hash": kernel_hash(tunable.module),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "entries": list(entries),
+    }
+
+
+def write(table: Mapping[str, Any], folder: Path) -> Path:
+    """Write ``<folder>/<gpu>/<op>.json``, one entry a line, so that a diff shows what changed."""
+    path = folder / tuning.gpu_slug(table["gpu"]) / f"{table['op']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in table.items() if name != "entries"]
+    entries = ",\n".join(f"    {json.dumps(entry)}" for entry in table["entries"])
+    path.write_text("\n".join(["{", *head, '  "entries": [', entries, "  ]", "}"]) + "\n")
+    return path
+
+
+def problems(table: Mapping[str, Any], tunable: Tunable) -> list[str]:
+    """What is wrong with a table: kernels that changed since, and names that its operation does not know."""
+    found = []
+    if table["kernel_hash"] != kernel_hash(tunable.module):
+        found.append(f"the kernels changed since {table['date']}: tune again")
+    for entry in table["entries"]:
+        try:
+            default = tunable.default(**entry["key"])
+        except TypeError as error:
+            found.append(f"key {entry['key']}: {error}")
+            continue
+        unknown = sorted(entry["config"].keys() - default.keys() - LAUNCH_OPTIONS)
+        missing = sorted(default.keys() - entry["config"].keys() - LAUNCH_OPTIONS)
+        found += [f"key {entry['key']}: unknown {name}" for name in unknown]
+        found += [f"key {entry['key']}: no {name}" for name in missing]
+    return found
+
+
+def check(folder: Path, load: Callable[[str], Tunable]) -> list[str]:
+    """Everything wrong with the tables under a folder, each with the table's path."""
+    found = []
+    for path in sorted(folder.glob("*/*.json")):
+        table = json.loads(path.read_text())
+        found += [f"{path.relative_to(folder)}: {what}" for what in problems(table, load(table["op"]))]
+    return found

@@ -1,0 +1,1 @@
+"""Benchmarks. ``python -m bench.kernels`` measures the kernels; results lie in ``results``."""

@@ -1,0 +1,87 @@
+"""The kernel benchmarks' cases, in groups K1 to K6: sizes of real models, each with the torch operation beside it.
+
+Inputs are seeded by the case itself (:func:`autotune.problem.make_sets`), so they are the same in every run.
+"""
+
+from dataclasses import dataclass
+
+from autotune.ops.act_and_mul import GatedActivation
+from autotune.ops.apply_rope import Rope
+from autotune.ops.fused_add_rms_norm import AddRmsNorm
+from autotune.ops.moe_gate_up import FusedMoe
+from autotune.ops.paged_decode_attention import DecodeAttention
+from autotune.ops.rejection_redraw import DRAFTS, RejectionSampling
+from autotune.ops.sample import MODES, Sampling
+from autotune.ops.store_kv import StoreKv
+from autotune.ops.varlen_prefill_attention import PrefillAttention
+from autotune.problem import Problem
+from bench import baselines
+
+GROUPS = {
+    "K1": "paged decode attention",
+    "K2": "prefill attention, causal, paged",
+    "K3": "memory-bound: norm, rope, activation, KV store",
+    "K4": "mixture of experts",
+    "K5": "sampling",
+    "K6": "rejection sampling",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    group: str
+    problem: Problem
+    baseline: baselines.Baseline | None  # None: torch has no such operation
+    same_result: bool = True  # False: the baseline draws other random numbers, so only ours is compared
+
+    @property
+    def name(self) -> str:
+        return f"{self.group} {self.problem.name}"
+
+
+def _decode() -> list[Case]:
+    sizes = [
+        (1, 32, 8, 32768),
+        (8, 32, 8, 8192),
+        (64, 32, 8, 4096),
+        (256, 32, 8, 1024),
+        (64, 32, 4, 4096),
+        (128, 16, 8, 2048),
+    ]
+    even = [DecodeAttention(batch, q, kv, 128, context) for batch, q, kv, context in sizes]
+    ragged = DecodeAttention(64, 32, 8, 128, 8192, ragged=True)
+    return [*(Case("K1", problem, baselines.sdpa_decode) for problem in even), Case("K1", ragged, None)]
+
+
+def _prefill() -> list[Case]:
+    sizes = [(1, 16384), (4, 4096), (16, 1024), (64, 256), (4, 1024, 7168)]
+    return [Case("K2", PrefillAttention(*size), baselines.sdpa_prefill) for size in sizes]
+
+
+def _memory_bound() -> list[Case]:
+    tokens = (1, 64, 4096, 16384)
+    return [
+        *(Case("K3", AddRmsNorm(t, n), baselines.add_rms_norm) for n in (1024, 4096, 8192) for t in tokens),
+        *(Case("K3", Rope(t, 32, 8, 128), baselines.rope) for t in tokens),
+        *(Case("K3", GatedActivation(t, 14336), baselines.silu_and_mul) for t in tokens),
+        *(Case("K3", StoreKv(t, 8, 128), baselines.index_put) for t in tokens),
+    ]
+
+
+def _experts() -> list[Case]:
+    shapes = ((128, 8, 2048, 768), (8, 2, 4096, 14336))
+    tokens = (1, 16, 64, 256, 1024, 8192)
+    return [Case("K4", FusedMoe(t, *shape), baselines.grouped_mm) for shape in shapes for t in tokens]
+
+
+def _sampling() -> list[Case]:
+    problems = [Sampling(batch, (mode,)) for mode in MODES for batch in (1, 16, 64, 256)]
+    return [Case("K5", problem, baselines.sort_and_sample, same_result=False) for problem in problems]
+
+
+def _rejection() -> list[Case]:
+    problems = [RejectionSampling(64, 4, draft) for draft in DRAFTS]
+    return [Case("K6", p, baselines.reject_and_sample, same_result=p.draft == "greedy") for p in problems]
+
+
+CASES = [*_decode(), *_prefill(), *_memory_bound(), *_experts(), *_sampling(), *_rejection()]
