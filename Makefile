@@ -1,0 +1,70 @@
+# Every target runs in .venv, which the first one to need it makes (scripts/setup.sh).
+# `make test PY=python3` runs in an environment that already has the dependencies.
+
+PY := .venv/bin/python
+
+ifeq ($(PY),.venv/bin/python)
+RUN := .venv/.run-ready
+DEV := .venv/.dev-ready
+endif
+
+TESTS := lint types test-kernels test-engine test-aot
+.PHONY: help demo test setup gpu-test format clean $(TESTS)
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(RUN) ## generate text with the model inside the package
+	@echo
+	$(PY) -m tritonllm generate --prompt "Once upon a time" --max-tokens 500
+	@echo
+	$(PY) -m tritonllm generate --chat --prompt "What is 47 + 66?"
+	@echo
+	$(PY) examples/generate.py
+	@echo
+	@echo "Next: .venv/bin/tritonllm generate --help, examples/, README.md"
+
+test: $(TESTS) ## all of what CI runs: the five targets below, one process each, no GPU needed
+
+lint: $(DEV) ## ruff: rules and formatting
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+types: $(DEV) ## mypy
+	$(PY) -m mypy
+
+test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpreter
+	TRITON_INTERPRET=1 $(PY) -m pytest tests/kernels
+
+test-engine: $(DEV) ## models, engine and command line on the CPU path
+	$(PY) -m pytest
+
+test-aot: $(DEV) ## every kernel compiled for sm_80, sm_90 and sm_100
+	TRITONLLM_CPU_BACKEND=compile $(PY) -m pytest tests/aot
+
+# The same on every machine: these run without a GPU.
+test-kernels test-engine test-aot: export CUDA_VISIBLE_DEVICES =
+# On the CPU a second thread costs more than it brings to tensors as small as these: on a busy machine, 20 times more.
+demo test-kernels test-engine test-aot: export OMP_NUM_THREADS = 1
+
+gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
+	$(PY) -m pytest -m gpu
+
+setup: $(DEV) ## only make .venv, with the development tools
+
+format: $(DEV) ## rewrite the sources as `make lint` wants them
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+clean: ## remove .venv and everything else that these targets make
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(DEV): pyproject.toml constraints-cpu.txt scripts/setup.sh
+	scripts/setup.sh .venv dev
+	@touch .venv/.run-ready $@
+
+$(RUN): pyproject.toml constraints-cpu.txt scripts/setup.sh
+	scripts/setup.sh .venv
+	@touch $@

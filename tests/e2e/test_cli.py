@@ -1,0 +1,434 @@
+"""The command line: arguments, exit codes and formats with an engine that repeats; then whole runs."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.engines import tiny_checkpoint, tiny_llm
+from support.tiny_models import tiny_config, write_checkpoint
+from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+
+from tritonllm import SamplingParams
+from tritonllm.cli import main
+from tritonllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tritonllm.sampling_params import RequestOutputKind
+
+CLOSING_LINE = re.compile(
+    r"\[\d+ prompt \+ \d+ generated tokens in [\d.]+ s \| TTFT (median )?\d+ ms \| [\d.]+ tokens/s"
+    r" \| prefix cache \d+/\d+ tokens\]"
+)
+
+
+class RepeatingLLM:
+    """Stands in for LLM and its engine: answers a prompt with its own words, one a step. Refuses the word `refuse`."""
+
+    def __init__(self, model, **options):
+        self.engine, self.model, self.options = self, model, options
+        self.requests = {}
+        self.before_step = lambda: None
+
+    def __call__(self, model, **options):
+        self.model, self.options = model, options
+        return self
+
+    def render_chat(self, conversation):
+        return "".join(f"<{message['role']}> {message['content']} " for message in conversation)
+
+    def add_request(self, request_id, prompt, params, *, priority=0):
+        if prompt == "refuse":
+            raise ValueError("prompt is refused")
+        self.requests[request_id] = {"prompt": prompt, "params": params, "priority": priority, "step": 0}
+
+    def step(self):
+        self.before_step()
+        return [output for request_id in list(self.requests) if (output := self._advance(request_id))]
+
+    def _advance(self, request_id):
+        request = self.requests[request_id]
+        words, params = request["prompt"].split(), request["params"]
+        request["step"] += 1
+        end = request["step"]
+        finished = end == len(words)
+        if finished:
+            del self.requests[request_id]
+        if params.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        start = end - 1 if params.output_kind is RequestOutputKind.DELTA else 0
+        completions = [
+            CompletionOutput(
+                index=index,
+                text="".join(f" {word}" for word in words[start:end]),
+                token_ids=list(range(start, end)),
+                logprobs=None if params.logprobs is None else [{i: Logprob(-0.5, 1, "x")} for i in range(start, end)],
+                finish_reason="stop" if finished else None,
+            )
+            for index in range(params.n)
+        ]
+        metrics = RequestMetrics(arrival_time=1.0, first_token_time=1.25, finished_time=3.0)
+        return RequestOutput(request_id, request["prompt"], words, None, completions, finished, metrics, 1)
+
+
+@pytest.fixture
+def llm():
+    return RepeatingLLM("")
+
+
+def wrong_usage(argv, llm, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(argv, make_llm=llm)
+    assert stopped.value.code == 2
+    assert llm.model == "", "the model was loaded before the arguments were checked"
+    return capsys.readouterr().err
+
+
+def test_one_prompt_streams(llm, capsys):
+    shown = []
+    llm.before_step = lambda: shown.append(capsys.readouterr().out)
+    assert main(["generate", "m", "--prompt", "a b c"], make_llm=llm) == 0
+    last = capsys.readouterr()
+    assert [*shown, last.out] == ["", " a", " b", " c\n"]
+    assert (
+        last.err == "[3 prompt + 3 generated tokens in 2.00 s | TTFT 250 ms | 1.5 tokens/s | prefix cache 1/3 tokens]\n"
+    )
+
+
+def test_no_stream(llm, capsys):
+    shown = []
+    llm.before_step = lambda: shown.append(capsys.readouterr().out)
+    assert main(["generate", "m", "--prompt", "a b", "--no-stream"], make_llm=llm) == 0
+    assert [*shown, capsys.readouterr().out] == ["", "", " a b\n"]
+
+
+def test_several_prompts_keep_their_order(llm, capsys):
+    """The second ends first."""
+    assert main(["generate", "m", "--prompt", "a b c", "--prompt", "d"], make_llm=llm) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "=== 1/2: a b c\n a b c\n=== 2/2: d\n d\n"
+    assert CLOSING_LINE.fullmatch(captured.err.strip())
+    assert "4 prompt + 4 generated" in captured.err
+    assert "TTFT median" in captured.err
+
+
+def test_several_continuations(llm, capsys):
+    assert main(["generate", "m", "--prompt", "a b", "--n", "2"], make_llm=llm) == 0
+    assert capsys.readouterr().out == "=== 1/1 (1/2): a b\n a b\n=== 1/1 (2/2): a b\n a b\n"
+
+
+def test_json(llm, capsys):
+    argv = ["generate", "m", "--prompt", "à b", "--prompt", "refuse", "--json", "--logprobs", "1"]
+    assert main(argv, make_llm=llm) == 1
+    captured = capsys.readouterr()
+    first, second = map(json.loads, captured.out.splitlines())
+    entry = {"token_id": 0, "token": "x", "logprob": -0.5, "rank": 1}
+    assert first == {
+        "index": 0,
+        "prompt": "à b",
+        "prompt_tokens": 2,
+        "cached_tokens": 1,
+        "ttft_seconds": 0.25,
+        "total_seconds": 2.0,
+        "outputs": [
+            {
+                "index": 0,
+                "text": " à b",
+                "token_ids": [0, 1],
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "logprobs": [[entry], [{**entry, "token_id": 1}]],
+            }
+        ],
+    }
+    assert second == {"index": 1, "prompt": "refuse", "error": "prompt is refused"}
+
+
+def test_refused_prompt_leaves_the_others(llm, capsys):
+    argv = ["generate", "m", "--prompt", "a", "--prompt", "refuse", "--prompt", "b"]
+    assert main(argv, make_llm=llm) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "=== 1/3: a\n a\n=== 3/3: b\n b\n"
+    assert "error: prompt 2: prompt is refused" in captured.err
+
+
+def test_prompt_file(llm, capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a b\n\n  c\n", encoding="utf-8")
+    assert main(["generate", "m", "--prompt-file", str(file), "--json"], make_llm=llm) == 0
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["a b", "  c"]
+
+
+def test_stdin_is_one_prompt(llm, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+    assert main(["generate", "m", "--json"], make_llm=llm) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "a\nb"
+
+
+def test_chat(llm, capsys):
+    assert main(["generate", "m", "--system", "Be brief.", "--prompt", "Hi", "--no-stream"], make_llm=llm) == 0
+    assert capsys.readouterr().out == " <system> Be brief. <user> Hi\n"
+    assert main(["generate", "m", "--chat", "--prompt", "Hi", "--json"], make_llm=llm) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["prompt"], result["outputs"][0]["text"]) == ("Hi", " <user> Hi")
+
+
+def test_options_reach_the_engine(llm):
+    argv = "generate m --prompt a --dtype float16 --device cpu --max-model-len 64 --block-size 8 --num-blocks 9"
+    argv += " --max-num-seqs 3 --max-num-batched-tokens 77 --gpu-memory-utilization 0.5 --enforce-eager"
+    argv += " --no-prefix-caching --tokenizer t --revision r --load-format dummy --trust-remote-code --priority -2"
+    llm.before_step = lambda: priorities.append(llm.requests["0"]["priority"])
+    priorities = []
+    assert main(argv.split(), make_llm=llm) == 0
+    assert llm.model == "m"
+    assert llm.options == {
+        "dtype": "float16",
+        "device": "cpu",
+        "max_model_len": 64,
+        "block_size": 8,
+        "num_blocks": 9,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 77,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "tokenizer": "t",
+        "revision": "r",
+        "load_format": "dummy",
+        "trust_remote_code": True,
+        "policy": "priority",
+    }
+    assert priorities == [-2]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", {"max_tokens": 256, "temperature": 0.0}),
+        (
+            "--max-tokens 5 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 7 --n 2 --stop X"
+            " --stop Y --ignore-eos --presence-penalty 1 --frequency-penalty -1 --repetition-penalty 1.5",
+            {
+                "max_tokens": 5,
+                "min_tokens": 2,
+                "temperature": 0.5,
+                "top_k": 3,
+                "top_p": 0.9,
+                "min_p": 0.1,
+                "seed": 7,
+                "n": 2,
+                "stop": ["X", "Y"],
+                "ignore_eos": True,
+                "presence_penalty": 1.0,
+                "frequency_penalty": -1.0,
+                "repetition_penalty": 1.5,
+            },
+        ),
+    ],
+)
+def test_sampling_options(llm, options, expected):
+    llm.before_step = lambda: seen.append(llm.requests["0"]["params"])
+    seen = []
+    assert main(["generate", "m", "--prompt", "a", "--no-stream", *options.split()], make_llm=llm) == 0
+    assert seen == [SamplingParams(**expected, output_kind=RequestOutputKind.FINAL_ONLY)]
+
+
+def test_a_priority_for_each_prompt(llm):
+    llm.before_step = lambda: seen.append([request["priority"] for request in llm.requests.values()])
+    seen = []
+    argv = ["generate", "m", "--prompt", "a", "--priority", "5", "--prompt", "b", "--priority", "1"]
+    assert main(argv, make_llm=llm) == 0
+    assert seen == [[5, 1]]
+    assert llm.options["policy"] == "priority"
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--temperature", "hot"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--stop", ""], "stop"),
+        (["--num-blocks", "0"], "num_blocks"),
+        (["--dtype", "int3"], "dtype"),
+        (["--max-num-batched-tokens", "10"], "max_num_batched_tokens"),
+        (["--logprobs", "2"], "--logprobs needs --json"),
+        (["--priority", "1", "--priority", "2"], "--priority: 2 values for 1 prompts"),
+        (["--prompt-file", "x"], "not allowed with"),
+        (["--surprise"], "--surprise"),
+    ],
+)
+def test_wrong_options(llm, capsys, options, names):
+    assert names in wrong_usage(["generate", "m", "--prompt", "a", *options], llm, capsys)
+
+
+@pytest.mark.parametrize("argv", [[], ["conjure"]])
+def test_wrong_command(llm, capsys, argv):
+    assert "COMMAND" in wrong_usage(argv, llm, capsys)
+
+
+def test_no_prompt(llm, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert "stdin is empty" in wrong_usage(["generate", "m"], llm, capsys)
+    (tmp_path / "empty").write_text("\n \n")
+    assert "empty is empty" in wrong_usage(["generate", "m", "--prompt-file", str(tmp_path / "empty")], llm, capsys)
+
+
+def test_missing_prompt_file(llm, capsys):
+    assert main(["generate", "m", "--prompt-file", "nowhere.txt"], make_llm=llm) == 1
+    assert "nowhere.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, RuntimeError, ImportError])
+def test_failure_is_one_line(capsys, kind):
+    def broken(model, **options):
+        raise kind("no such\n  thing")
+
+    assert main(["generate", "m", "--prompt", "a"], make_llm=broken) == 1
+    assert capsys.readouterr().err == "error: no such thing\n"
+    assert main(["generate", "m", "--prompt", "a", "--debug"], make_llm=broken) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_bug_is_not_hidden():
+    def broken(model, **options):
+        raise KeyError("layer")
+
+    with pytest.raises(KeyError):
+        main(["generate", "m", "--prompt", "a"], make_llm=broken)
+
+
+def test_interrupted(llm, capsys):
+    def press_ctrl_c():
+        raise KeyboardInterrupt
+
+    llm.before_step = press_ctrl_c
+    assert main(["generate", "m", "--prompt", "a"], make_llm=llm) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--version"], 0),
+        (["--help"], 0),
+        (["generate", "--help"], 0),
+        (["generate", "--prompt", "a", "--top-p", "2"], 2),
+    ],
+)
+def test_answers_without_torch(argv, code):
+    script = "import sys; from tritonllm.cli import main\ntry: main(sys.argv[1:])\n"
+    script += "except SystemExit as e: sys.exit(100 if 'torch' in sys.modules else e.code)"
+    done = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+
+
+# From here on with the real engine.
+
+
+def run(*argv: str, **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tritonllm", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
+
+
+def test_process_gives_what_the_engine_gives():
+    """A process of its own, text from stdin, streamed: the same as LLM.generate here."""
+    done = run("generate", str(tiny_checkpoint()), "--max-tokens", "12", input="the quick brown\n")
+    (expected,) = tiny_llm().generate("the quick brown", SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert (done.returncode, done.stdout) == (0, expected.outputs[0].text + "\n"), done.stderr
+    assert CLOSING_LINE.fullmatch(done.stderr.strip())
+
+
+def test_batch(capsys):
+    """Sampled continuations are reproducible, a second identical prompt comes from the cache, a long one is refused."""
+    argv = ["generate", str(tiny_checkpoint()), "--json", "--logprobs", "2", "--n", "2", "--ignore-eos"]
+    argv += ["--max-tokens", "6", "--temperature", "1", "--seed", "3", "--block-size", "4", "--max-num-seqs", "2"]
+    argv += ["--prompt", "the cat sat on the mat"] * 2 + ["--prompt", "the cat " * 200]
+    assert main(argv) == 1
+    captured = capsys.readouterr()
+    first, second, refused = map(json.loads, captured.out.splitlines())
+    assert [output["text"] for output in first["outputs"]] == [output["text"] for output in second["outputs"]]
+    assert first["cached_tokens"] == 0 < second["cached_tokens"] < second["prompt_tokens"]
+    assert [output["index"] for output in first["outputs"]] == [0, 1]
+    assert first["outputs"][0]["token_ids"] != first["outputs"][1]["token_ids"]
+    for output in first["outputs"]:
+        assert (len(output["token_ids"]), output["finish_reason"]) == (6, "length")
+        for token, entries in zip(output["token_ids"], output["logprobs"], strict=True):
+            assert entries[0]["token_id"] == token
+            assert sorted(entry["rank"] for entry in entries)[:2] == [1, 2]
+    assert "max_model_len" in refused["error"]
+    assert "error: prompt 3:" in captured.err
+
+
+def test_chat_takes_the_template(capsys):
+    argv = ["generate", str(tiny_checkpoint()), "--max-tokens", "8", "--json", "--system", "the dog", "--prompt", "fox"]
+    assert main(argv) == 0
+    messages = [{"role": "system", "content": "the dog"}, {"role": "user", "content": "fox"}]
+    (expected,) = tiny_llm().chat(messages, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompt_tokens"] == len(expected.prompt_token_ids)
+    assert result["outputs"][0]["text"] == expected.outputs[0].text
+
+
+def test_default_model_does_sums(capsys):
+    """No model named: the one in the package, whose training did not show this sum."""
+    assert main(["generate", "--chat", "--prompt", "What is 47 + 66?"]) == 0
+    assert capsys.readouterr().out == "47 + 66 = 113\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["./nowhere"], "nowhere"),
+        (["{model}", "--device", "abacus"], "device"),
+        (["{model}", "--max-model-len", "999999"], "max_model_len"),
+        (["{model}", "--tokenizer", "./nowhere"], "tokenizer"),
+    ],
+)
+def test_model_that_cannot_be_had(capsys, argv, names):
+    argv = [part.format(model=tiny_checkpoint()) for part in argv]
+    assert main(["generate", "--prompt", "a", *argv]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert names in error
+
+
+def test_info(capsys):
+    assert main(["info", str(tiny_checkpoint())]) == 0
+    rows = dict(line.strip().split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert {"tritonllm", "torch", "triton", "transformers"} < rows.keys()
+    assert rows["architecture"] == "Qwen3ForCausalLM"
+    assert rows["vocab_size"] == str(VOCAB_SIZE)
+
+
+def test_info_of_no_model(capsys):
+    assert main(["info", "./nowhere"]) == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_reader_that_went_away():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tritonllm", "info", str(tiny_checkpoint())], stdout=-1, stderr=-1, text=True
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=300) == 141
+
+
+def test_ctrl_c_while_generating(tmp_path):
+    """A model with no end in sight, interrupted after its first words."""
+    length = 1 << 20
+    config = tiny_config("qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=length)
+    write_checkpoint(tmp_path, config)
+    save_tokenizer(Path(tmp_path))
+    argv = ["generate", str(tmp_path), "--prompt", "the", "--ignore-eos", "--max-tokens", str(length)]
+    process = subprocess.Popen([sys.executable, "-m", "tritonllm", *argv], stdout=-1, stderr=-1, text=True)
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (130, "\ninterrupted\n")

@@ -1,0 +1,72 @@
+"""The command ``tritonllm``: ``generate`` text, or show what is installed (``info``).
+
+Results go to stdout, everything else to stderr. Exit status: 0 all done; 1 something failed (one line on stderr;
+``--debug`` adds the traceback); 2 wrong usage; 130 interrupted. torch is imported after the arguments are known to be
+good, so a mistake and ``--help`` answer at once.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tritonllm.cli import generate, info
+from tritonllm.version import __version__
+
+FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141  # argparse exits with 2; the last two are 128 + the signal's number
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tritonllm", description="LLM inference on Triton kernels.")
+    parser.add_argument("--version", action="version", version=f"tritonllm {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (generate, info):
+        added = command.add_parser(commands)
+        added.add_argument(
+            "model", nargs="?", metavar="MODEL", help="folder or hub id (default: the small model in this package)"
+        )
+        added.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def default_model() -> str:
+    from tritonllm.demo import model_path
+
+    return str(model_path())
+
+
+def make_llm(model: str, **kwargs: Any) -> Any:
+    from tritonllm.engine.llm import LLM
+
+    return LLM(model, **kwargs)
+
+
+def main(argv: Sequence[str] | None = None, *, make_llm: Callable[..., Any] = make_llm) -> int:
+    """Run a command line and return its exit status.
+
+    Args:
+        argv: the arguments, by default the process's.
+        make_llm: ``make_llm(model, **options)`` builds the :class:`LLM`.
+
+    Raises:
+        SystemExit: wrong usage, ``--help`` and ``--version``, as argparse does it.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        args.model = args.model or default_model()
+        status = args.run(args, make_llm)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output has seen enough; nor may Python's own last flush complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return FAILED

@@ -1,0 +1,297 @@
+"""``tritonllm generate``: continue prompts, or answer them."""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tritonllm.config import DTYPES, LOAD_FORMATS, EngineConfig
+from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+
+DONE, FAILED = 0, 1
+
+DESCRIPTION = """\
+Continue prompts or, with --chat, answer them. A single prompt's text is printed as it is generated. The last line,
+on stderr, tells the time to the first token (TTFT), tokens per second, and how many prompt tokens came from the
+prefix cache."""
+EXAMPLES = """\
+examples:
+  tritonllm generate --prompt "Once upon a time"
+  tritonllm generate Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?" --temperature 0.7 --seed 1
+  tritonllm generate < article.txt --max-tokens 100
+  tritonllm generate ./my-model --prompt-file prompts.txt --json > results.jsonl"""
+
+# Option -> keywords of add_argument. The name, with underscores, is that of the field of SamplingParams...
+SAMPLING: dict[str, dict[str, Any]] = {
+    "max-tokens": {"type": int, "metavar": "N", "help": "most tokens to generate (default: 256)"},
+    "min-tokens": {"type": int, "metavar": "N", "help": "go on for at least this many tokens"},
+    "temperature": {"type": float, "metavar": "X", "help": "0 (default): the most likely token; 1: sample as trained"},
+    "top-k": {"type": int, "metavar": "K", "help": "sample from the K most likely tokens"},
+    "top-p": {"type": float, "metavar": "P", "help": "sample from the fewest tokens whose probabilities reach P"},
+    "min-p": {"type": float, "metavar": "P", "help": "drop tokens less likely than P times the most likely one"},
+    "seed": {"type": int, "metavar": "N", "help": "the same seed gives the same text"},
+    "n": {"type": int, "metavar": "N", "help": "continuations of each prompt (default: 1)"},
+    "stop": {"action": "append", "metavar": "TEXT", "help": "end before TEXT; repeatable"},
+    "ignore-eos": {"action": "store_true", "help": "go on after the end-of-sequence token"},
+    "presence-penalty": {"type": float, "metavar": "X", "help": "against tokens generated before, -2 to 2"},
+    "frequency-penalty": {"type": float, "metavar": "X", "help": "the same, times how often, -2 to 2"},
+    "repetition-penalty": {"type": float, "metavar": "X", "help": "above 1: against tokens of prompt and output"},
+    "logprobs": {"type": int, "metavar": "N", "help": "report the N most likely tokens at each position; needs --json"},
+}
+# ... and of LLM's argument.
+ENGINE: dict[str, dict[str, Any]] = {
+    "tokenizer": {"metavar": "PATH", "help": "folder or hub id of the tokenizer, if it is not the model's"},
+    "revision": {"metavar": "REV", "help": "branch, tag or commit of a hub id"},
+    "device": {"metavar": "NAME", "help": "auto (default: the GPU if there is one), cpu, cuda, cuda:1"},
+    "dtype": {"choices": DTYPES, "help": "default: auto, the model's own on a GPU, float32 on the CPU"},
+    "load-format": {"choices": LOAD_FORMATS, "help": "dummy: random weights, when only speed matters"},
+    "max-model-len": {"type": int, "metavar": "N", "help": "most tokens of prompt and output together"},
+    "block-size": {"type": int, "metavar": "N", "help": "tokens per block of the KV cache (default: 16)"},
+    "num-blocks": {"type": int, "metavar": "N", "help": "blocks of the KV cache (default: as many as fit)"},
+    "gpu-memory-utilization": {"type": float, "metavar": "X", "help": "part of the GPU's memory to use (default: 0.9)"},
+    "max-num-seqs": {"type": int, "metavar": "N", "help": "most requests running at once (default: 256)"},
+    "max-num-batched-tokens": {"type": int, "metavar": "N", "help": "most tokens in one step (default: 8192)"},
+    "no-prefix-caching": {
+        "action": "store_false",
+        "dest": "enable_prefix_caching",
+        "help": "compute every prompt from its beginning",
+    },
+    "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
+    "trust-remote-code": {"action": "store_true", "help": "run Python code that comes with the tokenizer"},
+}
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts, or answer them",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        usage="tritonllm generate [MODEL] [--prompt TEXT ... | --prompt-file FILE | < FILE] [options]",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=120),
+    )
+    parser.set_defaults(run=run, wrong_usage=parser.error)
+    group = parser.add_argument_group("prompts", "without --prompt and --prompt-file, all of stdin is one prompt")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable; the prompts run together")
+    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="one prompt a line; empty lines are left out")
+    group.add_argument("--chat", action="store_true", help="each prompt is a user's turn in the model's chat template")
+    group.add_argument("--system", metavar="TEXT", help="system message; implies --chat")
+    group.add_argument(
+        "--priority", type=int, action="append", metavar="N", help="lower runs first; once for all prompts, or for each"
+    )
+    add_options(parser.add_argument_group("sampling"), SAMPLING)
+    add_options(parser.add_argument_group("engine"), ENGINE)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object a line for each prompt, see docs/cli.md")
+    group.add_argument("--no-stream", action="store_true", help="print a single prompt's text when it is complete")
+    return parser
+
+
+def add_options(group: Any, options: dict[str, dict[str, Any]]) -> None:
+    """An option that is not given leaves no trace, so that the engine's own default holds."""
+    for name, keywords in options.items():
+        group.add_argument(f"--{name}", default=argparse.SUPPRESS, **keywords)
+
+
+def given(args: argparse.Namespace, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    names = [keywords.get("dest", name.replace("-", "_")) for name, keywords in options.items()]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked for, checked."""
+
+    texts: list[str]
+    priorities: list[int]
+    params: SamplingParams
+    engine_options: dict[str, Any]
+    stream: bool
+
+
+def check(args: argparse.Namespace) -> Job:
+    """What argparse cannot see. Reads the prompts last: that may wait for someone at a terminal.
+
+    Raises:
+        ValueError: a bad value, or no prompt.
+        OSError: the prompt file cannot be read.
+    """
+    engine_options = given(args, ENGINE)
+    if args.priority:
+        engine_options["policy"] = "priority"
+    EngineConfig.from_kwargs(model=args.model, **engine_options)
+    params = SamplingParams(**{"max_tokens": 256, "temperature": 0.0, **given(args, SAMPLING)})
+    if params.logprobs is not None and not args.json:
+        raise ValueError("--logprobs needs --json")
+    texts = read_prompts(args)
+    priorities = args.priority or [0]
+    if len(priorities) not in (1, len(texts)):
+        raise ValueError(f"--priority: {len(priorities)} values for {len(texts)} prompts; give one, or one for each")
+    stream = len(texts) == 1 and params.n == 1 and not (args.json or args.no_stream)
+    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    return Job(
+        texts=texts,
+        priorities=priorities * (len(texts) // len(priorities)),
+        params=dataclasses.replace(params, output_kind=kind),
+        engine_options=engine_options,
+        stream=stream,
+    )
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file is not None:
+        texts = [line for line in args.prompt_file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        source = f"--prompt-file {args.prompt_file}"
+    else:
+        if sys.stdin.isatty():
+            print("reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
+        text = sys.stdin.read().removesuffix("\n")
+        texts, source = [text] if text else [], "stdin"
+    if not texts:
+        raise ValueError(f"no prompt: {source} is empty")
+    return texts
+
+
+def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
+    try:
+        job = check(args)
+    except ValueError as error:
+        args.wrong_usage(str(error))
+    llm = make_llm(args.model, **job.engine_options)
+    prompts = [chat_prompt(llm, text, args.system) for text in job.texts] if args.chat or args.system else job.texts
+    totals, status = Totals(), DONE
+    for number, result in generate(llm.engine, prompts, job, totals):
+        if isinstance(result, ValueError):
+            status = FAILED
+            print(f"error: prompt {number + 1}: {result}", file=sys.stderr)
+        if args.json:
+            print(json.dumps(as_json(number, job.texts[number], result), ensure_ascii=False), flush=True)
+        elif isinstance(result, RequestOutput) and not job.stream:
+            print_text(number, job.texts, result.outputs)
+    if totals.requests:
+        print(totals, file=sys.stderr)
+    return status
+
+
+def chat_prompt(llm: Any, text: str, system: str | None) -> Any:
+    messages = [{"role": "system", "content": system}] if system else []
+    return llm.render_chat([*messages, {"role": "user", "content": text}])
+
+
+def times_of(output: RequestOutput) -> tuple[float, float, float]:
+    """When a finished request arrived, had its first token, and ended, in seconds."""
+    times = output.metrics
+    assert times is not None and times.first_token_time is not None and times.finished_time is not None
+    return times.arrival_time, times.first_token_time, times.finished_time
+
+
+@dataclass
+class Totals:
+    """Sums over the requests, for the closing line."""
+
+    generated_tokens: int = 0
+    requests: list[RequestOutput] = field(default_factory=list)
+
+    def add(self, output: RequestOutput) -> None:
+        """Count what a step returned: tokens that no earlier output had."""
+        self.generated_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.finished:
+            self.requests.append(output)
+
+    def __str__(self) -> str:
+        arrivals, firsts, ends = zip(*map(times_of, self.requests), strict=True)
+        seconds = max(max(ends) - min(arrivals), 1e-9)
+        ttft = statistics.median(first - arrival for arrival, first in zip(arrivals, firsts, strict=True))
+        prompt_tokens = sum(len(output.prompt_token_ids) for output in self.requests)
+        cached = sum(output.num_cached_tokens for output in self.requests)
+        return (
+            f"[{prompt_tokens} prompt + {self.generated_tokens} generated tokens in {seconds:.2f} s | "
+            f"TTFT {'median ' if len(firsts) > 1 else ''}{1e3 * ttft:.0f} ms | "
+            f"{self.generated_tokens / seconds:.1f} tokens/s | prefix cache {cached}/{prompt_tokens} tokens]"
+        )
+
+
+def generate(
+    engine: Any, prompts: Sequence[Any], job: Job, totals: Totals
+) -> Iterator[tuple[int, RequestOutput | ValueError]]:
+    """Run the prompts together.
+
+    Yields:
+        Each prompt's number and result, in the order of the prompts, as soon as it and those before it are there.
+        The result of a prompt that the engine refuses is the error; the others go on.
+    """
+    from tqdm import tqdm  # not at the top: `--help` and mistakes answer without it
+
+    results: dict[int, RequestOutput | ValueError] = {}
+    for number, (prompt, priority) in enumerate(zip(prompts, job.priorities, strict=True)):
+        try:
+            engine.add_request(str(number), prompt, job.params, priority=priority)
+        except ValueError as error:
+            results[number] = error
+    # results on a terminal show the progress themselves
+    no_bar = job.stream or sys.stdout.isatty() or not sys.stderr.isatty()
+    with tqdm(total=len(prompts), initial=len(results), unit="prompt", disable=no_bar, leave=False) as bar:
+        for number in range(len(prompts)):
+            while number not in results:
+                for output in engine.step():
+                    totals.add(output)
+                    if job.stream:
+                        print(output.outputs[0].text, end="\n" if output.finished else "", flush=True)
+                    if output.finished:
+                        results[int(output.request_id)] = output
+                        bar.update()
+                bar.set_postfix_str(f"{totals.generated_tokens} tokens", refresh=False)
+            yield number, results.pop(number)
+
+
+def print_text(number: int, texts: list[str], outputs: list[CompletionOutput]) -> None:
+    """The text alone if it is the only one, else under a heading."""
+    for completion in outputs:
+        if len(texts) * len(outputs) > 1:
+            which = f" ({completion.index + 1}/{len(outputs)})" if len(outputs) > 1 else ""
+            print(f"=== {number + 1}/{len(texts)}{which}: {textwrap.shorten(texts[number], 70)}")
+        print(completion.text, flush=True)
+
+
+def as_json(number: int, text: str, result: RequestOutput | ValueError) -> dict[str, Any]:
+    """One line of ``--json``; described in docs/cli.md."""
+    if isinstance(result, ValueError):
+        return {"index": number, "prompt": text, "error": str(result)}
+    arrival, first, end = times_of(result)
+    return {
+        "index": number,
+        "prompt": text,
+        "prompt_tokens": len(result.prompt_token_ids),
+        "cached_tokens": result.num_cached_tokens,
+        "ttft_seconds": round(first - arrival, 6),
+        "total_seconds": round(end - arrival, 6),
+        "outputs": [
+            {
+                "index": completion.index,
+                "text": completion.text,
+                "token_ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+                "logprobs": completion.logprobs and [logprobs_as_json(entries) for entries in completion.logprobs],
+            }
+            for completion in result.outputs
+        ],
+    }
+
+
+def logprobs_as_json(entries: Logprobs) -> list[dict[str, Any]]:
+    """One position: the chosen token, then the most likely ones."""
+    return [
+        {"token_id": token, "token": entry.decoded_token, "logprob": entry.logprob, "rank": entry.rank}
+        for token, entry in entries.items()
+    ]
