@@ -1,4 +1,4 @@
-"""The demo model through the whole engine: its answers mean something, so a wrong one shows more than a wrong number."""
+"""The demo model through the whole engine: its answers mean something, so a test can check sense, not only numbers."""
 
 import json
 from collections import defaultdict

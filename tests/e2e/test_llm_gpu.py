@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import triton
 from support.engines import greedy, tiny_llm, token_ids
 from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
@@ -62,6 +63,19 @@ def test_half_precision_runs(folder):
         outputs = make(folder, dtype=dtype).generate(PROMPTS, greedy(8, logprobs=1), use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
         assert all(output.outputs[0].cumulative_logprob > -1e3 for output in outputs)
+
+
+def test_nothing_compiles_once_the_engine_is_ready(folder, record_property, monkeypatch):
+    """Prompts of many lengths, chunks, mixed steps, sampling of every kind."""
+    llm = make(folder, dtype="bfloat16", max_num_batched_tokens=1024)
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["repr"]))
+    kinds = ({"temperature": 0}, {"temperature": 0.8}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.1, "seed": 3})
+    params = [SamplingParams(max_tokens=5 + i, ignore_eos=True, **kinds[i % 4]) for i in range(len(PROMPTS))]
+    llm.generate(PROMPTS, params, use_tqdm=False)
+    llm.generate(PROMPTS[3:4], params[:1], use_tqdm=False)
+    record_property("compiled_after_start", len(compiled))
+    assert compiled == []
 
 
 def test_the_same_tokens_as_on_the_cpu():

@@ -19,6 +19,12 @@ from tritonllm.sampling_params import SamplingParams
 PROMPT_LOGPROB_ROWS = 256
 
 
+def warm_up_sizes(budget: int) -> list[int]:
+    """Token counts of the steps that are run before the first request: launch configurations, and with them compiled
+    kernels, change with the power of two."""
+    return [*(1 << bit for bit in range(budget.bit_length()) if 1 << bit < budget), budget]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step produced, on the host.
@@ -78,7 +84,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._allocate(1)
-        self._largest_step()
+        self._dummy_step(self._config.scheduler.max_num_batched_tokens)
         torch.cuda.synchronize(self._device)
         activations = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
         self._cache = []
@@ -102,10 +108,8 @@ class ModelRunner:
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         return self._model(input_ids, positions, metadata, self._cache)
 
-    def _largest_step(self) -> None:
-        """A step as large as any: a full budget of prompt tokens, and logits for every seat. Writes no cache."""
-        config = self._config.scheduler
-        tokens = config.max_num_batched_tokens
+    def _dummy_step(self, tokens: int) -> None:
+        """A step of ``tokens`` prompt tokens, with logits for as many seats as it could fill. Writes no cache."""
         length = min(tokens, self.max_model_len)
         chunks = -(-tokens // length)
         device = self._device
@@ -120,7 +124,7 @@ class ModelRunner:
         )
         ids = torch.zeros(tokens, dtype=torch.int32, device=device)
         hidden = self._forward(ids, torch.arange(tokens, device=device) % length, metadata)
-        seats = min(config.max_num_seqs, tokens)
+        seats = min(self._config.scheduler.max_num_seqs, tokens)
         params = SamplingParams(top_k=50, top_p=0.9)
         request = Request(request_id="warm-up", prompt_token_ids=[0], params=params, max_total_tokens=2)
         sample_tokens(self._model.compute_logits(hidden[:seats]), sampling_batch([request] * seats, device))
@@ -131,7 +135,8 @@ class ModelRunner:
         self._allocate(num_blocks)
         if self._device.type != "cuda":
             return
-        self._largest_step()
+        for tokens in warm_up_sizes(self._config.scheduler.max_num_batched_tokens):
+            self._dummy_step(tokens)
         if not self._config.enforce_eager:
             max_blocks = -(-self.max_model_len // self._block_size)
             self._graphs = DecodeGraphs(self._forward, self._config.scheduler.max_num_seqs, max_blocks, self._device)
