@@ -1,8 +1,10 @@
+import re
+
 import pytest
 import torch
 from support.aot import ARCHS, assert_resources
 
-from tritonllm.kernels import sample
+from tritonllm.kernels import sample, tuning
 from tritonllm.kernels.aot import compile_kernels
 
 
@@ -21,15 +23,17 @@ def test_compiles(arch, vocab, dtype):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("rows", [1, 64, 256])
-def test_scan_compiles_at_every_size(rows):
-    """The scan's configuration depends on the batch: eight threads must share a group in all of them."""
+@pytest.mark.parametrize(("vocab", "runs"), [(151936, "[4, 8]"), (700, "[1, 32]")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scan_adds_in_one_order(vocab, runs, dtype):
+    """The scan's configuration depends on the batch; which threads share a group must not."""
     with compile_kernels(90) as kernels:
-        sample(torch.empty(rows, 151936), *parameters(rows, limits=False))
+        for num_warps in (1, 2, 4, 8, 16):
+            with tuning.override("sample_scan", {"TILES": 2, "num_warps": num_warps}):
+                sample(torch.empty(2, vocab, dtype=dtype), *parameters(2, limits=False))
     assert_resources(kernels)
-    scan = next(kernel for kernel in kernels if kernel.name == "_scan_kernel")
-    assert "threadsPerWarp = [4, 8]" in scan.asm["ttgir"]
-    assert scan.sass.count("LDG.E.128") == 4
+    layouts = {re.search(r"#blocked = .*?(threadsPerWarp = .*?\])", k.asm["ttgir"]).group(1) for k in kernels[::2]}
+    assert layouts == {f"threadsPerWarp = {runs}"}
 
 
 def test_smallest_vocabulary_compiles():

@@ -101,7 +101,9 @@ def test_without_drafts_it_is_sample(device, missing):
     temperature, top_k, top_p, seeds, steps = params
     no_min_p = torch.zeros_like(top_p)
     ids = torch.full((4, 1), missing, device=device)
-    out, accepted = rejection_sample(ids, None, logits, *params)
+    beyond = logits.clone()
+    beyond[:, 1, 0] = 50.0  # what lies after the first row would be accepted
+    out, accepted = rejection_sample(ids, None, beyond, *params)
     assert accepted.tolist() == [0] * 4 and (out[:, 1] == -1).all()
     assert torch.equal(out[:, 0], sample(logits[:, 0], temperature, top_k, top_p, no_min_p, seeds, steps))
 

@@ -162,13 +162,12 @@ def test_noise_of_the_two_levels_is_independent(device):
 
 
 def test_kernel_statistics(device):
-    """Few draws, where kernels run slowly: groups of 128, 16 and 2 likely tokens are drawn by their weight."""
-    probs = torch.zeros(3, 128)
-    probs[0], probs[1, :16], probs[2, 100:102] = 0.5 / 128, 0.3 / 16, 0.2 / 2
-    logits, params = probs.flatten().log().expand(150, 384).to(device), parameters(device, rows=150)
-    tokens = sample(logits, *params)
-    assert_same_draws(tokens, sample_ref(logits, *params), logits, *params)
-    assert_drawn_from(tokens.cpu() // 128, probs.sum(-1))
+    """Few draws, where kernels run slowly: the reference's, and groups in proportion to their weights."""
+    logits = make_logits(1, 384, 3.0, torch.Generator().manual_seed(1))[0].to(device)
+    params = parameters(device, rows=200)
+    tokens = sample(logits.expand(200, 384), *params)
+    assert_same_draws(tokens, sample_ref(logits.expand(200, 384), *params), logits.expand(200, 384), *params)
+    assert_drawn_from(tokens.cpu() // 128, truncated(logits).view(3, 128).sum(-1))
 
 
 @pytest.mark.gpu

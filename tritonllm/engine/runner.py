@@ -129,6 +129,22 @@ class ModelRunner:
         request = Request(request_id="warm-up", prompt_token_ids=[0], params=params, max_total_tokens=2)
         sample_tokens(self._model.compute_logits(hidden[:seats]), sampling_batch([request] * seats, device))
 
+    def _dummy_decode(self, sequences: int) -> None:
+        """A decode step of empty sequences, with the narrowest and the widest block table: short sequences are not
+        split, and the kernels for that are other ones."""
+        device = self._device
+        empty = torch.zeros(sequences, dtype=torch.int32, device=device)
+        for width in (1, -(-self.max_model_len // self._block_size)):
+            metadata = AttentionMetadata(
+                slot_mapping=torch.full((sequences,), -1, dtype=torch.int64, device=device),
+                block_tables=torch.zeros(sequences, width, dtype=torch.int32, device=device),
+                seq_lens=empty,
+                cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=device),
+                num_decodes=sequences,
+                max_seqlen_q=0,
+            )
+            self._forward(empty, empty.long(), metadata)
+
     @torch.inference_mode()
     def start(self, num_blocks: int) -> None:
         """Allocate the cache, compile the kernels and capture the decode steps."""
@@ -137,6 +153,7 @@ class ModelRunner:
             return
         for tokens in warm_up_sizes(self._config.scheduler.max_num_batched_tokens):
             self._dummy_step(tokens)
+            self._dummy_decode(min(tokens, self._config.scheduler.max_num_seqs))
         if not self._config.enforce_eager:
             max_blocks = -(-self.max_model_len // self._block_size)
             self._graphs = DecodeGraphs(self._forward, self._config.scheduler.max_num_seqs, max_blocks, self._device)
