@@ -59,7 +59,7 @@ class ModelRunner:
         self._block_size = config.cache.block_size
         self._cache: list[KVCacheView] = []
         self._graphs: DecodeGraphs | None = None
-        self.max_model_len = max_model_len
+        self._max_model_len = max_model_len
 
     @property
     def block_bytes(self) -> int:
@@ -110,7 +110,7 @@ class ModelRunner:
 
     def _dummy_step(self, tokens: int) -> None:
         """A step of ``tokens`` prompt tokens, with logits for as many seats as it could fill. Writes no cache."""
-        length = min(tokens, self.max_model_len)
+        length = min(tokens, self._max_model_len)
         chunks = -(-tokens // length)
         device = self._device
         ends = torch.arange(chunks + 1, dtype=torch.int32, device=device) * length
@@ -134,7 +134,7 @@ class ModelRunner:
         split, and the kernels for that are other ones."""
         device = self._device
         empty = torch.zeros(sequences, dtype=torch.int32, device=device)
-        for width in (1, -(-self.max_model_len // self._block_size)):
+        for width in (1, -(-self._max_model_len // self._block_size)):
             metadata = AttentionMetadata(
                 slot_mapping=torch.full((sequences,), -1, dtype=torch.int64, device=device),
                 block_tables=torch.zeros(sequences, width, dtype=torch.int32, device=device),
@@ -146,8 +146,14 @@ class ModelRunner:
             self._forward(empty, empty.long(), metadata)
 
     @torch.inference_mode()
-    def start(self, num_blocks: int) -> None:
-        """Allocate the cache, compile the kernels and capture the decode steps."""
+    def start(self, num_blocks: int, max_model_len: int) -> None:
+        """Allocate the cache, compile the kernels and capture the decode steps.
+
+        Args:
+            num_blocks: at most what :meth:`fit_num_blocks` said.
+            max_model_len: the longest sequence that may come, if that is less than before.
+        """
+        self._max_model_len = max_model_len
         self._allocate(num_blocks)
         if self._device.type != "cuda":
             return
@@ -155,7 +161,7 @@ class ModelRunner:
             self._dummy_step(tokens)
             self._dummy_decode(min(tokens, self._config.scheduler.max_num_seqs))
         if not self._config.enforce_eager:
-            max_blocks = -(-self.max_model_len // self._block_size)
+            max_blocks = -(-self._max_model_len // self._block_size)
             self._graphs = DecodeGraphs(self._forward, self._config.scheduler.max_num_seqs, max_blocks, self._device)
 
     @torch.inference_mode()

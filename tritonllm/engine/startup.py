@@ -145,8 +145,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         model=dataclasses.replace(model_config, max_model_len=max_model_len),
         cache=dataclasses.replace(config.cache, num_blocks=num_blocks),
     )
-    runner.max_model_len = max_model_len
-    runner.start(num_blocks)
+    runner.start(num_blocks, max_model_len)
     scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len)
     eos = end_tokens(spec, checkpoint.read_generation_config(folder))
     inputs = InputProcessor(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed)
