@@ -91,6 +91,27 @@ def test_rows_without_a_choice(device):
             assert ids.tolist() == [0, 0, 200]
 
 
+@pytest.mark.parametrize(
+    ("parameter", "value", "nearest"),
+    [
+        ("top_k", -7, 0),
+        ("top_p", -1.0, 1e-9),
+        ("top_p", 0.0, 1e-9),
+        ("top_p", 7.0, 1.0),
+        ("top_p", torch.nan, 1.0),
+        ("min_p", -1.0, 0.0),
+        ("min_p", 2.0, 1.0),
+        ("min_p", torch.nan, 0.0),
+    ],
+)
+def test_values_out_of_range(device, parameter, value, nearest):
+    """Values on the device are not checked: they count as the nearest sensible one, and never as an address."""
+    logits = make_logits(2, 300, 3.0, torch.Generator().manual_seed(0), masked=0.5).to(device)
+    wanted = sample_ref(logits, *parameters(device, **{parameter: nearest}, rows=2))
+    for fn in (sample, sample_ref):
+        assert torch.equal(fn(logits, *parameters(device, **{parameter: value}, rows=2)), wanted)
+
+
 def test_none_means_no_limit(device):
     logits = make_logits(3, 200, 2.0, torch.Generator().manual_seed(0)).to(device)
     temperature, *off, seeds, steps = parameters(device, rows=3)

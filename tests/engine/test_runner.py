@@ -1,0 +1,47 @@
+import pytest
+import torch
+from support.engines import tiny_checkpoint
+from support.tiny_models import load_decoder
+
+from tritonllm.config import EngineConfig
+from tritonllm.engine.cuda_graphs import graph_sizes
+from tritonllm.engine.runner import ModelRunner, warm_up_sizes
+
+CPU = torch.device("cpu")
+
+
+def make_runner(**settings):
+    folder = tiny_checkpoint()
+    config = EngineConfig.from_kwargs(model=str(folder), block_size=4, max_num_seqs=8, **settings)
+    return ModelRunner(load_decoder(folder), config, CPU, max_model_len=64)
+
+
+@pytest.mark.parametrize(("budget", "sizes"), [(1, [1]), (2, [1, 2]), (7, [1, 2, 4, 7]), (8, [1, 2, 4, 8])])
+def test_warm_up_sizes(budget, sizes):
+    assert warm_up_sizes(budget) == sizes
+
+
+@pytest.mark.parametrize(("seats", "sizes"), [(1, [1]), (5, [1, 2, 4, 5]), (40, [1, 2, 4, 8, 16, 32, 40])])
+def test_graph_sizes_end_with_the_largest_batch(seats, sizes):
+    assert graph_sizes(seats) == sizes
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 100])  # 100: two sequences of at most 64
+def test_steps_before_the_first_request_leave_the_cache_alone(tokens):
+    runner = make_runner()
+    runner.start(num_blocks=3, max_model_len=64)
+    with torch.inference_mode():
+        for layer in runner._cache:
+            layer.k.fill_(7.0)
+            layer.v.fill_(7.0)
+        runner._dummy_step(tokens)
+        runner._dummy_decode(min(tokens, 8))
+    assert all((t == 7.0).all() for layer in runner._cache for t in (layer.k, layer.v))
+
+
+def test_block_bytes_and_the_blocks_that_fit():
+    runner = make_runner(cpu_cache_bytes=100_000)
+    # keys and values, 3 layers, 4 tokens, 2 heads of 16, float32
+    assert runner.block_bytes == 2 * 3 * 4 * 2 * 16 * 4
+    assert runner.fit_num_blocks() == 100_000 // runner.block_bytes
+    assert make_runner(num_blocks=11).fit_num_blocks() == 11
