@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def require(condition: bool, message: str) -> None:
