@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.aot import ARCHS, assert_resources
 
-from tritonllm.kernels import gelu_and_mul, silu_and_mul
+from tritonllm.kernels import apply_activation, gelu_and_mul, silu_and_mul
 from tritonllm.kernels.aot import compile_kernels
 
 
@@ -14,4 +14,7 @@ def test_compiles(arch, dtype):
             silu_and_mul(torch.empty(2, 2 * n, dtype=dtype))
         gelu_and_mul(torch.empty(2, 512, dtype=dtype))
         gelu_and_mul(torch.empty(2, 512, dtype=dtype), approximate="tanh")
+        x = torch.empty(2, 3072, dtype=dtype)
+        for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
+            apply_activation(x, activation, out=x)
     assert_resources(kernels)

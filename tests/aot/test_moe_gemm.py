@@ -7,6 +7,7 @@ from tritonllm.kernels.aot import compile_kernels
 
 QWEN3_30B = (128, 8, 2048, 768)
 MIXTRAL = (8, 2, 4096, 14336)
+GPT_OSS_20B = (32, 4, 2880, 2880)
 
 
 def call(tokens, experts, top_k, n, i, dtype=torch.bfloat16, **kwargs):
@@ -27,6 +28,21 @@ def test_compiles(arch):
         call(64, 4, 2, 100, 60, activation="gelu_tanh")
         call(64, *QWEN3_30B, dtype=torch.float32)
         call(1, 1, 1, 1, 1)
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gpt_oss_compiles(arch):
+    """Every tile, with biases in the dtype of the weights and in float32."""
+    experts, _, n, i = GPT_OSS_20B
+    with compile_kernels(arch) as kernels:
+        for tokens in (1, 128, 256, 1024):
+            biases = {"gate_up_bias": torch.empty(experts, 2 * i, dtype=torch.bfloat16)}
+            biases["down_bias"] = torch.empty(experts, n, dtype=torch.bfloat16)
+            call(tokens, *GPT_OSS_20B, activation="swigluoai", **biases)
+        call(8, 4, 2, 100, 60, activation="swigluoai", gate_up_bias=torch.empty(4, 120), dtype=torch.float32)
+        biases = {"gate_up_bias": torch.empty(experts, 2 * i), "down_bias": torch.empty(experts, n)}
+        call(1024, *GPT_OSS_20B, activation="swigluoai", dtype=torch.float16, **biases)
     assert_resources(kernels)
 
 

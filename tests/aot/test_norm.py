@@ -9,7 +9,7 @@ from tritonllm.kernels.aot import compile_kernels
 def call(rows, n, dtype=torch.bfloat16):
     x, residual, weight = torch.empty(rows, n, dtype=dtype), torch.empty(rows, n, dtype=dtype), torch.empty(n)
     rms_norm(x, weight)
-    fused_add_rms_norm(x, residual, weight)
+    fused_add_rms_norm(x, residual, weight, weight_offset=1.0, x_scale=0.22)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -21,4 +21,5 @@ def test_compiles(arch):
         call(512, 16384, torch.float32)
         q = torch.empty(512, 4096, dtype=torch.bfloat16)[:, :2048].view(512, 16, 128)
         rms_norm(q, torch.empty(128, dtype=torch.bfloat16), out=q)
+        rms_norm(q, torch.empty(16, 128, dtype=torch.bfloat16), out=q)
     assert_resources(kernels)

@@ -1,3 +1,4 @@
+import math
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -5,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, with_row_padding
-from transformers import MixtralConfig
+from transformers import GptOssConfig, MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tritonllm.kernels import fused_moe, fused_moe_ref, moe_route, tuning
@@ -42,6 +44,13 @@ def problem(tokens, experts, top_k, n, i, dtype, device, out_of_range=False):
     return x, w_gate_up, w_down, torch.rand(tokens, top_k, device=device), ids.to(device)
 
 
+def random_biases(w_down, dtype, scale=1.0):
+    """Keyword arguments."""
+    experts, n, i = w_down.shape
+    gate_up, down = torch.randn(experts, 2 * i) * scale, torch.randn(experts, n) * scale
+    return {"gate_up_bias": gate_up.to(w_down.device, dtype), "down_bias": down.to(w_down.device, dtype)}
+
+
 def reference(x, w_gate_up, w_down, weights, ids, **kwargs):
     return fused_moe_ref(x.float(), w_gate_up.float(), w_down.float(), weights.float(), ids, **kwargs)
 
@@ -69,6 +78,72 @@ def test_matches_reference(device, tokens, experts, top_k, n, i, dtype, activati
         out = checked(*args, activation=activation)
     assert out.shape == (tokens, n)
     assert out.dtype == dtype
+
+
+@given(
+    tokens=st.integers(0, 12),
+    n=st.integers(1, 40),
+    i=st.integers(1, 40),
+    dtype=st.sampled_from(FLOATS),
+    bias_dtype=st.sampled_from(FLOATS),
+    names=st.sets(st.sampled_from(["gate_up_bias", "down_bias"])),
+    activation=st.sampled_from(ACTIVATIONS),
+    padding=st.integers(0, 3),
+)
+def test_biases_match_reference(device, tokens, n, i, dtype, bias_dtype, names, activation, padding):
+    """Either, both or none, with padded rows; experts without a token and tokens without an expert included."""
+    args = problem(tokens, 4, 2, n, i, dtype, device, out_of_range=True)
+    biases = random_biases(args[2], bias_dtype)
+    biases = {name: with_row_padding(biases[name], padding) for name in sorted(names)}
+    with small_tiles():
+        checked(*args, **biases, activation=activation)
+
+
+@pytest.mark.parametrize("name", ["gate_up_bias", "down_bias"])
+def test_each_bias_is_added(device, name):
+    """A comparison with a reference that ignored it as well would not show."""
+    x, w_gate_up, w_down, weights, ids = problem(5, 3, 2, 16, 8, torch.float32, device)
+    bias = random_biases(w_down, torch.float32)[name]
+    ones = torch.ones(5, 1, device=device)
+    if name == "gate_up_bias":  # one more input that is always 1
+        expected = fused_moe(
+            torch.cat((x, ones), 1),
+            torch.cat((w_gate_up, bias[:, :, None]), 2),
+            torch.cat((w_down, torch.zeros(3, 1, 8, device=device)), 1),
+            *(weights, ids),
+        )[:, :16]
+    else:
+        expected = fused_moe(x, w_gate_up, w_down, weights, ids) + (bias[ids.long()] * weights[..., None]).sum(1)
+    assert_close(fused_moe(x, w_gate_up, w_down, weights, ids, **{name: bias}), expected)
+
+
+def test_biases_of_experts_that_were_not_hit_are_not_read(device):
+    args = problem(3, 4, 2, 16, 16, torch.float32, device)
+    args[-1].remainder_(2).add_(1)
+    biases = random_biases(args[2], torch.float32)
+    expected = reference(*args, **biases)
+    for bias in biases.values():
+        bias[0] = bias[3] = float("nan")
+    assert_close(fused_moe(*args, **biases), expected)
+
+
+def test_swigluoai_limits(device):
+    """Beyond the limits nothing changes, but the gate has none below; NaN in either stays."""
+    values = torch.tensor([7.0, 9.0, 1e30, -7.0, -8.0, -20.0, float("nan")], device=device)
+    ids = torch.arange(7, dtype=torch.int32, device=device)[:, None]  # each token has an expert with biases of its own
+    zero, weights = torch.zeros(7, 2, 1, device=device), torch.ones(7, 1, device=device)
+
+    def act(gate, up):
+        bias = torch.stack((gate, up), 1)
+        down = torch.ones(7, 1, 1, device=device)
+        return fused_moe(weights, zero, down, weights, ids, activation="swigluoai", gate_up_bias=bias)[:, 0].tolist()
+
+    of_gate, of_up = act(values, torch.ones_like(values)), act(torch.ones_like(values), values)
+    assert of_gate[0] == of_gate[1] == of_gate[2] > 13.9
+    assert of_gate[3] < of_gate[4] < of_gate[5] < 0
+    assert of_up[0] == of_up[1] == of_up[2] > 0
+    assert of_up[3] == of_up[4] == of_up[5] < 0
+    assert math.isnan(of_gate[6]) and math.isnan(of_up[6])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -109,11 +184,12 @@ def test_only_experts_that_were_hit_are_read(device):
     assert_close(fused_moe(x, w_gate_up, w_down, weights, ids), expected)
 
 
-def test_nan_stays_in_its_row(device):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_stays_in_its_row(device, activation):
     x, w_gate_up, w_down, weights, ids = problem(5, 2, 2, 16, 16, torch.float32, device)
-    expected = reference(x, w_gate_up, w_down, weights, ids)
+    expected = reference(x, w_gate_up, w_down, weights, ids, activation=activation)
     x[2] = float("nan")
-    out = fused_moe(x, w_gate_up, w_down, weights, ids)
+    out = fused_moe(x, w_gate_up, w_down, weights, ids, activation=activation)
     assert out[2].isnan().all()
     others = [0, 1, 3, 4]
     assert_close(out[others], expected[others])
@@ -124,13 +200,15 @@ def test_nan_stays_in_its_row(device):
 def test_expert_maps_split_the_sum(device, tokens, experts, ranks):
     """Expert parallelism: what the ranks compute with their own experts adds up to the whole."""
     x, w_gate_up, w_down, weights, ids = problem(tokens, experts, 2, 16, 8, torch.float32, device)
+    biases = random_biases(w_down, torch.float32)
     total = torch.zeros_like(x)
     for rank in range(min(ranks, experts)):
         own = torch.arange(rank, experts, min(ranks, experts), device=device)
         expert_map = torch.full((experts,), -1, dtype=torch.int32, device=device)
         expert_map[own] = torch.arange(len(own), dtype=torch.int32, device=device)
-        total += checked(x, w_gate_up[own], w_down[own], weights, ids, expert_map=expert_map)
-    assert_close(total, fused_moe(x, w_gate_up, w_down, weights, ids))
+        of_rank = {name: bias[own] for name, bias in biases.items()}
+        total += checked(x, w_gate_up[own], w_down[own], weights, ids, **of_rank, expert_map=expert_map)
+    assert_close(total, fused_moe(x, w_gate_up, w_down, weights, ids, **biases))
 
 
 @pytest.mark.parametrize("hidden_act", ["silu", "gelu"])
@@ -144,6 +222,24 @@ def test_reference_matches_transformers(device, hidden_act):
     with torch.no_grad():
         expected = theirs(x, ids.long(), weights)
     assert_close(fused_moe_ref(x, w_gate_up, w_down, weights, ids, activation=hidden_act), expected)
+
+
+def test_reference_matches_gpt_oss(device):
+    """Whose gate and up rows take turns and whose weights are stored transposed; values beyond the limits included."""
+    config = GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    x, w_gate_up, w_down, weights, ids = problem(9, 4, 2, 16, 24, torch.float32, device)
+    x *= 4
+    biases = random_biases(w_down, torch.float32, scale=5.0)
+    theirs = GptOssExperts(config).to(device)
+    interleaved = [w.unflatten(1, (2, 24)).transpose(1, 2).flatten(1, 2) for w in (w_gate_up, biases["gate_up_bias"])]
+    theirs.gate_up_proj.data.copy_(interleaved[0].mT)
+    theirs.gate_up_proj_bias.data.copy_(interleaved[1])
+    theirs.down_proj.data.copy_(w_down.mT)
+    theirs.down_proj_bias.data.copy_(biases["down_bias"])
+    with torch.no_grad():
+        expected = theirs(x, ids.long(), weights)
+    assert_close(fused_moe_ref(x, w_gate_up, w_down, weights, ids, activation="swigluoai", **biases), expected)
 
 
 GOOD = {
@@ -171,7 +267,12 @@ GOOD = {
         ({"ids": torch.zeros(2, 0, dtype=torch.int32)}, "ids must have at least one expert"),
         ({"weights": torch.zeros(2, 3)}, r"weights must have shape \[2, 2\]"),
         ({"weights": torch.zeros(2, 2, device="meta")}, "weights must be on cpu"),
-        ({"activation": "relu"}, "activation must be one of silu, gelu, gelu_tanh, got 'relu'"),
+        ({"activation": "relu"}, "activation must be one of silu, gelu, gelu_tanh, swigluoai, got 'relu'"),
+        ({"gate_up_bias": torch.zeros(3, 6)}, r"gate_up_bias must have shape \[3, 12\], got \[3, 6\]"),
+        ({"gate_up_bias": torch.zeros(3, 12, dtype=torch.int32)}, "gate_up_bias must be torch.float16"),
+        ({"gate_up_bias": torch.zeros(12, 3).T}, "gate_up_bias must be contiguous"),
+        ({"down_bias": torch.zeros(2, 8)}, r"down_bias must have shape \[3, 8\], got \[2, 8\]"),
+        ({"down_bias": torch.zeros(3, 8, device="meta")}, "down_bias must be on cpu"),
         ({"expert_map": torch.zeros(5)}, "expert_map must be torch.int32"),
     ],
 )
@@ -184,9 +285,11 @@ def test_operator(device):
     """Registered well enough for torch.compile: schema, fake tensors and functionalisation."""
     x, w_gate_up, w_down, weights, ids = problem(3, 2, 2, 16, 16, torch.float32, device)
     expert_map = torch.tensor([0, -1, 1], dtype=torch.int32, device=device)
+    biases = random_biases(w_down, torch.bfloat16).values()
     op = torch.ops.tritonllm.fused_moe.default
-    torch.library.opcheck(op, (x, w_gate_up, w_down, weights, ids, None, torch.empty_like(x), "silu"))
-    torch.library.opcheck(op, (x, w_gate_up, w_down, weights, ids, expert_map, torch.empty_like(x), "gelu"))
+    args = (x, w_gate_up, w_down, weights, ids)
+    torch.library.opcheck(op, (*args, None, None, None, torch.empty_like(x), "silu"))
+    torch.library.opcheck(op, (*args, *biases, expert_map, torch.empty_like(x), "swigluoai"))
 
 
 def real_problem(tokens, experts, top_k, n, i, dtype, device):
@@ -197,9 +300,9 @@ def real_problem(tokens, experts, top_k, n, i, dtype, device):
     return x, w_gate_up, w_down, weights, ids
 
 
-def reference_by_expert(x, w_gate_up, w_down, weights, ids):
+def reference_by_expert(x, w_gate_up, w_down, weights, ids, **kwargs):
     """The float32 reference without a float32 copy of all experts."""
-    return fused_moe_ref(x, w_gate_up, w_down, weights, ids).float()
+    return fused_moe_ref(x, w_gate_up, w_down, weights, ids, **kwargs).float()
 
 
 @pytest.mark.gpu
@@ -212,6 +315,18 @@ def test_real_shapes(device, dtype, tokens, experts, top_k, n, i):
     with poisoned_memory():
         out, again = fused_moe(*args), fused_moe(*args)
     assert_close(out, reference_by_expert(*args))
+    assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 256, 640, 1024])
+def test_gpt_oss(device, tokens):
+    """gpt-oss-20b."""
+    args = real_problem(tokens, 32, 4, 2880, 2880, torch.bfloat16, device)
+    kwargs = {"activation": "swigluoai", **random_biases(args[2], torch.bfloat16)}
+    with poisoned_memory():
+        out, again = fused_moe(*args, **kwargs), fused_moe(*args, **kwargs)
+    assert_close(out, reference_by_expert(*args, **kwargs))
     assert torch.equal(out, again)
 
 

@@ -3,12 +3,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, poisoned, with_row_padding
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tritonllm.kernels import fused_add_rms_norm, fused_add_rms_norm_ref, rms_norm, rms_norm_ref, tuning
 
 dtypes = st.sampled_from(FLOATS)
 scales = st.sampled_from([1e-3, 1.0, 1e4])  # 1e-3: eps counts; 1e4: squares beyond float16
+offsets = st.sampled_from([0.0, 1.0, -0.3])
+x_scales = st.sampled_from([1.0, 0.22, -3.0])
 SMALL_BLOCKS = {"BLOCK": 32, "ROWS": 2, "num_warps": 1}  # rows of more than one block
 
 
@@ -18,22 +21,25 @@ SMALL_BLOCKS = {"BLOCK": 32, "ROWS": 2, "num_warps": 1}  # rows of more than one
     dtype=dtypes,
     weight_dtype=dtypes,
     scale=scales,
+    offset=offsets,
     padding=st.integers(0, 3),
 )
-def test_matches_reference(device, rows, n, dtype, weight_dtype, scale, padding):
+def test_matches_reference(device, rows, n, dtype, weight_dtype, scale, offset, padding):
     x = with_row_padding((torch.randn(rows, n) * scale).to(device, dtype), padding)
     weight = torch.randn(n).to(device, weight_dtype)
     out = poisoned(rows, n, dtype=dtype, device=device)
-    assert rms_norm(x, weight, 1e-5, out=out) is out
-    assert_close(out, rms_norm_ref(x.float(), weight.float(), 1e-5))
+    assert rms_norm(x, weight, 1e-5, weight_offset=offset, out=out) is out
+    assert_close(out, rms_norm_ref(x.float(), weight.float(), 1e-5, weight_offset=offset))
 
 
-@given(tokens=st.integers(0, 3), heads=st.integers(1, 5), n=st.integers(1, 40), dtype=dtypes)
-def test_heads_of_a_fused_projection_in_place(device, tokens, heads, n, dtype):
+@given(
+    tokens=st.integers(0, 3), heads=st.integers(1, 5), n=st.integers(1, 40), dtype=dtypes, weight_per_head=st.booleans()
+)
+def test_heads_of_a_fused_projection_in_place(device, tokens, heads, n, dtype, weight_per_head):
     """Rows with two strides, normalised where they are; what lies around them stays."""
     qkv = torch.randn(tokens, (heads + 2) * n).to(device, dtype)
     before = qkv.clone()
-    weight = torch.randn(n, device=device)
+    weight = torch.randn((heads, n) if weight_per_head else (n,), device=device)
     q = qkv[:, n : (heads + 1) * n].view(tokens, heads, n)
     assert rms_norm(q, weight, out=q) is q
     assert_close(q, rms_norm_ref(before[:, n : (heads + 1) * n].reshape(tokens, heads, n).float(), weight))
@@ -47,32 +53,36 @@ def test_heads_of_a_fused_projection_in_place(device, tokens, heads, n, dtype):
     dtype=dtypes,
     residual_dtype=dtypes,
     scale=scales,
+    offset=offsets,
+    x_scale=x_scales,
     padding=st.integers(0, 3),
 )
-def test_fused_add_matches_reference(device, rows, n, dtype, residual_dtype, scale, padding):
+def test_fused_add_matches_reference(device, rows, n, dtype, residual_dtype, scale, offset, x_scale, padding):
     x = with_row_padding((torch.randn(rows, n) * scale).to(device, dtype), padding)
     residual = with_row_padding((torch.randn(rows, n) * scale).to(device, residual_dtype), padding + 1)
     weight = torch.randn(n, device=device)
-    total = (x.float() + residual.float()).to(residual_dtype)
-    normed, added = fused_add_rms_norm(x, residual, weight)
+    total = (x.double() * x_scale + residual.double()).to(residual_dtype)
+    normed, added = fused_add_rms_norm(x, residual, weight, weight_offset=offset, x_scale=x_scale)
     assert normed is x
     assert added is residual
-    assert torch.equal(residual, total)
-    assert_close(x, rms_norm_ref(total.float(), weight))
+    if x_scale == 1:
+        assert torch.equal(residual, total)
+    assert_close(residual, total)
+    assert_close(x, rms_norm_ref(residual.float(), weight, weight_offset=offset))
 
 
-@given(rows=st.integers(1, 5), n=st.integers(1, 100), dtype=dtypes)
-def test_rows_of_several_blocks(device, rows, n, dtype):
+@given(rows=st.integers(1, 5), n=st.integers(1, 100), dtype=dtypes, offset=offsets)
+def test_rows_of_several_blocks(device, rows, n, dtype, offset):
     x = torch.randn(rows, n).to(device, dtype)
     residual = torch.randn(rows, n).to(device, dtype)
     weight = torch.randn(n, device=device)
     out = poisoned(rows, n, dtype=dtype, device=device)
     expected = (x.clone(), residual.clone())
-    fused_add_rms_norm_ref(*expected, weight)
+    fused_add_rms_norm_ref(*expected, weight, weight_offset=offset)
     with tuning.override("rms_norm", SMALL_BLOCKS), tuning.override("fused_add_rms_norm", SMALL_BLOCKS):
-        rms_norm(x, weight, out=out)
-        assert_close(out, rms_norm_ref(x.float(), weight))
-        fused_add_rms_norm(x, residual, weight)
+        rms_norm(x, weight, weight_offset=offset, out=out)
+        assert_close(out, rms_norm_ref(x.float(), weight, weight_offset=offset))
+        fused_add_rms_norm(x, residual, weight, weight_offset=offset)
     assert_close(x, expected[0])
     assert torch.equal(residual, expected[1])
 
@@ -93,6 +103,26 @@ def test_four_dimensions_of_any_strides(device):
     x = torch.randn(3, 2, 4, 8, device=device).transpose(0, 1)
     weight = torch.randn(8, device=device)
     assert_close(rms_norm(x, weight), rms_norm_ref(x, weight))
+    weight = torch.randn(4, 8, device=device)
+    assert_close(rms_norm(x, weight), torch.stack([rms_norm_ref(x[:, :, h], weight[h]) for h in range(4)], dim=2))
+
+
+def test_offset_is_added_before_the_weight_is_rounded(device):
+    """1 + 0.001 is 1 in bfloat16: the offset must be added in float32, in the kernel and in the reference."""
+    x, weight = torch.ones(2, 8, device=device), torch.full((8,), 1e-3, dtype=torch.bfloat16, device=device)
+    expected = torch.full((2, 8), 1 + float(weight[0]), device=device)
+    assert_close(rms_norm(x, weight, 1e-9, weight_offset=1.0), expected)
+    assert_close(rms_norm_ref(x, weight, 1e-9, weight_offset=1.0), expected)
+
+
+def test_scaled_addition_is_rounded_once(device):
+    """256 + 1 * 1.001 is 258 in bfloat16; with the product or the multiplier rounded to 1 it is the even 256."""
+    expected = torch.full((1, 8), 258.0, dtype=torch.bfloat16, device=device)
+    for function in (fused_add_rms_norm, fused_add_rms_norm_ref):
+        x = torch.full((1, 8), 1.0, dtype=torch.bfloat16, device=device)
+        residual = torch.full((1, 8), 256.0, dtype=torch.bfloat16, device=device)
+        function(x, residual, torch.ones(8, device=device), x_scale=1.001)
+        assert torch.equal(residual, expected)
 
 
 def test_rows_are_independent(device):
@@ -113,6 +143,9 @@ def test_reference_matches_torch_and_transformers(device):
     theirs.weight.data.copy_(weight)
     assert_close(rms_norm_ref(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (64,), weight, 1e-5))
     assert_close(rms_norm_ref(x, weight, 1e-5), theirs(x).detach())
+    gemma = Gemma2RMSNorm(64, eps=1e-5).to(device)
+    gemma.weight.data.copy_(weight)
+    assert_close(rms_norm_ref(x, weight, 1e-5, weight_offset=1.0), gemma(x).detach())
 
 
 @given(rows=st.integers(1, 4), n=st.integers(1, 200))
@@ -144,6 +177,10 @@ def test_fused_reference_is_two_steps(device):
         (torch.zeros(2, 4, dtype=torch.int32), torch.zeros(4), {}, "x must be torch.float16"),
         (torch.zeros(4, 2).t(), torch.zeros(4), {}, "x must be contiguous"),
         (torch.zeros(2, 4), torch.zeros(5), {}, r"weight must have shape \[4\]"),
+        (torch.zeros(2, 4), None, {}, "weight must be a torch.Tensor"),
+        (torch.zeros(2, 4), torch.zeros(2, 4), {}, r"weight must have shape \[4\]"),
+        (torch.zeros(1, 2, 4), torch.zeros(3, 4), {}, r"weight must have shape \[2, 4\]"),
+        (torch.zeros(1, 2, 4), torch.zeros(2, 8)[:, :4], {}, "weight must be contiguous if it has a row for each head"),
         (torch.zeros(2, 4), torch.zeros(4, dtype=torch.int64), {}, "weight must be torch.float16"),
         (torch.zeros(2, 4), torch.zeros(4, device="meta"), {}, "weight must be on cpu"),
         (torch.zeros(2, 4), torch.zeros(4), {"out": torch.zeros(2, 5)}, r"out must have shape \[2, 4\]"),
@@ -161,11 +198,15 @@ def test_bad_residual(residual):
         fused_add_rms_norm(torch.zeros(2, 4), residual, torch.zeros(4))
 
 
-def test_operators(device):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_operator(device, in_place):
     """Registered well enough for torch.compile: schema, fake tensors and functionalisation."""
-    x, y, weight = torch.randn(3, 8, device=device), torch.randn(3, 8, device=device), torch.randn(8, device=device)
-    torch.library.opcheck(torch.ops.tritonllm.rms_norm.default, (x, weight, y, 1e-6))
-    torch.library.opcheck(torch.ops.tritonllm.fused_add_rms_norm.default, (x, y, weight, 1e-6))
+    x, residual, weight, out = torch.randn(4, 3, 8, device=device).unbind()
+    if in_place:
+        arguments = (x, residual, weight[0], weight[1], x, 1e-6, 0.0, 1.0, True)
+    else:
+        arguments = (x, None, None, None, out, 1e-6, 1.0, 1.0, False)
+    torch.library.opcheck(torch.ops.tritonllm.norm.default, arguments)
 
 
 @pytest.mark.gpu
@@ -192,6 +233,18 @@ def test_head_norm_at_real_shapes(device, tokens):
     expected = rms_norm_ref(q.float(), weight.float())
     rms_norm(q, weight, out=q)
     assert_close(q, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_gemma_at_real_shapes(device, tokens):
+    """Gemma 2 9B: 3584 channels, weights less 1."""
+    x, residual = torch.randn(2, tokens, 3584, device=device, dtype=torch.bfloat16).unbind()
+    weight = torch.randn(3584, device=device, dtype=torch.bfloat16)
+    total = (x.double() * 0.25 + residual.double()).bfloat16()
+    fused_add_rms_norm(x, residual, weight, weight_offset=1.0, x_scale=0.25)
+    assert torch.equal(residual, total)  # a power of two: the product is exact
+    assert_close(x, rms_norm_ref(total.float(), weight, weight_offset=1.0))
 
 
 @pytest.mark.gpu

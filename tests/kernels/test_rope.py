@@ -3,10 +3,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, relative_error
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig, Phi3Config, PhimoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rope
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rope
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from tritonllm.kernels import apply_rope, apply_rope_ref
 from tritonllm.kernels.rope_cache import build_cos_sin_cache
@@ -94,7 +97,6 @@ def test_reference_matches_transformers(device, interleaved):
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS = {
-    "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "llama3": {
@@ -108,30 +110,115 @@ SCALINGS = {
     "yarn, all keys": {**YARN, "factor": 40.0, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.25},
     "yarn, mscale": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.2},
     "yarn, not truncated": {**YARN, "truncate": False},
-    "yarn, half of the head": {**YARN, "partial_rotary_factor": 0.5},
+    "yarn, GPT-OSS": {**YARN, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
 }
 
 
-@pytest.mark.parametrize("base", [10000.0, 1000000.0])
-@pytest.mark.parametrize("name", sorted(SCALINGS))
-def test_cache_matches_transformers(name, base):
-    """The table equals the cosines and sines of transformers' Llama, attention factor included."""
-    scaling = {**SCALINGS[name], "rope_theta": base}
-    config = LlamaConfig(
-        hidden_size=128, num_attention_heads=2, head_dim=64, max_position_embeddings=128, rope_parameters=scaling.copy()
-    )
-    theirs = torch.cat(
-        [t[0, :, : t.shape[-1] // 2] for t in LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(500)[None])], -1
-    )
-    rotary = int(64 * scaling.get("partial_rotary_factor", 1.0))
-    ours = build_cos_sin_cache(rotary, 500, base, scaling, max_position_embeddings=128)
-    assert ours.shape == (500, rotary)
+def longrope(rotary: int, **changes) -> dict:
+    """Factors that tell the lists and their elements apart."""
+    short = [1.0 + 0.1 * i for i in range(rotary // 2)]
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": [3 * f for f in short]}
+    return {**scaling, "original_max_position_embeddings": 64, **changes}
+
+
+def rotary_table(embedding, rows: int) -> torch.Tensor:
+    """The cosines and sines of a transformers module for so many positions, in our layout."""
+    cos, sin = (t[0] for t in embedding(torch.zeros(1), torch.arange(rows)[None]))
+    if not isinstance(embedding, GptOssRotaryEmbedding):  # the others give each angle twice
+        cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
+    return torch.cat((cos, sin), -1)
+
+
+def assert_tables_match(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """A frequency that differs in its last bit turns position p by up to p * 2^-24."""
+    assert ours.shape == theirs.shape
     assert ours.dtype == torch.float32
-    # a frequency that differs in its last bit turns 500 positions by 500 * 2^-24 = 3e-5 at most
-    assert relative_error(ours, theirs) < 5e-6
-    assert (ours - theirs).abs().max() < 6e-5
-    if name != "default":
-        assert relative_error(ours, build_cos_sin_cache(rotary, 500, base)) > 1e-2
+    rows = len(ours)
+    assert relative_error(ours, theirs) < 1e-8 * rows
+    assert (ours - theirs).abs().max() < 2 * rows * 2.0**-24
+
+
+def llama_table(rows: int, base: float, head_size: int, scaling: dict) -> torch.Tensor:
+    config = LlamaConfig(
+        hidden_size=2 * head_size,
+        num_attention_heads=2,
+        head_dim=head_size,
+        max_position_embeddings=128,
+        rope_parameters={**scaling, "rope_theta": base},
+    )
+    return rotary_table(LlamaRotaryEmbedding(config), rows)
+
+
+@pytest.mark.parametrize("base", [10000.0, 1000000.0])
+@pytest.mark.parametrize(("head_size", "partial"), [(64, 1.0), (64, 0.5), (80, 0.4), (96, 0.75)])
+@pytest.mark.parametrize("name", sorted(SCALINGS))
+def test_cache_matches_transformers(name, head_size, partial, base):
+    """The table equals the cosines and sines of transformers' Llama, attention factor included, whatever the part of
+    the head that is rotated."""
+    scaling = {**SCALINGS[name], "partial_rotary_factor": partial, "rope_theta": base}
+    rotary = int(head_size * partial)
+    ours = build_cos_sin_cache(rotary, 500, base, scaling, max_position_embeddings=128)
+    assert_tables_match(ours, llama_table(500, base, head_size, scaling))
+    assert relative_error(ours, build_cos_sin_cache(rotary, 500, base)) > 1e-2
+
+
+@pytest.mark.parametrize("base", [10000.0, 1000000.0])
+def test_unscaled_cache_matches_transformers(base):
+    scaling = {"rope_type": "default", "rope_theta": base}
+    assert_tables_match(build_cos_sin_cache(64, 500, base, scaling), llama_table(500, base, 64, scaling))
+
+
+@pytest.mark.parametrize("rows", [64, 65, 500])
+@pytest.mark.parametrize("changes", [{}, {"factor": 3.0}, {"factor": 0.5}, {"attention_factor": 1.3}])
+@pytest.mark.parametrize("partial", [1.0, 0.75])
+def test_longrope_matches_transformers(rows, changes, partial):
+    """The short factors up to the trained length of 64, the long ones beyond; Phi-3 calls the type "su"."""
+    rotary = int(64 * partial)
+    scaling = {**longrope(rotary, **changes), "partial_rotary_factor": partial}
+    config = Phi3Config(
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        original_max_position_embeddings=64,
+        rope_parameters={**scaling, "rope_theta": 10000.0},
+        pad_token_id=None,
+    )
+    theirs = rotary_table(Phi3RotaryEmbedding(config), rows)
+    ours = build_cos_sin_cache(rotary, rows, scaling=scaling, max_position_embeddings=512)
+    assert_tables_match(ours, theirs)
+    renamed = {**{key: value for key, value in scaling.items() if key != "rope_type"}, "type": "su"}
+    assert torch.equal(build_cos_sin_cache(rotary, rows, scaling=renamed, max_position_embeddings=512), ours)
+
+
+def test_longrope_lists_differ():
+    """What the comparison with transformers relies on."""
+    scaling = longrope(16)
+    short, long = (build_cos_sin_cache(16, n, scaling=scaling, max_position_embeddings=512) for n in (64, 65))
+    assert relative_error(short, long[:64]) > 1e-2
+    assert torch.equal(long, build_cos_sin_cache(16, 500, scaling=scaling, max_position_embeddings=512)[:65])
+
+
+@pytest.mark.parametrize(("rows", "magnitude"), [(64, 1.25), (65, 1.5)])
+def test_longrope_mscale(rows, magnitude):
+    """Phi-3.5-MoE names the factor of cosines and sines for each list; it goes before attention_factor."""
+    mscales = {"short_mscale": 1.25, "long_mscale": 1.5}
+    scaling = longrope(64, **mscales)
+    ours = build_cos_sin_cache(64, rows, scaling={**scaling, "attention_factor": 2.0}, max_position_embeddings=512)
+    plain = build_cos_sin_cache(64, rows, scaling=longrope(64, attention_factor=1.0))
+    assert torch.equal(ours, plain * magnitude)
+    if rows == 64:  # beyond, transformers' Phimoe takes long_mscale with the short factors
+        config = PhimoeConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=512)
+        config.rope_parameters = {**scaling, "rope_theta": 10000.0}
+        assert_tables_match(ours, rotary_table(PhimoeRotaryEmbedding(config), rows))
+
+
+def test_gpt_oss_table():
+    """Its own settings, as transformers has them by default, over a long stretch of positions."""
+    config = GptOssConfig()
+    scaling = dict(config.rope_parameters)
+    ours = build_cos_sin_cache(64, 5000, scaling["rope_theta"], scaling, max_position_embeddings=131072)
+    assert (scaling["factor"], scaling["truncate"], scaling["rope_theta"]) == (32.0, False, 150000.0)
+    assert_tables_match(ours, rotary_table(GptOssRotaryEmbedding(config), 5000))
 
 
 def test_dynamic_within_the_trained_length_is_no_scaling():
@@ -162,7 +249,7 @@ def test_cache_dtype_and_device():
 @pytest.mark.parametrize(
     ("scaling", "names"),
     [
-        ({"rope_type": "su"}, "'su' is not supported.*llama3"),
+        ({"rope_type": "ntk"}, "'ntk' is not supported.*llama3"),
         ({"rope_type": "linear"}, "'linear' needs a positive 'factor'"),
         ({"rope_type": "linear", "factor": 0}, "factor must be positive"),
         ({"rope_type": "linear", "factor": "2"}, "factor must be a number"),
@@ -172,6 +259,23 @@ def test_cache_dtype_and_device():
         ({"rope_type": "yarn", "original_max_position_embeddings": 8}, "'yarn' needs a positive 'factor'"),
         ({**SCALINGS["llama3"], "low_freq_factor": None}, "'llama3' needs a positive 'low_freq_factor'"),
         ({**SCALINGS["llama3"], "low_freq_factor": 4.0}, "low_freq_factor must be less"),
+        ({"type": "su", "original_max_position_embeddings": 8}, "'longrope' needs a positive 'short_factor'"),
+        (longrope(16, long_factor=None), "'longrope' needs a positive 'long_factor'"),
+        (longrope(16, long_factor=[1.0] * 7), r"long_factor must have 8 numbers \(rotary_dim / 2\), got 7"),
+        (longrope(16, short_factor=[1.0] * 9), r"short_factor must have 8 numbers \(rotary_dim / 2\), got 9"),
+        (longrope(16, short_factor=2.0), "short_factor must be a list of numbers, got 2.0"),
+        (longrope(16, short_factor="12345678"), "short_factor must be a list of numbers, got '12345678'"),
+        (longrope(16, short_factor=[1.0] * 7 + [0.0]), r"short_factor\[7\] must be positive, got 0.0"),
+        (longrope(16, long_factor=["1.0"] * 8), r"long_factor\[0\] must be a number, got '1.0'"),
+        (longrope(16, long_factor=[float("nan")] * 8), r"long_factor\[0\] must be a number, got nan"),
+        (longrope(16, factor=[2.0]), r"factor must be a number, got \[2.0\]"),
+        (longrope(16), "'longrope' needs a positive 'factor'"),
+        (longrope(16, factor=2.0, original_max_position_embeddings=1), "must be more than 1, got 1"),
+        (
+            longrope(16, factor=2.0, original_max_position_embeddings=None),
+            "positive 'original_max_position_embeddings'",
+        ),
+        ({"rope_type": "linear", "factor": 2.0, "long_factor": [1.0]}, "unknown keys: long_factor"),
         ({"rope_type": "default", "mrope_section": [1, 2]}, "unknown keys: mrope_section"),
         ({"rope_type": "default", "rope_theta": 5.0}, "rope_theta 5.0, but base is 10000"),
     ],

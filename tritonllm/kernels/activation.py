@@ -1,26 +1,43 @@
-"""Gated activations: ``act(gate) * up`` in one pass over a fused gate/up projection.
+"""Activations: ``act(gate) * up`` in one pass over a fused gate/up projection, and ``act(x)`` alone.
 
-Read 2N and write N elements a row: memory-bound, so the kernel is one load, one multiply and one store per element.
-SwiGLU and GeGLU: Shazeer, "GLU Variants Improve Transformer" (2020).
+Read 2N (alone N) and write N elements a row: memory-bound, so the kernel loads and stores each element once.
+SwiGLU and GeGLU: Shazeer, "GLU Variants Improve Transformer" (2020). Squared ReLU: So et al., "Primer" (2021).
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from tritonllm.kernels import tuning
 from tritonllm.kernels.checks import check_tensor, require
 from tritonllm.kernels.registry import register_op
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
 
 @triton.jit
 def activate(b_x, ACT: tl.constexpr):
-    """silu, gelu or gelu_tanh of a float32 block."""
+    """One of ``ACTIVATIONS`` of a float32 block."""
     if ACT == "silu":
         b_act = b_x * tl.sigmoid(b_x)
     elif ACT == "gelu":
         b_act = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    elif ACT == "relu" or ACT == "relu2":
+        b_act = tl.where(b_x < 0, 0.0, b_x)  # NaN stays, which a maximum would drop
+        if ACT == "relu2":
+            b_act *= b_act
     else:
+        tl.static_assert(ACT == "gelu_tanh")
         # tanh(z) = 2 sigmoid(2z) - 1, so 0.5 x (1 + tanh z) = x sigmoid(2z)
         b_z = 0.7978845608028654 * (b_x + 0.044715 * b_x * b_x * b_x)
         b_act = b_x * tl.sigmoid(2.0 * b_z)
@@ -28,23 +45,24 @@ def activate(b_x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _act_and_mul_kernel(
-    x_ptr,  # [T, 2N]
+def _activation_kernel(
+    x_ptr,  # [T, 2N] if GATED, else [T, N]
     out_ptr,  # [T, N]
     N,
     stride_x,
     stride_out,
     ACT: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_cols = cols < N
-    p_gate = x_ptr + row * stride_x + cols
-    b_gate = tl.load(p_gate, mask=m_cols, other=0.0).to(tl.float32)
-    b_up = tl.load(p_gate + N, mask=m_cols, other=0.0).to(tl.float32)
-    b_act = activate(b_gate, ACT)
-    tl.store(out_ptr + row * stride_out + cols, (b_act * b_up).to(out_ptr.dtype.element_ty), mask=m_cols)
+    p_x = x_ptr + row * stride_x + cols
+    b_out = activate(tl.load(p_x, mask=m_cols, other=0.0).to(tl.float32), ACT)
+    if GATED:
+        b_out *= tl.load(p_x + N, mask=m_cols, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * stride_out + cols, b_out.to(out_ptr.dtype.element_ty), mask=m_cols)
 
 
 def default_config(n: int, tokens: int) -> tuning.Config:
@@ -52,43 +70,46 @@ def default_config(n: int, tokens: int) -> tuning.Config:
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
 
-def _reference(x: torch.Tensor, out: torch.Tensor, activation: str) -> None:
-    gate, up = x.float().chunk(2, dim=-1)
-    if activation == "silu":
-        act = torch.nn.functional.silu(gate)
+def _reference(x: torch.Tensor, out: torch.Tensor, activation: str, gated: bool) -> None:
+    if gated:
+        gate, up = x.float().chunk(2, dim=-1)
+        out.copy_(ACTIVATIONS[activation](gate) * up)
     else:
-        act = torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    out.copy_(act * up)
+        out.copy_(ACTIVATIONS[activation](x.float()))
 
 
 @register_op(mutates=("out",), reference=_reference)
-def _act_and_mul(x: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+def _activation(x: torch.Tensor, out: torch.Tensor, activation: str, gated: bool) -> None:
     tokens, n = out.shape
-    if out.numel() == 0:
-        return
-    config = tuning.get_config("act_and_mul", x.device, default_config, n=n, tokens=tokens)
+    op = "act_and_mul" if gated else "apply_activation"
+    config = tuning.get_config(op, x.device, default_config, n=n, tokens=tokens)
     grid = (tokens, triton.cdiv(n, config["BLOCK"]))
-    _act_and_mul_kernel[grid](x, out, n, x.stride(0), out.stride(0), ACT=activation, **config)
+    _activation_kernel[grid](x, out, n, x.stride(0), out.stride(0), ACT=activation, GATED=gated, **config)
 
 
-def _gated(x: torch.Tensor, activation: str, out: torch.Tensor | None) -> torch.Tensor:
-    check_tensor("x", x, [None] * max(x.dim(), 1))
-    require(x.shape[-1] % 2 == 0, f"x must have an even last dimension (gate and up), got {list(x.shape)}")
-    n = x.shape[-1] // 2
+def _apply(x: torch.Tensor, activation: str, out: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
+    n = x.shape[-1] // 2 if gated else x.shape[-1]
     shape = (*x.shape[:-1], n)
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     check_tensor("out", out, shape, like=x)
     require(out.dim() <= 2 or out.is_contiguous(), "out must be contiguous if it has more than two dimensions")
-    # `view` for the output: a silent copy there would lose the result
-    _act_and_mul(x.reshape(-1, 2 * n), out.view(-1, n), activation)
+    if out.numel():
+        # `view` for the output: a silent copy there would lose the result
+        _activation(x.reshape(-1, x.shape[-1]), out.view(-1, n), activation, gated)
     return out
+
+
+def _gated(x: torch.Tensor, activation: str, out: torch.Tensor | None) -> torch.Tensor:
+    check_tensor("x", x, [None] * max(x.dim(), 1))
+    require(x.shape[-1] % 2 == 0, f"x must have an even last dimension (gate and up), got {list(x.shape)}")
+    return _apply(x, activation, out, gated=True)
 
 
 def _gated_ref(x: torch.Tensor, activation: str, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-    _reference(x, out, activation)
+    _reference(x, out, activation, True)
     return out
 
 
@@ -134,3 +155,30 @@ def gelu_and_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tenso
 def gelu_and_mul_ref(x: torch.Tensor, *, approximate: str = "none", out: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`gelu_and_mul` in plain torch."""
     return _gated_ref(x, "gelu_tanh" if approximate == "tanh" else "gelu", out)
+
+
+def apply_activation(x: torch.Tensor, activation: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``activation(x)`` of each element, computed in float32.
+
+    Args:
+        x: ``[..., N]`` float16, bfloat16 or float32; contiguous in the last dimension.
+        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"`` or ``"relu2"`` (the square of relu).
+        out: ``[..., N]`` to write into, which may be ``x`` itself but not overlap it otherwise; by default a new
+            tensor with the dtype of ``x``.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: another activation, a dtype that is not floating point, or an ``out`` that does not fit.
+    """
+    require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    check_tensor("x", x, [None] * max(x.dim(), 1))
+    return _apply(x, activation, out, gated=False)
+
+
+def apply_activation_ref(x: torch.Tensor, activation: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`apply_activation` in plain torch."""
+    out = torch.empty_like(x) if out is None else out
+    _reference(x, out, activation, False)
+    return out

@@ -7,7 +7,7 @@ the ``k`` rows of a token in float32, in the order of the choices, so results do
 
 The floor is reading the weights of the experts that were hit (``3 I N`` elements each; all 128 experts of 768 x 2048
 in bfloat16 are 1.2 GB, 250 us at 4.8 TB/s) or, from some hundred tokens an expert, ``6 T k I N`` operations. The gated
-activation and the weighted rows are rounded to the dtype of ``x``; all sums are float32.
+activation and the weighted rows are rounded to the dtype of ``x``; all sums are float32. Biases join in the epilogues.
 Grouped products over sorted tokens: Gale et al., "MegaBlocks" (2022).
 """
 
@@ -19,9 +19,28 @@ from tritonllm.kernels import tuning
 from tritonllm.kernels.activation import activate, gelu_and_mul_ref, silu_and_mul_ref
 from tritonllm.kernels.checks import check_same_dtype, check_tensor, require
 from tritonllm.kernels.moe_grouping import ExpertBlocks, expert_of_pairs, group_by_expert
+from tritonllm.kernels.moe_tiles import default_down_config, default_gate_up_config
 from tritonllm.kernels.registry import register_op
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+
+# GPT-OSS: "gpt-oss-120b & gpt-oss-20b Model Card" (2025), and `swiglu` in the reference implementation beside it.
+SWIGLU_ALPHA = tl.constexpr(1.702)  # x * sigmoid(1.702 x) is close to gelu(x)
+SWIGLU_LIMIT = tl.constexpr(7.0)
+
+
+@triton.jit
+def _gated(b_gate, b_up, ACT: tl.constexpr):
+    """The gated activation of float32 blocks."""
+    if ACT == "swigluoai":
+        # comparisons, because tl.minimum and tl.clamp would turn NaN into the limit
+        b_gate = tl.where(b_gate > SWIGLU_LIMIT, SWIGLU_LIMIT, b_gate)
+        b_up = tl.where(b_up > SWIGLU_LIMIT, SWIGLU_LIMIT, b_up)
+        b_up = tl.where(b_up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, b_up)
+        b_h = b_gate * tl.sigmoid(SWIGLU_ALPHA * b_gate) * (b_up + 1.0)
+    else:
+        b_h = activate(b_gate, ACT) * b_up
+    return b_h
 
 
 @triton.jit
@@ -61,6 +80,7 @@ def _product(
 def _gate_up_kernel(
     x_ptr,  # [T, N]
     w_ptr,  # [E, 2I, N]: gate rows, then up rows
+    bias_ptr,  # [E, 2I] or None
     h_ptr,  # [T * TOP_K, I], rows in the order of the experts
     order_ptr,
     table_ptr,
@@ -71,6 +91,7 @@ def _gate_up_kernel(
     stride_x,
     stride_we,
     stride_w,
+    stride_bias,
     TOP_K: tl.constexpr,
     ACT: tl.constexpr,
     FULL_K: tl.constexpr,
@@ -96,16 +117,22 @@ def _gate_up_kernel(
     b_both = _product(p_x[:, None], p_w[:, None], m_row[:, None], (w_column < I)[:, None], N, FULL_K, BLOCK_K)
     # a thread holds whole rows of the product, so gate and up are taken apart in registers
     b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-    b_h = activate(b_gate, ACT) * b_up
     column = n_tile * HALF + tl.arange(0, HALF)
+    m_column = column < I
+    if bias_ptr is not None:
+        p_bias = bias_ptr + expert * stride_bias + column
+        b_gate += tl.load(p_bias, mask=m_column, other=0.0).to(tl.float32)[None, :]
+        b_up += tl.load(p_bias + I, mask=m_column, other=0.0).to(tl.float32)[None, :]
+    b_h = _gated(b_gate, b_up, ACT)
     p_h = h_ptr + (first + row)[:, None] * I + column[None, :]
-    tl.store(p_h, b_h.to(h_ptr.dtype.element_ty), mask=m_row[:, None] & (column < I)[None, :])
+    tl.store(p_h, b_h.to(h_ptr.dtype.element_ty), mask=m_row[:, None] & m_column[None, :])
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _down_kernel(
     h_ptr,  # [T * TOP_K, I], rows in the order of the experts
     w_ptr,  # [E, N, I]
+    bias_ptr,  # [E, N] or None
     weights_ptr,  # [T, TOP_K]
     y_ptr,  # [T, TOP_K, N]
     order_ptr,
@@ -116,6 +143,7 @@ def _down_kernel(
     n_tiles,
     stride_we,
     stride_w,
+    stride_bias,
     stride_weights,
     TOP_K: tl.constexpr,
     FULL_K: tl.constexpr,
@@ -137,6 +165,8 @@ def _down_kernel(
     p_h = h_ptr + (first + row) * I
     p_w = w_ptr + expert * stride_we + column.to(tl.int64) * stride_w
     b_y = _product(p_h[:, None], p_w[:, None], m_row[:, None], m_column[:, None], I, FULL_K, BLOCK_K)
+    if bias_ptr is not None:
+        b_y += tl.load(bias_ptr + expert * stride_bias + column, mask=m_column, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order_ptr + first + row, mask=m_row, other=0).to(tl.int64)
     b_weight = tl.load(weights_ptr + pair // TOP_K * stride_weights + pair % TOP_K, mask=m_row, other=0.0)
     b_y *= b_weight.to(tl.float32)[:, None]
@@ -170,34 +200,14 @@ def _sum_kernel(
     tl.store(out_ptr + token * N + column, b_sum.to(out_ptr.dtype.element_ty), mask=m_column)
 
 
-# Loads of 16 bytes need rows that are a multiple of 16 elements; without them, and in float32, tiles stay small.
-SMALL_TILE = {"BLOCK_N": 32, "BLOCK_K": 32, "GROUP_M": 1, "num_warps": 4, "num_stages": 2}
-TILES = {  # by BLOCK_M; 60 to 150 KB of loads in flight on an SM
-    16: {"BLOCK_N": 64, "BLOCK_K": 128, "GROUP_M": 1, "num_warps": 4, "num_stages": 4},
-    32: {"BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 1, "num_warps": 4, "num_stages": 4},
-    64: {"BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 4},
-    128: {"BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 16, "num_warps": 8, "num_stages": 3},
-}
-
-
-def _needs_small_tile(n: int, k: int, itemsize: int) -> bool:
-    return itemsize == 4 or n % 16 != 0 or k % 16 != 0
-
-
-def default_gate_up_config(pairs: int, experts: int, n: int, k: int, itemsize: int, activation: str) -> tuning.Config:
-    """BLOCK_M holds an expert's share of the pairs and a quarter more, so that most weights are read once."""
-    small = _needs_small_tile(n, k, itemsize)
-    share = triton.next_power_of_2(triton.cdiv(5 * pairs, 4 * experts))
-    block_m = max(16, min(share, 32 if small else 128))
-    config = {"BLOCK_M": block_m, **(SMALL_TILE if small else TILES[block_m])}
-    if activation == "gelu" and block_m == 128:
-        config["BLOCK_N"] = 128  # erf needs registers that the larger product has taken (sm_80)
-    return config
-
-
-def default_down_config(pairs: int, experts: int, n: int, k: int, itemsize: int, block_m: int) -> tuning.Config:
-    """The tile for a BLOCK_M that the first product has chosen."""
-    return SMALL_TILE if _needs_small_tile(n, k, itemsize) else TILES[block_m]
+def _gated_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "silu":
+        return silu_and_mul_ref(gate_up)
+    if activation == "swigluoai":
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=SWIGLU_LIMIT.value), up.clamp(-SWIGLU_LIMIT.value, SWIGLU_LIMIT.value)
+        return gate * (SWIGLU_ALPHA.value * gate).sigmoid() * (up + 1)
+    return gelu_and_mul_ref(gate_up, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _reference(
@@ -206,6 +216,8 @@ def _reference(
     w_down: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
     activation: str,
@@ -219,12 +231,13 @@ def _reference(
     for expert in local.unique().tolist():
         if 0 <= expert < experts:
             token, choice = (local == expert).nonzero(as_tuple=True)
-            h = x[token].float() @ w_gate_up[expert].float().T
-            if activation == "silu":
-                h = silu_and_mul_ref(h)
-            else:
-                h = gelu_and_mul_ref(h, approximate="tanh" if activation == "gelu_tanh" else "none")
-            y[token, choice] = (h @ w_down[expert].float().T) * weights[token, choice, None]
+            gate_up = x[token].float() @ w_gate_up[expert].float().T
+            if gate_up_bias is not None:
+                gate_up += gate_up_bias[expert]
+            row = _gated_reference(gate_up, activation) @ w_down[expert].float().T
+            if down_bias is not None:
+                row += down_bias[expert]
+            y[token, choice] = row * weights[token, choice, None]
     out.copy_(y.sum(1))
 
 
@@ -232,6 +245,8 @@ def _launch_products(
     x: torch.Tensor,
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
     weights: torch.Tensor,
     y: torch.Tensor,
     blocks: ExpertBlocks,
@@ -241,19 +256,22 @@ def _launch_products(
 ) -> None:
     """Write the weighted row of each pair that has an expert to ``y [T, k, N]``."""
     n, i = w_down.shape[1:]
-    num_blocks = blocks.table.shape[1]
+    order, table, block_m = blocks
+    num_blocks = table.shape[1]
     h = torch.empty((weights.numel(), i), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(i, up["BLOCK_N"] // 2)
-    strides = (x.stride(0), w_gate_up.stride(0), w_gate_up.stride(1))
+    stride_bias = 0 if gate_up_bias is None else gate_up_bias.stride(0)
+    strides = (x.stride(0), w_gate_up.stride(0), w_gate_up.stride(1), stride_bias)
     flags = {"TOP_K": weights.shape[1], "ACT": activation, "FULL_K": n % up["BLOCK_K"] == 0}
     _gate_up_kernel[(num_blocks * tiles,)](
-        x, w_gate_up, h, blocks.order, blocks.table, i, n, num_blocks, tiles, *strides, **flags, **up
+        x, w_gate_up, gate_up_bias, h, order, table, i, n, num_blocks, tiles, *strides, **flags, **up
     )
     tiles = triton.cdiv(n, down["BLOCK_N"])
-    strides = (w_down.stride(0), w_down.stride(1), weights.stride(0))
-    flags = {"TOP_K": weights.shape[1], "BLOCK_M": blocks.block_m, "FULL_K": i % down["BLOCK_K"] == 0}
+    stride_bias = 0 if down_bias is None else down_bias.stride(0)
+    strides = (w_down.stride(0), w_down.stride(1), stride_bias, weights.stride(0))
+    flags = {"TOP_K": weights.shape[1], "BLOCK_M": block_m, "FULL_K": i % down["BLOCK_K"] == 0}
     _down_kernel[(num_blocks * tiles,)](
-        h, w_down, weights, y, blocks.order, blocks.table, n, i, num_blocks, tiles, *strides, **flags, **down
+        h, w_down, down_bias, weights, y, order, table, n, i, num_blocks, tiles, *strides, **flags, **down
     )
 
 
@@ -264,6 +282,8 @@ def _fused_moe(
     w_down: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
     activation: str,
@@ -280,7 +300,7 @@ def _fused_moe(
     down = tuning.get_config("moe_down", x.device, default_down_config, n=n, k=i, block_m=block_m, **key)
     blocks = group_by_expert(ids, experts, block_m, expert_map)
     y = torch.empty((tokens, top_k, n), dtype=x.dtype, device=x.device)
-    _launch_products(x, w_gate_up, w_down, weights, y, blocks, up, down, activation)
+    _launch_products(x, w_gate_up, w_down, gate_up_bias, down_bias, weights, y, blocks, up, down, activation)
     block = min(1024, triton.next_power_of_2(n))
     map_or_ids = ids if expert_map is None else expert_map
     flags = {"TOP_K": top_k, "HAS_MAP": expert_map is not None, "BLOCK": block, "num_warps": max(1, block // 256)}
@@ -293,6 +313,8 @@ def _check(
     w_down: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
     activation: str,
     expert_map: torch.Tensor | None,
 ) -> None:
@@ -305,6 +327,10 @@ def _check(
     check_same_dtype("w_gate_up", w_gate_up, "x", x)
     check_same_dtype("w_down", w_down, "x", x)
     require(w_down.numel() > 0, f"w_down must not be empty, got shape {list(w_down.shape)}")
+    if gate_up_bias is not None:
+        check_tensor("gate_up_bias", gate_up_bias, (experts, 2 * i), like=x)
+    if down_bias is not None:
+        check_tensor("down_bias", down_bias, (experts, n), like=x)
     check_tensor("ids", ids, (tokens, "k"), dtype=(torch.int32, torch.int64), like=x)
     require(ids.shape[1] > 0, "ids must have at least one expert for each token, got none")
     require(ids.numel() < 2**31, f"ids must have fewer than 2^31 elements, got {ids.numel()}; split the tokens")
@@ -321,9 +347,11 @@ def fused_moe(
     ids: torch.Tensor,
     *,
     activation: str = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weighted sum over each token's experts of ``(act(x @ gate.T) * (x @ up.T)) @ down.T``.
+    """The weighted sum over each token's experts of ``(act(x @ gate.T) * (x @ up.T)) @ down.T``, biases included.
 
     Only the weights of experts that were hit are read. An id out of range has no expert and adds nothing, so padding
     tokens may carry -1.
@@ -334,9 +362,12 @@ def fused_moe(
         w_down: ``[E, N, I]`` of the dtype of ``x``.
         weights: ``[T, k]`` of a float dtype, usually from :func:`moe_route`.
         ids: ``[T, k]`` int32 or int64 experts of each token.
-        activation: ``"silu"``, ``"gelu"`` (erf) or ``"gelu_tanh"``.
-        expert_map: ``[E_global]`` int32 from an id to an expert of ``w_gate_up`` and ``w_down``, or -1 for one that
-            lives elsewhere and adds nothing here (expert parallelism); by default ids are experts.
+        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, or ``"swigluoai"`` (GPT-OSS): with the gate limited
+            to at most 7 and up to -7 to 7, ``gate * sigmoid(1.702 * gate) * (up + 1)``.
+        gate_up_bias: ``[E, 2I]`` of a float dtype, in the order of ``w_gate_up``.
+        down_bias: ``[E, N]`` of a float dtype; the routing weight multiplies it too.
+        expert_map: ``[E_global]`` int32 from an id to one of the ``E`` experts here, or -1 for one that lives elsewhere
+            and adds nothing here (expert parallelism); by default ids are experts.
 
     Returns:
         ``[T, N]`` of the dtype of ``x``. The same input gives the same bits.
@@ -344,9 +375,9 @@ def fused_moe(
     Raises:
         ValueError: a wrong shape, dtype or device, or another activation.
     """
-    _check(x, w_gate_up, w_down, weights, ids, activation, expert_map)
+    _check(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, activation, expert_map)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _fused_moe(x, w_gate_up, w_down, weights, ids, expert_map, out, activation)
+    _fused_moe(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, activation)
     return out
 
 
@@ -358,9 +389,11 @@ def fused_moe_ref(
     ids: torch.Tensor,
     *,
     activation: str = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`fused_moe` in plain torch: one pair of products for each expert that was hit, in float32."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _reference(x, w_gate_up, w_down, weights, ids, expert_map, out, activation)
+    _reference(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, activation)
     return out

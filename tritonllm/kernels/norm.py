@@ -1,8 +1,8 @@
-"""RMSNorm, alone or fused with the residual addition before it.
+"""The kernel of RMSNorm and LayerNorm, alone or after a residual addition, and RMSNorm; LayerNorm is in `layernorm`.
 
-A row is read once, kept in registers while its mean square is summed, and written once, so the floor is memory:
-2N elements a row for :func:`rms_norm`, 4N for :func:`fused_add_rms_norm` (28 us for 4096 rows of 4096 in bfloat16 at
-4.8 TB/s). Short rows (the per-head norm of Qwen3 has N = 128) share a program; a row beyond one block is read twice.
+A row is read once, kept in registers while its statistics are summed, and written once, so the floor is memory:
+2N elements a row, 4N with the addition (28 us for 4096 rows of 4096 in bfloat16 at 4.8 TB/s). Short rows (the per-head
+norm of Qwen3 has N = 128) share a program; a row beyond one block is read twice, by LayerNorm three times.
 RMSNorm: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
@@ -18,33 +18,36 @@ MAX_BLOCK = 16384
 
 
 @triton.jit
-def _load_rows(p_x, p_residual, mask, ADD: tl.constexpr):
+def _load_rows(p_x, p_residual, mask, x_scale, ADD: tl.constexpr):
     """One block of rows in float32; with ADD the residual sum, rounded as it will be stored."""
     b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         b_residual = tl.load(p_residual, mask=mask, other=0.0).to(tl.float32)
-        b_x = (b_x + b_residual).to(p_residual.dtype.element_ty).to(tl.float32)
+        b_x = (b_x * x_scale + b_residual).to(p_residual.dtype.element_ty).to(tl.float32)
     return b_x
 
 
 @triton.jit
-def _store_rows(b_x, b_rstd, p_weight, p_out, p_residual, m_cols, mask, ADD: tl.constexpr):
-    b_weight = tl.load(p_weight, mask=m_cols, other=0.0).to(tl.float32)
-    tl.store(p_out, (b_x * b_rstd * b_weight).to(p_out.dtype.element_ty), mask=mask)
-    if ADD:
-        tl.store(p_residual, b_x.to(p_residual.dtype.element_ty), mask=mask)
+def _squares(b_x, b_mean, mask, MEAN: tl.constexpr):
+    """Squares of the differences with the mean: E[x^2] - E[x]^2 would cancel where the mean is large."""
+    if MEAN:
+        b_x = tl.where(mask, b_x - b_mean, 0.0)
+    return b_x * b_x
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm_kernel(
+def _norm_kernel(
     x_ptr,  # [rows // H, H, N]
     residual_ptr,  # [rows // H, H, N], read and written if ADD
-    weight_ptr,  # [N]
+    weight_ptr,  # [N], or [H, N] if PER_HEAD; read if HAS_WEIGHT
+    bias_ptr,  # as the weight; read if HAS_BIAS
     out_ptr,  # [rows // H, H, N], may be x
     rows,
     H,
     N,
     eps,
+    weight_offset,
+    x_scale,
     stride_x,
     stride_xh,
     stride_residual,
@@ -52,6 +55,10 @@ def _rms_norm_kernel(
     stride_out,
     stride_outh,
     ADD: tl.constexpr,
+    MEAN: tl.constexpr,  # LayerNorm
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # N <= BLOCK
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -63,26 +70,43 @@ def _rms_norm_kernel(
     p_x = x_ptr + outer * stride_x + inner * stride_xh
     p_residual = residual_ptr + outer * stride_residual + inner * stride_residual_h
     p_out = out_ptr + outer * stride_out + inner * stride_outh
+    p_weight = (weight_ptr + inner * N) if PER_HEAD else weight_ptr
+    p_bias = (bias_ptr + inner * N) if PER_HEAD else bias_ptr
     cols = tl.arange(0, BLOCK)[None, :]
+    b_mean = tl.zeros([ROWS, 1], tl.float32)
     if ONE_BLOCK:
-        m_cols = cols < N
-        mask = m_row & m_cols
-        b_x = _load_rows(p_x + cols, p_residual + cols, mask, ADD)
-        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1)[:, None] / N + eps)
-        _store_rows(b_x, b_rstd, weight_ptr + cols, p_out + cols, p_residual + cols, m_cols, mask, ADD)
+        mask = m_row & (cols < N)
+        b_x = _load_rows(p_x + cols, p_residual + cols, mask, x_scale, ADD)
+        if MEAN:
+            b_mean = tl.sum(b_x, axis=1)[:, None] / N
+        b_squares = _squares(b_x, b_mean, mask, MEAN)
     else:
+        if MEAN:
+            b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+            for start in range(0, N, BLOCK):
+                at = start + cols
+                b_sum += _load_rows(p_x + at, p_residual + at, m_row & (at < N), x_scale, ADD)
+            b_mean = tl.sum(b_sum, axis=1)[:, None] / N
         b_squares = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in range(0, N, BLOCK):
-            mask = m_row & (cols < N - start)
-            b_x = _load_rows(p_x + start + cols, p_residual + start + cols, mask, ADD)
-            b_squares += b_x * b_x
-        b_rstd = tl.rsqrt(tl.sum(b_squares, axis=1)[:, None] / N + eps)
-        for start in range(0, N, BLOCK):
             at = start + cols
-            m_cols = at < N
-            mask = m_row & m_cols
-            b_x = _load_rows(p_x + at, p_residual + at, mask, ADD)
-            _store_rows(b_x, b_rstd, weight_ptr + at, p_out + at, p_residual + at, m_cols, mask, ADD)
+            mask = m_row & (at < N)
+            b_squares += _squares(_load_rows(p_x + at, p_residual + at, mask, x_scale, ADD), b_mean, mask, MEAN)
+    b_rstd = tl.rsqrt(tl.sum(b_squares, axis=1)[:, None] / N + eps)
+    for start in range(0, BLOCK if ONE_BLOCK else N, BLOCK):
+        at = start + cols
+        m_cols = at < N
+        mask = m_row & m_cols
+        if not ONE_BLOCK:
+            b_x = _load_rows(p_x + at, p_residual + at, mask, x_scale, ADD)
+        if ADD:  # before the weights are loaded: fewer registers
+            tl.store(p_residual + at, b_x.to(residual_ptr.dtype.element_ty), mask=mask)
+        b_y = (b_x - b_mean) * b_rstd
+        if HAS_WEIGHT:
+            b_y *= tl.load(p_weight + at, mask=m_cols, other=0.0).to(tl.float32) + weight_offset
+        if HAS_BIAS:
+            b_y += tl.load(p_bias + at, mask=m_cols, other=0.0).to(tl.float32)
+        tl.store(p_out + at, b_y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def default_config(n: int, rows: int) -> tuning.Config:
@@ -101,57 +125,74 @@ def _strides(t: torch.Tensor) -> tuple[int, int, int]:
     return 1, t.stride(0), 0
 
 
-def _launch(
-    op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+def norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    x_scale: float,
+    mean: bool,
+) -> None:
+    if residual is not None:
+        x = residual.copy_(torch.add(residual.float(), x.float(), alpha=x_scale))
+    y = x.float()
+    if mean:
+        y = y - y.mean(-1, keepdim=True)
+    y = y * y.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    if weight is not None:
+        y *= weight.float() + weight_offset
+    if bias is not None:
+        y += bias
+    out.copy_(y)
+
+
+@register_op(mutates=("residual", "out"), reference=norm_reference)
+def _norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    x_scale: float,
+    mean: bool,
 ) -> None:
     if x.numel() == 0:
         return
-    n = weight.shape[0]
+    n = x.shape[-1]
     rows = x.numel() // n
     heads, *x_strides = _strides(x)
     _, *residual_strides = _strides(x if residual is None else residual)
     _, *out_strides = _strides(out)
+    op = ("" if residual is None else "fused_add_") + ("layer_norm" if mean else "rms_norm")
     config = tuning.get_config(op, x.device, default_config, n=n, rows=rows)
-    _rms_norm_kernel[(triton.cdiv(rows, config["ROWS"]),)](
+    _norm_kernel[(triton.cdiv(rows, config["ROWS"]),)](
         x,
         x if residual is None else residual,
-        weight,
+        x if weight is None else weight,
+        x if bias is None else bias,
         out,
         rows,
         heads,
         n,
         eps,
+        weight_offset,
+        x_scale,
         *x_strides,
         *residual_strides,
         *out_strides,
         ADD=residual is not None,
+        MEAN=mean,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        PER_HEAD=2 in (t.dim() for t in (weight, bias) if t is not None),
         ONE_BLOCK=n <= config["BLOCK"],
         **config,
     )
-
-
-def _norm_reference(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
-    x = x.float()
-    rstd = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    torch.mul(x * rstd, weight, out=out)
-
-
-@register_op(mutates=("out",), reference=_norm_reference)
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
-    _launch("rms_norm", x, None, weight, out, eps)
-
-
-def _add_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    if x.dtype == residual.dtype:
-        residual.add_(x)
-    else:
-        residual.copy_(residual.float() + x.float())
-    _norm_reference(residual, weight, x, eps)
-
-
-@register_op(mutates=("x", "residual"), reference=_add_norm_reference)
-def _fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    _launch("fused_add_rms_norm", x, residual, weight, x, eps)
 
 
 def _as_rows(name: str, t: torch.Tensor) -> torch.Tensor:
@@ -162,25 +203,76 @@ def _as_rows(name: str, t: torch.Tensor) -> torch.Tensor:
     return t.view(-1, *t.shape[-2:])
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+def check_input(x: torch.Tensor) -> None:
     check_tensor("x", x, [None] * max(x.dim(), 1))
-    check_tensor("weight", weight, x.shape[-1:], like=x)
+
+
+def check_affine(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
+    """Check a weight or a bias: ``[N]``, or contiguous ``[H, N]`` where ``x`` is ``[..., H, N]``."""
+    per_head = isinstance(t, torch.Tensor) and t.dim() == 2 and x.dim() > 2
+    check_tensor(name, t, x.shape[-2:] if per_head else x.shape[-1:], like=x)
+    require(not per_head or t.is_contiguous(), f"{name} must be contiguous if it has a row for each head")
+
+
+def normalize(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    eps: float,
+    *,
+    weight_offset: float = 0.0,
+    mean: bool,
+) -> torch.Tensor:
+    """The norm of ``x`` in ``out`` or a new tensor; checks ``out``, the caller the rest."""
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    else:
+        check_tensor("out", out, x.shape, like=x)
+    rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
+    _norm(rows, None, weight, bias, _as_rows("out", out), eps, weight_offset, 1.0, mean)
+    return out
+
+
+def add_and_normalize(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    weight_offset: float = 0.0,
+    x_scale: float,
+    mean: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``residual += x * x_scale`` and its norm in ``x``; checks ``residual``, the caller the rest."""
+    check_tensor("residual", residual, x.shape, like=x)
+    rows = _as_rows("x", x)
+    _norm(rows, _as_rows("residual", residual), weight, bias, rows, eps, weight_offset, x_scale, mean)
+    return x, residual
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32 until the result is stored.
+    """``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`` over the last dimension, in float32 until it is stored.
 
-    ``transformers`` rounds the normalised row to the dtype of ``x`` before it multiplies by ``weight``; here there is
-    one rounding, of the product. In float32 both are the same.
+    ``transformers`` rounds the normalised row of most families to the dtype of ``x`` before it multiplies by
+    ``weight``; here there is one rounding, of the product. In float32 both are the same.
 
     Args:
         x: ``[..., N]`` float16, bfloat16 or float32; contiguous in the last dimension. With up to three dimensions
             the others may have any strides, so the heads of a fused projection, ``qkv[:, :H * D].view(T, H, D)``,
             are normalised where they are.
-        weight: ``[N]`` float16, bfloat16 or float32.
+        weight: ``[N]`` float16, bfloat16 or float32. Where ``x`` is ``[..., H, N]`` also ``[H, N]``, contiguous: a row
+            for each head.
         eps: added to the mean square.
+        weight_offset: added to ``weight``, in float32 (Gemma keeps its weights less 1).
         out: ``[..., N]`` to write into, which may be ``x`` itself but not overlap it otherwise; by default a new
             tensor with the dtype of ``x``.
 
@@ -190,40 +282,47 @@ def rms_norm(
     Raises:
         ValueError: a wrong shape, dtype or device, or rows that are not contiguous.
     """
-    _check(x, weight)
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    else:
-        check_tensor("out", out, x.shape, like=x)
-    rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
-    _rms_norm(rows, weight, _as_rows("out", out), eps)
-    return out
+    check_input(x)
+    check_affine("weight", weight, x)
+    return normalize(x, weight, None, out, eps, weight_offset=weight_offset, mean=False)
 
 
 def rms_norm_ref(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`rms_norm` in plain torch."""
-    if out is None:
-        out = torch.empty_like(x)
-    _norm_reference(x, weight, out, eps)
+    out = torch.empty_like(x) if out is None else out
+    norm_reference(x, None, weight, None, out, eps, weight_offset, 1.0, False)
     return out
 
 
 def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    x_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``residual += x``, then ``x = rms_norm(residual, weight, eps)``, in place and in one pass.
+    """``residual += x * x_scale``, then ``x = rms_norm(residual, weight, eps)``, in place and in one pass.
 
-    The norm is of the sum as it is stored, rounded to the dtype of ``residual``: the result equals the two steps
-    apart, which is what ``transformers`` computes and what a reader of the residual stream expects.
+    The norm is of the sum as it is stored, rounded once, to the dtype of ``residual``: the result equals the two steps
+    apart, which is what a reader of the residual stream expects.
 
     Args:
         x: ``[..., N]`` float16, bfloat16 or float32, overwritten with the normed sum; strides as in :func:`rms_norm`.
         residual: ``[..., N]``, overwritten with the sum; its dtype may differ from that of ``x``. Must not overlap
             ``x``.
-        weight: ``[N]`` float16, bfloat16 or float32.
+        weight: ``[N]`` or ``[H, N]`` as in :func:`rms_norm`.
         eps: added to the mean square.
+        weight_offset: added to ``weight``, in float32.
+        x_scale: ``x`` is multiplied by it, in float32 (the residual multiplier of Granite and MiniCPM).
 
     Returns:
         ``(x, residual)``, the tensors given.
@@ -232,15 +331,20 @@ def fused_add_rms_norm(
         ValueError: a wrong shape, dtype or device, rows that are not contiguous, or a tensor of more than three
             dimensions that is not contiguous.
     """
-    _check(x, weight)
-    check_tensor("residual", residual, x.shape, like=x)
-    _fused_add_rms_norm(_as_rows("x", x), _as_rows("residual", residual), weight, eps)
-    return x, residual
+    check_input(x)
+    check_affine("weight", weight, x)
+    return add_and_normalize(x, residual, weight, None, eps, weight_offset=weight_offset, x_scale=x_scale, mean=False)
 
 
 def fused_add_rms_norm_ref(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    x_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fused_add_rms_norm` in plain torch."""
-    _add_norm_reference(x, residual, weight, eps)
+    norm_reference(x, residual, weight, None, x, eps, weight_offset, x_scale, False)
     return x, residual

@@ -5,7 +5,7 @@ ten thousand positions a float32 angle is off by more than a model notices, and 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ KEYS: dict[str, set[str]] = {
     "dynamic": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": {"short_factor", "long_factor", "factor", "attention_factor", "short_mscale", "long_mscale"},
 }
+LISTS = ("short_factor", "long_factor")  # one number for each frequency
 
 
 def _need(scaling: Scaling, key: str) -> Any:
@@ -32,7 +34,8 @@ def _need(scaling: Scaling, key: str) -> Any:
 
 
 def _type(scaling: Scaling) -> str:
-    return scaling.get("rope_type") or scaling.get("type") or "default"
+    name = scaling.get("rope_type") or scaling.get("type") or "default"
+    return "longrope" if name == "su" else name  # its name in the first Phi-3 configs
 
 
 def _trained_length(scaling: Scaling, max_position_embeddings: int | None) -> int:
@@ -40,8 +43,12 @@ def _trained_length(scaling: Scaling, max_position_embeddings: int | None) -> in
     return scaling.get(key) or max_position_embeddings or _need(scaling, key)
 
 
+def _periods(base: float, rotary_dim: int) -> torch.Tensor:
+    return base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+
+
 def _frequencies(base: float, rotary_dim: int) -> torch.Tensor:
-    return 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    return 1.0 / _periods(base, rotary_dim)
 
 
 def _linear(scaling: Scaling, base: float, rotary_dim: int) -> torch.Tensor:
@@ -94,6 +101,33 @@ def _yarn(
     return slow * frequencies / factor + (1 - slow) * frequencies, attention
 
 
+def _longrope(
+    scaling: Scaling, base: float, rotary_dim: int, length: int, trained: int, max_position_embeddings: int | None
+) -> tuple[torch.Tensor, float]:
+    """A factor for each frequency, and the factor of cosines and sines (Ding et al., "LongRoPE", 2024)."""
+    for key in LISTS:
+        factors = _need(scaling, key)
+        require(
+            len(factors) == rotary_dim // 2,
+            f"scaling: {key} must have {rotary_dim // 2} numbers (rotary_dim / 2), got {len(factors)}",
+        )
+    regime = "long" if length > trained else "short"
+    attention = scaling.get(f"{regime}_mscale") or scaling.get("attention_factor")
+    if attention is None:
+        ratio = max_position_embeddings / trained if max_position_embeddings else None
+        factor = scaling.get("factor") or ratio or _need(scaling, "factor")
+        require(trained > 1, f"scaling: original_max_position_embeddings must be more than 1, got {trained}")
+        attention = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return 1.0 / (
+        torch.tensor(scaling[f"{regime}_factor"], dtype=torch.float32) * _periods(base, rotary_dim)
+    ), attention
+
+
+def _check_number(name: str, value: Any, *, positive: bool) -> None:
+    require(isinstance(value, int | float) and math.isfinite(value), f"scaling: {name} must be a number, got {value!r}")
+    require(value > 0 or not positive, f"scaling: {name} must be positive, got {value}")
+
+
 def _check_scaling(scaling: Scaling, base: float) -> None:
     kind = _type(scaling)
     require(kind in KEYS, f"scaling: rope type {kind!r} is not supported, expected one of {', '.join(KEYS)}")
@@ -102,9 +136,15 @@ def _check_scaling(scaling: Scaling, base: float) -> None:
     theta = scaling.get("rope_theta", base)
     require(theta == base, f"scaling has rope_theta {theta}, but base is {base}")
     for key, value in scaling.items():
-        if key not in ("rope_type", "type", "truncate") and value is not None:
-            require(isinstance(value, int | float) and math.isfinite(value), f"scaling: {key} must be a number")
-            require(value > 0 or key.startswith("mscale"), f"scaling: {key} must be positive, got {value}")
+        if key in ("rope_type", "type", "truncate") or value is None:
+            continue
+        if key in LISTS:
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            require(is_list, f"scaling: {key} must be a list of numbers, got {value!r}")
+            for i, number in enumerate(value):
+                _check_number(f"{key}[{i}]", number, positive=True)
+        else:
+            _check_number(key, value, positive=not key.startswith("mscale"))
 
 
 def build_cos_sin_cache(
@@ -132,10 +172,13 @@ def build_cos_sin_cache(
             - ``llama3``: ``factor``, ``low_freq_factor``, ``high_freq_factor``.
             - ``yarn``: ``factor``; optional ``attention_factor`` or ``mscale`` and ``mscale_all_dim``, ``beta_fast``
               (32), ``beta_slow`` (1), ``truncate`` (true).
+            - ``longrope`` (or ``su``): ``short_factor`` and ``long_factor``, lists of ``rotary_dim / 2`` numbers.
+              As with ``dynamic``, ``max_position`` decides: the long ones if it is beyond the trained length.
+              Optional ``attention_factor``, or ``short_mscale`` and ``long_mscale`` (Phi-3.5-MoE), or ``factor``.
 
             The last three need the trained length: ``original_max_position_embeddings``.
         max_position_embeddings: the config's; stands in for ``original_max_position_embeddings`` (which ``dynamic``
-            ignores, as ``transformers`` does), and for a missing yarn ``factor`` through their ratio.
+            ignores, as ``transformers`` does), and for a missing ``factor`` of yarn and longrope through their ratio.
         dtype: of the table; float32 keeps positions apart that bfloat16 cannot.
         device: where to put it.
 
@@ -163,6 +206,11 @@ def build_cos_sin_cache(
         case "yarn":
             trained = _trained_length(scaling, max_position_embeddings)
             frequencies, attention = _yarn(scaling, base, rotary_dim, trained, max_position_embeddings)
+        case "longrope":
+            trained = _trained_length(scaling, max_position_embeddings)
+            frequencies, attention = _longrope(
+                scaling, base, rotary_dim, max_position, trained, max_position_embeddings
+            )
         case _:
             frequencies = _frequencies(base, rotary_dim)
     angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
