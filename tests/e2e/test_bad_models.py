@@ -43,9 +43,19 @@ def test_no_config(folder):
     refuse(folder, r"no config\.json")
 
 
-def test_unknown_architecture(folder):
-    edit_config(folder, architectures=["T5ForConditionalGeneration"], model_type="t5")
-    refuse(folder, "T5ForConditionalGeneration is not supported; supported: LlamaForCausalLM")
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "message"),
+    [
+        ("T5ForConditionalGeneration", "t5", "it is an encoder-decoder model"),
+        ("LlavaForConditionalGeneration", "llava", "it is a multimodal model"),
+        ("BertForMaskedLM", "bert", "it is not a causal language model"),
+        ("MambaForCausalLM", "mamba", "linear_attention"),
+        ("NobodysForCausalLM", "nobodys", "does not know model_type='nobodys'"),
+    ],
+)
+def test_what_no_decoder_can_run(folder, architecture, model_type, message):
+    edit_config(folder, architectures=[architecture], model_type=model_type)
+    refuse(folder, f"{architecture} is not a native family and cannot run through transformers either: .*{message}")
 
 
 def test_truncated_weights(folder):

@@ -6,26 +6,21 @@ import pytest
 import torch
 
 from tritonllm.layers import attention
-from tritonllm.layers.attention import Attention
+from tritonllm.layers.attention import Attention, AttentionSpec
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.rope import RopeSpec
 
 HEADS, HEAD, BLOCK = 2, 16, 4
 
 
 def make(device: torch.device) -> Attention:
-    layer = Attention(
-        24,
-        HEADS,
-        1,
-        HEAD,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm_eps=None,
-        window=None,
-        interleaved=False,
-        dtype=torch.float32,
-        device=device,
+    spec = AttentionSpec(
+        num_heads=HEADS,
+        num_kv_heads=1,
+        head_size=HEAD,
+        rope=RopeSpec(base=1e4, rotary_dim=HEAD, trained_length=BLOCK),
     )
+    layer = Attention(24, spec, dtype=torch.float32, device=device)
     for p in layer.parameters():
         p.normal_(0, 0.2)
     return layer

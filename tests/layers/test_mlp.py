@@ -3,17 +3,49 @@ import torch
 from support.compare import assert_close
 from torch.nn import functional as F
 
-from tritonllm.layers.mlp import GatedMLP
+from tritonllm.layers.mlp import ACTIVATIONS, GATED_ACTIVATIONS, MLP, MLPSpec
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+FUNCTIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def make(spec: MLPSpec, device: torch.device) -> MLP:
+    mlp = MLP(6, spec, dtype=torch.float32, device=device)
+    for p in mlp.parameters():
+        p.normal_()
+    return mlp
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_matches_torch(device, activation, bias):
-    mlp = GatedMLP(6, 10, activation=activation, bias=bias, dtype=torch.float32, device=device)
-    for p in mlp.parameters():
-        p.normal_()
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
+def test_gated(device, activation, bias):
+    mlp = make(MLPSpec(intermediate_size=10, activation=activation, bias=bias), device)
     x = torch.randn(4, 6, device=device)
-    gate, up = F.linear(x, mlp.gate_up.weight, mlp.gate_up.bias).chunk(2, dim=-1)
-    assert_close(mlp(x), F.linear(ACTIVATIONS[activation](gate) * up, mlp.down.weight, mlp.down.bias))
+    gate, up = F.linear(x, mlp.up.weight, mlp.up.bias).chunk(2, dim=-1)
+    assert_close(mlp(x), F.linear(FUNCTIONS[activation](gate) * up, mlp.down.weight, mlp.down.bias))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_plain(device, activation, bias):
+    mlp = make(MLPSpec(intermediate_size=10, activation=activation, gated=False, bias=bias), device)
+    x = torch.randn(4, 6, device=device)
+    inner = FUNCTIONS[activation](F.linear(x, mlp.up.weight, mlp.up.bias))
+    assert_close(mlp(x), F.linear(inner, mlp.down.weight, mlp.down.bias))
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"activation": "tanh", "gated": False}, "activation must be one of silu, .*relu2, got 'tanh'"),
+        ({"activation": "relu"}, "activation of a gated MLP must be one of silu, gelu, gelu_tanh, got 'relu'"),
+    ],
+)
+def test_bad_specs(axes, message):
+    with pytest.raises(ValueError, match=message):
+        MLPSpec(intermediate_size=8, **axes)

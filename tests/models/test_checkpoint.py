@@ -19,19 +19,29 @@ class FakeResponse:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch):
-    """Replace the download; returns the list of its calls and a way to make it fail."""
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Replace the download; returns the list of its calls, and what it does: fail, or bring these files."""
     calls: list[tuple[str, dict]] = []
-    outcome: dict[str, BaseException | str] = {"is": "downloaded"}
+    outcome: dict[str, BaseException | list[str]] = {"is": ["model.safetensors"]}
 
     def download(model: str, **kwargs) -> str:
         calls.append((model, kwargs))
         if isinstance(outcome["is"], BaseException):
             raise outcome["is"]
-        return outcome["is"]
+        folder = tmp_path / "downloaded"
+        folder.mkdir(exist_ok=True)
+        for file in kept(outcome["is"], kwargs):
+            (folder / file).touch()
+        return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return calls, outcome
+
+
+def kept(files: list[str], patterns: dict) -> list[str]:
+    """Those of a repository that the hub's library downloads."""
+    names = ("allow_patterns", "ignore_patterns")
+    return list(huggingface_hub.utils.filter_repo_objects(files, **{name: patterns[name] for name in names}))
 
 
 def test_folder(tmp_path, hub):
@@ -58,9 +68,9 @@ def test_file(tmp_path):
         checkpoint.resolve(str(tmp_path / "model.safetensors"))
 
 
-def test_hub_id(hub):
+def test_hub_id(hub, tmp_path):
     calls, _ = hub
-    assert checkpoint.resolve("owner/name", revision="v2") == Path("downloaded")
+    assert checkpoint.resolve("owner/name", revision="v2") == tmp_path / "downloaded"
     ((model, kwargs),) = calls
     assert (model, kwargs["revision"]) == ("owner/name", "v2")
 
@@ -79,16 +89,35 @@ def test_hub_id(hub):
         ("onnx/model.safetensors", False),
         ("consolidated.safetensors", False),
         ("README.md", False),
+        ("modeling_other.py", False),
+        ("setup/modeling_other.py", False),
     ],
 )
 def test_which_files_are_downloaded(hub, file, wanted):
-    calls, _ = hub
     checkpoint.resolve("owner/name")
-    patterns = calls[0][1]
-    kept = huggingface_hub.utils.filter_repo_objects(
-        [file], allow_patterns=patterns["allow_patterns"], ignore_patterns=patterns["ignore_patterns"]
+    ((_, patterns),) = hub[0]
+    assert bool(kept([file], patterns)) == wanted
+
+
+@pytest.mark.parametrize("trust", [True, False])
+def test_code_is_downloaded_only_when_asked(hub, trust):
+    checkpoint.resolve("owner/name", trust_remote_code=trust)
+    ((_, patterns),) = hub[0]
+    assert (
+        kept(["modeling_other.py", "a.tiktoken", "sub/b.py"], patterns) == ["modeling_other.py", "a.tiktoken"] * trust
     )
-    assert bool(list(kept)) == wanted
+
+
+@pytest.mark.parametrize("safetensors", [[], ["model.safetensors"], ["model-00001-of-00002.safetensors"]])
+def test_pytorch_files_are_downloaded_where_nothing_else_is(hub, tmp_path, safetensors):
+    pytorch = ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
+    others = ["training_args.bin", "optimizer.bin", "original/pytorch_model.bin", "tf_model.h5"]
+    hub[1]["is"] = ["config.json", *safetensors, *pytorch, *others]
+    checkpoint.resolve("owner/name", revision="v2", trust_remote_code=True)
+    files = {path.name for path in (tmp_path / "downloaded").iterdir()}
+    common = {"config.json", "pytorch_model.bin.index.json"}
+    assert files == common | set(safetensors or pytorch)
+    assert all(kwargs["revision"] == "v2" and "*.py" in kwargs["allow_patterns"] for _, kwargs in hub[0])
 
 
 @pytest.mark.parametrize(

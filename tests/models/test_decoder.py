@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.tiny_models import PagedRunner, PagedSequence, tiny_config
 
+from tritonllm.layers.rope import RopeSpec
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.weights import dummy_weights
@@ -33,12 +34,24 @@ def test_nothing_is_initialised(monkeypatch):
         assert bool(p.isnan().all()), name
 
 
-def test_one_rope_table_for_all_layers(device):
-    model = build(device)
-    buffers = dict(model.named_buffers())
-    assert list(buffers) == ["cos_sin_cache"]
-    assert model.cos_sin_cache.shape == (32, 16) and model.cos_sin_cache.dtype == torch.float32
-    assert "cos_sin_cache" not in model.state_dict()
+def test_layers_share_a_rope_table(device, monkeypatch):
+    """One for each rotation that differs: Gemma 3 has two, SmolLM3 one and layers without."""
+    made = []
+    table = RopeSpec.table
+
+    def counted(self, *args):
+        made.append(table(self, *args))
+        return made[-1]
+
+    for family, different in (("qwen3", 1), ("gemma3_text", 2), ("smollm3", 1), ("gpt2", 0)):
+        spec = spec_from_config(tiny_config(family))
+        with monkeypatch.context() as patch:
+            patch.setattr(RopeSpec, "table", counted)
+            model = Decoder(spec, dtype=torch.float32, device=device, max_model_len=32)
+        assert len(made) == different
+        assert all(t.shape == (32, 16) and t.dtype == torch.float32 for t in made)
+        assert all(p.shape != (32, 16) for p in model.state_dict().values())
+        made.clear()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,9 +2,8 @@
 
 import argparse
 import dataclasses
-import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -50,19 +49,43 @@ def gpu_rows() -> dict[str, str]:
 
 def model_rows(model: str) -> dict[str, Any]:
     """What the engine reads out of a checkpoint's ``config.json``."""
+    import torch
+
     from tritonllm.models import checkpoint
-    from tritonllm.models.families import spec_from_config, weight_map
+    from tritonllm.models.decoder import Decoder
+    from tritonllm.models.loading import read_spec
+    from tritonllm.models.spec import ModelSpec
 
     folder = checkpoint.resolve(model)
-    spec = spec_from_config(checkpoint.read_config(folder))
-    parameters = sum(math.prod(slot.shape) for slot in weight_map(spec).values())
+    spec = read_spec(folder)
     cache_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
-    rows = {"model": folder, "parameters": f"{parameters:,}", "kv cache": f"{cache_bytes:,} bytes a token"}
-    return rows | {f"  {field.name}": brief(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
+    rows: dict[str, Any] = {"model": folder, "kv cache": f"{cache_bytes:,} bytes a token"}
+    if not isinstance(spec, ModelSpec):
+        return rows | {"runs": "through transformers, see docs/models.md"} | fields_of([spec])
+    decoder = Decoder(spec, dtype=spec.dtype, device=torch.device("meta"), max_model_len=1)
+    rows["parameters"] = f"{sum(p.numel() for p in decoder.parameters()):,}"
+    rows |= {name: value for name, value in fields_of([spec]).items() if name.strip() != "layers"}
+    rows["attention"] = f"{spec.num_layers} layers"
+    rows |= fields_of([layer.attention for layer in spec.layers])
+    for kind in dict.fromkeys(type(layer.mlp) for layer in spec.layers):
+        blocks = [layer.mlp for layer in spec.layers if type(layer.mlp) is kind]
+        rows[kind.__name__.removesuffix("Spec").lower()] = f"{len(blocks)} layers"
+        # MLPs and experts have fields of the same name: tell them apart by their place
+        rows |= {f"  {name}" if name in rows else name: value for name, value in fields_of(blocks).items()}
+    return rows
 
 
-def brief(value: Any) -> Any:
-    """One value for what is the same in every layer."""
-    if isinstance(value, tuple) and len(value) > 1 and len(set(value)) == 1:
-        return f"{value[0]} (all {len(value)} layers)"
-    return value
+def fields_of(specs: Sequence[Any]) -> dict[str, Any]:
+    """Fields that are not at their default in all of these, each with its value or the values by layer."""
+    rows = {}
+    for field in dataclasses.fields(specs[0]):
+        values = [getattr(spec, field.name) for spec in specs]
+        if any(value != field.default for value in values):
+            same = all(value == values[0] for value in values)
+            rows[f"  {field.name}"] = values[0] if same else ", ".join(map(brief, values))
+    return rows
+
+
+def brief(value: Any) -> str:
+    """Of a rotation, what layers differ in; other values as they are."""
+    return f"base {value.base:g}" if hasattr(value, "base") else str(value)

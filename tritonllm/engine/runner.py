@@ -12,7 +12,7 @@ from tritonllm.engine.request import Request
 from tritonllm.engine.sampler import SamplerOutput, TokenLogprobs, gather_logprobs, sample_tokens
 from tritonllm.engine.scheduler import StepPlan
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
-from tritonllm.models.decoder import Decoder
+from tritonllm.models.interface import CausalLM
 from tritonllm.sampling_params import SamplingParams
 
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
@@ -45,15 +45,15 @@ class ModelRunner:
     """The model, its cache and the captured decode steps.
 
     Args:
-        model: a loaded decoder.
+        model: loaded, on ``device``.
         config: the engine's.
         device: where the model is.
         max_model_len: the longest sequence that may come.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, device: torch.device, max_model_len: int) -> None:
+    def __init__(self, model: CausalLM, config: EngineConfig, device: torch.device, max_model_len: int) -> None:
         self._model = model
-        self._dtype = model.embed.weight.dtype
+        self._dtype = model.dtype
         self._config = config
         self._device = device
         self._block_size = config.cache.block_size
@@ -160,7 +160,7 @@ class ModelRunner:
         for tokens in warm_up_sizes(self._config.scheduler.max_num_batched_tokens):
             self._dummy_step(tokens)
             self._dummy_decode(min(tokens, self._config.scheduler.max_num_seqs))
-        if not self._config.enforce_eager:
+        if self._model.supports_graphs and not self._config.enforce_eager:
             max_blocks = -(-self._max_model_len // self._block_size)
             self._graphs = DecodeGraphs(self._forward, self._config.scheduler.max_num_seqs, max_blocks, self._device)
 

@@ -11,10 +11,8 @@ from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.models import checkpoint
-from tritonllm.models.decoder import Decoder
-from tritonllm.models.families import spec_from_config
-from tritonllm.models.spec import ModelSpec
-from tritonllm.models.weights import dummy_weights, load_weights
+from tritonllm.models.interface import ModelFacts
+from tritonllm.models.loading import load_model, read_spec
 
 SINGLE_THREAD_BELOW = 512  # hidden size
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -58,7 +56,7 @@ def resolve_dtype(name: str, device_type: str, capability: tuple[int, int], in_c
     return dtype
 
 
-def length_limit(config: ModelConfig, spec: ModelSpec) -> int:
+def length_limit(config: ModelConfig, spec: ModelFacts) -> int:
     """The longest sequence that model and user allow.
 
     Raises:
@@ -94,7 +92,7 @@ def length_that_fits(config: EngineConfig, limit: int, num_blocks: int) -> int:
     return room
 
 
-def limit_cpu_threads(spec: ModelSpec) -> None:
+def limit_cpu_threads(spec: ModelFacts) -> None:
     """Run a tiny model on one thread: its products take microseconds, less than handing them to other threads.
 
     The demo model on two busy cores: 4 tokens/s with two threads, which wait for each other, and 60 with one. This
@@ -104,7 +102,7 @@ def limit_cpu_threads(spec: ModelSpec) -> None:
         torch.set_num_threads(1)
 
 
-def end_tokens(spec: ModelSpec, generation_config: dict) -> frozenset[int]:
+def end_tokens(spec: ModelFacts, generation_config: dict) -> frozenset[int]:
     ids = generation_config.get("eos_token_id")
     more = [ids] if isinstance(ids, int) else list(ids or [])
     return frozenset([*spec.eos_token_ids, *more])
@@ -117,8 +115,9 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         ValueError: bad configuration, checkpoint or tokenizer; the message names the argument or tensor and the fix.
     """
     model_config = config.model
-    folder = checkpoint.resolve(model_config.model, model_config.revision)
-    spec = spec_from_config(checkpoint.read_config(folder))
+    trusted = model_config.trust_remote_code
+    folder = checkpoint.resolve(model_config.model, model_config.revision, trust_remote_code=trusted)
+    spec = read_spec(folder, trust_remote_code=trusted)
     device = resolve_device(model_config.device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     dtype = resolve_dtype(model_config.dtype, device.type, capability, spec.dtype)
@@ -128,15 +127,20 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         tokenizer = load_tokenizer(
             model_config.tokenizer or str(folder),
             revision=model_config.revision if model_config.tokenizer else None,
-            trust_remote_code=model_config.trust_remote_code,
+            trust_remote_code=trusted,
         )
     if device.type == "cpu":
         limit_cpu_threads(spec)
-    model = Decoder(spec, dtype=dtype, device=device, max_model_len=limit)
-    if model_config.load_format == "dummy":
-        dummy_weights(model, model_config.seed)
-    else:
-        load_weights(model, folder)
+    model = load_model(
+        folder,
+        spec,
+        dtype=dtype,
+        device=device,
+        max_model_len=limit,
+        load_format=model_config.load_format,
+        seed=model_config.seed,
+        trust_remote_code=trusted,
+    )
     runner = ModelRunner(model, config, device, limit)
     num_blocks = runner.fit_num_blocks()
     max_model_len = length_that_fits(config, limit, num_blocks)

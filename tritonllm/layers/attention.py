@@ -1,96 +1,159 @@
 """Attention over the paged cache: project, normalise, rotate, store, attend, project."""
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import torch
 from torch import nn
 
 from tritonllm.kernels import apply_rope, paged_decode_attention, store_kv, varlen_prefill_attention
-from tritonllm.layers.linear import Linear
+from tritonllm.layers.linear import Linear, empty_parameter
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
-from tritonllm.layers.norm import RMSNorm
+from tritonllm.layers.norm import Norm, NormSpec
+from tritonllm.layers.rope import RopeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Multi-head attention with grouped keys and values.
+
+    Another kind of attention (latent attention, say) is another spec and another module beside these two.
+
+    Attributes:
+        head_size: elements of one head; ``num_heads * head_size`` may differ from the hidden size.
+        scale: multiplies the query-key products; ``head_size ** -0.5`` by default.
+        qkv_bias: of the query, key and value projections.
+        o_bias: of the output projection.
+        qk_norm: normalises queries and keys before the rotation.
+        qk_norm_over: what shares a norm's statistics and weights: each ``head`` its own statistics with the same
+            weights, each of the ``heads`` with weights of its own, or ``all`` heads at once.
+        rope: rotation of queries and keys; ``None`` for none.
+        window: keys that a token sees, itself included; ``None`` for all.
+        softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
+        sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
+        alibi_slopes: of each head; ``None`` for no linear bias.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: NormSpec | None = None
+    qk_norm_over: Literal["head", "heads", "all"] = "head"
+    rope: RopeSpec | None = None
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi_slopes: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if self.head_size % 8 or not 16 <= self.head_size <= 512:
+            raise ValueError(f"head_size must be a multiple of 8 from 16 to 512, got {self.head_size}")
+        if self.rope is not None and self.rope.rotary_dim > self.head_size:
+            raise ValueError(f"rotary_dim must be at most head_size={self.head_size}, got {self.rope.rotary_dim}")
+        if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
+            raise ValueError(f"alibi_slopes must have one entry for each of {self.num_heads} heads")
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values.
+    """Attention as an :class:`AttentionSpec` says."""
 
-    Args:
-        qk_norm_eps: normalise each head of the queries and keys before the rotation, with this epsilon.
-        window: each token sees this many keys, itself included; ``None`` for all.
-        interleaved: rotate neighbouring elements instead of the two halves of a head.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        *,
-        qkv_bias: bool,
-        o_bias: bool,
-        qk_norm_eps: float | None,
-        window: int | None,
-        interleaved: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, hidden_size: int, spec: AttentionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.head_size = head_size
-        self.heads = (num_heads, num_kv_heads, num_kv_heads)
-        self.window = window
-        self.interleaved = interleaved
-        self.qkv = Linear(hidden_size, sum(self.heads) * head_size, bias=qkv_bias, dtype=dtype, device=device)
-        self.o = Linear(num_heads * head_size, hidden_size, bias=o_bias, dtype=dtype, device=device)
+        self.spec = spec
+        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        q_size = spec.num_heads * spec.head_size
+        columns = sum(self.heads) * spec.head_size
+        self.qkv = Linear(hidden_size, columns, bias=spec.qkv_bias, dtype=dtype, device=device)
+        self.o = Linear(q_size, hidden_size, bias=spec.o_bias, dtype=dtype, device=device)
         self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_size, qk_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(head_size, qk_norm_eps, dtype=dtype, device=device)
+        if spec.qk_norm is not None:
+            self.q_norm = Norm(self._norm_shape(spec.num_heads), spec.qk_norm, dtype=dtype, device=device)
+            self.k_norm = Norm(self._norm_shape(spec.num_kv_heads), spec.qk_norm, dtype=dtype, device=device)
+        self.sinks = empty_parameter(spec.num_heads, dtype=dtype, device=device) if spec.sinks else None
+        slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+
+    def _norm_shape(self, heads: int) -> tuple[int, ...]:
+        size = self.spec.head_size
+        return {"head": (size,), "heads": (heads, size), "all": (heads * size,)}[self.spec.qk_norm_over]
 
     def forward(
         self,
         x: torch.Tensor,
         positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
+        cos_sin_cache: torch.Tensor | None,
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
     ) -> torch.Tensor:
         """Attend from ``x[T, hidden]`` at ``positions[T]``; writes the new keys and values into ``kv_cache``.
 
+        Args:
+            cos_sin_cache: the table of the spec's ``rope``; ``None`` without one.
+
         Returns:
             ``[T, hidden]``.
         """
-        qkv = self.qkv(x).unflatten(1, (sum(self.heads), self.head_size))
-        q, k, v = qkv.split(self.heads, dim=1)  # views: the three kernels below work in place
+        qkv = self.qkv(x).unflatten(1, (sum(self.heads), self.spec.head_size))
+        q, k, v = qkv.split(self.heads, dim=1)  # views: what follows works in place
         if self.q_norm is not None and self.k_norm is not None:
-            self.q_norm.normalize_(q)
-            self.k_norm.normalize_(k)
-        apply_rope(q, k, positions, cos_sin_cache, interleaved=self.interleaved)
+            self._normalize_(self.q_norm, q)
+            self._normalize_(self.k_norm, k)
+        if self.spec.rope is not None and cos_sin_cache is not None:
+            apply_rope(q, k, positions, cos_sin_cache, interleaved=self.spec.rope.interleaved)
         store_kv(k, v, kv_cache.k, kv_cache.v, metadata.slot_mapping)
-        return self.o(self._attend(q, metadata, kv_cache).flatten(1))
+        out = paged_attention(
+            q,
+            metadata,
+            kv_cache,
+            scale=self.spec.scale,
+            window=self.spec.window,
+            softcap=self.spec.softcap,
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+        )
+        return self.o(out.flatten(1))
 
-    def _attend(self, q: torch.Tensor, metadata: AttentionMetadata, kv_cache: KVCacheView) -> torch.Tensor:
-        """``q[T, H, D]`` -> ``[T, H, D]``: decodes in one launch, prefill chunks in another, each only if there."""
-        n = metadata.num_decodes
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if n > 0:
-            paged_decode_attention(
-                q[:n],
-                kv_cache.k,
-                kv_cache.v,
-                metadata.block_tables[:n],
-                metadata.seq_lens[:n],
-                window=self.window,
-                out=out[:n],
-            )
-        if n < q.shape[0]:
-            varlen_prefill_attention(
-                q[n:],
-                kv_cache.k,
-                kv_cache.v,
-                metadata.block_tables[n:],
-                metadata.cu_seqlens_q,
-                metadata.seq_lens[n:],
-                max_seqlen_q=metadata.max_seqlen_q,
-                window=self.window,
-                out=out[n:],
-            )
-        return out
+    def _normalize_(self, norm: Norm, x: torch.Tensor) -> None:
+        if self.spec.qk_norm_over == "all":
+            x = x.view(x.shape[0], -1)
+        norm.normalize(x, out=x)
+
+
+def paged_attention(
+    q: torch.Tensor, metadata: AttentionMetadata, kv_cache: KVCacheView, **options: Any
+) -> torch.Tensor:
+    """``q[T, H, D]`` -> ``[T, H, D]``: decodes in one launch, prefill chunks in another, each only if there.
+
+    Args:
+        options: ``scale``, ``window``, ``softcap``, ``sinks`` and ``alibi_slopes`` of the two kernels.
+    """
+    n = metadata.num_decodes
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if n > 0:
+        paged_decode_attention(
+            q[:n],
+            kv_cache.k,
+            kv_cache.v,
+            metadata.block_tables[:n],
+            metadata.seq_lens[:n],
+            out=out[:n],
+            **options,
+        )
+    if n < q.shape[0]:
+        varlen_prefill_attention(
+            q[n:],
+            kv_cache.k,
+            kv_cache.v,
+            metadata.block_tables[n:],
+            metadata.cu_seqlens_q,
+            metadata.seq_lens[n:],
+            max_seqlen_q=metadata.max_seqlen_q,
+            out=out[n:],
+            **options,
+        )
+    return out

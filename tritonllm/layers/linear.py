@@ -14,6 +14,18 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
+def linear_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x[N, in] @ weight[out, in].T + bias[out]`` -> ``[N, out]`` float32, whatever the dtype of the arguments.
+
+    On CUDA the product itself writes float32: rounded to bfloat16 first, logits near 16 would be 1/8 apart, and an
+    argmax would meet ties that the model does not have.
+    """
+    if x.is_cuda and x.dtype != torch.float32:
+        out = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return out if bias is None else out.add_(bias)
+    return F.linear(x, weight, bias).float()
+
+
 class Linear(nn.Module):
     """``x[..., in_features] @ weight[out_features, in_features].T + bias[out_features]``.
 
@@ -44,11 +56,5 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden[N, size] @ weight.T`` -> ``[N, num_embeddings]`` float32.
-
-        On CUDA the product itself writes float32. Rounded to bfloat16 first, logits near 16 would be 1/8 apart, and
-        greedy decoding would meet ties that the model does not have.
-        """
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
-        return F.linear(hidden, self.weight).float()
+        """``hidden[N, size] @ weight.T`` -> ``[N, num_embeddings]`` float32."""
+        return linear_float32(hidden, self.weight)

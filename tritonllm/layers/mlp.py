@@ -1,36 +1,57 @@
-"""The gated feed-forward block: ``down(act(gate(x)) * up(x))``."""
+"""The feed-forward block: ``down(act(up(x)))``, or gated, ``down(act(gate(x)) * up(x))``."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from tritonllm.kernels import gelu_and_mul, silu_and_mul
+from tritonllm.kernels import apply_activation, gelu_and_mul, silu_and_mul
 from tritonllm.layers.linear import Linear
 
+GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = (*GATED_ACTIVATIONS, "relu", "relu2")
 
-class GatedMLP(nn.Module):
-    """Gate and up are one projection, gate first.
 
-    Args:
-        activation: ``silu``, ``gelu`` or ``gelu_tanh``.
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """A feed-forward block.
+
+    Attributes:
+        intermediate_size: columns between the two products.
+        activation: one of ``ACTIVATIONS``; of ``GATED_ACTIVATIONS`` with a gate.
+        gated: the activation multiplies a second projection of the input.
+        bias: of all projections.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        activation: str,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    intermediate_size: int
+    activation: str
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = GATED_ACTIVATIONS if self.gated else ACTIVATIONS
+        if self.activation not in allowed:
+            gated = " of a gated MLP" if self.gated else ""
+            raise ValueError(f"activation{gated} must be one of {', '.join(allowed)}, got {self.activation!r}")
+
+
+class MLP(nn.Module):
+    """With a gate, gate and up are one projection, gate first: one product reads the input once."""
+
+    def __init__(self, hidden_size: int, spec: MLPSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.activation = activation
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device)
-        self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        self.spec = spec
+        inner = spec.intermediate_size
+        columns = 2 * inner if spec.gated else inner
+        self.up = Linear(hidden_size, columns, bias=spec.bias, dtype=dtype, device=device)
+        self.down = Linear(inner, hidden_size, bias=spec.bias, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up(x)
-        if self.activation == "silu":
-            return self.down(silu_and_mul(gate_up))
-        return self.down(gelu_and_mul(gate_up, approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+        """``x[T, hidden]`` -> ``[T, hidden]``."""
+        inner = self.up(x)
+        activation = self.spec.activation
+        if not self.spec.gated:
+            return self.down(apply_activation(inner, activation, out=inner))
+        if activation == "silu":
+            return self.down(silu_and_mul(inner))
+        return self.down(gelu_and_mul(inner, approximate="tanh" if activation == "gelu_tanh" else "none"))

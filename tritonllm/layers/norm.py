@@ -1,34 +1,80 @@
-"""Root mean square normalisation with the residual stream (Zhang and Sennrich, 2019)."""
+"""Normalisation with the residual stream.
+
+RMS norm: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Layer norm: Ba et al. (2016).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
-from tritonllm.kernels import fused_add_rms_norm, rms_norm
+from tritonllm.kernels import fused_add_layer_norm, fused_add_rms_norm, layer_norm, rms_norm
 from tritonllm.layers.linear import empty_parameter
 
 
-class RMSNorm(nn.Module):
-    """``x / rms(x) * weight`` over the last dimension, in float32."""
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """What a norm computes.
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    Attributes:
+        kind: ``rms`` divides by the root mean square; ``layer`` subtracts the mean first.
+        eps: added to the mean square or the variance.
+        weight: there is a weight, or a layer norm has none.
+        bias: a layer norm adds one.
+        weight_offset: added to the weight of an RMS norm (Gemma stores its difference from 1).
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    weight: bool = True
+    bias: bool = False
+    weight_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind == "rms" and (self.bias or not self.weight):
+            raise ValueError(f"an RMS norm has a weight and no bias, got weight={self.weight}, bias={self.bias}")
+        if self.kind == "layer" and self.weight_offset:
+            raise ValueError(f"a layer norm has no weight_offset, got {self.weight_offset}")
+
+
+class Norm(nn.Module):
+    """Normalise the last dimension in float32.
+
+    Args:
+        shape: ``(size,)``, or ``(heads, size)`` where each head has weights of its own.
+        spec: what to compute.
+    """
+
+    def __init__(self, shape: tuple[int, ...], spec: NormSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
-        self.eps = eps
+        self.spec = spec
+        self.weight = empty_parameter(*shape, dtype=dtype, device=device) if spec.weight else None
+        self.bias = empty_parameter(*shape, dtype=dtype, device=device) if spec.bias else None
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, x_scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add ``x`` to the residual stream and normalise the sum.
 
         Args:
             x: ``[T, size]``, what the last block computed; overwritten if there is a residual.
             residual: ``[T, size]``, the stream so far, updated in place; ``None`` where ``x`` starts it.
+            x_scale: multiplies ``x`` where it is added to a stream.
 
         Returns:
             The normalised sum, and the stream.
         """
         if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return fused_add_rms_norm(x, residual, self.weight, self.eps)
+            return self.normalize(x), x
+        if self.weight is None or self.spec.kind == "layer":
+            return fused_add_layer_norm(x, residual, self.weight, self.bias, self.spec.eps, x_scale=x_scale)
+        return fused_add_rms_norm(
+            x, residual, self.weight, self.spec.eps, weight_offset=self.spec.weight_offset, x_scale=x_scale
+        )
 
-    def normalize_(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise ``x[..., size]`` in place, without a residual."""
-        return rms_norm(x, self.weight, self.eps, out=x)
+    def normalize(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalise ``x[..., *shape]`` without a residual, into ``out`` (which may be ``x``) or a new tensor."""
+        if self.weight is None or self.spec.kind == "layer":
+            return layer_norm(x, self.weight, self.bias, self.spec.eps, out=out)
+        return rms_norm(x, self.weight, self.spec.eps, weight_offset=self.spec.weight_offset, out=out)

@@ -7,14 +7,17 @@ from typing import Any
 # Top-level files only: some repositories hold a second copy of the weights in a folder or under another name.
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
+_PYTORCH = ["pytorch_model*.bin"]  # only where there are no safetensors: many repositories have both
+_CODE = ["*.py", "*.tiktoken"]  # and the vocabulary that only such tokenizers read
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
+def resolve(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
     """The folder of a checkpoint, downloaded if ``model`` is a hub id.
 
     Args:
         model: a folder, or the id of a repository on the Hugging Face hub (``owner/name``).
         revision: branch, tag or commit of a hub id.
+        trust_remote_code: download the repository's Python files too.
 
     Raises:
         ValueError: no such folder or repository, no access, or no connection and nothing in the local cache.
@@ -26,10 +29,14 @@ def resolve(model: str, revision: str | None = None) -> Path:
         raise ValueError(f"model {model!r} is a file; give the folder that holds config.json")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ValueError(f"model {model!r}: there is no such folder")
-    return _download(model, revision)
+    wanted = _WANTED + _CODE if trust_remote_code else _WANTED
+    folder = _download(model, revision, wanted)
+    if not any(folder.glob("*.safetensors")):
+        folder = _download(model, revision, wanted + _PYTORCH)
+    return folder
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -41,7 +48,7 @@ def _download(model: str, revision: str | None) -> Path:
     )
 
     try:
-        folder = snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        folder = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED)
     except GatedRepoError as error:
         raise ValueError(f"model {model!r} asks you to accept its terms on the hub and to log in first") from error
     except RevisionNotFoundError as error:

@@ -5,57 +5,80 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from tritonllm.kernels import cap_logits
 from tritonllm.layers.attention import Attention
-from tritonllm.layers.linear import Embedding
+from tritonllm.layers.linear import Embedding, Linear, empty_parameter
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
-from tritonllm.layers.mlp import GatedMLP
-from tritonllm.layers.norm import RMSNorm
+from tritonllm.layers.mlp import MLP, MLPSpec
+from tritonllm.layers.moe import MoE
+from tritonllm.layers.norm import Norm
 from tritonllm.models.spec import ModelSpec
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the MLP, each after a norm that also adds what came before to the residual stream."""
+    """Attention and MLP around a residual stream.
+
+    What a block computed is added to the stream by the norm that comes next, so it travels beside the stream until
+    then; a layer hands the next one its MLP's output, not yet added.
+    """
 
     def __init__(self, spec: ModelSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.attention = Attention(
-            spec.hidden_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_size,
-            qkv_bias=spec.qkv_bias,
-            o_bias=spec.o_bias,
-            qk_norm_eps=spec.norm_eps if spec.qk_norm else None,
-            window=spec.sliding_window[index],
-            interleaved=spec.rope.interleaved,
-            dtype=dtype,
-            device=device,
-        )
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(
-            spec.hidden_size,
-            spec.intermediate_size,
-            activation=spec.activation,
-            bias=spec.mlp_bias,
-            dtype=dtype,
-            device=device,
-        )
+        layer = spec.layers[index]
+        before = spec.norm_position in ("pre", "sandwich")
+        after = spec.norm_position in ("post", "sandwich")
+        of_stream = spec.norm_position == "stream"
+        self.multiplier = spec.residual_multiplier
+        self.of_stream = of_stream
+        self.parallel = spec.parallel is not None
+
+        def norm(exists: bool) -> Norm | None:
+            return Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device) if exists else None
+
+        # with norms of the stream, the one after a layer's MLP is where the next layer enters
+        self.attention_norm = norm(before or (of_stream and index > 0))
+        self.attention = Attention(spec.hidden_size, layer.attention, dtype=dtype, device=device)
+        self.attention_post_norm = norm(after)
+        self.mlp_norm = norm((before or of_stream) and spec.parallel != "one norm")
+        self.mlp: MLP | MoE
+        if isinstance(layer.mlp, MLPSpec):
+            self.mlp = MLP(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
+        else:
+            self.mlp = MoE(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
+        self.mlp_post_norm = norm(after)
 
     def forward(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor | None,
+        stream: torch.Tensor | None,
         positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
+        cos_sin_cache: torch.Tensor | None,
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``x[T, hidden]``, not yet added to the stream, and the stream -> the same two of the next layer."""
-        x, residual = self.attention_norm(x, residual)
-        x = self.attention(x, positions, cos_sin_cache, metadata, kv_cache)
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x), residual
+        x, stream = self._enter(self.attention_norm, x, stream)
+        attended = self.attention(x, positions, cos_sin_cache, metadata, kv_cache)
+        if self.parallel:
+            if self.mlp_norm is not None:
+                x = self.mlp_norm.normalize(stream)
+            return attended.add_(self.mlp(x)), stream
+        x, stream = self._enter(self.mlp_norm, _after(self.attention_post_norm, attended), stream)
+        return _after(self.mlp_post_norm, self.mlp(x)), stream
+
+    def _enter(
+        self, norm: Norm | None, x: torch.Tensor, stream: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add ``x`` to the stream; returns a block's input, and the stream."""
+        if norm is None:
+            stream = x if stream is None else stream.add_(x, alpha=self.multiplier)
+            return stream, stream
+        x, stream = norm(x, stream, self.multiplier)
+        return x, x if self.of_stream else stream
+
+
+def _after(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else norm.normalize(x, out=x)
 
 
 class Decoder(nn.Module):
@@ -70,19 +93,31 @@ class Decoder(nn.Module):
         max_model_len: positions go from 0 to ``max_model_len - 1``.
     """
 
-    cos_sin_cache: torch.Tensor
+    supports_graphs = True
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
         super().__init__()
         self.spec = spec
         self.dtype = dtype
-        self.embed = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        size = spec.embedding_size or spec.hidden_size
+        self.embed = Embedding(spec.vocab_size, size, dtype=dtype, device=device)
+        # a model multiplies by a number of its own dtype: Gemma's sqrt(3072) is 55.5 in bfloat16
+        self.embedding_multiplier = float(torch.tensor(spec.embedding_multiplier, dtype=dtype))
+        self.positions = self.project_in = self.project_out = self.norm = self.logit_bias = None
+        if spec.learned_positions:
+            self.positions = Embedding(spec.learned_positions, spec.hidden_size, dtype=dtype, device=device)
+        if size != spec.hidden_size:
+            self.project_in = Linear(size, spec.hidden_size, bias=False, dtype=dtype, device=device)
+            self.project_out = Linear(spec.hidden_size, size, bias=False, dtype=dtype, device=device)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, dtype=dtype, device=device) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+        if spec.final_norm:
+            self.norm = Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device)
         self.lm_head = self.embed
         if not spec.tie_word_embeddings:
-            self.lm_head = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.register_buffer("cos_sin_cache", spec.rope.table(max_model_len, device), persistent=False)
+            self.lm_head = Embedding(spec.vocab_size, size, dtype=dtype, device=device)
+        if spec.logit_bias:
+            self.logit_bias = empty_parameter(spec.vocab_size, dtype=dtype, device=device)
+        self._tables, self._table_of_layer = _rope_tables(spec, max_model_len, device)
 
     def forward(
         self,
@@ -102,11 +137,45 @@ class Decoder(nn.Module):
         Returns:
             ``[T, hidden]`` after the last norm, for :meth:`compute_logits`.
         """
-        x, residual = self.embed(input_ids), None
-        for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
-            x, residual = layer(x, residual, positions, self.cos_sin_cache, metadata, layer_cache)
-        return self.norm(x, residual)[0]
+        x = self._embed(input_ids, positions)
+        stream: torch.Tensor | None = None
+        for layer, table, layer_cache in zip(self.layers, self._table_of_layer, kv_cache, strict=True):
+            x, stream = layer(x, stream, positions, self._tables[table], metadata, layer_cache)
+        multiplier = self.spec.residual_multiplier
+        if self.norm is not None:
+            return self.norm(x, stream, multiplier)[0]
+        assert stream is not None  # there is a layer
+        return stream.add_(x, alpha=multiplier)
+
+    def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        if self.embedding_multiplier != 1.0:
+            x *= self.embedding_multiplier
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.positions is not None:
+            x += self.positions(positions + self.spec.position_offset)
+        return x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""
-        return self.lm_head.logits(hidden)
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        logits = self.lm_head.logits(hidden)
+        if self.logit_bias is not None:
+            logits += self.logit_bias
+        if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
+            cap_logits(logits, scale=self.spec.logit_scale, softcap=self.spec.logit_softcap)
+        return logits
+
+
+def _rope_tables(
+    spec: ModelSpec, max_model_len: int, device: torch.device
+) -> tuple[list[torch.Tensor | None], list[int]]:
+    """The tables of the rotations that differ, and which one each layer takes."""
+    ropes = []
+    for layer in spec.layers:
+        if layer.attention.rope not in ropes:
+            ropes.append(layer.attention.rope)
+    tables = [None if rope is None else rope.table(max_model_len, device) for rope in ropes]
+    return tables, [ropes.index(layer.attention.rope) for layer in spec.layers]

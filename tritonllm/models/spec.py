@@ -1,65 +1,48 @@
 """A model as data: everything the decoder needs to know, and nothing about how files spell it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from tritonllm.kernels.rope_cache import build_cos_sin_cache
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+from tritonllm.layers.attention import AttentionSpec
+from tritonllm.layers.mlp import MLPSpec
+from tritonllm.layers.moe import MoESpec
+from tritonllm.layers.norm import NormSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeSpec:
-    """Rotary position embedding.
+class LayerSpec:
+    """One layer: attention, then an MLP or experts."""
 
-    Attributes:
-        base: of the geometric series of wavelengths.
-        rotary_dim: leading elements of each head that are rotated.
-        trained_length: positions that the model was trained on, unless ``scaling`` says otherwise.
-        scaling: ``rope_type`` and its parameters, as in ``config.json``; empty for none.
-        interleaved: pairs are neighbours instead of halves.
-    """
-
-    base: float
-    rotary_dim: int
-    trained_length: int
-    scaling: Mapping[str, Any] = field(default_factory=dict)
-    interleaved: bool = False
-
-    def table(self, max_position: int, device: torch.device | None = None) -> torch.Tensor:
-        """``[max_position, rotary_dim]`` float32: what :func:`~tritonllm.kernels.apply_rope` reads.
-
-        Raises:
-            ValueError: a rope type that is not supported, or parameters that do not fit it.
-        """
-        return build_cos_sin_cache(
-            self.rotary_dim,
-            max_position,
-            self.base,
-            self.scaling,
-            max_position_embeddings=self.trained_length,
-            device=device,
-        )
+    attention: AttentionSpec
+    mlp: MLPSpec | MoESpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer with a residual stream, RMS norms, rotary positions and gated MLPs.
+    """A decoder-only transformer.
 
     Attributes:
         architecture: its name in ``config.json``.
-        head_size: elements of one head; ``num_heads * head_size`` may differ from ``hidden_size``.
         max_position_embeddings: most tokens of a sequence, position scaling included.
-        norm_eps: of every norm.
-        activation: one of ``ACTIVATIONS``.
-        qkv_bias: of the query, key and value projections.
-        o_bias: of attention's output projection.
-        mlp_bias: of all three projections of the MLP.
-        qk_norm: queries and keys are normalised per head, before the rotation.
-        sliding_window: per layer, how many keys a token sees, itself included; ``None`` for all.
+        layers: from the first to the last; the cache's shape is the same in all of them.
+        norm: every norm of the residual stream.
+        norm_position: where a block (attention, MLP) and the stream are normalised: ``pre``, the block's input;
+            ``post``, the block's output before it is added (OLMo 2); ``sandwich``, both (Gemma 2); ``stream``, the sum
+            after it is added, which the stream then is (the original transformer; OPT-350m).
+        parallel: attention and MLP both read the layer's input instead of one after the other: ``one norm`` for both,
+            or ``two norms``; ``None`` for one after the other. With ``norm_position="pre"``.
+        final_norm: there is a norm before the output projection.
+        learned_positions: rows of a learned table that is added to the embeddings; 0 for none.
+        position_offset: row of position 0 in that table (OPT begins at 2).
+        embedding_size: of the token embeddings, projected to the hidden size and back (OPT-350m); ``None`` if it is
+            the hidden size.
+        embedding_multiplier: of the token embeddings.
+        residual_multiplier: of what a block adds to the stream.
+        logit_scale: multiplies the logits.
+        logit_softcap: then replaces them by ``cap * tanh(logit / cap)``; 0 for none.
+        logit_bias: the output projection has one.
         tie_word_embeddings: the output projection is the embedding table.
         eos_token_ids: tokens that end a sequence.
         dtype: of the checkpoint.
@@ -68,32 +51,41 @@ class ModelSpec:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
     max_position_embeddings: int
-    norm_eps: float
-    rope: RopeSpec
-    activation: str = "silu"
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: tuple[int | None, ...]
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    norm_position: Literal["pre", "post", "sandwich", "stream"] = "pre"
+    parallel: Literal["one norm", "two norms"] | None = None
+    final_norm: bool = True
+    learned_positions: int = 0
+    position_offset: int = 0
+    embedding_size: int | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    logit_bias: bool = False
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-        if self.head_size % 8 or not 16 <= self.head_size <= 512:
-            raise ValueError(f"head_size must be a multiple of 8 from 16 to 512, got {self.head_size}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
-        if len(self.sliding_window) != self.num_layers:
-            raise ValueError(
-                f"sliding_window must have one entry for each of {self.num_layers} layers, got {self.sliding_window}"
-            )
+        if not self.layers:
+            raise ValueError("layers must not be empty")
+        shapes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in self.layers}
+        if len(shapes) > 1:
+            raise ValueError(f"layers must agree in num_kv_heads and head_size, got {sorted(shapes)}")
+        if self.parallel is not None and self.norm_position != "pre":
+            raise ValueError(f"parallel={self.parallel!r} needs norm_position='pre', got {self.norm_position!r}")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layers[0].attention.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.layers[0].attention.head_size

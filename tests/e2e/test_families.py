@@ -1,0 +1,65 @@
+"""Whole requests with every family: loaded by path, batched, chunked, preempted, and still transformers' tokens."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from support.engines import greedy
+from support.tiny_models import ALL_FAMILIES, random_tokens, reference_logits, tiny_config, write_checkpoint
+from support.tiny_tokenizer import VOCAB_SIZE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tritonllm import LLM
+
+LENGTHS, NEW = (19, 3, 30, 11), 16
+
+
+def check(folder: Path, theirs: PreTrainedModel) -> LLM:
+    """Greedy tokens of prompts that share a beginning, in a cache that is too small for all of them at once."""
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        block_size=4,
+        num_blocks=20,
+        max_num_seqs=4,
+        max_num_batched_tokens=13,
+    )
+    shared = random_tokens(8, VOCAB_SIZE, seed=9)
+    prompts = [shared + random_tokens(length, VOCAB_SIZE, seed=length) for length in LENGTHS]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(NEW), use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        got = list(output.outputs[0].token_ids)
+        assert len(got) == NEW
+        assert got == reference_logits(theirs, prompt + got).argmax(-1).tolist()[len(prompt) - 1 : -1]
+    return llm
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_family(tmp_path, family):
+    theirs = write_checkpoint(tmp_path, tiny_config(family, vocab_size=VOCAB_SIZE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(tmp_path, theirs)
+
+
+def test_any_other_architecture(tmp_path):
+    """Starcoder2 has no family here; transformers computes it, with one warning."""
+    config = AutoConfig.for_model(
+        "starcoder2",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for p in theirs.parameters():
+        p.data.normal_(0, 0.2)
+    theirs.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="Starcoder2ForCausalLM is not a native family") as warned:
+        check(tmp_path, theirs)
+    assert len([w for w in warned if "native family" in str(w.message)]) == 1

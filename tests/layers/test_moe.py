@@ -1,0 +1,102 @@
+import pytest
+import torch
+from support.compare import assert_close
+from torch.nn import functional as F
+
+from tritonllm.layers.mlp import MLPSpec
+from tritonllm.layers.moe import MoE, MoESpec
+
+SIZE, INNER = 8, 6
+
+
+def make(device: torch.device, **axes) -> MoE:
+    spec = MoESpec(**{"num_experts": 4, "top_k": 2, "intermediate_size": INNER, **axes})
+    moe = MoE(SIZE, spec, dtype=torch.float32, device=device)
+    for p in moe.parameters():
+        p.normal_(0, 0.5)
+    return moe
+
+
+def expert(moe: MoE, x: torch.Tensor, e: int) -> torch.Tensor:
+    gate, up = F.linear(x, moe.gate_up[e], None if moe.gate_up_bias is None else moe.gate_up_bias[e]).chunk(2)
+    if moe.spec.activation == "swigluoai":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    else:
+        inner = F.silu(gate) * up
+    return F.linear(inner, moe.down[e], None if moe.down_bias is None else moe.down_bias[e])
+
+
+def want(moe: MoE, x: torch.Tensor) -> torch.Tensor:
+    """One token at a time, the definition."""
+    spec, rows = moe.spec, []
+    for row in x:
+        logits = F.linear(row, moe.router.weight, moe.router.bias)
+        scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(0)
+        choice = scores if moe.correction_bias is None else scores + moe.correction_bias
+        if spec.num_groups > 1:
+            grouped = choice.view(spec.num_groups, -1)
+            two_best = grouped.topk(2).values.sum(-1) if moe.correction_bias is not None else grouped.amax(-1)
+            kept = two_best.topk(spec.top_k_groups).indices
+            masked = torch.full_like(grouped, -torch.inf)
+            masked[kept] = grouped[kept]
+            choice = masked.flatten()
+        ids = choice.topk(spec.top_k).indices
+        weights = scores[ids] / (scores[ids].sum() if spec.renormalize else 1)
+        out = sum(w * spec.scale * expert(moe, row, int(e)) for w, e in zip(weights, ids, strict=True))
+        if moe.shared is not None:
+            shared = moe.shared(row[None])[0]
+            out = out + (shared if moe.shared_gate is None else shared * moe.shared_gate(row).sigmoid())
+        rows.append(out)
+    return torch.stack(rows)
+
+
+SHARED = MLPSpec(intermediate_size=5, activation="silu")
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        {"renormalize": False, "scale": 2.5},
+        {"scoring": "sigmoid", "correction_bias": True},
+        {"scoring": "sigmoid", "correction_bias": True, "num_groups": 2, "top_k_groups": 1},
+        {"num_groups": 2, "top_k_groups": 1, "top_k": 1},
+        {"bias": True, "router_bias": True, "activation": "swigluoai"},
+        {"shared": SHARED},
+        {"shared": SHARED, "shared_gate": True},
+    ],
+    ids=str,
+)
+def test_matches_the_definition(device, axes):
+    torch.manual_seed(0)
+    moe, x = make(device, **axes), torch.randn(9, SIZE, device=device)
+    before = x.clone()
+    assert_close(moe(x), want(moe, before))
+    assert torch.equal(x, before)
+
+
+def test_no_tokens(device):
+    assert make(device, shared=SHARED)(torch.zeros(0, SIZE, device=device)).shape == (0, SIZE)
+
+
+def test_correction_bias_keeps_its_precision(device):
+    spec = MoESpec(num_experts=4, top_k=2, intermediate_size=INNER, scoring="sigmoid", correction_bias=True)
+    moe = MoE(SIZE, spec, dtype=torch.bfloat16, device=device)
+    assert moe.correction_bias is not None and moe.correction_bias.dtype is torch.float32
+    assert moe.router.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"activation": "relu"}, "activation of experts must be one of silu.*'relu'"),
+        ({"num_groups": 3}, r"num_groups \(3\) must divide num_experts \(4\)"),
+        ({"num_groups": 2, "top_k_groups": 3}, r"at least top_k_groups \(3\)"),
+        ({"top_k": 5}, "top_k must be from 1 to the 4 experts"),
+        ({"num_groups": 2, "top_k": 3}, "top_k must be from 1 to the 2 experts"),
+    ],
+)
+def test_bad_specs(axes, message):
+    with pytest.raises(ValueError, match=message):
+        MoESpec(**{"num_experts": 4, "top_k": 2, "intermediate_size": INNER, **axes})

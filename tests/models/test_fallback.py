@@ -1,0 +1,646 @@
+"""Transformers models with our attention: the same logits as on their own, or an error that says why not."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.compare import relative_error
+from support.tiny_models import (
+    PagedRunner,
+    PagedSequence,
+    random_tokens,
+    reference_logits,
+    reference_model,
+    tiny_config,
+    write_checkpoint,
+)
+from transformers import AutoConfig, LlamaForCausalLM, OlmoForCausalLM
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from tritonllm.models.fallback import FallbackSpec, check_rope, fallback_spec, load_fallback
+from tritonllm.models.fallback_attention import LayerCall, Mask, PagedStep, register
+from tritonllm.models.fallback_decoder import TransformersDecoder, common_shape
+
+# said by every load; test_warning looks for it
+pytestmark = pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+
+CPU = torch.device("cpu")
+LIMIT = 1e-5  # of the logits of a whole model; sums in another order are some 1e-6 off
+PROMPT = 45
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": None,
+}
+MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [2.0] * 8,
+    "short_mscale": 1.1,
+    "long_mscale": 1.2,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 128,
+}
+# Each brings something of its own: windows and biases, (1 + w) norms, norms without weights and clamped products, norms
+# after the blocks with every other layer unrotated, partial rotation and squared ReLU, experts, one head for all keys
+# with learned positions, longrope below its trained length; then three native families with caps, windows and sinks.
+CASES: dict[str, dict[str, Any]] = {
+    "starcoder2": {**SMALL, "sliding_window": 9},
+    "gemma": {**SMALL, "head_dim": 24},
+    "olmo": {**SMALL, "clip_qkv": 1.5},
+    "exaone4": {**SMALL, "sliding_window": 7, "layer_types": MIXED_LAYERS},
+    "persimmon": SMALL,
+    "olmoe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_bigcode": {"vocab_size": 101, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": 2},
+    "phimoe": {**SMALL, "num_local_experts": 4, "rope_scaling": LONGROPE, "sliding_window": None},
+    "qwen3": {**SMALL, "head_dim": 16},
+    "gemma2": {
+        **SMALL,
+        "head_dim": 16,
+        "sliding_window": 7,
+        "layer_types": MIXED_LAYERS,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gpt_oss": {**SMALL, "head_dim": 16, "num_local_experts": 4, "sliding_window": 7, "layer_types": MIXED_LAYERS},
+}
+
+
+def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **CASES.get(model_type, SMALL), **changes}
+
+
+def load(folder: Path, **changes: Any) -> TransformersDecoder:
+    settings: dict[str, Any] = {
+        "dtype": torch.float32,
+        "device": CPU,
+        "trust_remote_code": False,
+        "load_format": "auto",
+        "seed": 0,
+        "max_model_len": 128,
+        **changes,
+    }
+    return load_fallback(folder, fallback_spec(folder, settings["trust_remote_code"]), **settings)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """``(theirs, ours)`` of one case."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = write_checkpoint(folder, config_of(request.param), config_style=5)
+    return theirs, load(folder)
+
+
+def assert_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype == torch.float32
+    assert relative_error(ours, theirs) < LIMIT
+
+
+@pytest.mark.parametrize("block_size", [3, 16])
+@pytest.mark.parametrize("chunked", [False, True], ids=["full", "chunked"])
+def test_prefill(models, block_size, chunked):
+    theirs, ours = models
+    tokens = random_tokens(PROMPT, 101, seed=block_size)
+    chunks = [b - a for a, b in pairwise(sorted({0, PROMPT, *random_tokens(5, PROMPT, seed=1)}))] if chunked else None
+    logits = PagedRunner(ours, block_size=block_size).prefill(PagedSequence(), tokens, chunks)
+    assert_same_logits(logits, reference_logits(theirs, tokens))
+
+
+def test_mixed_batches(models):
+    """Prefill chunks and decodes of several sequences in the same steps, one of them on shared blocks."""
+    theirs, ours = models
+    runner = PagedRunner(ours)
+    prompts = [random_tokens(length, 101, seed=length) for length in (30, 17, 9)]
+    prompts.append(prompts[0][:12] + random_tokens(10, 101, seed=5))
+    first = PagedSequence()
+    got: list[list[torch.Tensor]] = [runner.step([(first, prompts[0][:13])]), [], [], []]
+    sequences = [first, PagedSequence(), PagedSequence(), runner.share(first, 12)]
+    for sizes in ((1, 5, 9, 4), (7, 1, 0, 1), (1, 10, 0, 1), (8, 1, 0, 4)):
+        items = [i for i, size in enumerate(sizes) if size]
+        work = [(sequences[i], prompts[i][sequences[i].length :][: sizes[i]]) for i in items]
+        for i, logits in zip(items, runner.step(work), strict=True):
+            got[i].append(logits)
+    for i, prompt in enumerate(prompts):
+        start = 12 if i == 3 else 0
+        assert_same_logits(torch.cat(got[i]), reference_logits(theirs, prompt)[start:])
+
+
+def test_decode(models):
+    """32 decode steps, two sequences a step."""
+    theirs, ours = models
+    runner = PagedRunner(ours)
+    tokens = [random_tokens(length + 32, 101, seed=length) for length in (3, 20)]
+    sequences = [PagedSequence(), PagedSequence()]
+    for sequence, all_of in zip(sequences, tokens, strict=True):
+        runner.prefill(sequence, all_of[:-32])
+    steps = [runner.step([(sequences[i], [tokens[i][t - 32]]) for i in range(2)]) for t in range(32)]
+    for i in range(2):
+        assert_same_logits(torch.cat([step[i] for step in steps]), reference_logits(theirs, tokens[i])[-32:])
+
+
+def test_greedy(models):
+    theirs, ours = models
+    tokens = random_tokens(11, 101, seed=8)
+    got = PagedRunner(ours).greedy(tokens, 32)
+    assert got == reference_logits(theirs, tokens + got).argmax(-1).tolist()[len(tokens) - 1 : -1]
+
+
+def test_warning(tmp_path):
+    """One, of the model that is loaded: nobody runs slowly without knowing why."""
+    write_checkpoint(tmp_path, config_of("olmo"), config_style=5)
+    with pytest.warns(UserWarning) as caught:
+        load(tmp_path)
+    (message,) = (str(warning.message) for warning in caught)
+    assert message.startswith("OlmoForCausalLM is not a native family") and "docs/models.md" in message
+
+
+def test_spec(tmp_path):
+    write_checkpoint(tmp_path, config_of("gemma"), config_style=5)
+    ours = load(tmp_path)
+    assert ours.spec == FallbackSpec("GemmaForCausalLM", 101, 64, 3, 2, 24, 256, (2, 3), torch.float32)
+    assert ours.windows == (None, None, None)
+    assert ours.dtype == torch.float32 and not ours.supports_graphs
+    assert not any(p.requires_grad for p in ours.parameters())
+
+
+def test_spec_is_what_the_layers_use(tmp_path):
+    """The configuration of a model with one head for all keys does not say so in the usual field."""
+    write_checkpoint(tmp_path, config_of("gpt_bigcode"), config_style=5)
+    ours = load(tmp_path)
+    assert (ours.spec.num_kv_heads, ours.spec.head_size) == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "windows"), [("starcoder2", (9, 9, 9)), ("exaone4", (7, None, 7)), ("gemma2", (7, None, 7))]
+)
+def test_windows(tmp_path, model_type, windows):
+    write_checkpoint(tmp_path, config_of(model_type), config_style=5)
+    assert load(tmp_path).windows == windows
+    assert load(tmp_path, max_model_len=7).windows == (None,) * 3  # nothing is hidden in sequences as short
+
+
+def test_no_mask_and_no_look_at_positions(tmp_path, monkeypatch):
+    """What transformers does before it makes a mask waits for the device."""
+    write_checkpoint(tmp_path, config_of("exaone4"), config_style=5)
+    ours = load(tmp_path)
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
+    assert PagedRunner(ours).prefill(PagedSequence(), [5, 6, 7]).shape == (3, 101)
+
+
+def test_token_ids_may_be_int32(tmp_path):
+    """The engine's are; transformers is written for int64."""
+    write_checkpoint(tmp_path, config_of("olmo"), config_style=5)
+    ours = load(tmp_path)
+    want = PagedRunner(ours).prefill(PagedSequence(), [5, 6, 7])
+    seen = []
+    ours.register_forward_pre_hook(lambda module, args: (args[0].int(), *args[1:]))
+    ours.base.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].dtype), with_kwargs=True
+    )
+    assert torch.equal(PagedRunner(ours).prefill(PagedSequence(), [5, 6, 7]), want)
+    assert seen == [torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(tmp_path, dtype):
+    """The error of half precision stays near that of transformers in the same precision."""
+    theirs = write_checkpoint(tmp_path, config_of("starcoder2"), config_style=5)
+    tokens = random_tokens(PROMPT, 101, seed=6)
+    exact = reference_logits(theirs, tokens)
+    rounded = type(theirs).from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").eval()
+    ours = load(tmp_path, dtype=dtype)
+    hidden = []
+    ours.register_forward_hook(lambda module, args, output: hidden.append(output))
+    logits = PagedRunner(ours).prefill(PagedSequence(), tokens)
+    assert hidden[0].dtype == dtype and logits.dtype == torch.float32
+    assert relative_error(logits, exact) <= 1.2 * relative_error(reference_logits(rounded, tokens), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", ["starcoder2", "olmoe", "gpt_oss"])
+def test_bfloat16_on_a_gpu(tmp_path, device, model_type):
+    """Heads of 64 in chunks that end inside blocks, then decodes; transformers' own error is the yardstick."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "max_position_embeddings": 512}
+    theirs = write_checkpoint(tmp_path, config_of(model_type, **sizes), config_style=5).to(device)
+    tokens = random_tokens(300, 101, seed=6)
+    exact = reference_logits(theirs, tokens)
+    rounded = (
+        type(theirs).from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").to(device).eval()
+    )
+    runner = PagedRunner(load(tmp_path, dtype=torch.bfloat16, device=device, max_model_len=512), block_size=16)
+    sequence = PagedSequence()
+    prefilled = runner.prefill(sequence, tokens[:268], [128, 1, 100, 39])
+    decoded = [runner.step([(sequence, [token])])[0] for token in tokens[268:]]
+    error = relative_error(torch.cat([prefilled, *decoded]), exact)
+    assert error <= 1.2 * relative_error(reference_logits(rounded, tokens), exact)
+
+
+def test_nothing_is_collected(tmp_path):
+    """A configuration may ask for hidden states or router logits, which nobody would read."""
+    flags = {"output_hidden_states": True, "output_attentions": True, "output_router_logits": True}
+    write_checkpoint(tmp_path, config_of("olmoe"), config_style=5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    outputs = []
+    ours = load(write_config(tmp_path, {**config, **flags}))
+    ours.base.register_forward_hook(lambda module, args, output: outputs.append(output))
+    PagedRunner(ours).prefill(PagedSequence(), [5, 6, 7])
+    assert outputs[0].hidden_states is None and outputs[0].attentions is None and outputs[0].router_logits is None
+
+
+def test_dummy_weights(tmp_path):
+    folder = write_config(tmp_path, {"architectures": ["OlmoForCausalLM"], **config_of("olmo")})
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    logits = [
+        PagedRunner(load(folder, load_format="dummy", seed=seed)).prefill(PagedSequence(), [4, 5, 6])
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(logits[0], logits[1]) and not torch.allclose(logits[0], logits[2])
+
+
+# Loading
+
+
+@pytest.fixture
+def olmo(tmp_path) -> Path:
+    write_checkpoint(tmp_path, config_of("olmo", tie_word_embeddings=False), config_style=5)
+    return tmp_path
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def test_missing_tensor(olmo):
+    tensors = load_file(olmo / "model.safetensors")
+    del tensors[Q]
+    save_file(tensors, olmo / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"tensor {Q} is missing"):
+        load(olmo)
+
+
+def test_unexpected_tensor(olmo):
+    tensors = load_file(olmo / "model.safetensors")
+    save_file({**tensors, "model.extra.weight": torch.ones(2)}, olmo / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"tensor model\.extra\.weight has no place"):
+        load(olmo)
+
+
+def test_tensor_of_another_shape(olmo):
+    tensors = load_file(olmo / "model.safetensors")
+    save_file({**tensors, Q: tensors[Q][:-1].contiguous()}, olmo / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"tensor {Q} has a shape other"):
+        load(olmo)
+
+
+def test_no_weights(olmo):
+    (olmo / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="weights cannot be loaded"):
+        load(olmo)
+
+
+def test_truncated_weights(olmo):
+    content = (olmo / "model.safetensors").read_bytes()
+    (olmo / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="weights cannot be loaded"):
+        load(olmo)
+
+
+def test_tied_projection_and_rotary_frequencies_may_be_stored(tmp_path):
+    theirs = write_checkpoint(tmp_path, config_of("olmo", tie_word_embeddings=True), config_style=5)
+    tensors = load_file(tmp_path / "model.safetensors")
+    derived = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    save_file({**tensors, **derived}, tmp_path / "model.safetensors", {"format": "pt"})
+    tokens = random_tokens(9, 101, seed=0)
+    assert_same_logits(PagedRunner(load(tmp_path)).prefill(PagedSequence(), tokens), reference_logits(theirs, tokens))
+
+
+# Code in the checkpoint
+
+REMOTE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path(r"{marker}").touch()
+
+class TinyConfig(LlamaConfig):
+    model_type = "tiny_remote"
+
+class TinyForCausalLM(LlamaForCausalLM):
+    config_class = TinyConfig
+"""
+
+
+def test_remote_code_runs_only_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder, marker = tmp_path / "checkpoint", tmp_path / "marker"
+    theirs = write_checkpoint(folder, config_of("llama"), config_style=5)
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
+    remote = {"architectures": ["TinyForCausalLM"], "model_type": "tiny_remote", "auto_map": auto_map}
+    write_config(folder, {**config, **remote})
+    (folder / "modeling_tiny.py").write_text(REMOTE.format(marker=marker))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        fallback_spec(folder)
+    assert not marker.exists()
+    ours = load(folder, trust_remote_code=True)
+    assert marker.exists() and type(ours.head).__name__ == "TinyForCausalLM"
+    tokens = random_tokens(9, 101, seed=0)
+    assert_same_logits(PagedRunner(ours).prefill(PagedSequence(), tokens), reference_logits(theirs, tokens))
+
+
+# Refusals that the configuration is enough for
+
+VISION = {"vision_config": {"model_type": "clip_vision_model"}, "text_config": {"model_type": "llama"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "encoder-decoder"),
+        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, "encoder-decoder"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "not a causal language model"),
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "not a causal language model"),
+        ({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], **VISION}, "multimodal"),
+        ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "multimodal"),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "keys and values of the tokens"),
+        ({"model_type": "minimax", "architectures": ["MiniMaxForCausalLM"]}, "linear_attention"),
+        ({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}, "keeps another state"),
+        ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, "attention interface"),
+        ({"model_type": "no_such", "architectures": ["NoSuch"]}, "does not know model_type='no_such'"),
+        ({"architectures": ["NoSuch"]}, "does not know model_type=None"),
+        ({**config_of("olmo"), "quantization_config": {"quant_method": "gptq"}}, "quantized"),
+    ],
+    ids=lambda x: x.get("model_type", "none") if isinstance(x, dict) else None,
+)
+def test_refused_configurations(tmp_path, config, reason):
+    with pytest.raises(ValueError, match=reason):
+        fallback_spec(write_config(tmp_path, config))
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads"])
+def test_bad_field(tmp_path, name):
+    with pytest.raises(ValueError, match=r"config\.json.*\n?.*" + name):
+        fallback_spec(write_config(tmp_path, config_of("olmo", **{name: "many"})))
+
+
+def test_dtype_of_the_checkpoint(tmp_path):
+    assert fallback_spec(write_config(tmp_path, config_of("olmo", torch_dtype="bfloat16"))).dtype == torch.bfloat16
+    assert fallback_spec(write_config(tmp_path, config_of("olmo"))).dtype == torch.float32
+    with pytest.raises(ValueError, match="torch_dtype must be one of"):
+        fallback_spec(write_config(tmp_path, config_of("olmo", torch_dtype="float64")))
+
+
+def test_rotations_that_change_with_the_longest_position():
+    config = AutoConfig.for_model("phimoe", **CASES["phimoe"])
+    check_rope(config, 128)
+    with pytest.raises(ValueError, match=r"longrope .* set max_model_len=128"):
+        check_rope(config, 129)
+    dynamic = AutoConfig.for_model("llama", **SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    check_rope(dynamic, 256)
+    with pytest.raises(ValueError, match=r"dynamic .* set max_model_len=256"):
+        check_rope(dynamic, 257)
+    check_rope(AutoConfig.for_model("llama", **SMALL, rope_scaling={"rope_type": "linear", "factor": 2.0}), 10**6)
+
+
+def test_longrope_beyond_its_trained_length(tmp_path):
+    with pytest.raises(ValueError, match="set max_model_len=128"):
+        load(write_config(tmp_path, config_of("phimoe")), load_format="dummy", max_model_len=129)
+
+
+def test_old_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(ValueError, match=r"needs transformers 5, this is 4\.57\.1"):
+        fallback_spec(write_config(tmp_path, config_of("olmo")))
+
+
+def test_forward_without_positions(tmp_path, monkeypatch):
+    monkeypatch.setattr(OlmoForCausalLM, "forward", lambda self, input_ids, **kwargs: None)
+    with pytest.raises(ValueError, match="does not take position_ids"):
+        fallback_spec(write_config(tmp_path, config_of("olmo")))
+
+
+# Refusals of the probe
+
+MLA = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (config_of("deepseek_v3", **MLA), "keys have 24 elements and its values 16"),
+        (config_of("bert"), "not causal"),
+        (config_of("nemotron"), "does not pass keyword arguments on"),
+        (config_of("diffllama"), r"those that do are \[0, 0, 1, 1, 2, 2\]"),
+        (config_of("qwen3", head_dim=20), "multiples of 8 from 16 to 512, it has 20"),
+    ],
+    ids=lambda x: x["model_type"] if isinstance(x, dict) else None,
+)
+def test_refused_by_the_probe(tmp_path, config, reason):
+    folder = write_config(tmp_path, config)
+    with pytest.raises(ValueError, match=reason):
+        load(folder, load_format="dummy")
+
+
+def llama() -> Any:
+    register()
+    return reference_model(tiny_config("llama"))
+
+
+def probe(lm: Any) -> TransformersDecoder:
+    spec = FallbackSpec("Llama", 101, 64, 3, 2, 16, 256, (2,), torch.float32)
+    return TransformersDecoder(lm, spec, dtype=torch.float32, max_model_len=64)
+
+
+def test_probe_of_a_sound_model():
+    assert probe(llama()).windows == (None, None, None)
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_probe_with_hardly_any_positions(length):
+    spec = FallbackSpec("Llama", 101, 64, 3, 2, 16, 256, (2,), torch.float32)
+    TransformersDecoder(llama(), spec, dtype=torch.float32, max_model_len=length)
+
+
+def test_positions_of_its_own():
+    lm = llama()
+    forward = lm.model.forward
+    lm.model.forward = lambda position_ids=None, **kwargs: forward(**kwargs)
+    with pytest.raises(ValueError, match="logits differ"):
+        probe(lm)
+
+
+def test_tokens_that_meet_outside_attention():
+    lm = llama()
+    lm.model.embed_tokens.register_forward_hook(lambda module, args, x: x + torch.nn.functional.pad(x, (0, 0, 1, -1)))
+    with pytest.raises(ValueError, match="logits differ"):
+        probe(lm)
+
+
+class ChangesItsInput(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids=None if input_ids is None else (input_ids + 1) % 101, **kwargs)
+
+
+def test_work_in_front_of_the_base_model():
+    lm = llama()
+    lm.__class__ = ChangesItsInput
+    with pytest.raises(ValueError, match="logits differ"):
+        probe(lm)
+
+
+def test_unknown_argument_of_attention():
+    lm = llama()
+    forward = lm.model.forward
+    lm.model.forward = lambda **kwargs: forward(**kwargs, position_bias=torch.zeros(1), head_mask=None)
+    with pytest.raises(ValueError, match="no equivalent of: position_bias"):
+        probe(lm)
+
+
+def test_mask_of_its_own():
+    lm = llama()
+    forward = lm.model.forward
+    lm.model.forward = lambda input_ids, **kwargs: forward(
+        input_ids=input_ids, **{**kwargs, "attention_mask": torch.zeros(1, 1, 6, 6)}
+    )
+    with pytest.raises(ValueError, match="does not mask through"):
+        probe(lm)
+
+
+def test_mask_of_its_own_while_serving():
+    lm = llama()
+    forward = lm.model.forward
+
+    def masks_when_served(input_ids, paged_step=None, **kwargs):
+        if isinstance(paged_step, PagedStep):
+            kwargs["attention_mask"] = torch.zeros(1, 1, input_ids.shape[1], input_ids.shape[1])
+        return forward(input_ids=input_ids, paged_step=paged_step, **kwargs)
+
+    lm.model.forward = masks_when_served
+    with pytest.raises(ValueError, match="not one of transformers' mask functions"):
+        probe(lm)
+
+
+def test_attention_that_does_not_know_its_layer():
+    lm = llama()
+    del lm.model.layers[1].self_attn.layer_idx
+    with pytest.raises(ValueError, match="which layer it belongs to"):
+        probe(lm)
+
+
+def test_layer_without_attention():
+    lm = llama()
+    lm.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(ValueError, match=r"those that do are \[0, 2\]"):
+        probe(lm)
+
+
+def test_keys_of_its_own(monkeypatch):
+    """Learned keys beside those of the tokens: the cache has no slots for them."""
+    extra = torch.zeros(1, 2, 4, 16)
+    monkeypatch.setattr(
+        "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
+        lambda q, k, cos, sin: (q, torch.cat([extra, k], dim=2)),
+    )
+    with pytest.raises(ValueError, match="keys other than those of its own tokens"):
+        probe(llama())
+
+
+def test_elements_of_a_head_apart_in_memory(monkeypatch):
+    monkeypatch.setattr(
+        "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
+        lambda q, k, cos, sin: (q.mT.contiguous().mT, k.mT.contiguous().mT),
+    )
+    probe(llama())
+
+
+def test_vocabulary_of_another_size():
+    spec = FallbackSpec("Llama", 100, 64, 3, 2, 16, 256, (2,), torch.float32)
+    with pytest.raises(ValueError, match="101 logits for a vocabulary of 100"):
+        TransformersDecoder(llama(), spec, dtype=torch.float32, max_model_len=64)
+
+
+def test_code_that_needs_a_mask():
+    lm = llama()
+    forward = lm.model.layers[0].forward
+    lm.model.layers[0].forward = lambda x, attention_mask, **kwargs: forward(
+        x, attention_mask=attention_mask[0], **kwargs
+    )
+    with pytest.raises(ValueError, match="its code stops with TypeError"):
+        probe(lm)
+
+
+def test_no_base_model():
+    with pytest.raises(ValueError, match="not separate from a base model"):
+        probe(llama().model)
+
+
+def test_shapes_that_differ():
+    mask = Mask(causal_mask_function, own=False)
+    calls = [LayerCall(0, (2, 16, 16), mask), LayerCall(1, (1, 16, 16), mask)]
+    with pytest.raises(ValueError, match="different"):
+        common_shape(calls, 2)
+    assert common_shape(calls[:1], 1) == (2, 16)
+
+
+# Masks
+
+
+@pytest.mark.parametrize("length", [1, 2, 50, 64])
+@pytest.mark.parametrize("window", [1, 2, 7, 33, 49, 50, 51, 1000])
+def test_window_of_a_mask(length, window):
+    mask = Mask(sliding_window_causal_mask_function(window), own=False)
+    assert mask.window(length, CPU) == (None if window >= length else window)
+    assert Mask(causal_mask_function, own=False).window(length, CPU) is None
+
+
+@pytest.mark.parametrize("chunk", range(1, 70))
+def test_chunks_are_no_window(chunk):
+    """Unless a chunk holds all, or one token."""
+    mask = Mask(chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64)), own=False)
+    if chunk >= 64 or chunk == 1:
+        assert mask.window(64, CPU) == (None if chunk >= 64 else 1)
+    else:
+        with pytest.raises(ValueError, match="neither causal nor a sliding window"):
+            mask.window(64, CPU)
+
+
+def test_masks_that_are_refused():
+    with pytest.raises(ValueError, match="not causal"):
+        Mask(lambda batch, head, query, key: query >= 0, own=False).window(8, CPU)
+    with pytest.raises(ValueError, match="rule of its own"):
+        Mask(causal_mask_function, own=True).window(8, CPU)

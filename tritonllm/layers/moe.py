@@ -1,0 +1,118 @@
+"""Mixture of experts: each token goes through a few of many MLPs (Shazeer et al., 2017)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from tritonllm.kernels import fused_moe, moe_route
+from tritonllm.layers.linear import Linear, empty_parameter, linear_float32
+from tritonllm.layers.mlp import MLP, MLPSpec
+
+EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """Experts and how they are chosen.
+
+    Attributes:
+        num_experts: gated MLPs to choose from.
+        top_k: of them that a token goes through.
+        intermediate_size: of each.
+        activation: one of ``EXPERT_ACTIVATIONS``.
+        bias: of the experts' projections.
+        router_bias: added to the router's logits.
+        scoring: of the logits, ``softmax`` or ``sigmoid``.
+        renormalize: the chosen experts' weights sum to one.
+        correction_bias: added to the scores for the choice only (DeepSeek-V3).
+        num_groups: experts are chosen within the best ``top_k_groups`` of this many groups; 1 for no groups.
+        top_k_groups: see ``num_groups``.
+        scale: multiplies the weights.
+        shared: an MLP that every token goes through as well.
+        shared_gate: a sigmoid of one more projection multiplies the shared MLP's output (Qwen2-MoE).
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False
+    router_bias: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    correction_bias: bool = False
+    num_groups: int = 1
+    top_k_groups: int = 1
+    scale: float = 1.0
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation not in EXPERT_ACTIVATIONS:
+            known = ", ".join(EXPERT_ACTIVATIONS)
+            raise ValueError(f"activation of experts must be one of {known}, got {self.activation!r}")
+        if self.num_experts % self.num_groups or not 1 <= self.top_k_groups <= self.num_groups:
+            raise ValueError(
+                f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts}) and be at least "
+                f"top_k_groups ({self.top_k_groups})"
+            )
+        available = self.num_experts // self.num_groups * self.top_k_groups
+        if not 1 <= self.top_k <= available:
+            raise ValueError(f"top_k must be from 1 to the {available} experts to choose from, got {self.top_k}")
+
+
+class MoE(nn.Module):
+    """Routing, the experts' two grouped products, and the shared MLP."""
+
+    def __init__(self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        experts, inner = spec.num_experts, spec.intermediate_size
+        self.router = Linear(hidden_size, experts, bias=spec.router_bias, dtype=dtype, device=device)
+        self.gate_up = empty_parameter(experts, 2 * inner, hidden_size, dtype=dtype, device=device)
+        self.down = empty_parameter(experts, hidden_size, inner, dtype=dtype, device=device)
+        self.gate_up_bias = self.down_bias = self.correction_bias = self.shared = self.shared_gate = None
+        if spec.bias:
+            self.gate_up_bias = empty_parameter(experts, 2 * inner, dtype=dtype, device=device)
+            self.down_bias = empty_parameter(experts, hidden_size, dtype=dtype, device=device)
+        if spec.correction_bias:
+            # near 30 in trained models, with differences that bfloat16 would round away
+            self.correction_bias = empty_parameter(experts, dtype=torch.float32, device=device)
+        if spec.shared is not None:
+            self.shared = MLP(hidden_size, spec.shared, dtype=dtype, device=device)
+        if spec.shared_gate:
+            self.shared_gate = Linear(hidden_size, 1, bias=False, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x[T, hidden]`` -> ``[T, hidden]``."""
+        spec = self.spec
+        grouped = spec.num_groups > 1
+        # in float32: two experts that bfloat16 takes for equal would be chosen by their number
+        weights, ids = moe_route(
+            linear_float32(x, self.router.weight, self.router.bias),
+            spec.top_k,
+            renormalize=spec.renormalize,
+            scoring=spec.scoring,
+            bias=self.correction_bias,
+            num_groups=spec.num_groups if grouped else None,
+            top_k_groups=spec.top_k_groups if grouped else None,
+            scale=spec.scale,
+        )
+        out = fused_moe(
+            x,
+            self.gate_up,
+            self.down,
+            weights,
+            ids,
+            activation=spec.activation,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+        )
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
+        return out.add_(shared)

@@ -1,0 +1,43 @@
+"""What a rotary position embedding is, as data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tritonllm.kernels.rope_cache import build_cos_sin_cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding.
+
+    Attributes:
+        base: of the geometric series of wavelengths.
+        rotary_dim: leading elements of each head that are rotated.
+        trained_length: positions that the model was trained on, unless ``scaling`` says otherwise.
+        scaling: ``rope_type`` and its parameters, as in ``config.json``; empty for none.
+        interleaved: pairs are neighbours instead of halves.
+    """
+
+    base: float
+    rotary_dim: int
+    trained_length: int
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+
+    def table(self, max_position: int, device: torch.device | None = None) -> torch.Tensor:
+        """``[max_position, rotary_dim]`` float32: what :func:`~tritonllm.kernels.apply_rope` reads.
+
+        Raises:
+            ValueError: a rope type that is not supported, or parameters that do not fit it.
+        """
+        return build_cos_sin_cache(
+            self.rotary_dim,
+            max_position,
+            self.base,
+            self.scaling,
+            max_position_embeddings=self.trained_length,
+            device=device,
+        )

@@ -1,0 +1,225 @@
+"""Any other decoder-only model: transformers computes it, our kernels do its attention over the paged cache.
+
+For architectures that no family describes. Projections, norms, rotations and experts are transformers' own code, one
+operation after the other and without CUDA graphs, so this is slower; batching, chunked prefill and the cache are the
+engine's. A model is refused unless a probe at loading shows that it can be served so (:class:`TransformersDecoder`).
+
+Loading is transformers' too: the whole model passes through host memory.
+"""
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tritonllm.models import checkpoint
+from tritonllm.models.config_reader import ConfigReader
+from tritonllm.models.fallback_attention import PAGED, register
+from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder, refused
+
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_OTHER_SENSES = ("vision_config", "audio_config", "speech_config", "image_config", "video_config")
+
+
+def fallback_spec(folder: Path, trust_remote_code: bool = False) -> FallbackSpec:
+    """Read a checkpoint's configuration and refuse what can be refused without its weights.
+
+    Raises:
+        ValueError: an encoder, encoder-decoder or multimodal model, a quantized checkpoint, an architecture unknown to
+            transformers (or known only to code in the checkpoint, which runs only with ``trust_remote_code``), one
+            whose attention cannot be replaced, or a bad field.
+    """
+    raw = checkpoint.read_config(folder)
+    config = _read_config(folder, raw, trust_remote_code)
+    name = _architecture(raw)
+    _check_kind(name, raw, config)
+    _check_attention(name, config, _model_class(name, raw, config, trust_remote_code))
+    return _spec(name, raw, config)
+
+
+def _spec(name: str, raw: dict[str, Any], config: Any) -> FallbackSpec:
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    optional = ("num_key_value_heads", "head_dim", "eos_token_id")
+    try:
+        reader = ConfigReader({field: getattr(config, field, None) for field in (*names, *optional)})
+    except RuntimeError as error:  # how transformers reports a field that differs between layers
+        raise refused(name, str(error)) from error
+    num_heads = reader.size("num_attention_heads")
+    return FallbackSpec(
+        architecture=name,
+        vocab_size=reader.size("vocab_size"),
+        hidden_size=reader.size("hidden_size"),
+        num_layers=reader.size("num_hidden_layers"),
+        num_kv_heads=reader.size_or("num_key_value_heads", num_heads),
+        head_size=reader.size_or("head_dim", reader.size("hidden_size") // num_heads),
+        max_position_embeddings=reader.size("max_position_embeddings"),
+        eos_token_ids=reader.token_ids("eos_token_id"),
+        dtype=ConfigReader(raw).dtype(),
+    )
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    return (raw.get("architectures") or [str(raw.get("model_type"))])[0]
+
+
+def _read_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    name = _architecture(raw)
+    if int(transformers.__version__.split(".")[0]) < 5:  # before, masks depended on how positions were packed
+        raise refused(name, f"that needs transformers 5, this is {transformers.__version__}")
+    if raw.get("model_type") not in transformers.CONFIG_MAPPING and not trust_remote_code:
+        if raw.get("auto_map"):
+            raise refused(name, "its code is in the checkpoint; trust_remote_code=True would run it")
+        raise refused(
+            name, f"transformers {transformers.__version__} does not know model_type={raw.get('model_type')!r}"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError) as error:
+        raise ValueError(f"{folder / 'config.json'} is not a configuration of {name}: {error}") from error
+
+
+def _check_kind(name: str, raw: dict[str, Any], config: Any) -> None:
+    if raw.get("quantization_config") is not None:
+        raise refused(name, "the checkpoint is quantized")
+    if config.is_encoder_decoder:
+        raise refused(name, "it is an encoder-decoder model; only decoder-only models are supported")
+    if config.get_text_config() is not config or any(field in raw for field in _OTHER_SENSES):
+        raise refused(name, "it is a multimodal model; only text models are supported")
+
+
+def _model_class(name: str, raw: dict[str, Any], config: Any, trust_remote_code: bool) -> Any:
+    """The class that transformers' AutoModelForCausalLM takes."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    remote = (raw.get("auto_map") or {}).get("AutoModelForCausalLM")
+    if remote is not None and trust_remote_code:
+        return get_class_from_dynamic_module(remote, config.name_or_path, local_files_only=True)
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is None or (raw.get("architectures") and found.__name__ not in raw["architectures"]):
+        raise refused(name, "it is not a causal language model")
+    return found
+
+
+def _check_attention(name: str, config: Any, model_class: Any) -> None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if others or model_class._is_stateful:
+        kinds = ", ".join(others) or "it keeps another state"
+        raise refused(name, f"its layers must attend to keys and values of the tokens, all or a window ({kinds})")
+    if not model_class._supports_attention_backend:
+        raise refused(
+            name,
+            "its attention does not go through transformers' attention interface (ALiBi does not, nor do older models)",
+        )
+    if "position_ids" not in inspect.signature(model_class.forward).parameters:
+        raise refused(name, "its forward does not take position_ids")
+
+
+def check_rope(config: Any, max_model_len: int) -> None:
+    """Refuse rotations that change with the longest position of a batch.
+
+    Transformers computes dynamic NTK and longrope frequencies anew when a sequence passes the trained length, for the
+    whole batch. Keys in the cache keep the rotation they were stored with, so a sequence that crosses that length would
+    mix two, and so would the others in its batch. Up to that length the frequencies are fixed.
+
+    Raises:
+        ValueError: ``max_model_len`` is beyond the length up to which the rotation stays.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for kind in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        rope_type = kind.get("rope_type", kind.get("type")) or ""
+        limit = config.max_position_embeddings
+        if rope_type == "longrope":
+            limit = kind.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        elif "dynamic" not in rope_type:
+            continue
+        if max_model_len > limit:
+            raise ValueError(
+                f"{type(config).__name__}: rope type {rope_type} changes once a sequence passes {limit} tokens, which "
+                f"keys in the cache cannot follow: set max_model_len={limit} or lower"
+            )
+
+
+def load_fallback(
+    folder: Path,
+    spec: FallbackSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    load_format: Literal["auto", "dummy"],
+    seed: int,
+    max_model_len: int,
+) -> TransformersDecoder:
+    """Load a model and check that it can be served.
+
+    Args:
+        folder: the checkpoint.
+        spec: what :func:`fallback_spec` said.
+        dtype: of the weights and of the cache.
+        load_format: ``dummy`` makes weights up from ``seed`` as transformers initialises them.
+        max_model_len: the longest sequence that may come.
+
+    Raises:
+        ValueError: weights that do not match the configuration (the message names a tensor), or a model that the
+            probe refuses.
+    """
+    from transformers import AutoModelForCausalLM
+
+    register()
+    config = _read_config(folder, checkpoint.read_config(folder), trust_remote_code)
+    check_rope(config, max_model_len)
+    for collects in ("output_attentions", "output_hidden_states", "output_router_logits"):
+        if getattr(config, collects, False):
+            setattr(config, collects, False)
+    settings = {"dtype": dtype, "attn_implementation": PAGED, "trust_remote_code": trust_remote_code}
+    if load_format == "dummy":
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+            torch.manual_seed(seed)
+            lm = AutoModelForCausalLM.from_config(config, **settings).eval()
+    else:
+        lm = _load(folder, config, settings).to(device)
+    decoder = TransformersDecoder(lm.requires_grad_(False), spec, dtype=dtype, max_model_len=max_model_len)
+    warnings.warn(
+        f"{spec.architecture} is not a native family: transformers computes it, with our attention. This is slower and "
+        "takes no CUDA graphs; see docs/models.md",
+        stacklevel=2,
+    )
+    return decoder
+
+
+def _load(folder: Path, config: Any, settings: dict[str, Any]) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
+    try:
+        lm, info = auto.from_pretrained(
+            folder,
+            config=config,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported, and by name
+            **settings,
+        )
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{folder}: the weights cannot be loaded: {error}") from error
+    for what, keys in (
+        ("is missing", sorted(info["missing_keys"])),
+        ("has no place in the model that config.json describes", sorted(info["unexpected_keys"])),
+        ("has a shape other than config.json asks for", sorted(key[0] for key in info["mismatched_keys"])),
+    ):
+        if keys:
+            others = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+            raise ValueError(f"{folder}: tensor {keys[0]}{others} {what}")
+    if info["error_msgs"]:
+        raise ValueError(f"{folder}: the weights cannot be loaded: {'; '.join(info['error_msgs'])}")
+    return lm

@@ -1,0 +1,196 @@
+"""A transformers model in the place of our decoder, after a probe has shown that it can be there."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.models.fallback_attention import PAGED, PROBE, LayerCall, PagedStep, Recording
+
+# Of each of the probe's two sequences: a token, a chunk, a decode.
+PROBE_TOKENS = 6
+# Largest relative error of the median token's logits; with wrong positions or neighbours most tokens are off by
+# tenths. The median, because in half precision rounding can send a token to another expert.
+PROBE_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+
+
+@dataclasses.dataclass(frozen=True)
+class FallbackSpec:
+    """What the engine needs to know of a model; fields as in :class:`~tritonllm.models.spec.ModelFacts`.
+
+    ``num_kv_heads`` and ``head_size`` are what ``config.json`` suggests. A loaded decoder's spec has what its layers
+    asked for.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def refused(architecture: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{architecture} is not a native family and cannot run through transformers either: {reason} (see "
+        "docs/models.md)"
+    )
+
+
+class TransformersDecoder(nn.Module):
+    """A causal language model of transformers with the interface of :class:`~tritonllm.models.decoder.Decoder`.
+
+    Construction probes it. First a pass without any attention records what each layer asks of it: every layer must ask
+    once, all for keys and values of one shape and for a causal mask or window. Then two short sequences, packed, run in
+    a cache that is thrown away, and must give the logits that transformers' own attention gives each of them. So
+    tokens meet in attention only, positions are those of the batch, and nothing between base model and logits is lost.
+
+    Args:
+        lm: the model on its device; its base model is taken out of it.
+        spec: as its configuration suggests it.
+        dtype: of the activations and of the cache.
+        max_model_len: the longest sequence that may come.
+
+    Raises:
+        ValueError: the model cannot be served, and why.
+    """
+
+    supports_graphs = False
+
+    def __init__(self, lm: Any, spec: FallbackSpec, *, dtype: torch.dtype, max_model_len: int) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.base = lm.base_model
+        self.head = lm
+        self.windows: tuple[int | None, ...] = ()
+        try:
+            with torch.inference_mode():
+                self.spec = self._separate(spec, max_model_len)
+        except torch.OutOfMemoryError:
+            raise
+        except ValueError as error:
+            raise refused(spec.architecture, str(error)) from error
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:  # of the model's own code
+            raise refused(spec.architecture, f"its code stops with {type(error).__name__}: {error}") from error
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: Sequence[KVCacheView],
+    ) -> torch.Tensor:
+        """Run one step; arguments and result as in :meth:`tritonllm.models.decoder.Decoder.forward`."""
+        return self._run(input_ids, positions, PagedStep(metadata, kv_cache, self.windows))
+
+    def _run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | Recording) -> torch.Tensor:
+        output = self.base(
+            input_ids=input_ids.long()[None], position_ids=positions[None], use_cache=False, paged_step=step
+        )
+        return output.last_hidden_state[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""
+        return self.head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+
+    def _separate(self, spec: FallbackSpec, max_model_len: int) -> FallbackSpec:
+        """Take the base model out of the language model and probe both; returns the spec with what the layers use."""
+        lm = self.head
+        if self.base is lm:
+            raise ValueError("its output projection is not separate from a base model")
+        device = lm.device
+        tokens = min(PROBE_TOKENS, max_model_len)
+        ids = (torch.arange(2 * tokens, device=device) * 7 % spec.vocab_size).view(2, tokens)
+        lm.set_attn_implementation(PROBE)
+        recording = Recording()
+        self._run(ids[0], torch.arange(tokens, device=device), recording)
+        heads, head_size = common_shape(recording.calls, spec.num_layers)
+        masks = {call.layer: call.mask for call in recording.calls}
+        windows = {mask: mask.window(max_model_len, device) for mask in set(masks.values())}
+        self.windows = tuple(windows[masks[layer]] for layer in range(spec.num_layers))
+
+        lm.set_attn_implementation("eager")
+        expected = lm(input_ids=ids, use_cache=False).logits
+        if expected.shape[-1] != spec.vocab_size:
+            raise ValueError(f"it has {expected.shape[-1]} logits for a vocabulary of {spec.vocab_size}")
+
+        lm.set_attn_implementation(PAGED)
+        setattr(lm, lm.base_model_prefix, _Given())
+        shape = (spec.num_layers, 2, 2, 16, heads, head_size)
+        cache = [KVCacheView(*layer) for layer in torch.zeros(shape, dtype=self.dtype, device=device)]
+        spans = (range(1), range(1, tokens - 1), range(tokens - 1, tokens))
+        parts = [self._span(ids, span, tokens, cache) for span in spans if span]
+        _compare(torch.cat(parts, dim=1), expected, PROBE_ERROR[self.dtype])
+        return dataclasses.replace(spec, num_kv_heads=heads, head_size=head_size)
+
+    def _span(self, ids: torch.Tensor, span: range, tokens: int, cache: Sequence[KVCacheView]) -> torch.Tensor:
+        """Logits ``[2, len(span), vocab]`` of these positions of ``ids[2, tokens]``; the last runs as a decode."""
+        device = ids.device
+        positions = torch.arange(span.start, span.stop, device=device)
+        decode = span.stop == tokens
+        starts = [0] if decode else [0, len(span), 2 * len(span)]
+        metadata = AttentionMetadata(
+            slot_mapping=torch.cat([positions, positions + 16]),
+            block_tables=torch.tensor([[0], [1]], dtype=torch.int32, device=device),
+            seq_lens=torch.full((2,), span.stop, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
+            num_decodes=2 if decode else 0,
+            max_seqlen_q=0 if decode else len(span),
+        )
+        hidden = self(ids[:, span.start : span.stop].flatten(), positions.repeat(2), metadata, cache)
+        return self.compute_logits(hidden).unflatten(0, (2, len(span)))
+
+
+@dataclasses.dataclass
+class _Output:
+    """A base model's output, of which only the hidden states are there."""
+
+    last_hidden_state: torch.Tensor
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    cross_attentions: None = None
+    router_logits: None = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+class _Given(nn.Module):
+    """Stands where the base model was, so that the language model's ``forward`` goes on from given hidden states."""
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+def common_shape(calls: Sequence[LayerCall], num_layers: int) -> tuple[int, int]:
+    """Key/value heads and head size, the same in all layers."""
+    layers = [call.layer for call in calls]
+    if sorted(layers) != list(range(num_layers)):
+        raise ValueError(
+            f"each of its {num_layers} layers must do softmax attention once, but those that do are {layers}"
+        )
+    shapes = {call.shape for call in calls}
+    if len(shapes) > 1:
+        raise ValueError(f"its layers cache different (heads, key size, value size): {sorted(shapes)}")
+    ((heads, key_size, value_size),) = shapes
+    if key_size != value_size:
+        raise ValueError(f"its keys have {key_size} elements and its values {value_size}, as in latent attention")
+    if key_size % 8 or not 16 <= key_size <= 512:
+        raise ValueError(f"the kernels take head sizes that are multiples of 8 from 16 to 512, it has {key_size}")
+    return heads, key_size
+
+
+def _compare(logits: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
+    error = ((logits - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)).median().item()
+    if not error <= limit:
+        raise ValueError(
+            f"with our attention its logits differ from its own by {error:.2g} (relative, median of "
+            f"{logits.shape[0] * logits.shape[1]} tokens), more than {limit}"
+        )

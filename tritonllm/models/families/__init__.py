@@ -1,0 +1,100 @@
+"""Supported architectures as data: ``config.json`` -> :class:`ModelSpec`, and where each checkpoint tensor goes.
+
+Field names and defaults are those of Hugging Face's configuration files, of transformers 4 (``rope_theta``,
+``rope_scaling``, ``torch_dtype``) and of transformers 5 (``rope_parameters``, ``dtype``). A field that would change
+the computation in a way the decoder does not know is an error: a wrong model that runs is worse than none.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tritonllm.models import weight_names
+from tritonllm.models.config_reader import ConfigReader
+from tritonllm.models.families import experts, gemma, gpt, llama
+from tritonllm.models.families.common import Family
+from tritonllm.models.slots import Slot
+from tritonllm.models.spec import ModelSpec
+
+Config = Mapping[str, Any]
+
+FAMILIES: dict[str, Family] = {**llama.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **experts.FAMILIES}
+
+# Fields that some architectures compute with, and the values at which they do nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "use_mrope": (None, False),
+    "alibi": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False),
+    "add_cross_attention": (None, False),
+    "clip_qkv": (None,),
+    "sparse_config": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+}
+
+
+def spec_from_config(config: Config) -> ModelSpec:
+    """Read the contents of a ``config.json``.
+
+    Raises:
+        ValueError: an architecture that is not supported, a field missing or with a bad value, or a field that would
+            change the computation in a way the decoder does not know.
+    """
+    architecture = _architecture(config)
+    family = FAMILIES[architecture]
+    for name, neutral in _NEUTRAL.items():
+        if name not in family.reads and config.get(name) not in neutral:
+            raise ValueError(f"{architecture} with {name}={config[name]!r} is not supported")
+    reader = ConfigReader(config, family.defaults, family.renames)
+    vocab_size, hidden_size = reader.size("vocab_size"), reader.size("hidden_size")
+    axes = family.axes(reader)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        max_position_embeddings=max(reader.longest(layer.attention.rope) for layer in axes["layers"]),
+        tie_word_embeddings=reader.flag("tie_word_embeddings"),
+        eos_token_ids=reader.token_ids("eos_token_id"),
+        dtype=reader.dtype(),
+        **axes,
+    )
+
+
+def is_supported(config: Config) -> bool:
+    """There is a family for this configuration's architecture."""
+    return _known(config) is not None
+
+
+def _known(config: Config) -> str | None:
+    named = config.get("architectures") or [
+        name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
+    ]
+    return next((name for name in named if name in FAMILIES), None)
+
+
+def _architecture(config: Config) -> str:
+    known = _known(config)
+    if known is None:
+        what = ", ".join(config.get("architectures") or []) or config.get("model_type")
+        raise ValueError(f"architecture {what} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    return known
+
+
+def weight_map(spec: ModelSpec) -> dict[str, Slot]:
+    """Checkpoint tensor name -> :class:`Slot`, for every tensor that a checkpoint of ``spec`` may have.
+
+    Experts have two spellings, one by one and stacked; every other place has one.
+    """
+    return weight_names.weight_map(spec, FAMILIES[spec.architecture].names(spec))
+
+
+def is_extra(spec: ModelSpec, name: str) -> bool:
+    """A tensor of the layers that draft tokens for this model, such as GLM-4.5's, and are not part of it."""
+    family = FAMILIES[spec.architecture]
+    layers = range(spec.num_layers, spec.num_layers + family.extra_layers)
+    return any(name.startswith(f"{family.names(spec).layer.format(i)}.") for i in layers)

@@ -1,0 +1,90 @@
+"""Pieces that the families share: from checked config fields to parts of a :class:`ModelSpec`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tritonllm.layers.attention import AttentionSpec
+from tritonllm.layers.mlp import MLPSpec
+from tritonllm.layers.moe import MoESpec
+from tritonllm.layers.norm import NormSpec
+from tritonllm.models.config_reader import ConfigReader
+from tritonllm.models.spec import LayerSpec, ModelSpec
+from tritonllm.models.weight_names import WeightNames
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        model_type: its name in configurations that give no ``architectures``.
+        axes: from the configuration, the fields of :class:`ModelSpec` that this architecture decides: ``norm`` and
+            ``layers`` at least.
+        names: what checkpoints call the weights; may depend on the spec.
+        defaults: values of fields that configuration files may leave out.
+        renames: this architecture's name of a field -> the usual one.
+        reads: fields that other architectures do not know and that ``axes`` computes with.
+        extra_layers: at most this many layers beyond the model's own may be in the files: they draft tokens for it.
+    """
+
+    model_type: str
+    axes: Callable[[ConfigReader], dict[str, Any]]
+    names: Callable[[ModelSpec], WeightNames]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()
+    extra_layers: int = 0
+
+
+def always(names: WeightNames) -> Callable[[ModelSpec], WeightNames]:
+    """Names that do not depend on the spec."""
+    return lambda spec: names
+
+
+def rms_norm(config: ConfigReader, *, weight_offset: float = 0.0) -> NormSpec:
+    return NormSpec(kind="rms", eps=config.epsilon("rms_norm_eps"), weight_offset=weight_offset)
+
+
+def layer_norm(config: ConfigReader, *, weight: bool = True, bias: bool = True) -> NormSpec:
+    return NormSpec(kind="layer", eps=config.epsilon("layer_norm_eps"), weight=weight, bias=bias)
+
+
+def head_size(config: ConfigReader) -> int:
+    """Elements of a head: ``head_dim``, or what the hidden size leaves to each."""
+    heads = config.size("num_attention_heads")
+    return config.size_or("head_dim", config.size("hidden_size") // heads)
+
+
+def attention(config: ConfigReader, *, num_kv_heads: int | None = None, **axes: Any) -> AttentionSpec:
+    """An :class:`AttentionSpec` with the usual field names; ``num_key_value_heads`` is read unless it is given."""
+    heads = config.size("num_attention_heads")
+    if num_kv_heads is None:
+        num_kv_heads = config.size_or("num_key_value_heads", heads)
+    return AttentionSpec(num_heads=heads, num_kv_heads=num_kv_heads, head_size=head_size(config), **axes)
+
+
+def full_attention(config: ConfigReader, **axes: Any) -> AttentionSpec:
+    """Every query head has a key head: for architectures from before grouped queries."""
+    return attention(config, num_kv_heads=config.size("num_attention_heads"), **axes)
+
+
+def mlp(config: ConfigReader, *, gated: bool = True, bias: bool = False) -> MLPSpec:
+    """An :class:`MLPSpec` with the usual field names; without a gate, four times as wide as the model by default."""
+    inner = (
+        config.size("intermediate_size") if gated else config.size_or("intermediate_size", 4 * config["hidden_size"])
+    )
+    return MLPSpec(intermediate_size=inner, activation=config.activation(), gated=gated, bias=bias)
+
+
+def same_layers(config: ConfigReader, attention: AttentionSpec, mlp: MLPSpec | MoESpec) -> tuple[LayerSpec, ...]:
+    """Layers that do not differ."""
+    return (LayerSpec(attention=attention, mlp=mlp),) * config.size("num_hidden_layers")
+
+
+def windowed_layers(
+    config: ConfigReader, windows: tuple[int | None, ...], mlp: MLPSpec | MoESpec, **axes: Any
+) -> tuple[LayerSpec, ...]:
+    """Layers that differ in their window."""
+    kinds = {window: LayerSpec(attention=attention(config, window=window, **axes), mlp=mlp) for window in set(windows)}
+    return tuple(kinds[window] for window in windows)

@@ -1,0 +1,240 @@
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, GLM-4.5 and GPT-OSS."""
+
+from typing import Any
+
+from tritonllm.layers.attention import AttentionSpec
+from tritonllm.layers.mlp import MLPSpec
+from tritonllm.layers.moe import MoESpec
+from tritonllm.models.config_reader import ConfigReader
+from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm, same_layers
+from tritonllm.models.families.llama import COMMON, QWEN, qwen_windows
+from tritonllm.models.spec import LayerSpec
+from tritonllm.models.weight_names import WeightNames
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of the activation that the kernel calls "swigluoai"
+
+
+def _mixtral(config: ConfigReader) -> dict[str, Any]:
+    attends = attention(config, rope=config.rope(head_size(config)), window=config.window())
+    experts = MoESpec(
+        num_experts=config.size("num_local_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        intermediate_size=config.size("intermediate_size"),
+        activation=config.activation(),
+    )
+    return {"norm": rms_norm(config), "layers": same_layers(config, attends, experts)}
+
+
+def _is_sparse(config: ConfigReader) -> list[bool]:
+    """Which layers of a Qwen have experts."""
+    count, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step")
+    dense = config.get("mlp_only_layers") or []
+    return [i not in dense and (i + 1) % step == 0 for i in range(count)]
+
+
+def _qwen_layers(config: ConfigReader, experts: MoESpec, **axes: Any) -> tuple[LayerSpec, ...]:
+    dense = mlp(config)
+    rope = config.rope(head_size(config))
+
+    def attends(window: int | None) -> AttentionSpec:
+        return attention(config, rope=rope, window=window, **axes)
+
+    kinds = zip(qwen_windows(config), _is_sparse(config), strict=True)
+    return tuple(LayerSpec(attention=attends(window), mlp=experts if sparse else dense) for window, sparse in kinds)
+
+
+def _qwen_experts(config: ConfigReader, **axes: Any) -> MoESpec:
+    return MoESpec(
+        num_experts=config.size("num_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        intermediate_size=config.size("moe_intermediate_size"),
+        activation=config.activation(),
+        renormalize=config.flag("norm_topk_prob"),
+        **axes,
+    )
+
+
+def _qwen2_moe(config: ConfigReader) -> dict[str, Any]:
+    shared = MLPSpec(intermediate_size=config.size("shared_expert_intermediate_size"), activation=config.activation())
+    experts = _qwen_experts(config, shared=shared, shared_gate=True)
+    return {"norm": rms_norm(config), "layers": _qwen_layers(config, experts, qkv_bias=config.flag("qkv_bias"))}
+
+
+def _qwen3_moe(config: ConfigReader) -> dict[str, Any]:
+    bias, norm = config.flag("attention_bias"), rms_norm(config)
+    layers = _qwen_layers(config, _qwen_experts(config), qkv_bias=bias, o_bias=bias, qk_norm=norm)
+    return {"norm": norm, "layers": layers}
+
+
+def _glm4_moe(config: ConfigReader) -> dict[str, Any]:
+    norm, inner = rms_norm(config), config.size("moe_intermediate_size")
+    attends = attention(
+        config,
+        rope=config.rope(head_size(config)),
+        qkv_bias=config.flag("attention_bias"),
+        qk_norm=norm if config.flag("use_qk_norm") else None,
+    )
+    shared = config.size("n_shared_experts", low=0) * inner
+    experts = MoESpec(
+        num_experts=config.size("n_routed_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        intermediate_size=inner,
+        activation=config.activation(),
+        scoring="sigmoid",
+        renormalize=config.flag("norm_topk_prob"),
+        correction_bias=True,
+        num_groups=config.size("n_group"),
+        top_k_groups=config.size("topk_group"),
+        scale=config.number("routed_scaling_factor"),
+        shared=MLPSpec(intermediate_size=shared, activation=config.activation()) if shared else None,
+    )
+    dense = config.size("first_k_dense_replace", low=0)
+    blocks = [mlp(config) if i < dense else experts for i in range(config.size("num_hidden_layers"))]
+    return {"norm": norm, "layers": tuple(LayerSpec(attention=attends, mlp=block) for block in blocks)}
+
+
+def _gpt_oss(config: ConfigReader) -> dict[str, Any]:
+    """Every other layer has a window, the first one first."""
+    for name, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if config.number(name) != value:
+            raise ValueError(f"config.json: {name} other than {value} is not supported, got {config[name]!r}")
+    quantization = config["quantization_config"]
+    if quantization is not None and quantization.get("quant_method") != "mxfp4":
+        raise ValueError(f"config.json: quantization_config other than mxfp4 is not supported, got {quantization}")
+    bias = config.flag("attention_bias")
+    experts = MoESpec(
+        num_experts=config.size("num_local_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        intermediate_size=config.size("intermediate_size"),
+        activation="swigluoai",
+        bias=True,
+        router_bias=True,
+    )
+    rope = config.rope(head_size(config))
+    layers = [
+        LayerSpec(
+            attention=attention(config, rope=rope, window=window, qkv_bias=bias, o_bias=bias, sinks=True), mlp=experts
+        )
+        for window in config.windows([i % 2 == 0 for i in range(config.size("num_hidden_layers"))])
+    ]
+    return {"norm": rms_norm(config), "layers": tuple(layers)}
+
+
+_QWEN_MOE: dict[str, Any] = {
+    **QWEN,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "mlp_only_layers": None,
+}
+_MIXTRAL_NAMES = WeightNames(
+    router="block_sparse_moe.gate",
+    experts="block_sparse_moe.experts",
+    expert_up=("w1", "w3"),
+    expert_down="w2",
+    stacked_up="block_sparse_moe.experts.gate_up_proj",
+    stacked_down="block_sparse_moe.experts.down_proj",
+)
+_YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+FAMILIES: dict[str, Family] = {
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        axes=_mixtral,
+        names=always(_MIXTRAL_NAMES),
+        defaults={
+            **COMMON,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "eos_token_id": 2,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+        },
+        reads=frozenset({"num_local_experts"}),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        axes=_qwen2_moe,
+        names=always(WeightNames(shared="mlp.shared_expert")),
+        defaults={
+            **_QWEN_MOE,
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "qkv_bias": True,
+        },
+        renames={"num_local_experts": "num_experts"},
+        reads=frozenset({"num_experts", "num_local_experts"}),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        axes=_qwen3_moe,
+        names=always(WeightNames()),
+        defaults={
+            **_QWEN_MOE,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+        },
+        renames={"num_local_experts": "num_experts"},
+        reads=frozenset({"num_experts", "num_local_experts"}),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        model_type="glm4_moe",
+        axes=_glm4_moe,
+        names=always(WeightNames()),
+        defaults={
+            **COMMON,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+        },
+        extra_layers=1,
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        axes=_gpt_oss,
+        names=always(WeightNames(router="mlp.router", stacked_interleaved=True)),
+        defaults={
+            **COMMON,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_scaling": _YARN_OF_GPT_OSS,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "swiglu_alpha": SWIGLU_ALPHA,
+            "swiglu_limit": SWIGLU_LIMIT,
+            "quantization_config": None,
+        },
+        reads=frozenset({"num_local_experts", "quantization_config"}),
+    ),
+}

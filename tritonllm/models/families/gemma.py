@@ -1,0 +1,103 @@
+"""Gemma 2 and 3: norms before and after each block with weights stored as differences from 1, soft caps, windows."""
+
+from typing import Any
+
+from tritonllm.models.config_reader import ConfigReader
+from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm
+from tritonllm.models.spec import LayerSpec
+from tritonllm.models.weight_names import WeightNames
+
+
+def _gemma(
+    config: ConfigReader, windows: tuple[int | None, ...], ropes: dict[bool, Any], **axes: Any
+) -> dict[str, Any]:
+    """``ropes`` by whether a layer has a window."""
+    bias, block = config.flag("attention_bias"), mlp(config)
+    kinds = {
+        window: LayerSpec(
+            attention=attention(
+                config,
+                rope=ropes[window is not None],
+                window=window,
+                scale=config.number("query_pre_attn_scalar") ** -0.5,
+                qkv_bias=bias,
+                o_bias=bias,
+                **axes,
+            ),
+            mlp=block,
+        )
+        for window in set(windows)
+    }
+    return {
+        "norm": rms_norm(config, weight_offset=1.0),
+        "norm_position": "sandwich",
+        "layers": tuple(kinds[window] for window in windows),
+        "embedding_multiplier": config.size("hidden_size") ** 0.5,
+        "logit_softcap": config.cap("final_logit_softcapping"),
+    }
+
+
+def _gemma2(config: ConfigReader) -> dict[str, Any]:
+    """Every other layer has a window, the first one first."""
+    windows = config.windows([i % 2 == 0 for i in range(config.size("num_hidden_layers"))])
+    rope = config.rope(head_size(config))
+    return _gemma(config, windows, {True: rope, False: rope}, softcap=config.cap("attn_logit_softcapping"))
+
+
+def _gemma3(config: ConfigReader) -> dict[str, Any]:
+    """Five layers with a window and short wavelengths, then one without and with long ones."""
+    pattern = config.size("sliding_window_pattern")
+    windows = config.windows([(i + 1) % pattern != 0 for i in range(config.size("num_hidden_layers"))])
+    head = head_size(config)
+    local = ConfigReader({**config, "rope_scaling": None, "rope_theta": config["rope_local_base_freq"]})
+    ropes = {False: config.rope(head, kind="full_attention"), True: local.rope(head, kind="sliding_attention")}
+    return _gemma(config, windows, ropes, qk_norm=rms_norm(config, weight_offset=1.0))
+
+
+_NAMES = WeightNames(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+_GEMMA: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "eos_token_id": 1,
+}
+
+FAMILIES: dict[str, Family] = {
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2",
+        axes=_gemma2,
+        names=always(_NAMES),
+        defaults={
+            **_GEMMA,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        renames={"hidden_activation": "hidden_act"},
+        reads=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        axes=_gemma3,
+        names=always(_NAMES),
+        defaults={
+            **_GEMMA,
+            "max_position_embeddings": 131072,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "final_logit_softcapping": None,
+        },
+        renames={"hidden_activation": "hidden_act", "_sliding_window_pattern": "sliding_window_pattern"},
+        reads=frozenset({"final_logit_softcapping"}),
+    ),
+}

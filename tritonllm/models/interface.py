@@ -1,0 +1,51 @@
+"""What the engine sees of a model, and all it sees."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+
+
+class ModelFacts(Protocol):
+    """A model's sizes and limits; the cache has one shape for all layers."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class CausalLM(Protocol):
+    """A loaded model: :class:`~tritonllm.models.decoder.Decoder`, whose docstrings say what the methods do."""
+
+    dtype: torch.dtype
+    supports_graphs: bool
+
+    @property
+    def spec(self) -> ModelFacts: ...
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: Sequence[KVCacheView],
+    ) -> torch.Tensor: ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...

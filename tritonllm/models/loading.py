@@ -1,0 +1,68 @@
+"""From a checkpoint's folder to a model: one of our families, or transformers behind our attention."""
+
+from pathlib import Path
+
+import torch
+
+from tritonllm.models import checkpoint
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.fallback import fallback_spec, load_fallback
+from tritonllm.models.fallback_decoder import FallbackSpec
+from tritonllm.models.families import is_supported, spec_from_config
+from tritonllm.models.interface import CausalLM
+from tritonllm.models.spec import ModelSpec
+from tritonllm.models.weights import dummy_weights, load_weights
+
+
+def read_spec(folder: Path, *, trust_remote_code: bool = False) -> ModelSpec | FallbackSpec:
+    """What ``config.json`` describes.
+
+    Raises:
+        ValueError: no such file, a bad field, or a model that can run neither as a family nor through transformers.
+    """
+    config = checkpoint.read_config(folder)
+    if is_supported(config):
+        return spec_from_config(config)
+    return fallback_spec(folder, trust_remote_code)
+
+
+def load_model(
+    folder: Path,
+    spec: ModelSpec | FallbackSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    load_format: str = "auto",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> CausalLM:
+    """Build the model and fill its weights.
+
+    Args:
+        spec: what :func:`read_spec` said.
+        dtype: of weights and activations.
+        max_model_len: the longest sequence that may come.
+        load_format: ``dummy`` makes weights up from ``seed`` instead of reading them.
+        trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
+
+    Raises:
+        ValueError: weights that do not match the configuration; the message names a tensor.
+    """
+    if isinstance(spec, FallbackSpec):
+        return load_fallback(
+            folder,
+            spec,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            load_format="dummy" if load_format == "dummy" else "auto",
+            seed=seed,
+            max_model_len=max_model_len,
+        )
+    model = Decoder(spec, dtype=dtype, device=device, max_model_len=max_model_len)
+    if load_format == "dummy":
+        dummy_weights(model, seed)
+    else:
+        load_weights(model, folder)
+    return model

@@ -1,0 +1,256 @@
+"""The files of a checkpoint: which there are, what their headers say, and one tensor at a time from them.
+
+Headers are read without the data, and tensors are memory maps of an open file: what the process holds of a file is the
+pages that it has touched, and closing the file gives those back. (PyTorch files from before version 1.6 are not zip
+archives, cannot be mapped and are read whole.) PyTorch files are unpickled by torch's restricted unpickler, which
+builds tensors and calls nothing else.
+"""
+
+import math
+import pickle
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tritonllm.models.checkpoint import read_json
+from tritonllm.models.mxfp4 import BLOCK_BYTES, dequantize_mxfp4
+
+# An index and the single file; where a folder has both kinds, the first is read.
+SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
+PYTORCH = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+
+MXFP4 = "MXFP4"
+BITS = {"F64": 64.0, "F32": 32.0, "F16": 16.0, "BF16": 16.0, MXFP4: 4.25}  # of an element, for types that we read
+_CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_ZIP = b"PK\x03\x04"
+# What torch's unpickler raises where bytes of a file are wrong or missing.
+_DAMAGE = (
+    RuntimeError,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+    struct.error,
+)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What is known of a tensor before it is read.
+
+    Attributes:
+        shape: as a tensor of elements, packed or not.
+        dtype: as safetensors calls it, or ``MXFP4``.
+        path: file that holds it, or the blocks of an MXFP4 tensor; ``None`` for one in memory.
+        scales: file that holds the scales of an MXFP4 tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    path: Path | None = None
+    scales: Path | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return int(math.prod(self.shape) * BITS[self.dtype] / 8)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """The matrices of all experts in MXFP4: ``blocks[E, rows, G, 16]`` and ``scales[E, rows, G]``, uint8."""
+
+    blocks: torch.Tensor
+    scales: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def expert(self, index: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """``[G * 32, rows]``, the orientation in which GPT-OSS keeps unpacked experts."""
+        return dequantize_mxfp4(self.blocks[index].to(device), self.scales[index].to(device), dtype).mT
+
+
+class TensorFile(Protocol):
+    """An open file."""
+
+    def headers(self) -> dict[str, StoredTensor]:
+        """Every tensor, in the order of the file."""
+
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor, to be let go before the file is closed."""
+
+
+class _SafetensorsFile:
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path = path
+        self._file = file
+
+    def headers(self) -> dict[str, StoredTensor]:
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 (not a mapping)
+        return {
+            name: StoredTensor(tuple(header.get_shape()), header.get_dtype(), self._path)
+            for name, header in slices.items()
+        }
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(name)
+
+
+class _PytorchFile:
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._path = path
+        self._tensors = tensors
+
+    def headers(self) -> dict[str, StoredTensor]:
+        return {name: describe(tensor, self._path) for name, tensor in self._tensors.items()}
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+def describe(tensor: torch.Tensor, path: Path | None = None) -> StoredTensor:
+    """What the header of a file would say."""
+    code = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is torch.strided:
+        return StoredTensor(tuple(tensor.shape), _CODES.get(tensor.dtype, code), path)
+    return StoredTensor(tuple(tensor.shape), f"{tensor.layout} {code}", path)
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorFile]:
+    """Open one file.
+
+    Raises:
+        ValueError: it is damaged, or a PyTorch file that holds more than tensors.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path} is not a complete safetensors file ({error}); it may be truncated: download it again"
+            ) from error
+        with file:
+            yield _SafetensorsFile(path, file)
+        return
+    tensors = _load_pytorch(path)
+    try:
+        yield _PytorchFile(path, tensors)
+    finally:
+        tensors.clear()
+
+
+def _load_pytorch(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(len(_ZIP)) == _ZIP
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is damaged or holds more than tensors, and code in a file is never run: download it again, or "
+            "convert it to safetensors where you trust it"
+        ) from error
+    except _DAMAGE as error:
+        what = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path} is not a complete PyTorch file ({what}); download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a dictionary of tensors, got {type(content).__name__}")
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{path} must hold tensors by name, but {name!r} is {type(tensor).__name__}")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that make up the checkpoint: those an index names, or the single one.
+
+    Raises:
+        ValueError: there are none, one is absent, or the index cannot be read.
+    """
+    for index, single in (SAFETENSORS, PYTORCH):
+        if (folder / index).exists():
+            return _indexed(folder / index)
+        if (folder / single).exists():
+            return [folder / single]
+    raise ValueError(
+        f"{folder} has no weights: expected {SAFETENSORS[1]}, {PYTORCH[1]}, or one of {SAFETENSORS[0]} and "
+        f"{PYTORCH[0]} with the files it names"
+    )
+
+
+def _indexed(index: Path) -> list[Path]:
+    home = read_json(index).get("weight_map")
+    if not isinstance(home, dict) or not all(isinstance(file, str) for file in home.values()):
+        raise ValueError(f"{index} does not say where the tensors are; download it again")
+    files = [index.parent / name for name in sorted(set(home.values()))]
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{file}, named by {index.name}, does not exist; download the missing file")
+    return files
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """What the files' headers say: file after file, each in its own order.
+
+    ``X_blocks`` and ``X_scales`` of type U8 are one tensor ``X``.
+
+    Raises:
+        ValueError: as :func:`weight_files` and :func:`open_tensors`; a tensor in two files; blocks without scales.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        with open_tensors(path) as file:
+            for name, tensor in file.headers().items():
+                if name in stored:
+                    raise ValueError(f"tensor {name} is in both {stored[name].path} and {path}")
+                stored[name] = tensor
+    return _join_mxfp4(stored)
+
+
+def _join_mxfp4(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    packed = {
+        name.removesuffix(_BLOCKS): tensor
+        for name, tensor in stored.items()
+        if name.endswith(_BLOCKS) and tensor.dtype == "U8" and len(tensor.shape) == 4
+    }
+    joined = {}
+    for name, tensor in stored.items():
+        if name in packed:
+            raise ValueError(f"tensors {name} and {name}{_BLOCKS} hold the same weights; a checkpoint must have one")
+        stem = name.removesuffix(_BLOCKS)
+        if stem in packed:
+            joined[stem] = _joined(name, tensor, stem + _SCALES, stored.get(stem + _SCALES))
+        elif name.removesuffix(_SCALES) not in packed:
+            joined[name] = tensor
+    return joined
+
+
+def _joined(name: str, blocks: StoredTensor, scales_name: str, scales: StoredTensor | None) -> StoredTensor:
+    want = blocks.shape[:-1]
+    if scales is None or (scales.dtype, scales.shape) != ("U8", want) or blocks.shape[-1] != BLOCK_BYTES:
+        raise ValueError(
+            f"{blocks.path}: tensor {name} {list(blocks.shape)} is not MXFP4: that has {BLOCK_BYTES} bytes in a block, "
+            f"and {scales_name} of type U8 and shape {list(want)}"
+        )
+    experts, rows, groups = want
+    return StoredTensor((experts, 2 * BLOCK_BYTES * groups, rows), MXFP4, blocks.path, scales.path)
+
+
+def read(file: TensorFile, name: str, stored: StoredTensor) -> torch.Tensor | PackedExperts:
+    """A tensor of :func:`stored_tensors` from the open file ``stored.path``."""
+    if stored.scales is None:
+        return file.get(name)
+    with open_tensors(stored.scales) as other:
+        scales = other.get(name + _SCALES).clone()
+    return PackedExperts(file.get(name + _BLOCKS), scales)

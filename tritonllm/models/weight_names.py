@@ -1,0 +1,254 @@
+"""What checkpoints call the decoder's weights: names as data, and the map from them to :class:`Slot`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tritonllm.layers.attention import AttentionSpec
+from tritonllm.layers.mlp import MLPSpec
+from tritonllm.layers.moe import MoESpec
+from tritonllm.layers.norm import NormSpec
+from tritonllm.models.slots import Slot
+from tritonllm.models.spec import ModelSpec
+
+Entry = tuple[str, Slot]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightNames:
+    """Names of an architecture's modules; ``.weight`` and ``.bias`` follow. The defaults are Llama's.
+
+    Those of a layer follow ``layer``, whose ``{}`` is its number; those of an expert follow ``experts`` and its number.
+
+    Attributes:
+        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm: norms of the residual stream before and after
+            each block; with ``norm_position="stream"``, the first and third are those after it.
+        qkv: three projections, or one that holds all of them.
+        qkv_by_group: the one projection has the queries, the key and the value of a key head together.
+        qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
+        up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
+        transposed: weights of the blocks' projections are ``[in, out]``.
+        expert_up, expert_down: within one expert.
+        stacked_up, stacked_down: tensors of all experts, where a checkpoint has those instead.
+        stacked_interleaved: those tensors are transposed, and gate and up alternate (GPT-OSS).
+    """
+
+    embed: str = "model.embed_tokens"
+    positions: str = ""
+    project_in: str = ""
+    project_out: str = ""
+    norm: str = "model.norm"
+    lm_head: str = "lm_head"
+    layer: str = "model.layers.{}"
+    attention_norm: str = "input_layernorm"
+    attention_post_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_post_norm: str = ""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_by_group: bool = False
+    o: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    qk_norm_by_head: bool = False
+    sinks: str = "self_attn.sinks"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    transposed: bool = False
+    router: str = "mlp.gate"
+    correction_bias: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts"
+    expert_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    stacked_up: str = "mlp.experts.gate_up_proj"
+    stacked_down: str = "mlp.experts.down_proj"
+    stacked_interleaved: bool = False
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+def weight_map(spec: ModelSpec, names: WeightNames) -> dict[str, Slot]:
+    """Checkpoint tensor name -> :class:`Slot`.
+
+    Experts have two spellings, one by one and stacked; every other place has one.
+    """
+    entries = list(_outside_of_layers(spec, names))
+    for index, layer in enumerate(spec.layers):
+        theirs, ours = names.layer.format(index) + ".", f"layers.{index}"
+        entries += _layer_norms(spec, names, index, theirs)
+        entries += _attention(spec.hidden_size, layer.attention, names, theirs, f"{ours}.attention")
+        if isinstance(layer.mlp, MLPSpec):
+            up, down = tuple(theirs + name for name in names.up), theirs + names.down
+            entries += _mlp(spec.hidden_size, layer.mlp, up, down, f"{ours}.mlp", transposed=names.transposed)
+        else:
+            entries += _moe(spec.hidden_size, layer.mlp, names, theirs, f"{ours}.mlp")
+    return dict(entries)
+
+
+def _outside_of_layers(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
+    hidden, size = spec.hidden_size, spec.embedding_size or spec.hidden_size
+    yield f"{names.embed}.weight", Slot(parameter="embed.weight", shape=(spec.vocab_size, size))
+    if spec.learned_positions:
+        shape = (spec.learned_positions, hidden)
+        yield f"{names.positions}.weight", Slot(parameter="positions.weight", shape=shape)
+    if size != hidden:
+        yield f"{names.project_in}.weight", Slot(parameter="project_in.weight", shape=(hidden, size))
+        yield f"{names.project_out}.weight", Slot(parameter="project_out.weight", shape=(size, hidden))
+    if spec.final_norm and spec.norm_position != "stream":
+        yield from _norm(spec.norm, names.norm, "norm", (hidden,))
+    if not spec.tie_word_embeddings:
+        yield f"{names.lm_head}.weight", Slot(parameter="lm_head.weight", shape=(spec.vocab_size, size))
+    if spec.logit_bias:
+        yield f"{names.lm_head}.bias", Slot(parameter="logit_bias", shape=(spec.vocab_size,))
+
+
+def _norm(norm: NormSpec, theirs: str, ours: str, shape: tuple[int, ...]) -> Iterator[Entry]:
+    if norm.weight:
+        yield f"{theirs}.weight", Slot(parameter=f"{ours}.weight", shape=shape)
+    if norm.bias:
+        yield f"{theirs}.bias", Slot(parameter=f"{ours}.bias", shape=shape)
+
+
+def _layer_norms(spec: ModelSpec, names: WeightNames, index: int, theirs: str) -> Iterator[Entry]:
+    ours = f"layers.{index}"
+    if spec.norm_position == "stream":
+        last = index == spec.num_layers - 1
+        pairs = [
+            (names.attention_norm, f"{ours}.mlp_norm"),
+            (names.mlp_norm, "norm" if last else f"layers.{index + 1}.attention_norm"),
+        ]
+    else:
+        pairs = []
+        if spec.norm_position != "post":
+            pairs.append((names.attention_norm, f"{ours}.attention_norm"))
+            if spec.parallel != "one norm":
+                pairs.append((names.mlp_norm, f"{ours}.mlp_norm"))
+        if spec.norm_position != "pre":
+            pairs.append((names.attention_post_norm, f"{ours}.attention_post_norm"))
+            pairs.append((names.mlp_post_norm, f"{ours}.mlp_post_norm"))
+    for name, place in pairs:
+        yield from _norm(spec.norm, theirs + name, place, (spec.hidden_size,))
+
+
+def _linear(
+    theirs: str,
+    ours: str,
+    rows: int,
+    columns: int,
+    *,
+    bias: bool,
+    start: int = 0,
+    transposed: bool = False,
+    order: tuple[int, ...] | None = None,
+) -> Iterator[Entry]:
+    shape = (columns, rows) if transposed else (rows, columns)
+    yield (
+        f"{theirs}.weight",
+        Slot(parameter=f"{ours}.weight", shape=shape, start=start, transposed=transposed, order=order),
+    )
+    if bias:
+        yield f"{theirs}.bias", Slot(parameter=f"{ours}.bias", shape=(rows,), start=start, order=order)
+
+
+def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+    head, heads, kv_heads = spec.head_size, spec.num_heads, spec.num_kv_heads
+    rows = [heads * head, kv_heads * head, kv_heads * head]
+    if len(names.qkv) == 1:
+        rows = [sum(rows)]
+    order = _order_by_group(heads, kv_heads) if names.qkv_by_group else None
+    start = 0
+    for name, count in zip(names.qkv, rows, strict=True):
+        yield from _linear(
+            theirs + name,
+            f"{ours}.qkv",
+            count,
+            hidden,
+            bias=spec.qkv_bias,
+            start=start,
+            transposed=names.transposed,
+            order=order,
+        )
+        start += count
+    yield from _linear(
+        theirs + names.o, f"{ours}.o", hidden, heads * head, bias=spec.o_bias, transposed=names.transposed
+    )
+    if spec.qk_norm is not None:
+        for name, place, count in ((names.q_norm, "q_norm", heads), (names.k_norm, "k_norm", kv_heads)):
+            yield from _head_norm(spec, names, theirs + name, f"{ours}.{place}", count)
+    if spec.sinks:
+        yield theirs + names.sinks, Slot(parameter=f"{ours}.sinks", shape=(heads,))
+
+
+def _order_by_group(heads: int, kv_heads: int) -> tuple[int, ...]:
+    """Where each head of ``[queries..., key, value]`` by group goes in ``[queries, keys, values]``."""
+    group = heads // kv_heads
+    order: list[int] = []
+    for i in range(kv_heads):
+        order += [*range(i * group, (i + 1) * group), heads + i, heads + kv_heads + i]
+    return tuple(order)
+
+
+def _head_norm(spec: AttentionSpec, names: WeightNames, theirs: str, ours: str, heads: int) -> Iterator[Entry]:
+    assert spec.qk_norm is not None
+    head = spec.head_size
+    shape = {"head": (head,), "heads": (heads, head), "all": (heads * head,)}[spec.qk_norm_over]
+    if not names.qk_norm_by_head:
+        yield from _norm(spec.qk_norm, theirs, ours, shape)
+        return
+    for i in range(heads):
+        yield f"{theirs}.norms.{i}.weight", Slot(parameter=f"{ours}.weight", shape=(head,), expert=i)
+
+
+def _mlp(
+    hidden: int, spec: MLPSpec, up: tuple[str, ...], down: str, ours: str, *, transposed: bool = False
+) -> Iterator[Entry]:
+    inner = spec.intermediate_size
+    rows = (2 * inner if spec.gated else inner) // len(up)
+    for i, name in enumerate(up):
+        yield from _linear(name, f"{ours}.up", rows, hidden, bias=spec.bias, start=i * rows, transposed=transposed)
+    yield from _linear(down, f"{ours}.down", hidden, inner, bias=spec.bias, transposed=transposed)
+
+
+def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+    yield from _linear(theirs + names.router, f"{ours}.router", spec.num_experts, hidden, bias=spec.router_bias)
+    if spec.correction_bias:
+        yield (
+            theirs + names.correction_bias,
+            Slot(parameter=f"{ours}.correction_bias", shape=(spec.num_experts,)),
+        )
+    if names.stacked_interleaved:
+        yield from _interleaved_experts(hidden, spec, names, theirs, ours)
+    else:
+        yield from _experts(hidden, spec, names, theirs, ours)
+    if spec.shared is not None:
+        shared = theirs + names.shared
+        up = (f"{shared}.gate_proj", f"{shared}.up_proj")
+        yield from _mlp(hidden, spec.shared, up, f"{shared}.down_proj", f"{ours}.shared")
+    if spec.shared_gate:
+        yield from _linear(theirs + names.shared_gate, f"{ours}.shared_gate", 1, hidden, bias=False)
+
+
+def _experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+    inner, count = spec.intermediate_size, spec.num_experts
+    for e in range(count):
+        expert = f"{theirs}{names.experts}.{e}"
+        for i, name in enumerate(names.expert_up):
+            slot = Slot(parameter=f"{ours}.gate_up", shape=(inner, hidden), expert=e, start=i * inner)
+            yield f"{expert}.{name}.weight", slot
+        slot = Slot(parameter=f"{ours}.down", shape=(hidden, inner), expert=e)
+        yield f"{expert}.{names.expert_down}.weight", slot
+    up = Slot(parameter=f"{ours}.gate_up", shape=(count, 2 * inner, hidden), axis=1)
+    yield theirs + names.stacked_up, up
+    yield theirs + names.stacked_down, Slot(parameter=f"{ours}.down", shape=(count, hidden, inner), axis=1)
+
+
+def _interleaved_experts(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+    inner, count = spec.intermediate_size, spec.num_experts
+    order = tuple(i % 2 * inner + i // 2 for i in range(2 * inner))
+    shape = (count, hidden, 2 * inner)
+    up = Slot(parameter=f"{ours}.gate_up", shape=shape, axis=1, transposed=True, order=order)
+    down = Slot(parameter=f"{ours}.down", shape=(count, inner, hidden), axis=1, transposed=True)
+    yield theirs + names.stacked_up, up
+    yield theirs + names.stacked_down, down
+    if spec.bias:
+        bias = Slot(parameter=f"{ours}.gate_up_bias", shape=(count, 2 * inner), axis=1, order=order)
+        yield f"{theirs}{names.stacked_up}_bias", bias
+        yield f"{theirs}{names.stacked_down}_bias", Slot(parameter=f"{ours}.down_bias", shape=(count, hidden), axis=1)
