@@ -94,6 +94,7 @@ def test_rows_without_a_choice(device):
 @pytest.mark.parametrize(
     ("parameter", "value", "nearest"),
     [
+        ("temperature", torch.inf, 1e30),
         ("top_k", -7, 0),
         ("top_p", -1.0, 1e-9),
         ("top_p", 0.0, 1e-9),

@@ -24,6 +24,7 @@ FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = 0.6931471805599453
 MIN_TEMPERATURE = tl.constexpr(1e-5)  # below it the argmax; as in vLLM
+MAX_TEMPERATURE = tl.constexpr(1e30)  # all tokens are equally likely; beyond it a weight's scale would be 0
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def load_logits(p_row, b_token, m_token):
 @triton.jit
 def scale_of(temperature):
     """What turns a difference of logits into one of log2-weights; finite also for rows that take the argmax."""
-    return LOG2E / tl.maximum(temperature, MIN_TEMPERATURE)
+    return LOG2E / tl.minimum(tl.maximum(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def clean_ref(logits: torch.Tensor) -> torch.Tensor:
 
 
 def scale_ref(temperature: torch.Tensor) -> torch.Tensor:
-    return LOG2E.value / temperature.clamp_min(MIN_TEMPERATURE.value)
+    return LOG2E.value / temperature.clamp(MIN_TEMPERATURE.value, MAX_TEMPERATURE.value)
 
 
 def weight_ref(x: torch.Tensor, top: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
