@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 POLICIES = ("fcfs", "priority")
 
 
@@ -37,11 +37,12 @@ class ModelConfig:
         tokenizer: folder or hub id of the tokenizer, if it is not the model's.
         skip_tokenizer_init: token ids in and out, no text.
         revision: branch, tag or commit of a hub id.
-        trust_remote_code: allow Python code from the tokenizer's repository.
+        trust_remote_code: download and run Python code that comes with the model or the tokenizer.
         dtype: ``auto`` takes the checkpoint's on a GPU and float32 on the CPU.
         device: ``auto`` takes CUDA if there is one.
         max_model_len: most tokens of prompt and output together; by default the model's own limit.
-        load_format: ``dummy`` fills the weights from ``seed`` instead of reading them.
+        load_format: ``safetensors`` files, ``pt`` (``pytorch_model*.bin``), ``auto`` for the first of them that is
+            there; ``dummy`` fills the weights from ``seed`` instead of reading them.
         seed: of dummy weights and of requests that bring none.
     """
 

@@ -163,12 +163,11 @@ def test_damaged(tmp_path, kind):
 
 
 def test_which_files(tmp_path):
-    both = (
-        r"has no weights: expected model\.safetensors, pytorch_model\.bin, or one of "
-        r"model\.safetensors\.index\.json and pytorch_model\.bin\.index\.json"
-    )
-    with pytest.raises(ValueError, match=both):
-        weight_files(tmp_path)
+    one = r"{0}, or {0}\.index\.json with the files it names"
+    both = one.format(r"model\.safetensors") + ", or " + one.format(r"pytorch_model\.bin")
+    for load_format, expected in (("auto", both), ("pt", one.format(r"pytorch_model\.bin"))):
+        with pytest.raises(ValueError, match=f"has no weights for load_format='{load_format}': expected {expected}$"):
+            weight_files(tmp_path, load_format)
     files = ["pytorch_model.bin", "pytorch_model.bin.index.json", "model.safetensors", "model.safetensors.index.json"]
     named = [["pytorch_model.bin"], ["p1", "p2"], ["model.safetensors"], ["m1", "m2"]]
     for name in ("p1", "p2", "m1", "m2"):
@@ -179,6 +178,8 @@ def test_which_files(tmp_path):
         else:
             (tmp_path / file).touch()
         assert [path.name for path in weight_files(tmp_path)] == want
+    assert [path.name for path in weight_files(tmp_path, "pt")] == ["p1", "p2"]
+    assert [path.name for path in weight_files(tmp_path, "safetensors")] == ["m1", "m2"]
 
 
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])

@@ -100,7 +100,7 @@ def test_unreadable_files(folder):
     file.write_bytes(file.read_bytes()[:-1])
     refused(folder, r"model\.safetensors is not a complete safetensors file .*download it again")
     file.unlink()
-    refused(folder, r"has no weights: expected model\.safetensors")
+    refused(folder, r"has no weights for load_format='auto': expected model\.safetensors")
 
 
 def test_missing_shard(shards):

@@ -51,7 +51,10 @@ ENGINE: dict[str, dict[str, Any]] = {
     "revision": {"metavar": "REV", "help": "branch, tag or commit of a hub id"},
     "device": {"metavar": "NAME", "help": "auto (default: the GPU if there is one), cpu, cuda, cuda:1"},
     "dtype": {"choices": DTYPES, "help": "default: auto, the model's own on a GPU, float32 on the CPU"},
-    "load-format": {"choices": LOAD_FORMATS, "help": "dummy: random weights, when only speed matters"},
+    "load-format": {
+        "choices": LOAD_FORMATS,
+        "help": "which files (default: auto, safetensors before pt); dummy: random weights, when only speed matters",
+    },
     "max-model-len": {"type": int, "metavar": "N", "help": "most tokens of prompt and output together"},
     "block-size": {"type": int, "metavar": "N", "help": "tokens per block of the KV cache (default: 16)"},
     "num-blocks": {"type": int, "metavar": "N", "help": "blocks of the KV cache (default: as many as fit)"},
@@ -64,7 +67,7 @@ ENGINE: dict[str, dict[str, Any]] = {
         "help": "compute every prompt from its beginning",
     },
     "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
-    "trust-remote-code": {"action": "store_true", "help": "run Python code that comes with the tokenizer"},
+    "trust-remote-code": {"action": "store_true", "help": "download and run Python code that comes with the model"},
 }
 
 

@@ -10,7 +10,7 @@ Loading is transformers' too: the whole model passes through host memory.
 import inspect
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.fallback_attention import PAGED, register
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder, refused
 
+_SAFETENSORS = {"auto": None, "safetensors": True, "pt": False}  # transformers' name of our load formats
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _OTHER_SENSES = ("vision_config", "audio_config", "speech_config", "image_config", "video_config")
 
@@ -154,7 +155,7 @@ def load_fallback(
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool,
-    load_format: Literal["auto", "dummy"],
+    load_format: str,
     seed: int,
     max_model_len: int,
 ) -> TransformersDecoder:
@@ -164,7 +165,8 @@ def load_fallback(
         folder: the checkpoint.
         spec: what :func:`fallback_spec` said.
         dtype: of the weights and of the cache.
-        load_format: ``dummy`` makes weights up from ``seed`` as transformers initialises them.
+        load_format: which files, as in :func:`~tritonllm.models.weights.load_weights`; ``dummy`` makes weights up
+            from ``seed`` as transformers initialises them.
         max_model_len: the longest sequence that may come.
 
     Raises:
@@ -185,7 +187,7 @@ def load_fallback(
             torch.manual_seed(seed)
             lm = AutoModelForCausalLM.from_config(config, **settings).eval()
     else:
-        lm = _load(folder, config, settings).to(device)
+        lm = _load(folder, config, {**settings, "use_safetensors": _SAFETENSORS[load_format]}).to(device)
     decoder = TransformersDecoder(lm.requires_grad_(False), spec, dtype=dtype, max_model_len=max_model_len)
     warnings.warn(
         f"{spec.architecture} is not a native family: transformers computes it, with our attention. This is slower and "
@@ -204,7 +206,6 @@ def _load(folder: Path, config: Any, settings: dict[str, Any]) -> Any:
         lm, info = auto.from_pretrained(
             folder,
             config=config,
-            use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported, and by name

@@ -43,7 +43,7 @@ def load_model(
         spec: what :func:`read_spec` said.
         dtype: of weights and activations.
         max_model_len: the longest sequence that may come.
-        load_format: ``dummy`` makes weights up from ``seed`` instead of reading them.
+        load_format: which files; ``dummy`` makes weights up from ``seed`` instead of reading them.
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
 
     Raises:
@@ -56,7 +56,7 @@ def load_model(
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
-            load_format="dummy" if load_format == "dummy" else "auto",
+            load_format=load_format,
             seed=seed,
             max_model_len=max_model_len,
         )
@@ -64,5 +64,5 @@ def load_model(
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:
-        load_weights(model, folder)
+        load_weights(model, folder, load_format=load_format)
     return model

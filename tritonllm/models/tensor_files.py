@@ -21,9 +21,11 @@ from safetensors import SafetensorError, safe_open
 from tritonllm.models.checkpoint import read_json
 from tritonllm.models.mxfp4 import BLOCK_BYTES, dequantize_mxfp4
 
-# An index and the single file; where a folder has both kinds, the first is read.
-SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
-PYTORCH = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+# An index and the single file, by the load format that asks for them; "auto" reads the first kind that is there.
+FILES = {
+    "safetensors": ("model.safetensors.index.json", "model.safetensors"),
+    "pt": ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+}
 
 MXFP4 = "MXFP4"
 BITS = {"F64": 64.0, "F32": 32.0, "F16": 16.0, "BF16": 16.0, MXFP4: 4.25}  # of an element, for types that we read
@@ -172,21 +174,23 @@ def _load_pytorch(path: Path) -> dict[str, torch.Tensor]:
     return content
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
     """The files that make up the checkpoint: those an index names, or the single one.
+
+    Args:
+        load_format: ``safetensors``, ``pt``, or ``auto`` for the first of them that is there.
 
     Raises:
         ValueError: there are none, one is absent, or the index cannot be read.
     """
-    for index, single in (SAFETENSORS, PYTORCH):
+    wanted = list(FILES.values()) if load_format == "auto" else [FILES[load_format]]
+    for index, single in wanted:
         if (folder / index).exists():
             return _indexed(folder / index)
         if (folder / single).exists():
             return [folder / single]
-    raise ValueError(
-        f"{folder} has no weights: expected {SAFETENSORS[1]}, {PYTORCH[1]}, or one of {SAFETENSORS[0]} and "
-        f"{PYTORCH[0]} with the files it names"
-    )
+    expected = ", or ".join(f"{single}, or {index} with the files it names" for index, single in wanted)
+    raise ValueError(f"{folder} has no weights for load_format={load_format!r}: expected {expected}")
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -200,7 +204,7 @@ def _indexed(index: Path) -> list[Path]:
     return files
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, load_format: str = "auto") -> dict[str, StoredTensor]:
     """What the files' headers say: file after file, each in its own order.
 
     ``X_blocks`` and ``X_scales`` of type U8 are one tensor ``X``.
@@ -209,7 +213,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         ValueError: as :func:`weight_files` and :func:`open_tensors`; a tensor in two files; blocks without scales.
     """
     stored: dict[str, StoredTensor] = {}
-    for path in weight_files(folder):
+    for path in weight_files(folder, load_format):
         with open_tensors(path) as file:
             for name, tensor in file.headers().items():
                 if name in stored:

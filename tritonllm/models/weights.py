@@ -55,13 +55,15 @@ def hf_tensors(model: Decoder) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, folder: Path, *, progress: bool | None = None) -> None:
+def load_weights(model: Decoder, folder: Path, *, load_format: str = "auto", progress: bool | None = None) -> None:
     """Fill ``model`` from the files of ``folder``, converting to the model's dtype.
 
-    ``model*.safetensors`` are read if there are any, else ``pytorch_model*.bin``. Names may lack their first component
+    Names may lack their first component
     (``model.``, ``transformer.``), as those of checkpoints written from the model without its output projection do.
 
     Args:
+        load_format: ``safetensors`` reads ``model*.safetensors``, ``pt`` ``pytorch_model*.bin``, ``auto`` the first of
+            them that is there.
         progress: show a bar; ``None`` shows it if the standard error is a terminal.
 
     Raises:
@@ -69,7 +71,7 @@ def load_weights(model: Decoder, folder: Path, *, progress: bool | None = None) 
             shape or of a type that is neither floating point nor MXFP4; an output projection that differs from the
             embeddings where ``config.json`` says they are tied. Nothing has been copied then.
     """
-    stored = stored_tensors(folder)
+    stored = stored_tensors(folder, load_format)
     plan = _plan(model, stored, f"{folder}: ")
     _check_twins(plan.twins, lambda name: _digest_in_file(name, stored[name]))
     parameters = dict(model.named_parameters())
