@@ -9,7 +9,7 @@ DEV := .venv/.dev-ready
 endif
 
 TESTS := lint types test-kernels test-engine test-aot
-.PHONY: help demo test setup gpu-test format clean $(TESTS)
+.PHONY: help demo test setup gpu-test bench format clean $(TESTS)
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -50,6 +50,10 @@ demo test-kernels test-engine test-aot: export OMP_NUM_THREADS = 1
 
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu
+
+bench: $(DEV) ## time attention on an NVIDIA GPU beside what is installed: bench/results/, and a plot in docs/img/
+	$(PY) -m bench.attention --out bench/results/attention.json
+	$(PY) -m bench.plot bench/results/attention.json -o docs/img/attention.svg
 
 setup: $(DEV) ## only make .venv, with the development tools
 

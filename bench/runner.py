@@ -34,10 +34,22 @@ def matmul_tflops(device: torch.device) -> float:
     return 2 * 8192**3 / median_us(lambda _: a @ b, 1, sample_ms=20, samples=20) / 1e6
 
 
-def _checked(verdict: Verdict, what: str) -> Verdict:
+def checked(verdict: Verdict, what: str) -> Verdict:
     if not verdict.ok:
         raise Failed(f"{what}, output {verdict.output}: error {verdict.error:.3g} > {verdict.limit:.3g}")
     return verdict
+
+
+def timed(ready: Prepared, timer: Timer) -> dict[str, Any]:
+    """Check the kernel against the reference, then time it.
+
+    Raises:
+        Failed: the kernel's result is wrong.
+    """
+    verdict = checked(verify(ready.problem, ready.untouched, ready.expected), "tritonllm")
+    us = timer(lambda i: ready.problem.run(ready.sets[i]), len(ready.sets))
+    result = {"us": us, "error": verdict.error, "limit": verdict.limit}
+    return result | {"bytes": ready.work.bytes, "flops": ready.work.flops, "sets": len(ready.sets)}
 
 
 def measure(case: Case, device: torch.device, timer: Timer) -> dict[str, Any]:
@@ -46,12 +58,8 @@ def measure(case: Case, device: torch.device, timer: Timer) -> dict[str, Any]:
     Raises:
         Failed: the kernel's result is wrong. (A wrong or failing baseline only loses its own time.)
     """
-    problem = case.problem
-    ready = prepare(problem, device)
-    verdict = _checked(verify(problem, ready.untouched, ready.expected), "tritonllm")
-    us = timer(lambda i: problem.run(ready.sets[i]), len(ready.sets))
-    result = {"group": case.group, "case": problem.name, "us": us, "error": verdict.error, "limit": verdict.limit}
-    result |= {"bytes": ready.work.bytes, "flops": ready.work.flops, "sets": len(ready.sets)}
+    ready = prepare(case.problem, device)
+    result = {"group": case.group, "case": case.problem.name} | timed(ready, timer)
     if case.baseline is not None:
         result |= _measure_baseline(case, case.baseline, ready, timer)
     return result
@@ -61,7 +69,7 @@ def _measure_baseline(case: Case, baseline: Baseline, ready: Prepared, timer: Ti
     try:
         outputs = baseline(case.problem, [without_effects(case.problem, ready.untouched)])(0)
         if case.same_result:
-            _checked(compare(case.problem, outputs, ready.expected), "torch")
+            checked(compare(case.problem, outputs, ready.expected), "torch")
         return {"torch_us": timer(baseline(case.problem, ready.sets), len(ready.sets))}
     except (RuntimeError, Failed) as reason:
         return {"torch_failed": str(reason).strip().splitlines()[0][:200]}
@@ -97,8 +105,9 @@ def machine(device: torch.device) -> dict[str, str]:
 class Runner:
     """Runs cases on the GPU of this process: the handler of a :class:`autotune.worker.Worker`."""
 
-    def __init__(self) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, device: torch.device | None = None, timer: Timer = median_us) -> None:
+        self._device = device or torch.device("cuda", torch.cuda.current_device())
+        self._timer = timer
 
     def machine(self) -> dict[str, str]:
         return machine(self._device)
@@ -110,6 +119,6 @@ class Runner:
 
     def measure(self, case: int) -> dict[str, Any]:
         try:
-            return measure(CASES[case], self._device, median_us)
+            return measure(CASES[case], self._device, self._timer)
         finally:
             torch.cuda.empty_cache()

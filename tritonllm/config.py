@@ -11,6 +11,7 @@ from typing import Any, Literal
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 POLICIES = ("fcfs", "priority")
+_OWN_KWARGS = ("enforce_eager", "disable_cascade_attn")  # of EngineConfig itself, not of its parts
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:
@@ -129,15 +130,19 @@ class EngineConfig:
 
     Args:
         enforce_eager: no CUDA graphs.
+        disable_cascade_attn: let every sequence read the keys of a prompt's beginning for itself, even where a step's
+            sequences share them. Without it they are read once if that is faster.
     """
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     enforce_eager: bool = False
+    disable_cascade_attn: bool = False
 
     def __post_init__(self) -> None:
         _is_a("enforce_eager", self.enforce_eager, bool)
+        _is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
@@ -150,12 +155,12 @@ class EngineConfig:
         for name, part in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
             names = {f.name for f in dataclasses.fields(part)}
             parts[name] = part(**{key: kwargs.pop(key) for key in list(kwargs) if key in names})
-        enforce_eager = kwargs.pop("enforce_eager", False)
+        own = {key: kwargs.pop(key) for key in _OWN_KWARGS if key in kwargs}
         if kwargs:
             raise ValueError(f"unknown argument {', '.join(map(repr, kwargs))}; known: {', '.join(cls.known_kwargs())}")
-        return cls(**parts, enforce_eager=enforce_eager)
+        return cls(**parts, **own)
 
     @classmethod
     def known_kwargs(cls) -> list[str]:
         parts = (ModelConfig, CacheConfig, SchedulerConfig)
-        return sorted([*(f.name for part in parts for f in dataclasses.fields(part)), "enforce_eager"])
+        return sorted([*(f.name for part in parts for f in dataclasses.fields(part)), *_OWN_KWARGS])

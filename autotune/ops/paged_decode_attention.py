@@ -1,4 +1,4 @@
-"""Decode attention: the tile of keys, and into how many programs the keys of a batch are split."""
+"""Decode attention: the tile of keys, and over how many programs the keys of a batch are spread."""
 
 from dataclasses import dataclass
 
@@ -34,10 +34,12 @@ class DecodeAttention(Problem):
     def inputs(self, new: TensorFactory) -> Inputs:
         capacity = self.capacity or self.context
         cache = paged_cache(new, self.lengths(), capacity, self.block_size, self.kv_heads, self.head_size)
-        return {"q": new.normal(self.batch, self.q_heads, self.head_size)} | cache
+        workspace = new.filled(0, attention_decode.WORKSPACE_SIZE, dtype=torch.int32)
+        return {"q": new.normal(self.batch, self.q_heads, self.head_size), "workspace": workspace} | cache
 
     def run(self, x: Inputs) -> tuple[torch.Tensor, ...]:
-        out = paged_decode_attention(x["q"], x["k_cache"], x["v_cache"], x["block_tables"], x["seq_lens"])
+        tensors = (x["q"], x["k_cache"], x["v_cache"], x["block_tables"], x["seq_lens"])
+        out = paged_decode_attention(*tensors, workspace=x["workspace"])
         assert isinstance(out, torch.Tensor)
         return (out,)
 
@@ -57,17 +59,33 @@ class DecodeAttention(Problem):
 def space(
     head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str
 ) -> list[tuning.Config]:
-    """Tiles of keys, and numbers of programs that lead to different splits."""
-    tiles = product(
+    """For the kernel that the default takes: tiles of keys, and for the balanced one how many programs a processor
+    holds at once, with the registers that this leaves to each, for the other how many to split the keys for."""
+    split = product(
         BLOCK_M=(min(64, max(16, triton.next_power_of_2(group))),),
         BLOCK_N=(32, 64, 128),
+        SPLIT_TO=(132, 264, 528, 1056, 2112),
         num_warps=(2, 4, 8),
         num_stages=(2, 3, 4),
     )
-    by_splits: dict[int, int] = {}
-    for wanted in (132, 264, 528, 1056, 2112, 4224):
-        by_splits.setdefault(max(1, min(wanted // programs, capacity // 128)), wanted)
-    return [tile | {"PROGRAMS": wanted} for tile in tiles for wanted in by_splits.values()]
+    if "MIN_TILES" not in attention_decode.default_config(head_size, group, programs, capacity, dtype, cache_dtype):
+        return split
+    return balanced_space(group)
+
+
+def balanced_space(group: int) -> list[tuning.Config]:
+    tiles = product(
+        BLOCK_M=(min(64, max(16, triton.next_power_of_2(group))),),
+        BLOCK_N=(32, 64, 128),
+        MIN_TILES=(4,),
+        num_warps=(2, 4, 8),
+        num_stages=(2, 3, 4, 5),
+    )
+    return [
+        tile | {"PROGRAMS": 132 * held, "maxnreg": min(255, 65536 // (32 * tile["num_warps"] * held) // 8 * 8)}
+        for tile in tiles
+        for held in (1, 2, 3, 4)
+    ]
 
 
 TUNABLE = Tunable(

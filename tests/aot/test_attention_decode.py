@@ -9,12 +9,13 @@ BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.floa
 CASES = [
     # batch, heads, kv heads, head size, block size, dtype, cache dtype
     (8, 32, 8, 128, 16, BF16, BF16),
-    (256, 32, 8, 128, 16, BF16, BF16),  # no split: no merge kernel
-    (8, 14, 2, 64, 128, FP16, FP16),  # a block holds whole tiles
-    (8, 71, 1, 64, 16, BF16, BF16),  # the largest tile of heads
-    (8, 8, 4, 256, 16, BF16, BF16),
-    (8, 8, 2, 512, 16, BF16, BF16),
-    (8, 8, 2, 512, 16, FP32, FP32),
+    (64, 32, 8, 128, 16, BF16, BF16),
+    (256, 32, 8, 128, 16, BF16, BF16),
+    *((batch, 14, 2, 64, 128, FP16, FP16) for batch in (8, 80)),  # a block holds whole tiles
+    *((batch, 71, 1, 64, 16, BF16, BF16) for batch in (8, 160)),  # the largest tile of heads
+    *((batch, 8, 4, 256, 16, BF16, BF16) for batch in (8, 40)),
+    *((batch, 8, 2, 512, 16, BF16, BF16) for batch in (8, 80)),
+    *((batch, 8, 2, 512, 16, FP32, FP32) for batch in (8, 80)),
     (8, 32, 8, 128, 16, BF16, FP8),
 ]
 
@@ -34,19 +35,28 @@ def test_compiles(arch):
                 continue
             launch(*case)
         everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
-        launch(8, 32, 8, 80, 16, BF16, BF16, **everything, k_scale=torch.empty(8), return_lse=True)
+        for batch in (8, 40):
+            launch(batch, 32, 8, 80, 16, BF16, BF16, **everything, k_scale=torch.empty(8), return_lse=True)
     assert_resources(kernels)
-    assert {kernel.name for kernel in kernels} == {"_decode_kernel", "_merge_kernel"}
+    assert {kernel.name for kernel in kernels} == {"balanced_kernel", "_decode_kernel", "_merge_kernel"}
 
 
-def test_one_compilation_for_all_steps():
+BATCHES = {
+    "balanced_kernel": ((0, 17, 512, 128), (1, 30, 100, 1), (3, 32, 33, 100), (7, 132, 16, 4096)),
+    "_decode_kernel": ((0, 1, 512, 128), (1, 3, 100, 200), (3, 5, 33, 400), (7, 4, 16, 4096)),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_one_compilation_for_all_steps(name):
     """Batch sizes, table widths, windows and offsets into persistent buffers do not ask for new kernels."""
     pool = torch.empty(4, 2, 16, 8, 128, dtype=BF16)
     with compile_kernels(90) as kernels:
-        for at, batch, width, window in ((0, 1, 512, 128), (1, 3, 100, 1), (3, 16, 33, 100), (7, 24, 16, 4096)):
+        for at, batch, width, window in BATCHES[name]:
             lens = torch.empty(at + batch, dtype=torch.int32)[at:]
             tables = torch.empty(at + batch, width, dtype=torch.int32)[at:]
             q = torch.empty(batch, 32, 128, dtype=BF16)
             paged_decode_attention(q, pool[:, 0], pool[:, 1], tables, lens, window=window)
-    assert [kernel.name for kernel in kernels] == ["_decode_kernel", "_merge_kernel"] * 4
-    assert len({id(kernel.asm) for kernel in kernels}) == 2
+    kernels = [kernel for kernel in kernels if kernel.name == name]
+    assert len(kernels) == 4
+    assert len({id(kernel.asm) for kernel in kernels}) == 1

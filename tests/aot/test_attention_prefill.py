@@ -17,8 +17,11 @@ CASES = [
 ]
 
 
-def launch(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, **options):
+def launch(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, apart=False, **options):
+    """``apart`` caches are what the Hopper kernel takes."""
     pool = torch.empty(4, 2, block_size, kv_heads, head_size, dtype=cache_dtype)
+    if apart:
+        pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
     tables, lens = torch.empty(8, 512, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
     q, cu = torch.empty(4096, heads, head_size, dtype=dtype), torch.empty(9, dtype=torch.int32)
     varlen_prefill_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, max_seqlen_q=longest, **options)
@@ -44,9 +47,35 @@ def test_hopper_matrix_products(head_size):
     assert_sass(kernels, "HGMMA", "_prefill_kernel")
 
 
-def test_one_compilation_for_all_steps():
+def test_hopper_kernel():
+    """Bulk copies (UTMALDG) into shared memory, matrix products from there, no register spilled."""
+    sinks = torch.empty(64)
+    with compile_kernels(90) as kernels:
+        launch(32, 8, 128, 16, BF16, BF16, 512, apart=True)
+        launch(64, 8, 64, 16, BF16, BF16, 512, apart=True, sinks=sinks, window=128, return_lse=True)
+        launch(32, 8, 128, 64, FP16, FP16, 512, apart=True, causal=False, return_lse=True)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 3
+    assert_resources(kernels)
+    assert_sass(kernels, "HGMMA", "_prefill_sm90_kernel")
+    assert_sass(kernels, "UTMALDG", "_prefill_sm90_kernel")
+
+
+def test_what_the_hopper_kernel_leaves_to_the_portable_one():
+    with compile_kernels(90) as kernels:
+        launch(32, 8, 128, 16, BF16, BF16, 8, apart=True)  # too few rows
+        launch(32, 8, 128, 16, BF16, BF16, 512, apart=True, softcap=30.0)
+        launch(32, 8, 128, 16, BF16, FP8, 512, apart=True)
+    with compile_kernels(100) as blackwell:
+        launch(32, 8, 128, 16, BF16, BF16, 512, apart=True)
+    assert {kernel.name for kernel in [*kernels, *blackwell]} == {"_prefill_kernel"}
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["portable", "hopper"])
+def test_one_compilation_for_all_steps(apart):
     """Batch sizes, table widths, windows and offsets into persistent buffers do not ask for new kernels."""
     pool = torch.empty(4, 2, 16, 8, 128, dtype=BF16)
+    if apart:
+        pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
     with compile_kernels(90) as kernels:
         for at, batch, width, window in ((0, 1, 512, 128), (1, 3, 100, 1), (3, 16, 33, 100)):
             cu, lens = (torch.empty(at + batch + extra, dtype=torch.int32)[at:] for extra in (1, 0))

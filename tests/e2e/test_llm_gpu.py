@@ -13,6 +13,8 @@ from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
 
 from tritonllm import LLM, SamplingParams
+from tritonllm.engine import shared_prefix
+from tritonllm.engine.shared_prefix import CascadePlanner
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +45,21 @@ def test_graphs_chunks_and_preemption_do_not_change_greedy_tokens(folder):
         stats = llm.engine.stats
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.preemptions > 0 or "num_blocks" not in settings or settings["num_blocks"] > 130
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_shared_prefix_does_not_change_greedy_tokens(folder, monkeypatch, eager):
+    """float32; read once for all, in captured and in eager steps, beside sequences that do not share it."""
+    shared = random_tokens(1000, 10000, seed=99)
+    prompts = [shared + prompt for prompt in PROMPTS] + PROMPTS[2:4]
+    expected = token_ids(make(folder, disable_cascade_attn=True).generate(prompts, greedy(40), use_tqdm=False))
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 1 << 20)
+    plans, plan = [], CascadePlanner.plan
+    monkeypatch.setattr(CascadePlanner, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    llm = make(folder, enforce_eager=eager)
+    for _ in range(2):  # the second time all of them find it in the prefix cache
+        assert token_ids(llm.generate(prompts, greedy(40), use_tqdm=False)) == expected
+    assert sum(found is not None for found in plans) > 30
 
 
 def test_seeds_reproduce_in_any_batch(folder):
@@ -80,6 +97,7 @@ def test_nothing_compiles_once_the_engine_is_ready(folder, record_property, eage
     record_property("compiled_at_start", counts["at_start"])
     assert counts["at_start"] > 10
     assert counts["later"] == []
+    assert counts["shared"] > 0  # steps with a shared prefix were among them
 
 
 def test_the_same_tokens_as_on_the_cpu():

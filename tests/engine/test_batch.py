@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tritonllm.engine.batch import build_batch, slots_of
 from tritonllm.engine.request import Request
 from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
+from tritonllm.engine.shared_prefix import MIN_SAVED_BYTES, CascadePlanner
 from tritonllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -60,3 +61,20 @@ def test_decodes_only():
     metadata = build_batch(plan, 4, CPU).metadata
     assert metadata.cu_seqlens_q.tolist() == [0]
     assert metadata.max_seqlen_q == 0
+
+
+def test_decodes_that_share_a_prefix():
+    """The plan is over the decodes alone, however many chunks begin with the same blocks."""
+    decodes = [item(name, [1] * 11, [8, 9, own], 10, 1) for name, own in (("a", 1), ("b", 2), ("c", 3))]
+    chunk = item("d", [1] * 11, [8, 9, 4], 8, 3)
+    plan = StepPlan(scheduled=(*decodes, chunk), preempted=(), num_decodes=3, num_tokens=6)
+    planner = CascadePlanner(block_size=4, block_bytes=MIN_SAVED_BYTES // 4)
+    metadata = build_batch(plan, 4, CPU, planner).metadata
+    cascade = metadata.cascade
+    assert cascade.prefix_tables[cascade.prefix_lens > 0].flatten().tolist() == [8, 9]
+    assert cascade.suffix_tables[:, 0].tolist() == [1, 2, 3]
+    assert cascade.suffix_lens.tolist() == [3, 3, 3]
+    assert metadata.block_tables[:, 1].tolist() == [9] * 4  # whole, for layers that do not share
+    assert build_batch(plan, 4, CPU).metadata.cascade is None
+    apart = StepPlan(scheduled=(decodes[0], chunk), preempted=(), num_decodes=1, num_tokens=4)
+    assert build_batch(apart, 4, CPU, planner).metadata.cascade is None

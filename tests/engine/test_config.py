@@ -35,6 +35,7 @@ from tritonllm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
         (SchedulerConfig, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, r"max_num_batched_tokens \(8\) must be"),
         (SchedulerConfig, {"policy": "random"}, "policy must be one of fcfs, priority"),
         (EngineConfig, {"enforce_eager": 1}, "enforce_eager must be of type bool"),
+        (EngineConfig, {"disable_cascade_attn": "no"}, "disable_cascade_attn must be of type bool"),
     ],
 )
 def test_bad_values_are_named(part, kwargs, message):
@@ -54,13 +55,13 @@ def test_limits_themselves_are_allowed():
 
 def test_flat_arguments_find_their_parts():
     config = EngineConfig.from_kwargs(
-        model="m", dtype="float32", block_size=8, max_num_seqs=3, policy="priority", enforce_eager=True
+        model="m", dtype="float32", block_size=8, max_num_seqs=3, policy="priority", disable_cascade_attn=True
     )
     assert config == EngineConfig(
         model=ModelConfig(model="m", dtype="float32"),
         cache=CacheConfig(block_size=8),
         scheduler=SchedulerConfig(max_num_seqs=3, policy="priority"),
-        enforce_eager=True,
+        disable_cascade_attn=True,
     )
 
 
@@ -71,9 +72,9 @@ def test_an_unknown_argument_is_named_beside_the_known_ones():
 
 def test_every_known_argument_is_taken():
     defaults = EngineConfig(model=ModelConfig(model="m"))
-    values = {"enforce_eager": defaults.enforce_eager}
-    for part in (defaults.model, defaults.cache, defaults.scheduler):
-        values |= dataclasses.asdict(part)
+    values = dataclasses.asdict(defaults)
+    for part in ("model", "cache", "scheduler"):
+        values |= values.pop(part)
     assert sorted(values) == EngineConfig.known_kwargs()
     assert EngineConfig.from_kwargs(**values) == defaults
 

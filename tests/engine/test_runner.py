@@ -1,11 +1,15 @@
+from unittest.mock import patch
+
 import pytest
 import torch
 from support.engines import tiny_checkpoint
 from support.tiny_models import load_decoder
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine import shared_prefix
 from tritonllm.engine.cuda_graphs import graph_sizes
 from tritonllm.engine.runner import ModelRunner, warm_up_sizes
+from tritonllm.layers import attention
 
 CPU = torch.device("cpu")
 
@@ -27,7 +31,8 @@ def test_graph_sizes_end_with_the_largest_batch(seats, sizes):
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 100])  # 100: two sequences of at most 64
-def test_steps_before_the_first_request_leave_the_cache_alone(tokens):
+def test_steps_before_the_first_request_leave_the_cache_alone(monkeypatch, tokens):
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 1)  # so that they include steps with a shared prefix
     runner = make_runner()
     runner.start(num_blocks=3, max_model_len=64)
     with torch.inference_mode():
@@ -37,6 +42,23 @@ def test_steps_before_the_first_request_leave_the_cache_alone(tokens):
         runner._dummy_step(tokens)
         runner._dummy_decode(min(tokens, 8))
     assert all((t == 7.0).all() for layer in runner._cache for t in (layer.k, layer.v))
+
+
+@pytest.mark.parametrize(
+    ("settings", "calls"), [({}, 6), ({"disable_cascade_attn": True}, 0), ({"enable_prefix_caching": False}, 0)]
+)
+def test_steps_before_the_first_request_include_shared_prefixes(monkeypatch, settings, calls):
+    """In two widths and three layers; but not where no step can share as much as it takes."""
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 7 * 16 * make_runner().block_bytes // 3)
+    runner = make_runner(**settings)
+    runner.start(num_blocks=3, max_model_len=64)
+    with patch.object(attention, "cascade_decode_attention", wraps=attention.cascade_decode_attention) as cascade:
+        with torch.inference_mode():
+            runner._dummy_decode(7)
+        assert cascade.call_count == 0
+        with torch.inference_mode():
+            runner._dummy_decode(8)
+        assert cascade.call_count == calls
 
 
 def test_block_bytes_and_the_blocks_that_fit():

@@ -8,9 +8,21 @@ from support.attention import LAYOUTS, Problem, make_problem, options, shapes
 from support.compare import FLOATS, assert_close, poisoned
 
 from tritonllm.kernels import paged_decode_attention, paged_decode_attention_ref, tuning
+from tritonllm.kernels.attention_decode import WORKSPACE_SIZE, default_config
 
-# Small tiles and many splits, so that small problems have several of both.
-TINY = {"BLOCK_M": 16, "BLOCK_N": 16, "PROGRAMS": 12, "num_warps": 4, "num_stages": 2}
+# Small tiles, many parts, and batches that take several steps to look through, so that small problems have all of it.
+TINY = {
+    "BLOCK_M": 16,
+    "BLOCK_N": 16,
+    "BLOCK_B": 2,
+    "PROGRAMS": 12,
+    "MIN_TILES": 1,
+    "num_warps": 4,
+    "num_stages": 2,
+}
+
+
+SPLIT = {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_TO": 8, "num_warps": 4, "num_stages": 2}
 
 
 def check(p: Problem) -> None:
@@ -28,18 +40,55 @@ def check(p: Problem) -> None:
     shape=shapes(),
     options=options(),
     dtype=st.sampled_from(FLOATS),
-    splits=st.booleans(),
+    programs=st.sampled_from([1, 5, 12]),
+    min_tiles=st.sampled_from([1, 2, 4]),
 )
-def test_matches_reference(device, seq_lens, shape, options, dtype, splits):
+def test_matches_reference(device, seq_lens, shape, options, dtype, programs, min_tiles):
     p = make_problem(device, [1] * len(seq_lens), seq_lens, dtype=dtype, **shape, **options)
-    with tuning.override("paged_decode_attention", TINY if splits else {**TINY, "PROGRAMS": 1}):
+    with tuning.override("paged_decode_attention", {**TINY, "PROGRAMS": programs, "MIN_TILES": min_tiles}):
         check(p)
+
+
+@settings(max_examples=40)
+@given(
+    seq_lens=st.lists(st.integers(0, 100), max_size=3),
+    shape=shapes(),
+    options=options(),
+    dtype=st.sampled_from(FLOATS),
+    split_to=st.sampled_from([1, 4, 30]),
+)
+def test_split_kernel_matches_reference(device, seq_lens, shape, options, dtype, split_to):
+    p = make_problem(device, [1] * len(seq_lens), seq_lens, dtype=dtype, **shape, **options)
+    with tuning.override("paged_decode_attention", {**SPLIT, "SPLIT_TO": split_to}):
+        check(p)
+
+
+def test_which_kernel_by_default():
+    """The split one with few and with very many programs; never for a float8 cache."""
+    key = {"head_size": 128, "group": 4, "capacity": 4096, "dtype": "bfloat16"}
+    for programs, balanced in ((8, False), (132, False), (133, True), (1056, True), (1057, False)):
+        for cache_dtype in ("bfloat16", "float8_e4m3fn"):
+            config = default_config(**key, programs=programs, cache_dtype=cache_dtype)
+            assert ("MIN_TILES" in config) == (balanced or cache_dtype == "float8_e4m3fn")
 
 
 @pytest.mark.parametrize("group", [1, 17, 40])
 def test_group_larger_than_a_tile(device, group):
+    for config in (TINY, SPLIT):
+        with tuning.override("paged_decode_attention", config):
+            check(make_problem(device, [1, 1], [20, 3], group=group, head_size=16))
+
+
+@pytest.mark.parametrize("size", [1, 7, WORKSPACE_SIZE])
+def test_workspace_is_zero_again(device, size):
+    """Whatever its size, and used for one launch after the other; the counts of tiles must not be left in it."""
+    workspace = torch.zeros(size, dtype=torch.int32, device=device)
     with tuning.override("paged_decode_attention", TINY):
-        check(make_problem(device, [1, 1], [20, 3], group=group, head_size=16))
+        for seq_lens in ([90, 1, 0, 33], [5, 64, 64, 130]):
+            p = make_problem(device, [1] * 4, seq_lens, head_size=16)
+            out = paged_decode_attention(*p.decode, workspace=workspace)
+            assert_close(out, paged_decode_attention_ref(*p.decode))
+            assert (workspace == 0).all()
 
 
 def test_default_config(device):
@@ -113,6 +162,8 @@ BAD = [
     ({"v_scale": torch.ones(2, dtype=torch.float16)}, "v_scale must be torch.float32"),
     ({"out": torch.zeros(2, 4, 32)}, "out must have shape"),
     ({"out": torch.zeros(2, 4, 64).half()}, "out must be torch.float32"),
+    ({"workspace": torch.zeros(9)}, "workspace must be torch.int32"),
+    ({"workspace": torch.zeros(0, dtype=torch.int32)}, "workspace must have at least 1 element"),
 ]
 
 
@@ -131,7 +182,7 @@ def test_operator(device):
     p = make_problem(device, [1, 1], [20, 3], head_size=16)
     nothing = (None, None, None, None)
     for lse in (None, torch.empty(2, 4, device=device)):
-        args = (*p.decode, torch.empty(2, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
+        args = (*p.decode, None, torch.empty(2, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
         torch.library.opcheck(torch.ops.tritonllm.paged_decode_attention.default, args)
 
 
@@ -158,6 +209,17 @@ def test_real_shapes(device, heads, kv_heads, head_size, block_size, lens, dtype
     check(make_problem(device, q_lens, lens, dtype=dtype, **shape))
     check(make_problem(device, q_lens, lens, dtype=dtype, **shape, window=400, sinks=True, softcap=30.0))
     check(make_problem(device, q_lens, lens, dtype=dtype, **shape, alibi_slopes=True, float8=True, k_scale="heads"))
+
+
+@pytest.mark.gpu
+def test_same_bits_every_time(device):
+    """Which program ends last differs from run to run; the order in which it merges does not."""
+    p = make_problem(device, [1] * 3, [30_000, 70, 4001], head_size=128, dtype=torch.bfloat16)
+    workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=device)
+    first = paged_decode_attention(*p.decode, workspace=workspace).clone()
+    for _ in range(200):
+        assert torch.equal(paged_decode_attention(*p.decode, workspace=workspace), first)
+    assert (workspace == 0).all()
 
 
 @pytest.mark.gpu

@@ -1,10 +1,12 @@
 """What the parity tests do not see: which kernels a step launches."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from tritonllm.kernels import plan_cascade
 from tritonllm.layers import attention
 from tritonllm.layers.attention import Attention, AttentionSpec
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
@@ -58,6 +60,35 @@ def test_launches_only_what_there_is(device, num_decodes, chunks):
     assert prefill.call_count == (len(chunks) > 0)
     assert out.shape == (tokens, 24) and out.isfinite().all()
     assert int(cache.k.isfinite().all(-1).sum()) == tokens  # every key stored, nothing else
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [({}, True), ({"softcap": 3.0, "sinks": True}, True), ({"window": 3}, False), ({"alibi_slopes": True}, False)],
+)
+def test_a_shared_prefix_changes_only_who_reads_it(device, options, shared):
+    """Two decodes that share a block, one that does not, and a prefill chunk behind them."""
+    tables = torch.tensor([[0, 1, 0], [0, 2, 0], [3, 4, 5], [6, 0, 0]], dtype=torch.int32, device=device)
+    lens = torch.tensor([6, 8, 11, 3], dtype=torch.int32, device=device)
+    shares = torch.tensor([True, True, False], device=device)
+    plan = plan_cascade(tables[:3], lens[:3], shares, 1, BLOCK, parts=2)
+    metadata = AttentionMetadata(
+        slot_mapping=torch.full((6,), -1, device=device),
+        block_tables=tables,
+        seq_lens=lens,
+        cu_seqlens_q=torch.tensor([0, 3], dtype=torch.int32, device=device),
+        num_decodes=3,
+        max_seqlen_q=3,
+    )
+    tensors = {"sinks": torch.randn(HEADS, device=device), "alibi_slopes": torch.rand(HEADS, device=device)}
+    options = {name: tensors[name] if value is True else value for name, value in options.items()}
+    q = torch.randn(6, HEADS, HEAD, device=device)
+    cache = KVCacheView(*torch.randn(2, 8, BLOCK, 1, HEAD, device=device))
+    want = attention.paged_attention(q, metadata, cache, **options)
+    with patch.object(attention, "cascade_decode_attention", wraps=attention.cascade_decode_attention) as cascade:
+        got = attention.paged_attention(q, replace(metadata, cascade=plan), cache, **options)
+    assert cascade.called == shared
+    torch.testing.assert_close(got, want)
 
 
 def test_padding_of_a_captured_batch(device):

@@ -8,6 +8,8 @@ import torch
 
 from tritonllm.engine.request import Request
 from tritonllm.engine.scheduler import StepPlan
+from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.kernels import CascadePlan
 from tritonllm.layers.metadata import AttentionMetadata
 
 
@@ -78,8 +80,12 @@ def sampling_batch(requests: Sequence[Request], device: torch.device) -> Samplin
     )
 
 
-def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
-    """Device tensors of ``plan``: decodes first, as the plan orders them."""
+def build_batch(plan: StepPlan, block_size: int, device: torch.device, planner: CascadePlanner | None = None) -> Batch:
+    """Device tensors of ``plan``: decodes first, as the plan orders them.
+
+    Args:
+        planner: finds what the decodes share; ``None`` does not look for it.
+    """
     items = plan.scheduled
     ids = np.empty(plan.num_tokens, dtype=np.int32)
     positions = np.empty(plan.num_tokens, dtype=np.int64)
@@ -103,15 +109,18 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         if item.samples:
             sampled.append(request)
             logit_rows.append(at - 1)
-    chunks = [item.num_tokens for item in items[plan.num_decodes :]]
+    n = plan.num_decodes
+    cascade = None if planner is None else planner.plan(tables[:n], seq_lens[:n])
+    chunks = [item.num_tokens for item in items[n:]]
     cu_seqlens_q = np.concatenate(([0], np.cumsum(chunks))).astype(np.int32)
     metadata = AttentionMetadata(
         slot_mapping=to_device(slots, device),
         block_tables=to_device(tables, device),
         seq_lens=to_device(seq_lens, device),
         cu_seqlens_q=to_device(cu_seqlens_q, device),
-        num_decodes=plan.num_decodes,
+        num_decodes=n,
         max_seqlen_q=max(chunks, default=0),
+        cascade=None if cascade is None else CascadePlan(*(to_device(t.numpy(), device) for t in cascade)),
     )
     return Batch(
         input_ids=to_device(ids, device),

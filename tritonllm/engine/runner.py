@@ -11,6 +11,9 @@ from tritonllm.engine.cuda_graphs import DecodeGraphs
 from tritonllm.engine.request import Request
 from tritonllm.engine.sampler import SamplerOutput, TokenLogprobs, gather_logprobs, sample_tokens
 from tritonllm.engine.scheduler import StepPlan
+from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.kernels import plan_cascade
+from tritonllm.kernels.attention_decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.models.interface import CausalLM
 from tritonllm.sampling_params import SamplingParams
@@ -60,6 +63,9 @@ class ModelRunner:
         self._cache: list[KVCacheView] = []
         self._graphs: DecodeGraphs | None = None
         self._max_model_len = max_model_len
+        self._planner: CascadePlanner | None = None
+        if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
+            self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
 
     @property
     def block_bytes(self) -> int:
@@ -103,7 +109,8 @@ class ModelRunner:
         shape = (spec.num_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_size)
         # zeros, not empty: a stale NaN beyond a sequence's length would be multiplied by a probability of zero
         pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        self._cache = [KVCacheView(layer[0], layer[1]) for layer in pool]
+        workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=self._device)
+        self._cache = [KVCacheView(layer[0], layer[1], workspace) for layer in pool]
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         return self._model(input_ids, positions, metadata, self._cache)
@@ -129,21 +136,29 @@ class ModelRunner:
         request = Request(request_id="warm-up", prompt_token_ids=[0], params=params, max_total_tokens=2)
         sample_tokens(self._model.compute_logits(hidden[:seats]), sampling_batch([request] * seats, device))
 
+    def _may_share(self, sequences: int) -> bool:
+        """Whether a step of so many decodes can come with a plan for their shared prefix."""
+        return self._planner is not None and self._planner.may_plan(sequences, self._max_model_len)
+
     def _dummy_decode(self, sequences: int) -> None:
-        """A decode step of empty sequences, with the narrowest and the widest block table: short sequences are not
-        split, and the kernels for that are other ones."""
+        """Decode steps of empty sequences, with the narrowest and the widest block table: short sequences are not
+        split, and the kernels for that are other ones. With a shared prefix and without."""
         device = self._device
         empty = torch.zeros(sequences, dtype=torch.int32, device=device)
         for width in (1, -(-self._max_model_len // self._block_size)):
-            metadata = AttentionMetadata(
-                slot_mapping=torch.full((sequences,), -1, dtype=torch.int64, device=device),
-                block_tables=torch.zeros(sequences, width, dtype=torch.int32, device=device),
-                seq_lens=empty,
-                cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=device),
-                num_decodes=sequences,
-                max_seqlen_q=0,
-            )
-            self._forward(empty, empty.long(), metadata)
+            tables = torch.zeros(sequences, width, dtype=torch.int32, device=device)
+            shared = plan_cascade(tables, empty, empty.bool(), width, self._block_size)
+            for cascade in (None, shared) if self._may_share(sequences) else (None,):
+                metadata = AttentionMetadata(
+                    slot_mapping=torch.full((sequences,), -1, dtype=torch.int64, device=device),
+                    block_tables=tables,
+                    seq_lens=empty,
+                    cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=device),
+                    num_decodes=sequences,
+                    max_seqlen_q=0,
+                    cascade=cascade,
+                )
+                self._forward(empty, empty.long(), metadata)
 
     @torch.inference_mode()
     def start(self, num_blocks: int, max_model_len: int) -> None:
@@ -162,12 +177,13 @@ class ModelRunner:
             self._dummy_decode(min(tokens, self._config.scheduler.max_num_seqs))
         if self._model.supports_graphs and not self._config.enforce_eager:
             max_blocks = -(-self._max_model_len // self._block_size)
-            self._graphs = DecodeGraphs(self._forward, self._config.scheduler.max_num_seqs, max_blocks, self._device)
+            seats = self._config.scheduler.max_num_seqs
+            self._graphs = DecodeGraphs(self._forward, seats, max_blocks, self._device, self._may_share)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
-        batch = build_batch(plan, self._block_size, self._device)
+        batch = build_batch(plan, self._block_size, self._device, self._planner)
         if self._graphs is not None and plan.num_decodes == len(plan.scheduled):
             hidden = self._graphs.run(batch)
         else:

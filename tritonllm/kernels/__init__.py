@@ -13,7 +13,10 @@ _HOME = {
     "store_kv": "kv_cache",
     "copy_blocks": "kv_cache",
     "paged_decode_attention": "attention_decode",
+    "paged_verify_attention": "attention_verify",
     "varlen_prefill_attention": "attention_prefill",
+    "cascade_decode_attention": "attention_cascade",
+    "merge_attention_states": "attention_merge",
     "rms_norm": "norm",
     "fused_add_rms_norm": "norm",
     "layer_norm": "layernorm",
@@ -26,13 +29,15 @@ _HOME = {
     "rejection_sample": "rejection",
 }
 
-__all__ = sorted([*_HOME, *(f"{name}_ref" for name in _HOME)])
+_HELPERS = {"CascadePlan": "attention_cascade", "plan_cascade": "attention_cascade"}  # no kernels, so no twins
+
+__all__ = sorted([*_HOME, *(f"{name}_ref" for name in _HOME), *_HELPERS])
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name.removesuffix("_ref"))
+    home = _HELPERS.get(name) or _HOME.get(name.removesuffix("_ref"))
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

@@ -137,7 +137,7 @@ def load_head_factors(
 def start_softmax(sink_ptr, b_head, m_row, BLOCK_M: tl.constexpr):
     """The (maximum, sum) of rows that have seen no key: only the head's sink, if ``sink_ptr`` is not None."""
     if sink_ptr is not None:
-        b_sink = tl.load(sink_ptr + b_head, mask=m_row, other=0.0).to(tl.float32) * LOG2E
+        b_sink = tl.load(sink_ptr + b_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
         b_m = tl.maximum(b_sink, LOWEST)
         b_l = tl.exp2(b_sink - b_m)
     else:

@@ -1,222 +1,138 @@
 """Decode attention: one query token per sequence against a cache in blocks.
 
-Every key and value is read once for all query heads that share it, so the floor is ``2 B L K D`` elements over the
-memory bandwidth. To have enough programs at small batches, the keys of a sequence are split and the parts merged by
-their log-sum-exp (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023). The number of parts is fixed by the shapes;
-where they begin follows from the true length, on the device.
+Two kernels compute it: :mod:`tritonllm.kernels.attention_balanced`, where the floor is, deals the keys of the whole
+batch out evenly; :mod:`tritonllm.kernels.attention_split` has a program for each sequence and head, or part of it.
 """
 
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from tritonllm.kernels import tuning
+from tritonllm.kernels.attention_balanced import balanced_kernel
 from tritonllm.kernels.attention_common import (
-    LN2,
     AttentionArgs,
-    attend,
     check_attention,
     dtype_name,
-    finish_softmax,
-    load_head_factors,
     reference_attention,
     require_float8,
-    start_softmax,
     visible_keys,
 )
+from tritonllm.kernels.attention_split import launch_split, split_config
+from tritonllm.kernels.checks import check_tensor, require
 from tritonllm.kernels.registry import register_op
 
-
-@triton.jit
-def _key_range(seq_len, window, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first visible key, the tile that holds it, and the keys per split (a multiple of BLOCK_N)."""
-    first = 0
-    if WINDOW:
-        first = tl.maximum(seq_len - window, 0)
-    lo = first // BLOCK_N * BLOCK_N
-    return first, lo, tl.cdiv(tl.cdiv(seq_len - lo, BLOCK_N), splits) * BLOCK_N
+WORKSPACE_SIZE = 4096  # as many programs as any configuration asks for
 
 
-# Arguments whose values and alignment change from step to step: one compilation serves them all.
-@triton.jit(do_not_specialize=["table_ptr", "len_ptr", "window", "splits", "stride_table", "stride_out_split"])
-def _decode_kernel(
-    q_ptr,  # [B, H, D]
-    k_ptr,  # [P, S, K, D]
-    v_ptr,
-    table_ptr,  # [B, M]
-    len_ptr,  # [B]
-    out_ptr,  # [B, H, D]; SPLIT: [B, H, splits, D] float32
-    lse_ptr,  # [B, H] float32, or None; SPLIT: [B, H, splits], base 2
-    sink_ptr,  # [H], or None
-    slope_ptr,  # [H], or None
-    k_scale_ptr,  # [K], or None
-    v_scale_ptr,  # [K], or None
-    scale,
-    v_factor,
-    window,
-    softcap,
-    splits,
-    stride_q_seq,
-    stride_q_head,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_table,
-    stride_out_seq,
-    stride_out_head,
-    stride_out_split,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """One program: up to BLOCK_M query heads of one key/value head, one sequence, one split."""
-    group_tiles = tl.cdiv(GROUP, BLOCK_M)
-    kv_head = tl.program_id(0) // group_tiles
-    heads = tl.num_programs(0) // group_tiles * GROUP
-    split = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
-    seq_len = tl.load(len_ptr + seq)
-    first, lo, per_split = _key_range(seq_len, window, splits, WINDOW, BLOCK_N)
-    lo += split * per_split
-    if SPLIT:
-        if lo >= seq_len:
-            return  # the merge knows from the length that this split is empty
+def balanced_config(
+    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str
+) -> tuning.Config:
+    """``group``: rows that share keys; ``PROGRAMS``: how many, best as many as an H200's 132 processors hold at once.
 
-    b_row = tl.program_id(0) % group_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_row = b_row < GROUP
-    b_head = kv_head * GROUP + b_row
-    b_dim = tl.arange(0, BLOCK_D)
-    m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    b_q = tl.load(
-        q_ptr + seq * stride_q_seq + (b_head * stride_q_head)[:, None] + b_dim[None, :], mask=m_out, other=0.0
-    )
-    scale, v_factor, b_slope = load_head_factors(
-        *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
-    )
-    # The sink joins once: here, or in the merge.
-    b_m, b_l = start_softmax(None if SPLIT else sink_ptr, b_head, m_row, BLOCK_M)
-    b_end = tl.zeros([BLOCK_M], tl.int32) + seq_len
-    b_acc, b_m, b_l = attend(
-        *(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), b_m, b_l, b_q, b_end - window, b_end, b_end - 1, b_slope),
-        k_ptr + kv_head * stride_k_head,
-        v_ptr + kv_head * stride_v_head,
-        table_ptr + seq * stride_table,
-        *(lo, tl.minimum(lo + per_split, seq_len), first, scale, softcap),
-        *(stride_k_block, stride_k_slot, stride_v_block, stride_v_slot),
-        MASKED=True,
-        WINDOW=WINDOW,
-        SOFTCAP=SOFTCAP,
-        ALIBI=slope_ptr is not None,
-        BLOCK_SIZE=BLOCK_SIZE,
-        HEAD_SIZE=HEAD_SIZE,
-        BLOCK_D=BLOCK_D,
-        BLOCK_N=BLOCK_N,
-    )
-    b_out, b_lse = finish_softmax(b_acc, b_m, b_l)
-    p_out = out_ptr + seq * stride_out_seq + split.to(tl.int64) * stride_out_split + (b_head * stride_out_head)[:, None]
-    tl.store(p_out + b_dim[None, :], (b_out * v_factor).to(out_ptr.dtype.element_ty), mask=m_out)
-    if lse_ptr is not None:
-        if not SPLIT:
-            b_lse *= LN2
-        tl.store(lse_ptr + (seq * heads + b_head) * splits + split, b_lse, mask=m_row)
-
-
-@triton.jit(do_not_specialize=["len_ptr", "window", "splits"])
-def _merge_kernel(
-    part_ptr,  # [B, H, splits, D] float32
-    part_lse_ptr,  # [B, H, splits] float32, base 2
-    len_ptr,  # [B]
-    sink_ptr,  # [H], or None
-    out_ptr,  # [B, H, D]
-    lse_ptr,  # [B, H] float32, or None
-    window,
-    splits,
-    stride_out_seq,
-    stride_out_head,
-    WINDOW: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """One program: one head of one sequence."""
-    head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
-    row = seq * tl.num_programs(0) + head
-    seq_len = tl.load(len_ptr + seq)
-    _, lo, per_split = _key_range(seq_len, window, splits, WINDOW, BLOCK_N)
-    used = tl.cdiv(seq_len - lo, tl.maximum(per_split, 1))
-    b_dim = tl.arange(0, BLOCK_D)
-    m_dim = b_dim < HEAD_SIZE
-
-    b_head = head + tl.arange(0, 1)
-    b_m, b_l = start_softmax(sink_ptr, b_head, b_head >= 0, 1)
-    b_acc = tl.zeros([1, BLOCK_D], tl.float32)
-    for start in tl.range(0, used, BLOCK_SPLITS):
-        b_split = start + tl.arange(0, BLOCK_SPLITS)
-        m_split = b_split < used
-        b_lse = tl.load(part_lse_ptr + row * splits + b_split, mask=m_split, other=float("-inf"))
-        p_part = part_ptr + (row * splits + b_split)[:, None] * HEAD_SIZE + b_dim[None, :]
-        b_part = tl.load(p_part, mask=m_split[:, None] & m_dim[None, :], other=0.0)
-        b_m_new = tl.maximum(b_m, tl.max(b_lse, 0))
-        b_weight = tl.exp2(b_lse - b_m_new)
-        b_alpha = tl.exp2(b_m - b_m_new)
-        b_l = b_l * b_alpha + tl.sum(b_weight, 0)
-        b_acc = b_acc * b_alpha[:, None] + tl.sum(b_part * b_weight[:, None], 0)[None, :]
-        b_m = b_m_new
-    b_out, b_lse = finish_softmax(b_acc, b_m, b_l)
-    p_out = out_ptr + seq * stride_out_seq + head * stride_out_head + b_dim[None, :]
-    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_dim[None, :])
-    if lse_ptr is not None:
-        tl.store(lse_ptr + seq * tl.num_programs(0) + b_head, b_lse * LN2)
+    ``maxnreg``: left to itself, the assembler rather spills some registers than lets one program less reside.
+    """
+    rows = max(16, triton.next_power_of_2(group))
+    config = {"MIN_TILES": 4, "maxnreg": 255}
+    if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
+        block_n = 32 if head_size <= 256 else 16
+        return config | {"BLOCK_M": 16, "BLOCK_N": block_n, "PROGRAMS": 132, "num_warps": 8, "num_stages": 2}
+    most, block_n = (64, 64) if head_size <= 128 else (32, 32) if head_size <= 256 else (16, 32)
+    block_m = min(rows, most)
+    registers = block_m * triton.next_power_of_2(head_size) * (2 if cache_dtype.startswith("float8") else 1)
+    if registers >= 8192 or block_m > 16:
+        return config | {"BLOCK_M": block_m, "BLOCK_N": block_n, "PROGRAMS": 132, "num_warps": 8, "num_stages": 3}
+    if cache_dtype.startswith("float8") and head_size <= 128:
+        block_n = 128  # b64 x 4096: 203 us against 227
+    return config | {"BLOCK_M": block_m, "BLOCK_N": block_n, "PROGRAMS": 264, "num_warps": 4, "num_stages": 3}
 
 
 def default_config(
     head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str
 ) -> tuning.Config:
-    """``programs``: how many there are without splitting; ``PROGRAMS``: how many to aim for."""
-    rows = max(16, triton.next_power_of_2(group))
-    # Two programs on each of an H200's 132 processors; more when lengths are likely to differ from each other.
-    target = 264 if programs <= 132 else 1056
-    if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
-        return {"BLOCK_M": 16, "BLOCK_N": 32, "PROGRAMS": target, "num_warps": 8, "num_stages": 2}
-    most, block_n = (64, 64) if head_size <= 128 else (32, 32) if head_size <= 256 else (16, 32)
-    return {"BLOCK_M": min(rows, most), "BLOCK_N": block_n, "PROGRAMS": target, "num_warps": 4, "num_stages": 3}
+    """A configuration of the kernel that is faster: the balanced one's have ``MIN_TILES``.
+
+    ``programs``: sequences times key/value heads. Balanced and split on an H200: with 8 of them 46.6 and 40.4 us (b1 x
+    32768), 64 70.9 and 68.7, 512 256 and 276 (b64 x 4096), with lengths 1 to 8192 304 and 370, 1024 256 and 266 (b128
+    x 2048), 2048 262 and 250 (b256 x 1024). A float8 cache gains everywhere (43 and 47, 227 and 260): the split kernel
+    has no loop of its own for it.
+    """
+    if 132 < programs <= 1056 or cache_dtype.startswith("float8"):
+        return balanced_config(head_size, group, programs, capacity, dtype, cache_dtype)
+    return split_config(head_size, group, programs, dtype)
 
 
-def _plan(q: torch.Tensor, k_cache: torch.Tensor, capacity: int, window: int) -> tuple[tuning.Config, int]:
-    """The launch configuration, and into how many parts to split the keys: from the shapes alone."""
-    batch, heads, head_size = q.shape
-    group = heads // k_cache.shape[2]
-    config = dict(
-        tuning.get_config(
-            "paged_decode_attention",
-            q.device,
-            default_config,
-            head_size=head_size,
-            group=group,
-            programs=batch * k_cache.shape[2],
-            capacity=capacity,
-            dtype=dtype_name(q),
-            cache_dtype=dtype_name(k_cache),
-        )
+def config_key(
+    q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, batch: int, max_seqlen_q: int
+) -> dict[str, Any]:
+    """What a configuration depends on."""
+    _, heads, head_size = q.shape
+    _, size, kv_heads, _ = k_cache.shape
+    return {
+        "head_size": head_size,
+        "group": heads // kv_heads * max_seqlen_q,
+        "programs": batch * kv_heads,
+        "capacity": block_tables.shape[1] * size,
+        "dtype": dtype_name(q),
+        "cache_dtype": dtype_name(k_cache),
+    }
+
+
+def check_workspace(workspace: torch.Tensor | None, like: torch.Tensor) -> None:
+    if workspace is not None:
+        check_tensor("workspace", workspace, ("N",), dtype=torch.int32, like=like)
+        require(len(workspace) >= 1, "workspace must have at least 1 element, got none")
+
+
+def launch_balanced(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    tree_mask: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    args: AttentionArgs,
+    config: tuning.Config,
+) -> None:
+    """Launch the balanced kernel for ``q[T, H, D]``; without ``cu_seqlens_q`` T is B."""
+    batch, heads, head_size = len(seq_lens), *q.shape[1:]
+    kv_heads = k_cache.shape[2]
+    group = heads // kv_heads
+    config = dict(config)
+    capacity = block_tables.shape[1] * k_cache.shape[1]
+    row_tiles = triton.cdiv(group * max_seqlen_q, config["BLOCK_M"])
+    tiles = batch * kv_heads * row_tiles * max(1, triton.cdiv(capacity, config["BLOCK_N"]))
+    programs = min(config.pop("PROGRAMS"), tiles)
+    if workspace is None:
+        workspace = torch.zeros(programs, dtype=torch.int32, device=q.device)
+    programs = min(programs, len(workspace))
+    part = torch.empty((2 * programs, config["BLOCK_M"], head_size), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(part.shape[:2], dtype=torch.float32, device=q.device)
+    strides = (
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_tables.stride(0),
+        *args.out.stride()[:2],
     )
-    # A window that does not begin at a tile's edge touches one tile more.
-    keys = min(capacity, window + config["BLOCK_N"]) if window else capacity
-    unsplit = batch * k_cache.shape[2] * triton.cdiv(group, config["BLOCK_M"])
-    splits = min(config.pop("PROGRAMS") // unsplit, triton.cdiv(keys, config["BLOCK_N"]))
-    return config, max(1, splits)
+    balanced_kernel[(programs,)](
+        *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, tree_mask, args.out, args.lse, args.sinks),
+        *(args.alibi_slopes, args.k_scale, args.v_scale, part, part_lse, workspace),
+        *(args.scale, args.v_factor, args.window, args.softcap, batch, kv_heads, row_tiles, *strides),
+        GROUP=group,
+        WINDOW=args.window > 0,
+        SOFTCAP=args.softcap > 0,
+        SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+        BLOCK_SIZE=k_cache.shape[1],
+        HEAD_SIZE=head_size,
+        ROWS=min(config["BLOCK_M"], triton.next_power_of_2(group * max_seqlen_q)),
+        BLOCK_D=triton.next_power_of_2(head_size),
+        **config,
+    )
 
 
 def _reference(
@@ -225,6 +141,7 @@ def _reference(
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
+    workspace: torch.Tensor | None,
     *rest: Any,
 ) -> None:
     args = AttentionArgs(*rest)
@@ -237,13 +154,14 @@ def _reference(
         args.lse.copy_(lse[:, 0])
 
 
-@register_op(mutates=("out", "lse"), reference=_reference)
+@register_op(mutates=("workspace", "out", "lse"), reference=_reference)
 def _paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
+    workspace: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
@@ -258,37 +176,15 @@ def _paged_decode_attention(
     require_float8(k_cache)
     if len(q) == 0:
         return
-    config, splits = _plan(q, k_cache, block_tables.shape[1] * k_cache.shape[1], window)
-    batch, heads, head_size = q.shape
-    kv_heads = k_cache.shape[2]
-    group = heads // kv_heads
-    shape = {"WINDOW": window > 0, "HEAD_SIZE": head_size, "BLOCK_D": triton.next_power_of_2(head_size)}
-    part, part_lse = out[:, :, None], lse
-    if splits > 1:
-        part = torch.empty((batch, heads, splits, head_size), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
-    strides = (
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_tables.stride(0),
-        *part.stride()[:3],
+    args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
+    config = tuning.get_config(
+        "paged_decode_attention", q.device, default_config, **config_key(q, k_cache, block_tables, len(q), 1)
     )
-    grid = (kv_heads * triton.cdiv(group, config["BLOCK_M"]), splits, batch)
-    _decode_kernel[grid](
-        *(q, k_cache, v_cache, block_tables, seq_lens, part, part_lse, sinks, alibi_slopes, k_scale, v_scale),
-        *(scale, v_factor, window, softcap, splits, *strides),
-        GROUP=group,
-        SPLIT=splits > 1,
-        SOFTCAP=softcap > 0,
-        BLOCK_SIZE=k_cache.shape[1],
-        **shape,
-        **config,
-    )
-    if splits > 1:
-        tensors = (part, part_lse, seq_lens, sinks, out, lse)
-        sizes = {"BLOCK_N": config["BLOCK_N"], "BLOCK_SPLITS": 16}
-        _merge_kernel[heads, batch](*tensors, window, splits, *out.stride()[:2], **shape, **sizes)
+    if "MIN_TILES" in config:
+        tensors = (q, k_cache, v_cache, block_tables, None, seq_lens)
+        launch_balanced(*tensors, 1, None, workspace, args, config)
+    else:
+        launch_split(q, k_cache, v_cache, block_tables, seq_lens, args, config)
 
 
 def paged_decode_attention(
@@ -307,6 +203,7 @@ def paged_decode_attention(
     v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token per sequence, the last, over the sequence's keys and values in blocks.
 
@@ -330,6 +227,8 @@ def paged_decode_attention(
         v_scale: the same for values.
         out: ``[B, H, D]`` to write into, with the dtype of ``q``; by default a new tensor.
         return_lse: also return the logarithm of the softmax's denominator.
+        workspace: ``[WORKSPACE_SIZE]`` int32 (of this module), zeros, and zeros again
+            afterwards, so that all launches on one stream may share it. None: a new one, filled by a launch of its own.
 
     Returns:
         ``out``, or ``(out, lse)`` with lse ``[B, H]`` float32: natural, sinks included, -inf for an empty sum.
@@ -342,7 +241,8 @@ def paged_decode_attention(
         *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
         batch=len(q),
     )
-    _paged_decode_attention(q, k_cache, v_cache, block_tables, seq_lens, *args)
+    check_workspace(workspace, q)
+    _paged_decode_attention(q, k_cache, v_cache, block_tables, seq_lens, workspace, *args)
     return args.out if args.lse is None else (args.out, args.lse)
 
 
@@ -362,6 +262,7 @@ def paged_decode_attention_ref(
     v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`paged_decode_attention` in plain torch (it waits for the device to read the longest length)."""
     args = check_attention(
@@ -369,5 +270,6 @@ def paged_decode_attention_ref(
         *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
         batch=len(q),
     )
-    _reference(q, k_cache, v_cache, block_tables, seq_lens, *args)
+    check_workspace(workspace, q)
+    _reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, *args)
     return args.out if args.lse is None else (args.out, args.lse)

@@ -1,12 +1,18 @@
 """Attention over the paged cache: project, normalise, rotate, store, attend, project."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
-from tritonllm.kernels import apply_rope, paged_decode_attention, store_kv, varlen_prefill_attention
+from tritonllm.kernels import (
+    apply_rope,
+    cascade_decode_attention,
+    paged_decode_attention,
+    store_kv,
+    varlen_prefill_attention,
+)
 from tritonllm.layers.linear import Linear, empty_parameter
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.norm import Norm, NormSpec
@@ -61,6 +67,8 @@ class AttentionSpec:
 
 class Attention(nn.Module):
     """Attention as an :class:`AttentionSpec` says."""
+
+    alibi_slopes: torch.Tensor | None
 
     def __init__(self, hidden_size: int, spec: AttentionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -125,35 +133,42 @@ class Attention(nn.Module):
 
 
 def paged_attention(
-    q: torch.Tensor, metadata: AttentionMetadata, kv_cache: KVCacheView, **options: Any
+    q: torch.Tensor,
+    metadata: AttentionMetadata,
+    kv_cache: KVCacheView,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``q[T, H, D]`` -> ``[T, H, D]``: decodes in one launch, prefill chunks in another, each only if there.
+    """``q[T, H, D]`` -> ``[T, H, D]``: decodes and prefill chunks, each only if there; keywords as in the kernels.
 
-    Args:
-        options: ``scale``, ``window``, ``softcap``, ``sinks`` and ``alibi_slopes`` of the two kernels.
+    A window or ALiBi depends on each query's position: such layers read shared keys for every sequence by itself.
     """
     n = metadata.num_decodes
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if n > 0:
+    cache = kv_cache.k, kv_cache.v
+    everywhere = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    by_position = {"window": window, "alibi_slopes": alibi_slopes}
+    if metadata.cascade is not None and window is None and alibi_slopes is None:
+        cascade_decode_attention(q[:n], *cache, metadata.cascade, out=out[:n], **everywhere)
+    elif n > 0:
+        tables = metadata.block_tables[:n], metadata.seq_lens[:n]
         paged_decode_attention(
-            q[:n],
-            kv_cache.k,
-            kv_cache.v,
-            metadata.block_tables[:n],
-            metadata.seq_lens[:n],
-            out=out[:n],
-            **options,
+            q[:n], *cache, *tables, out=out[:n], workspace=kv_cache.workspace, **everywhere, **by_position
         )
     if n < q.shape[0]:
         varlen_prefill_attention(
             q[n:],
-            kv_cache.k,
-            kv_cache.v,
+            *cache,
             metadata.block_tables[n:],
             metadata.cu_seqlens_q,
             metadata.seq_lens[n:],
             max_seqlen_q=metadata.max_seqlen_q,
             out=out[n:],
-            **options,
+            **everywhere,
+            **by_position,
         )
     return out

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tritonllm.kernels import CascadePlan
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:
@@ -20,6 +22,7 @@ class AttentionMetadata:
             prefill token.
         num_decodes: how many of the B sequences are decodes; equally, how many leading tokens.
         max_seqlen_q: upper bound of the longest prefill chunk; 0 if there is none.
+        cascade: where the decodes' keys are if some of them begin with the same blocks, and it pays to read those once.
     """
 
     slot_mapping: torch.Tensor
@@ -28,11 +31,19 @@ class AttentionMetadata:
     cu_seqlens_q: torch.Tensor
     num_decodes: int
     max_seqlen_q: int
+    cascade: CascadePlan | None = None
 
 
 @dataclass(frozen=True)
 class KVCacheView:
-    """One layer's paged keys and values, each ``[P, S, K, D]``."""
+    """One layer's paged keys and values.
+
+    Attributes:
+        k, v: each ``[P, S, K, D]``.
+        workspace: zeros that all layers' decode attention may share, see
+            :func:`~tritonllm.kernels.paged_decode_attention`; ``None`` makes new ones in each call.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    workspace: torch.Tensor | None = None

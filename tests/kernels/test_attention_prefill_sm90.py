@@ -1,0 +1,98 @@
+"""The Hopper kernel: when it is taken, and on a Hopper GPU that it computes what the portable one does."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.attention import Problem, make_problem
+from support.compare import assert_close, poisoned
+
+from tritonllm.kernels import attention_prefill, varlen_prefill_attention, varlen_prefill_attention_ref
+
+sm90 = pytest.importorskip("tritonllm.kernels.attention_prefill_sm90")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def caches(head_size=128, block_size=16, dtype=BF16, blocks=4):
+    return torch.empty(2, blocks, block_size, 2, head_size, dtype=dtype).unbind()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({}, True),
+        ({"head_size": 64, "dtype": FP16}, True),
+        ({"block_size": 256}, True),
+        ({"block_size": 8}, True),
+        ({"head_size": 96}, False),
+        ({"dtype": torch.float32}, False),
+        ({"block_size": 12}, False),
+        ({"block_size": 4}, False),
+    ],
+)
+def test_shapes(changes, fits):
+    k, v = caches(**changes)
+    q = torch.empty(3, 4, k.shape[-1], dtype=k.dtype)
+    assert sm90.fits(q, k, v) == fits
+
+
+def test_layouts():
+    """Keys and values must each be one row of memory after the other, which a pool of pairs of blocks is not."""
+    q, (k, v) = torch.empty(3, 4, 128, dtype=BF16), caches()
+    pool = torch.empty(4, 2, 16, 2, 128, dtype=BF16)
+    assert not sm90.fits(q, pool[:, 0], pool[:, 1])
+    assert not sm90.fits(q, k, v.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not sm90.fits(q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn))
+    assert not sm90.fits(q.half(), k, v)
+    shifted = torch.empty(v.numel() + 1, dtype=BF16)[1:].view(v.shape)
+    assert sm90.fits(q, k, shifted) == (shifted.data_ptr() % 16 == 0)
+
+
+def check(p: Problem, causal: bool) -> None:
+    longest = max([1, *p.cu_seqlens_q.diff().tolist()])
+    keywords = {"max_seqlen_q": longest, "causal": causal, "return_lse": True, **p.options}
+    out = poisoned(*p.q.shape, dtype=p.q.dtype, device=p.q.device)
+    with patch.object(sm90, "launch", wraps=sm90.launch) as launch:
+        _, lse = varlen_prefill_attention(*p.prefill, **keywords, out=out)
+    assert launch.call_count == 1
+    want, want_lse = varlen_prefill_attention_ref(*p.exact().prefill, **keywords)
+    assert_close(out, want, p.q.dtype)
+    assert_close(lse, want_lse, p.q.dtype, "lse")
+    with patch.object(attention_prefill, "_on_sm90", return_value=False):
+        other, _ = varlen_prefill_attention(*p.prefill, **keywords)
+    assert_close(out, other.float(), p.q.dtype)
+
+
+BATCHES = {
+    "one": ([200], [200]),
+    "chunk": ([128], [1000]),
+    "ragged": ([300, 1, 0, 64, 17], [300, 90, 10, 1000, 17]),
+    "more queries than keys": ([70, 40], [20, 40]),
+    "many": ([33] * 150, [33 + 7 * i % 64 for i in range(150)]),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"window": 5, "sinks": True}, {"causal": False}], ids=str)
+@pytest.mark.parametrize(
+    ("head_size", "block_size", "kv_heads", "group", "dtype"),
+    [(128, 16, 2, 4, BF16), (64, 8, 1, 8, FP16), (128, 256, 2, 1, FP16), (64, 64, 2, 3, BF16), (128, 16, 1, 71, BF16)],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_matches_reference(device, batch, head_size, block_size, kv_heads, group, dtype, options):
+    """Stale slots hold NaN, table entries beyond the keys point nowhere."""
+    causal = options.get("causal", True)
+    options = {name: value for name, value in options.items() if name != "causal"}
+    shape = {"head_size": head_size, "block_size": block_size, "kv_heads": kv_heads, "group": group, "dtype": dtype}
+    check(make_problem(device, *BATCHES[batch], layout="apart", **shape, **options), causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+def test_shared_programs(device):
+    """Tables of few keys: the programs stay and take several items each."""
+    p = make_problem(device, [256] * 64, [256] * 64, layout="apart", kv_heads=8, group=4, head_size=128, dtype=BF16)
+    check(p, causal=True)
