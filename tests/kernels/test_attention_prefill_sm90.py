@@ -69,7 +69,7 @@ BATCHES = {
     "chunk": ([128], [1000]),
     "ragged": ([300, 1, 0, 64, 17], [300, 90, 10, 1000, 17]),
     "more queries than keys": ([70, 40], [20, 40]),
-    "many": ([33] * 150, [33 + 7 * i % 64 for i in range(150)]),
+    "many": ([70] * 150, [70 + 7 * i % 64 for i in range(150)]),
 }
 
 
