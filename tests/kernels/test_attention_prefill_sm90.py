@@ -8,8 +8,7 @@ from support.attention import Problem, make_problem
 from support.compare import assert_close, poisoned
 
 from tritonllm.kernels import attention_prefill, varlen_prefill_attention, varlen_prefill_attention_ref
-
-sm90 = pytest.importorskip("tritonllm.kernels.attention_prefill_sm90")
+from tritonllm.kernels import attention_prefill_sm90 as sm90
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
