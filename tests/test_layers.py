@@ -32,7 +32,14 @@ LAYER = {
     "": 5,  # the package itself: names that it exports come from the engine
 }
 # The scheduler and what it stands on can be tested, and read, without a tensor.
-NO_TORCH = {"engine.request", "engine.block_pool", "engine.prefix_cache", "engine.scheduler"}
+NO_TORCH = {
+    "engine.seats",
+    "engine.request",
+    "engine.block_pool",
+    "engine.prefix_cache",
+    "engine.waiting_queue",
+    "engine.scheduler",
+}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix("."): path
     for path in sorted(PACKAGE.rglob("*.py"))

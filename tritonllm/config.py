@@ -107,16 +107,20 @@ class SchedulerConfig:
         max_num_seqs: most requests running at once.
         max_num_batched_tokens: most tokens, prefill chunks and decodes together, in one step.
         policy: ``fcfs``, or ``priority`` (lower value first, then arrival).
+        async_scheduling: plan and launch each step while the one before it still runs; by default on a GPU.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     policy: Literal["fcfs", "priority"] = "fcfs"
+    async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _one_of("policy", self.policy, POLICIES)
+        if self.async_scheduling is not None:
+            _is_a("async_scheduling", self.async_scheduling, bool)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

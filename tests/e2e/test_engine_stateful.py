@@ -33,7 +33,11 @@ def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
 
 @cache
 def params_of(max_tokens: int, temperature: float, seed: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+    """Every third seed comes with a penalty, whose requests cannot be planned ahead."""
+    penalty = 0.5 if seed == 2 else 0.0
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, frequency_penalty=penalty, ignore_eos=True
+    )
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -42,8 +46,9 @@ class EngineMachine(RuleBasedStateMachine):
         seats=st.integers(1, 6),
         budget=st.integers(6, 40),
         caching=st.booleans(),
+        ahead=st.booleans(),
     )
-    def start(self, blocks, seats, budget, caching):
+    def start(self, blocks, seats, budget, caching, ahead):
         self.engine = tiny_llm(
             num_blocks=blocks,
             max_model_len=MAX_LEN,
@@ -51,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             policy="priority",
+            async_scheduling=ahead,
         ).engine
         self.live = {}
         self.count = 0

@@ -37,6 +37,58 @@ def everything_is_free(llm):
     return stats.num_free_blocks == stats.num_blocks and not llm.engine.has_unfinished_requests()
 
 
+KINDS = [
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=2, max_tokens=20, stop=["e", "a"]),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=20, stop_token_ids=list(range(0, VOCAB_SIZE, 8))),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=20, frequency_penalty=1.0, repetition_penalty=1.3),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=9, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, seed=6, max_tokens=20, min_tokens=10, logit_bias={0: 5.0}),
+    SamplingParams(temperature=1.0, seed=7, max_tokens=20, bad_words=["th", "e"], n=2),
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 2}, {"max_num_batched_tokens": 8}, {"num_blocks": 30}])
+def test_planning_ahead_changes_nothing(settings):
+    """Of any kind of request: those that stop early, wait for the host to count tokens, or want log-probabilities."""
+    results = []
+    for ahead in (False, True):
+        engine = tiny_llm(async_scheduling=ahead, max_model_len=100, **settings)
+        results.append(engine.generate(PROMPTS, KINDS, use_tqdm=False))
+        assert everything_is_free(engine)
+    for plain, early in zip(*results, strict=True):
+        assert [c.text for c in early.outputs] == [c.text for c in plain.outputs]
+        assert [c.token_ids for c in early.outputs] == [c.token_ids for c in plain.outputs]
+        assert [(c.finish_reason, c.stop_reason) for c in early.outputs] == [
+            (c.finish_reason, c.stop_reason) for c in plain.outputs
+        ]
+        assert (early.outputs[0].logprobs is None) == (plain.outputs[0].logprobs is None)
+        assert (early.prompt_logprobs is None) == (plain.prompt_logprobs is None)
+    assert {c.finish_reason for output in results[0] for c in output.outputs} == {"length", "stop"}
+
+
+def test_a_step_is_launched_before_the_last_one_is_awaited():
+    engine = tiny_llm(async_scheduling=True).engine
+    engine.add_request("r", {"prompt_token_ids": PROMPTS[2]}, greedy(3))
+    seen = [[len(output.outputs[0].token_ids) for output in engine.step()] for _ in range(4)]
+    assert seen == [[], [1], [2], [3]]
+    assert engine.stats.steps == 3  # the length was known: none was launched in vain
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_step_that_fails_leaves_nothing_behind(llm, monkeypatch):
+    """Its requests end, and no prompt is found in the cache that was never computed."""
+    engine = tiny_llm(async_scheduling=True)
+    expected = token_ids(llm.generate(PROMPTS, greedy(), use_tqdm=False))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine._runner, "_forward", lambda *args: (_ for _ in ()).throw(RuntimeError("broken")))
+        with pytest.raises(RuntimeError, match="broken"):
+            engine.generate(PROMPTS, greedy(), use_tqdm=False)
+    assert everything_is_free(engine)
+    assert token_ids(engine.generate(PROMPTS, greedy(), use_tqdm=False)) == expected
+
+
 def test_greedy_equals_transformers(llm, reference):
     expected = [reference_greedy(reference, prompt, 12) for prompt in PROMPTS]
     assert token_ids(llm.generate(PROMPTS, greedy(), use_tqdm=False)) == expected

@@ -47,6 +47,30 @@ def test_graphs_chunks_and_preemption_do_not_change_greedy_tokens(folder):
         assert stats.preemptions > 0 or "num_blocks" not in settings or settings["num_blocks"] > 130
 
 
+def test_planning_ahead_does_not_change_tokens(folder):
+    """Of any kind of request: those that stop early, wait for the host to count tokens, or want log-probabilities."""
+    kinds = [
+        greedy(40),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=2, max_tokens=40, stop_token_ids=list(range(0, 151936, 16))),
+        SamplingParams(temperature=0.5, seed=3, max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.2),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=35, min_tokens=20, logit_bias={7: 5.0}),
+        SamplingParams(temperature=0, max_tokens=1),
+        SamplingParams(temperature=1.0, seed=6, max_tokens=33, allowed_token_ids=list(range(500))),
+    ]
+    params = [kinds[i % len(kinds)] for i in range(2 * len(PROMPTS))]
+    for settings in ({}, {"max_num_seqs": 3, "num_blocks": 120}, {"enforce_eager": True}):
+        results = []
+        for ahead in (False, True):
+            llm = make(folder, async_scheduling=ahead, **settings)
+            outputs = llm.generate(PROMPTS + PROMPTS[::-1], params, use_tqdm=False)
+            results.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs])
+            assert llm.engine.stats.num_free_blocks == llm.engine.stats.num_blocks
+        assert results[0] == results[1], settings
+        assert {reason for _, reason in results[0]} == {"length", "stop"}
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_shared_prefix_does_not_change_greedy_tokens(folder, monkeypatch, eager):
     """float32; read once for all, in captured and in eager steps, beside sequences that do not share it."""

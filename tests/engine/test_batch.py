@@ -1,25 +1,21 @@
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.batch import build_batch, slots_of
+from tritonllm.engine.batch import build_batch, to_device, upload
 from tritonllm.engine.request import Request
 from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
+from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import MIN_SAVED_BYTES, CascadePlanner
 from tritonllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
+SEATS = 8
 
 
-@given(block_size=st.integers(1, 9), start=st.integers(0, 40), count=st.integers(0, 30), seed=st.integers(0, 99))
-def test_slots(block_size, start, count, seed):
-    blocks = np.random.default_rng(seed).permutation(100)[: -(-(start + count) // block_size)].tolist()
-    expected = [blocks[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
-    assert slots_of(blocks, start, count, block_size).tolist() == expected
-
-
-def item(request_id, tokens, blocks, start, count, **params):
+def item(request_id, tokens, blocks, start, count, *, seat=0, pending=False, **params):
     request = Request(
         request_id=request_id,
         prompt_token_ids=tokens,
@@ -27,54 +23,114 @@ def item(request_id, tokens, blocks, start, count, **params):
         max_total_tokens=100,
         block_ids=blocks,
         seed=len(tokens),
+        seat=seat,
     )
-    return ScheduledRequest(request, start, count, samples=start + count == len(tokens))
+    return ScheduledRequest(request, start, count, start + count == len(tokens) + pending, pending)
+
+
+def plan_of(*items):
+    decodes = sum(i.num_tokens == 1 and i.samples for i in items)
+    return StepPlan(items, preempted=(), num_decodes=decodes, num_tokens=sum(i.num_tokens for i in items))
+
+
+def build(*items, block_size=4, seats=None, planner=None):
+    return build_batch(plan_of(*items), seats or SeatTable(SEATS, 40), block_size, planner)
+
+
+@given(
+    block_size=st.integers(1, 9),
+    spans=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 19)), min_size=1, max_size=SEATS),
+    seed=st.integers(0, 99),
+)
+def test_positions_and_slots(block_size, spans, seed):
+    """Of chunks anywhere in their sequences, whose blocks lie anywhere."""
+    blocks = iter(np.random.default_rng(seed).permutation(1000).tolist())
+    items, positions, slots = [], [], []
+    for seat, (start, count) in enumerate(spans):
+        mine = [next(blocks) for _ in range(-(-(start + count) // block_size))]
+        items.append(item(str(seat), list(range(100)), mine, start, count, seat=seat))
+        positions += range(start, start + count)
+        slots += [mine[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
+    batch = build(*items, block_size=block_size)
+    assert (batch.positions.tolist(), batch.slot_mapping.tolist()) == (positions, slots)
+    assert batch.input_ids.tolist() == positions
+    assert batch.seq_lens.tolist() == [start + count for start, count in spans]
 
 
 def test_a_mixed_step():
-    decode = item("a", [5, 6, 7, 8, 9], [3, 1], 4, 1, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1)
-    last_chunk = item("b", [10, 11, 12], [0], 1, 2, temperature=0)
-    first_chunk = item("c", [20, 21, 22, 23], [2, 4], 0, 3)
-    plan = StepPlan(scheduled=(decode, last_chunk, first_chunk), preempted=(), num_decodes=1, num_tokens=6)
-    batch = build_batch(plan, 4, CPU)
-    metadata = batch.metadata
-    assert batch.input_ids.tolist() == [9, 11, 12, 20, 21, 22]
-    assert batch.positions.tolist() == [4, 1, 2, 0, 1, 2]
-    assert metadata.slot_mapping.tolist() == [4, 1, 2, 8, 9, 10]
-    assert metadata.block_tables.tolist() == [[3, 1], [0, 0], [2, 0]]
-    assert metadata.seq_lens.tolist() == [5, 3, 3]
+    decode = item("a", [5, 6, 7, 8, 9], [3, 1], 4, 1, seat=5, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1)
+    in_flight = item("p", [5, 6], [7], 2, 1, seat=0, pending=True, temperature=0)
+    last_chunk = item("b", [10, 11, 12], [0], 1, 2, seat=2, temperature=0)
+    first_chunk = item("c", [20, 21, 22, 23], [2, 4], 0, 3, seat=1)
+    batch = to_device(build(decode, in_flight, last_chunk, first_chunk), CPU)
+    metadata, sampling = batch.metadata, batch.sampling
+    assert batch.input_ids.tolist() == [9, -1, 11, 12, 20, 21, 22]
+    assert batch.positions.tolist() == [4, 2, 1, 2, 0, 1, 2]
+    assert metadata.slot_mapping.tolist() == [4, 30, 1, 2, 8, 9, 10]
+    assert metadata.block_tables.tolist() == [[3, 1], [7, 0], [0, 0], [2, 4]]
+    assert metadata.seq_lens.tolist() == [5, 3, 3, 3]
     assert metadata.cu_seqlens_q.tolist() == [0, 2, 5]
-    assert (metadata.num_decodes, metadata.max_seqlen_q) == (1, 3)
-    assert batch.logit_rows.tolist() == [0, 2]  # the first chunk of `c` samples nothing
-    sampling = batch.sampling
-    assert [r.request_id for r in sampling.requests] == ["a", "b"]
-    assert sampling.temperature.tolist() == [0.5, 0.0]
-    assert sampling.top_k.tolist() == [7, 0]
-    assert torch.allclose(sampling.top_p, torch.tensor([0.9, 1.0]))
-    assert torch.allclose(sampling.min_p, torch.tensor([0.1, 0.0]))
-    assert sampling.seeds.tolist() == [5, 3]
-    assert sampling.steps.tolist() == [0, 0]
+    assert (metadata.num_decodes, metadata.max_seqlen_q) == (2, 3)
+    assert batch.logit_rows.tolist() == [0, 1, 3]  # the first chunk of `c` samples nothing
+    assert sampling.seats.tolist() == [5, 0, 2]
+    assert sampling.temperature.tolist() == [0.5, 0.0, 0.0]
+    assert sampling.top_k.tolist() == [7, 0, 0]
+    assert torch.allclose(sampling.top_p, torch.tensor([0.9, 1.0, 1.0]))
+    assert torch.allclose(sampling.min_p, torch.tensor([0.1, 0.0, 0.0]))
+    assert sampling.seeds.tolist() == [5, 2, 3]
+    assert sampling.steps.tolist() == [0, 1, 0]
 
 
 def test_decodes_only():
-    plan = StepPlan(scheduled=(item("a", [5], [3], 0, 1),), preempted=(), num_decodes=1, num_tokens=1)
-    metadata = build_batch(plan, 4, CPU).metadata
-    assert metadata.cu_seqlens_q.tolist() == [0]
-    assert metadata.max_seqlen_q == 0
+    batch = build(item("a", [5], [3], 0, 1))
+    assert batch.cu_seqlens_q.tolist() == [0]
+    assert batch.max_seqlen_q == 0
+
+
+def test_a_seat_is_told_of_new_blocks_a_new_request_and_a_preemption():
+    seats = SeatTable(SEATS, 40)
+    first = item("a", list(range(30)), [3, 1], 0, 5, seat=4, temperature=0.5)
+    assert build(first, seats=seats).block_tables.tolist() == [[3, 1]]
+    first.request.block_ids += [9]
+    assert build(first, seats=seats).block_tables.tolist() == [[3, 1]]  # as many as the step needs
+    assert seats.tables[4, :4].tolist() == [3, 1, 9, 0]
+    second = item("b", list(range(5)), [8, 7], 0, 5, seat=4, temperature=0, top_p=0.5)
+    batch = build(second, seats=seats)
+    assert batch.block_tables.tolist() == [[8, 7]]
+    assert (batch.temperature.tolist(), batch.top_p.tolist()) == ([0.0], [0.5])
+    second.request.num_preemptions += 1
+    second.request.block_ids = [2, 6]  # as many as before, but others
+    assert build(second, seats=seats).block_tables.tolist() == [[2, 6]]
 
 
 def test_decodes_that_share_a_prefix():
     """The plan is over the decodes alone, however many chunks begin with the same blocks."""
-    decodes = [item(name, [1] * 11, [8, 9, own], 10, 1) for name, own in (("a", 1), ("b", 2), ("c", 3))]
-    chunk = item("d", [1] * 11, [8, 9, 4], 8, 3)
-    plan = StepPlan(scheduled=(*decodes, chunk), preempted=(), num_decodes=3, num_tokens=6)
+    own = {"a": 1, "b": 2, "c": 3}
+    decodes = [item(name, [1] * 11, [8, 9, block], 10, 1, seat=block) for name, block in own.items()]
+    chunk = item("d", [1] * 11, [8, 9, 4], 8, 3, seat=0)
     planner = CascadePlanner(block_size=4, block_bytes=MIN_SAVED_BYTES // 4)
-    metadata = build_batch(plan, 4, CPU, planner).metadata
+    metadata = to_device(build(*decodes, chunk, planner=planner), CPU).metadata
     cascade = metadata.cascade
     assert cascade.prefix_tables[cascade.prefix_lens > 0].flatten().tolist() == [8, 9]
     assert cascade.suffix_tables[:, 0].tolist() == [1, 2, 3]
     assert cascade.suffix_lens.tolist() == [3, 3, 3]
     assert metadata.block_tables[:, 1].tolist() == [9] * 4  # whole, for layers that do not share
-    assert build_batch(plan, 4, CPU).metadata.cascade is None
-    apart = StepPlan(scheduled=(decodes[0], chunk), preempted=(), num_decodes=1, num_tokens=4)
-    assert build_batch(apart, 4, CPU, planner).metadata.cascade is None
+    assert build(*decodes, chunk).cascade is None
+    assert build(decodes[0], chunk, planner=planner).cascade is None
+
+
+@pytest.mark.gpu
+def test_one_transfer_carries_every_array():
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.integers(0, 100, 5),
+        np.zeros((0, 3), dtype=np.int32),
+        rng.integers(0, 100, (3, 7)).astype(np.int32),
+        rng.random(3, dtype=np.float32),
+        np.array([True, False]),
+        np.empty(0),
+    ]
+    for array, there in zip(arrays, upload(arrays, torch.device("cuda")), strict=True):
+        assert there.data_ptr() % 16 == 0 or not array.size
+        np.testing.assert_array_equal(there.cpu().numpy(), array)
+        assert there.dtype == torch.from_numpy(array).dtype

@@ -2,14 +2,15 @@
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
-from tritonllm.engine.batch import Batch
+from tritonllm.engine.batch import HostBatch, to_device
 from tritonllm.engine.cuda_graphs import DecodeGraphs
 from tritonllm.kernels import plan_cascade
 from tritonllm.layers.attention import paged_attention
-from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.metadata import KVCacheView
 
 CPU, BLOCK, WIDTH, SEATS = torch.device("cpu"), 4, 6, 20
 
@@ -22,10 +23,11 @@ class Model:
         self.cache = KVCacheView(*torch.randn(2, 200, BLOCK, 1, 16))
         self.calls = []
 
-    def __call__(self, input_ids, positions, metadata):
+    def __call__(self, input_ids, positions, metadata, sampling):
         hidden = paged_attention(self.table[input_ids.long()], metadata, self.cache).flatten(1)
-        self.calls.append((input_ids, positions, metadata, hidden))
-        return hidden
+        tokens = sampling.seeds * 1000 + sampling.steps + positions + (sampling.temperature * 7).long()
+        self.calls.append((input_ids, positions, metadata, sampling, hidden, tokens))
+        return hidden, tokens
 
 
 @pytest.fixture
@@ -35,8 +37,9 @@ def model(monkeypatch):
 
     class Graph:
         def replay(self):
-            *inputs, hidden = self.step
-            hidden.copy_(model(*inputs))
+            *inputs, hidden, tokens = self.step
+            for old, new in zip((hidden, tokens), model(*inputs), strict=True):
+                old.copy_(new)
 
     @contextmanager
     def capture(graph, pool):
@@ -57,16 +60,27 @@ def step(n, shared, who):
     lens = torch.randint(shared * BLOCK + 1, (WIDTH - 1) * BLOCK, (n,), dtype=torch.int32)
     if shared:
         tables = torch.where(shares[:, None] & (torch.arange(WIDTH - 1) < shared), tables[who[0]], tables)
-    metadata = AttentionMetadata(
-        slot_mapping=torch.arange(n),
-        block_tables=tables,
-        seq_lens=lens,
-        cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
+    rng = np.random.default_rng(n)
+    return HostBatch(
+        input_ids=rng.integers(0, 50, n).astype(np.int32),
+        positions=np.arange(n),
+        slot_mapping=np.arange(n),
+        block_tables=tables.numpy(),
+        seq_lens=lens.numpy(),
+        cu_seqlens_q=np.zeros(1, dtype=np.int32),
+        logit_rows=np.arange(n),
+        seats=rng.permutation(SEATS)[:n],
+        temperature=rng.random(n, dtype=np.float32),
+        top_k=rng.integers(0, 9, n).astype(np.int32),
+        top_p=rng.random(n, dtype=np.float32),
+        min_p=rng.random(n, dtype=np.float32),
+        seeds=rng.integers(0, 99, n),
+        steps=rng.integers(0, 99, n),
         num_decodes=n,
         max_seqlen_q=0,
         cascade=plan_cascade(tables, lens, shares, shared, BLOCK) if shared else None,
+        sampled=[],
     )
-    return Batch(torch.randint(50, (n,), dtype=torch.int32), torch.arange(n), metadata, torch.arange(n), None)
 
 
 def test_replays_equal_steps_without_graphs(model):
@@ -78,14 +92,19 @@ def test_replays_equal_steps_without_graphs(model):
         *((13, 3, [0]), (20, 1, everyone[::2]), (1, 0, [])),
     ):
         batch = step(n, shared, who)
-        got = graphs.run(batch).clone()
-        replayed = model.calls[-1]
-        assert (replayed[2].cascade is not None) == (shared > 0)
-        assert (replayed[2].slot_mapping[n:] == -1).all() and (replayed[2].seq_lens[n:] == 0).all()
-        torch.testing.assert_close(got, model(batch.input_ids, batch.positions, batch.metadata))
+        hidden, tokens = (t.clone() for t in graphs.run(batch))
+        _, _, metadata, sampling, *_ = model.calls[-1]
+        assert (metadata.cascade is not None) == (shared > 0)
+        assert (metadata.slot_mapping[n:] == -1).all() and (metadata.seq_lens[n:] == 0).all()
+        assert (sampling.seats[n:] == SEATS).all()  # nobody's
+        expected = to_device(batch, CPU)
+        for name, values in vars(expected.sampling).items():
+            assert torch.equal(getattr(graphs.sampling_inputs(n), name), values), name
+        wanted = model(expected.input_ids, expected.positions, expected.metadata, expected.sampling)
+        torch.testing.assert_close((hidden, tokens), wanted)
 
 
 def test_graphs_for_shared_prefixes_only_where_they_can_occur(model):
     DecodeGraphs(model, SEATS, WIDTH, CPU, may_share=lambda size: size >= 16)
-    captured = [(len(ids), metadata.cascade is not None) for ids, _, metadata, _ in model.calls[::2]]
+    captured = [(len(ids), metadata.cascade is not None) for ids, _, metadata, *_ in model.calls[::2]]
     assert captured == [(20, False), (20, True), (16, False), (16, True), *((n, False) for n in (8, 4, 2, 1))]

@@ -25,9 +25,10 @@ def compute(cache, request, upto):
     blocks = cache.match(request)
     for block in blocks:
         cache.pool.retain(block)
-    start = len(blocks) * cache.block_size
     request.block_ids = blocks + cache.pool.allocate_many(-(-upto // cache.block_size) - len(blocks))
-    cache.insert(request, start, upto)
+    request.num_labelled_blocks = len(blocks)
+    request.num_computed_tokens = upto
+    cache.insert(request)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -48,7 +49,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.block_of = {key: block for key, block in self.block_of.items() if block not in blocks}
 
     def insert(self, request, start, end):
-        self.cache.insert(request, start, end)
+        request.num_computed_tokens = end
+        self.cache.insert(request)
         for index in range(len(request.block_ids)):
             if start < (index + 1) * self.size <= end:
                 self.block_of.setdefault(self.key(request, index), request.block_ids[index])
@@ -75,6 +77,7 @@ class CacheMachine(RuleBasedStateMachine):
         new = self.pool.allocate_many(needed)
         self.forget(new)
         request.block_ids = blocks + new
+        request.num_labelled_blocks = len(blocks)
         self.running.append([request, len(blocks) * self.size])
 
     @precondition(lambda self: self.running)
@@ -176,9 +179,21 @@ def test_each_block_is_hashed_once(cache, monkeypatch):
     assert len(hashed) == 1  # a miss ends the walk
     request.block_ids = cache.pool.allocate_many(4)
     for start in range(16):
-        cache.insert(request, start, start + 1)
+        request.num_computed_tokens = start + 1
+        cache.insert(request)
     cache.match(request)
     assert len(hashed) == 4
+
+
+def test_blocks_with_tokens_that_are_not_known_yet_are_not_available(cache):
+    request = make(range(7))
+    request.block_ids = cache.pool.allocate_many(2)
+    request.num_computed_tokens = 8  # the last of them is in flight
+    cache.insert(request)
+    assert cache.match(make(range(9))) == request.block_ids[:1]
+    request.output_token_ids.append(7)
+    cache.insert(request)
+    assert cache.match(make(range(9))) == request.block_ids
 
 
 def test_statistics(cache):

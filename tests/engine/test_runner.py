@@ -8,7 +8,8 @@ from support.tiny_models import load_decoder
 from tritonllm.config import EngineConfig
 from tritonllm.engine import shared_prefix
 from tritonllm.engine.cuda_graphs import graph_sizes
-from tritonllm.engine.runner import ModelRunner, warm_up_sizes
+from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.warm_up import warm_up_sizes
 from tritonllm.layers import attention
 
 CPU = torch.device("cpu")
@@ -39,8 +40,8 @@ def test_steps_before_the_first_request_leave_the_cache_alone(monkeypatch, token
         for layer in runner._cache:
             layer.k.fill_(7.0)
             layer.v.fill_(7.0)
-        runner._dummy_step(tokens)
-        runner._dummy_decode(min(tokens, 8))
+        runner._warm_up().prefill_step(tokens)
+        runner._warm_up().decode_step(min(tokens, 8))
     assert all((t == 7.0).all() for layer in runner._cache for t in (layer.k, layer.v))
 
 
@@ -54,10 +55,10 @@ def test_steps_before_the_first_request_include_shared_prefixes(monkeypatch, set
     runner.start(num_blocks=3, max_model_len=64)
     with patch.object(attention, "cascade_decode_attention", wraps=attention.cascade_decode_attention) as cascade:
         with torch.inference_mode():
-            runner._dummy_decode(7)
+            runner._warm_up().decode_step(7)
         assert cascade.call_count == 0
         with torch.inference_mode():
-            runner._dummy_decode(8)
+            runner._warm_up().decode_step(8)
         assert cascade.call_count == calls
 
 

@@ -3,9 +3,11 @@ import math
 import pytest
 import torch
 
-from tritonllm.engine.batch import sampling_batch
+from tritonllm.engine.batch import build_batch, to_device
 from tritonllm.engine.request import Request
-from tritonllm.engine.sampler import edit_logits, gather_logprobs, sample_tokens
+from tritonllm.engine.sampler import edit_logits, gather_logprobs, is_plain, sample_tokens
+from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
+from tritonllm.engine.seats import SeatTable
 from tritonllm.sampling_params import SamplingParams
 
 VOCAB = 12
@@ -26,11 +28,26 @@ def request(prompt=(1, 2), output=(), bad_words=(), seed=0, **params):
     return made
 
 
+def items_of(requests):
+    """What a decode step plans of them."""
+    return [ScheduledRequest(r, r.num_tokens - 1, 1, samples=True) for r in requests]
+
+
+def sample_from(logits, requests):
+    """(tokens, log-probabilities) of one step, as lists."""
+    for seat, r in enumerate(requests):
+        r.seat, r.block_ids = seat, [0] * r.num_tokens
+    plan = StepPlan(tuple(items_of(requests)), (), len(requests), len(requests))
+    batch = to_device(build_batch(plan, SeatTable(len(requests), 100), 1), CPU)
+    tokens, scores = sample_tokens(logits, batch.sampling, plan.scheduled)
+    return tokens.tolist(), None if scores is None else [t.tolist() for t in scores]
+
+
 def edited(made):
     """The request's row after the edits, beside an untouched neighbour that must stay as it was."""
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
-    edit_logits(logits, [made, request()])
+    edit_logits(logits, items_of([made, request()]))
     assert torch.equal(logits[1], before[1])
     return logits[0], before[0]
 
@@ -88,36 +105,56 @@ def test_logprobs_are_of_the_distribution_before_edits():
     logits = torch.randn(3, VOCAB)
     requests = [request(temperature=0, logprobs=2, logit_bias={5: 100.0}), request(temperature=0), request(logprobs=0)]
     expected = torch.log_softmax(logits.clone(), -1)
-    output = sample_tokens(logits, sampling_batch(requests, CPU))
-    assert output.token_ids[0] == 5
-    assert output.logprobs.token_ids[0][0] == 5
-    assert output.logprobs.logprobs[0][0] == pytest.approx(float(expected[0, 5]), abs=1e-5)
-    assert output.logprobs.token_ids[0][1:] == expected[0].topk(2).indices.tolist()
+    tokens, (ids, logprobs, _) = sample_from(logits, requests)
+    assert tokens[0] == 5
+    assert ids[0][0] == 5
+    assert logprobs[0][0] == pytest.approx(float(expected[0, 5]), abs=1e-5)
+    assert ids[0][1:] == expected[0].topk(2).indices.tolist()
 
 
 def test_nobody_asks_for_logprobs():
-    assert sample_tokens(torch.randn(1, VOCAB), sampling_batch([request()], CPU)).logprobs is None
+    assert sample_from(torch.randn(1, VOCAB), [request()])[1] is None
+
+
+@pytest.mark.parametrize(
+    ("made", "plain"),
+    [
+        (request(temperature=0.3, top_k=5, top_p=0.9, min_p=0.1, seed=3), True),
+        (request(output=[5, 5], min_tokens=2), True),
+        (request(output=[5], min_tokens=2), False),
+        (request(logprobs=0), False),
+        (request(logit_bias={1: 1.0}), False),
+        (request(allowed_token_ids=[1]), False),
+        (request(bad_words=((3,),)), False),
+        (request(repetition_penalty=1.5), False),
+        (request(presence_penalty=1.5), False),
+        (request(frequency_penalty=1.5), False),
+    ],
+)
+def test_what_the_captured_sampler_can_serve(made, plain):
+    """Nothing that edits the logits or reports them."""
+    assert is_plain(items_of([made])[0]) is plain
 
 
 def test_gather_logprobs():
     logits = torch.tensor([[0.0, 1.0, 2.0], [5.0, 5.0, -math.inf]])
-    scores = gather_logprobs(logits, torch.tensor([1, 2]), 8)
-    assert scores.ranks == [2, 3]
-    assert scores.token_ids[0] == [1, 2, 1, 0]  # the chosen one, then all three: a small vocabulary has no eight
-    assert scores.logprobs[0][0] == pytest.approx(1.0 - math.log(1 + math.e + math.e**2), abs=1e-6)
-    assert scores.logprobs[1][0] == -math.inf
+    ids, logprobs, ranks = gather_logprobs(logits, torch.tensor([1, 2]), 8)
+    assert ranks.tolist() == [2, 3]
+    assert ids[0].tolist() == [1, 2, 1, 0]  # the chosen one, then all three: a small vocabulary has no eight
+    assert logprobs[0, 0] == pytest.approx(1.0 - math.log(1 + math.e + math.e**2), abs=1e-6)
+    assert logprobs[1, 0] == -math.inf
 
 
 def test_a_seed_gives_the_same_token_in_any_batch():
     logits = torch.randn(1, VOCAB)
-    alone = sample_tokens(logits.clone(), sampling_batch([request(seed=7)], CPU)).token_ids[0]
+    (alone,), _ = sample_from(logits.clone(), [request(seed=7)])
     crowd = [request(seed=s) for s in (1, 2, 7, 4)]
-    assert sample_tokens(logits.repeat(4, 1), sampling_batch(crowd, CPU)).token_ids[2] == alone
+    assert sample_from(logits.repeat(4, 1), crowd)[0][2] == alone
 
 
 def test_seeds_and_steps_differ():
     logits = torch.zeros(64, VOCAB)
-    by_seed = sample_tokens(logits.clone(), sampling_batch([request(seed=s) for s in range(64)], CPU)).token_ids
-    by_step = sample_tokens(logits, sampling_batch([request(output=[1] * s) for s in range(64)], CPU)).token_ids
+    by_seed, _ = sample_from(logits.clone(), [request(seed=s) for s in range(64)])
+    by_step, _ = sample_from(logits, [request(output=[1] * s) for s in range(64)])
     assert len(set(by_seed)) > VOCAB // 2
     assert len(set(by_step)) > VOCAB // 2

@@ -84,9 +84,10 @@ def test_only_the_last_chunk_samples():
     request = add(scheduler, "a", 17)
     seen = []
     for _ in range(4):
-        (item,) = scheduler.schedule().scheduled
+        plan = scheduler.schedule()
+        (item,) = plan.scheduled
         seen.append((item.start, item.num_tokens, item.samples))
-        step(scheduler)
+        scheduler.update(plan, [7 if item.samples else None])
     assert seen == [(0, 8, False), (8, 8, False), (16, 1, True), (17, 1, True)]
     assert request.output_token_ids == [7, 7]
 
@@ -99,7 +100,7 @@ def test_decodes_come_first_in_the_plan():
     plan = scheduler.schedule()
     assert [item.request.request_id for item in plan.scheduled] == ["low", "high"]
     assert (plan.num_decodes, plan.num_tokens) == (1, 10)
-    step(scheduler)
+    scheduler.update(plan, [7, None])
     assert step(scheduler) == {"high": 10}  # order decides who gets the budget
     assert step(scheduler) == {"low": 1, "high": 1}
 
@@ -123,6 +124,87 @@ def test_max_num_seqs():
 def test_an_empty_plan_without_requests():
     plan = make_scheduler().schedule()
     assert (plan.scheduled, plan.preempted, plan.num_decodes, plan.num_tokens) == ((), (), 0, 0)
+
+
+# --- planning ahead: the next step before the results of this one
+
+
+def test_a_token_in_flight_is_planned_with_before_it_is_known():
+    scheduler = make_scheduler()
+    request = add(scheduler, "a", 3)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    (item,) = second.scheduled
+    assert (item.start, item.num_tokens, item.samples, item.pending, item.output_index) == (3, 1, True, True, 1)
+    assert (request.num_tokens, request.num_pending_tokens) == (3, 2)
+    scheduler.update(first, [5])
+    third = scheduler.schedule()
+    assert (third.scheduled[0].start, third.scheduled[0].pending) == (4, True)
+    scheduler.update(second, [6])
+    scheduler.update(third, [7])
+    assert (request.output_token_ids, request.num_pending_tokens) == ([5, 6, 7], 0)
+    assert not scheduler.schedule().scheduled[0].pending
+
+
+def test_a_request_that_its_token_in_flight_ends_is_not_planned_again():
+    scheduler = make_scheduler()
+    a, b = add(scheduler, "a", 3, 5), add(scheduler, "b", 3)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    third = scheduler.schedule()
+    assert [item.request for item in third.scheduled] == [b]
+    for plan in (first, second):
+        scheduler.update(plan, [7, 7])
+    assert (a.finish_reason, len(a.output_token_ids)) == ("length", 2)
+
+
+def test_a_request_that_stops_has_computed_one_token_in_vain():
+    scheduler = make_scheduler()
+    a, b = add(scheduler, "a", 3, eos=[0]), add(scheduler, "b", 3)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update(first, [0, 7])
+    assert (a.finish_reason, a.output_token_ids) == ("stop", [0])
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks - len(b.block_ids)
+    assert [new.request for new in scheduler.update(second, [9, 8])] == [b]
+    assert a.output_token_ids == [0]
+
+
+@pytest.mark.parametrize("params", [{"repetition_penalty": 1.1}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}])
+def test_a_request_with_penalties_waits_for_its_token_and_others_do_not(params):
+    scheduler = make_scheduler()
+    a, b = add(scheduler, "a", 3, **params), add(scheduler, "b", 3)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert [item.request for item in second.scheduled] == [b]
+    scheduler.update(first, [7, 7])
+    assert [item.request for item in scheduler.schedule().scheduled] == [a, b]
+
+
+def test_a_token_in_flight_is_kept_when_its_request_is_preempted():
+    scheduler, (_, _, c), hole = short_of_blocks()
+    scheduler.pool.release(hole[:3])
+    flying = scheduler.schedule()
+    for _ in range(3):  # the blocks are full after these
+        following = scheduler.schedule()
+        scheduler.update(flying, [7] * 3)
+        flying = following
+    last = scheduler.schedule()
+    assert c in last.preempted
+    scheduler.update(flying, [8] * 3)
+    assert (c.output_token_ids[-1], c.num_pending_tokens, c.block_ids) == (8, 0, [])
+    scheduler.update(last, [7 for _ in last.scheduled])
+    for name in "ab":
+        scheduler.abort(name)
+    (again,) = scheduler.schedule().scheduled
+    assert again.request is c
+    assert again.start + again.num_tokens == c.num_tokens
+
+
+def test_seats_of_running_requests_differ_and_come_back():
+    scheduler = make_scheduler(seats=3)
+    requests = [add(scheduler, name, 3, 5) for name in "abcde"]
+    step(scheduler)
+    assert sorted(r.seat for r in requests[:3]) == [0, 1, 2]
+    assert [r.seat for r in requests[3:]] == [None, None]
+    steps(scheduler, 2)
+    assert len({r.seat for r in requests[3:]} & {0, 1, 2}) == 2
 
 
 # --- policies

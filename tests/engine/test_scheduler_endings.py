@@ -21,12 +21,15 @@ def test_prefix_hits_skip_computation_and_are_counted():
     assert (stats.num_blocks, stats.num_free_blocks) == (100, 96)
 
 
-def test_blocks_of_the_same_step_are_not_hit():
-    """They are not computed yet when the step is planned."""
-    scheduler = make_scheduler()
-    add(scheduler, "a", list(range(10)))
-    add(scheduler, "b", list(range(10)))
-    assert step(scheduler) == {"a": 10, "b": 10}
+def test_blocks_of_the_same_step_are_hit():
+    """Each layer writes all keys and values of a step before it reads any."""
+    scheduler = make_scheduler(tokens=15)
+    a = add(scheduler, "a", list(range(10)))
+    b = add(scheduler, "b", list(range(10)))
+    c = add(scheduler, "c", list(range(14)))
+    assert step(scheduler) == {"a": 10, "b": 2, "c": 3}  # of the 14 - 8 tokens that the budget leaves c 3 of
+    assert a.block_ids[:2] == b.block_ids[:2] == c.block_ids[:2]
+    assert len({request.block_ids[2] for request in (a, b, c)}) == 3
 
 
 def test_prefix_caching_can_be_off():
@@ -124,7 +127,8 @@ def test_update_wants_a_token_for_each_request_that_samples(sampled):
     plan = scheduler.schedule()
     with pytest.raises(ValueError, match="sampled must have a token"):
         scheduler.update(plan, sampled)
-    assert (request.num_computed_tokens, request.output_token_ids) == (0, [])
+    assert (request.num_pending_tokens, request.output_token_ids) == (1, [])
+    assert scheduler.update(plan, [1, None])
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted"])
@@ -157,7 +161,7 @@ def test_tokens_of_a_request_that_was_aborted_during_the_step_are_dropped():
     namesake = add(scheduler, "a", 8)
     assert [new.request for new in scheduler.update(plan, [1, 2])] == [b]
     assert (a.output_token_ids, namesake.output_token_ids, b.output_token_ids) == ([], [], [2])
-    assert step(scheduler) == {"a": 8, "b": 1}  # what a computed is not in the cache: its blocks were free by then
+    assert step(scheduler) == {"a": 4, "b": 1}  # the plan was run, so the first block of the two is in the cache
 
 
 def test_aborted_requests_do_not_pile_up_behind_one_that_waits():

@@ -1,4 +1,7 @@
-"""The scheduler under random loads, with a model that can only see what the block tables show it."""
+"""The scheduler under random loads, with a model that can only see what the block tables show it.
+
+Steps are run when they are planned; their results reach the scheduler at once, or after the next step was planned.
+"""
 
 import zlib
 from collections import Counter
@@ -29,6 +32,7 @@ WISHES = st.fixed_dictionaries(
                 "ignore_eos": st.booleans(),
                 "stop_token_ids": st.sampled_from([None, [STOP]]),
                 "prompt_logprobs": st.sampled_from([None, None, 0]),
+                "frequency_penalty": st.sampled_from([0.0, 0.0, 1.0]),
             }
         ),
         "priority": st.integers(-1, 1),
@@ -58,11 +62,13 @@ def generate_alone(request, num_slots):
 
 
 class FakeModel:
-    """Writes each scheduled token into its slot, then reads every context back through the block table."""
+    """Writes each scheduled token into its slot, then reads every context back through the block table. It has seen the
+    tokens that are in flight."""
 
     def __init__(self, block_size):
         self.block_size = block_size
         self.slots = {}
+        self.outputs = {}
 
     def slot(self, request, position):
         return request.block_ids[position // self.block_size] * self.block_size + position % self.block_size
@@ -71,15 +77,23 @@ class FakeModel:
         spans = [(item, item.start, item.start + item.num_tokens) for item in plan.scheduled]
         for item, start, end in spans:
             salt = item.request.cache_salt
-            for position, token in enumerate(item.request.token_ids(start, end), start):
+            for position, token in enumerate(self.tokens(item.request)[start:end], start):
                 self.slots[self.slot(item.request, position)] = salt, position, token
         sampled = []
         for item, _, end in spans:
             context = [self.slots[self.slot(item.request, position)] for position in range(end)]
-            expected = enumerate(item.request.token_ids(0, end))
+            expected = enumerate(self.tokens(item.request)[:end])
             assert context == [(item.request.cache_salt, position, token) for position, token in expected]
             sampled.append(next_token([token for *_, token in context]) if item.samples else None)
+        for item, token in zip(plan.scheduled, sampled, strict=True):
+            if item.samples:
+                output = self.outputs.setdefault(item.request, [])
+                assert len(output) == item.output_index
+                output.append(token)
         return sampled
+
+    def tokens(self, request):
+        return [*request.prompt_token_ids, *self.outputs.get(request, ())]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -90,14 +104,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.one_of(st.integers(1, 4), st.integers(5, 24)),
         seats=st.integers(1, 5),
         more_tokens=st.integers(0, 8),
+        ahead=st.booleans(),
     )
-    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens):
+    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead):
         self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
         self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN)
         self.model = FakeModel(block_size)
         self.block_size, self.num_blocks, self.num_slots = block_size, num_blocks, num_blocks * block_size
         self.caching = caching
+        self.ahead = ahead
+        self.in_flight = []
         self.live = []
         self.added = 0
 
@@ -174,41 +191,67 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def run_step(self, aborted=None):
         ran_before = [request for request in self.live if request.status is RequestStatus.RUNNING]
+        waiting_for = self.waiting_for_tokens()
+        computed = {request: request.num_computed_tokens for request in ran_before}
         plan = self.scheduler.schedule()
-        self.check_plan(plan, ran_before)
+        self.check_plan(plan, ran_before, computed, waiting_for)
         self.check_pool()
-        sampled = self.model.run(plan)
+        self.in_flight.append((plan, self.model.run(plan)))
         if aborted is not None:
             self.abort_one(aborted)
+        if not self.ahead or len(self.in_flight) > 1 or not plan.scheduled:
+            self.take_results(*self.in_flight.pop(0))
+            if not plan.scheduled:
+                self.in_flight.clear()
+
+    def waiting_for_tokens(self):
+        """Requests with a token in flight that ends them, or that their next one depends on."""
+        waiting = set()
+        for request in self.live:
+            length = request.num_tokens + request.num_pending_tokens
+            ends = length >= min(request.max_total_tokens, self.num_slots + 1)
+            if request.num_pending_tokens and (ends or request.params.frequency_penalty):
+                waiting.add(request)
+        return waiting
+
+    def take_results(self, plan, sampled):
+        finished = {item.request for item in plan.scheduled if item.request.status.is_finished}
         new_tokens = self.scheduler.update(plan, sampled)
         kept = [(i.request, t) for i, t in zip(plan.scheduled, sampled, strict=True) if i.samples]
-        assert [(n.request, n.token_id) for n in new_tokens] == [(r, t) for r, t in kept if r is not aborted]
+        assert [(n.request, n.token_id) for n in new_tokens] == [(r, t) for r, t in kept if r not in finished]
         for new in new_tokens:
             assert new.request.output_token_ids[-1] == new.token_id
             if new.request.status.is_finished:
                 self.check_ended(new.request)
 
-    def check_plan(self, plan, ran_before):
+    def check_plan(self, plan, ran_before, computed, waiting_for):
         items, planned = plan.scheduled, [item.request for item in plan.scheduled]
         running = sorted((r for r in self.live if r.status is RequestStatus.RUNNING), key=self.order)
         waiting = [request for request in self.live if request.status is not RequestStatus.RUNNING]
-        assert bool(items) == bool(self.live)
+        assert bool(items) == bool(self.live) or self.in_flight
         assert len(running) == self.scheduler.num_running <= self.config.max_num_seqs
+        assert len({request.seat for request in running} & set(range(self.config.max_num_seqs))) == len(running)
         assert len(waiting) == self.scheduler.num_waiting
         assert sum(item.num_tokens for item in items) == plan.num_tokens <= self.config.max_num_batched_tokens
         for item in items:
-            assert item.request.status is RequestStatus.RUNNING
-            assert item.start == item.request.num_computed_tokens
-            assert 0 < item.num_tokens <= item.request.num_tokens - item.start
-            assert item.samples == (item.start + item.num_tokens == item.request.num_tokens)
-            assert len(item.request.block_ids) >= -(-(item.start + item.num_tokens) // self.block_size)
+            request, end = item.request, item.start + item.num_tokens
+            total = request.num_tokens + request.num_pending_tokens - item.samples
+            assert request.status is RequestStatus.RUNNING
+            assert item.start == computed.get(request, item.start)
+            assert item.start < end == request.num_computed_tokens <= total
+            assert item.samples == (end == total)
+            assert item.pending == (end > request.num_tokens)
+            assert not item.pending or item.num_tokens == 1
+            assert len(request.block_ids) >= -(-end // self.block_size)
         decodes = [item.num_tokens == 1 and item.samples for item in items]
         assert decodes == sorted(decodes, reverse=True)
         assert plan.num_decodes == sum(decodes)
+        assert not waiting_for & set(planned)
 
         # Served in order: the scheduled are the first of the running, and only the last of them can be cut short.
-        assert sorted(planned, key=self.order) == running[: len(planned)]
-        if len(planned) < len(running) or not all(item.samples for item in items):
+        served = [request for request in running if request not in waiting_for]
+        assert sorted(planned, key=self.order) == served[: len(planned)]
+        if len(planned) < len(served) or not all(item.samples for item in items):
             assert plan.num_tokens == self.config.max_num_batched_tokens
 
         # Preempted from the back, admitted from the front, never both.
@@ -223,7 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(self.order(request) < self.order(other) for other in waiting)
             assert request.num_cached_tokens is not None
             if not self.caching or request.params.prompt_logprobs is not None:
-                assert request.num_cached_tokens == request.num_computed_tokens == 0
+                assert request.num_cached_tokens == next(i.start for i in items if i.request is request) == 0
         if self.config.policy == "fcfs":
             assert all(self.order(r) < self.order(w) for r in running for w in waiting)
 
@@ -238,7 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             uses.update(request.block_ids)
             for index, block in enumerate(request.block_ids):
                 end = (index + 1) * self.block_size
-                full = end <= request.num_computed_tokens
+                full = end <= min(request.num_computed_tokens, request.num_tokens)
                 prefix = (request.cache_salt, *request.token_ids(0, end)) if full else request.request_id
                 assert contents.setdefault(block, prefix) == prefix, f"block {block} has two meanings"
         assert [pool.ref_count(block) for block in range(self.num_blocks)] == [uses[b] for b in range(self.num_blocks)]
@@ -251,12 +294,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         rounds = 1 if self.config.policy == "fcfs" else 1 + len(self.live)
-        for _ in range(rounds * sum(request.max_total_tokens for request in self.live)):
+        rounds *= 1 + self.ahead  # a request may wait for its token in flight in every second step
+        for _ in range(rounds * (1 + sum(request.max_total_tokens for request in self.live))):
             if not self.live:
                 break
             self.run_step()
             self.check_pool()
         assert not self.live
+        for results in self.in_flight:
+            self.take_results(*results)
         assert self.scheduler.pool.num_free == self.num_blocks
 
 

@@ -1,4 +1,4 @@
-"""A step's plan as device tensors, built once per step with asynchronous copies from pinned memory."""
+"""A step's plan as arrays: built on the host once a step, sent to the device in one copy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,25 +6,60 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tritonllm.engine.request import Request
-from tritonllm.engine.scheduler import StepPlan
+from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
+from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.kernels import CascadePlan
 from tritonllm.layers.metadata import AttentionMetadata
 
+ALIGNMENT = 16  # bytes: kernels are compiled for pointers that are multiples of it
+
 
 @dataclass(frozen=True)
-class SamplingBatch:
-    """What the sampler needs of the R requests that get a token in this step.
+class HostBatch:
+    """Inputs of one forward pass over T tokens of B sequences, R of which get a new token, in host memory.
 
     Attributes:
-        requests: in the order of the rows.
-        temperature, top_p, min_p: ``[R]`` float32; temperature 0 is greedy.
-        top_k: ``[R]`` int32; 0 keeps all.
+        input_ids: ``[T]`` int32; -1 stands for the token that the sequence's seat was given last.
+        positions, slot_mapping: ``[T]`` int64.
+        block_tables: ``[B, M]`` int32.
+        seq_lens: ``[B]`` int32.
+        cu_seqlens_q: ``[B - num_decodes + 1]`` int32.
+        logit_rows: ``[R]`` int64, the tokens whose logits are sampled from.
+        seats: ``[R]`` int64, where the new tokens go.
+        temperature, top_p, min_p: ``[R]`` float32.
+        top_k: ``[R]`` int32.
         seeds, steps: ``[R]`` int64; a request's seed and the index of the token it is about to get.
+        num_decodes, max_seqlen_q: see :class:`AttentionMetadata`.
+        cascade: what the decodes share, in host memory; ``None`` if it does not pay.
+        sampled: the R items of the plan that get a token, in the order of the rows.
     """
 
-    requests: Sequence[Request]
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
+    cu_seqlens_q: np.ndarray
+    logit_rows: np.ndarray
+    seats: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seeds: np.ndarray
+    steps: np.ndarray
+    num_decodes: int
+    max_seqlen_q: int
+    cascade: CascadePlan | None
+    sampled: Sequence[ScheduledRequest]
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """What the sampling kernels read, on the device; see :class:`HostBatch`."""
+
+    seats: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -35,97 +70,98 @@ class SamplingBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of one forward pass over T tokens.
-
-    Attributes:
-        input_ids: ``[T]`` int32.
-        positions: ``[T]`` int64.
-        logit_rows: ``[R]`` int64, the tokens whose logits are sampled from.
-    """
+    """A :class:`HostBatch` on the device."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     metadata: AttentionMetadata
     logit_rows: torch.Tensor
-    sampling: SamplingBatch
+    sampling: SamplingInputs
 
 
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def slots_of(block_ids: Sequence[int], start: int, count: int, block_size: int) -> np.ndarray:
-    """Cache slots of ``count`` tokens of a sequence from position ``start``, int64."""
-    positions = np.arange(start, start + count, dtype=np.int64)
-    blocks = np.asarray(block_ids[start // block_size : -(-(start + count) // block_size)], dtype=np.int64)
-    return blocks[positions // block_size - start // block_size] * block_size + positions % block_size
-
-
-def sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
-    params = [request.params for request in requests]
-
-    def column(values: list, dtype: type) -> torch.Tensor:
-        return to_device(np.array(values, dtype=dtype), device)
-
-    return SamplingBatch(
-        requests=requests,
-        temperature=column([0.0 if p.greedy else p.temperature for p in params], np.float32),
-        top_k=column([max(p.top_k, 0) for p in params], np.int32),
-        top_p=column([p.top_p for p in params], np.float32),
-        min_p=column([p.min_p for p in params], np.float32),
-        seeds=column([request.seed for request in requests], np.int64),
-        steps=column([len(request.output_token_ids) for request in requests], np.int64),
-    )
-
-
-def build_batch(plan: StepPlan, block_size: int, device: torch.device, planner: CascadePlanner | None = None) -> Batch:
-    """Device tensors of ``plan``: decodes first, as the plan orders them.
+def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: CascadePlanner | None = None) -> HostBatch:
+    """The arrays of a plan that is not empty: decodes first, as the plan orders them.
 
     Args:
+        seats: of the runner.
         planner: finds what the decodes share; ``None`` does not look for it.
     """
-    items = plan.scheduled
-    ids = np.empty(plan.num_tokens, dtype=np.int32)
-    positions = np.empty(plan.num_tokens, dtype=np.int64)
-    slots = np.empty(plan.num_tokens, dtype=np.int64)
-    seq_lens = np.empty(len(items), dtype=np.int32)
-    width = max(-(-(item.start + item.num_tokens) // block_size) for item in items)
-    tables = np.zeros((len(items), width), dtype=np.int32)
-    sampled: list[Request] = []
-    logit_rows = []
-    at = 0
-    for row, item in enumerate(items):
-        request, end = item.request, item.start + item.num_tokens
-        span = slice(at, at + item.num_tokens)
-        ids[span] = request.token_ids(item.start, end)
-        positions[span] = np.arange(item.start, end)
-        slots[span] = slots_of(request.block_ids, item.start, item.num_tokens, block_size)
-        seq_lens[row] = end
-        used = -(-end // block_size)
-        tables[row, :used] = request.block_ids[:used]
-        at += item.num_tokens
-        if item.samples:
-            sampled.append(request)
-            logit_rows.append(at - 1)
-    n = plan.num_decodes
-    cascade = None if planner is None else planner.plan(tables[:n], seq_lens[:n])
-    chunks = [item.num_tokens for item in items[n:]]
-    cu_seqlens_q = np.concatenate(([0], np.cumsum(chunks))).astype(np.int32)
-    metadata = AttentionMetadata(
-        slot_mapping=to_device(slots, device),
-        block_tables=to_device(tables, device),
-        seq_lens=to_device(seq_lens, device),
-        cu_seqlens_q=to_device(cu_seqlens_q, device),
+    items, n = plan.scheduled, plan.num_decodes
+    rows = seats.rows([item.request for item in items])
+    starts = np.array([item.start for item in items], dtype=np.int64)
+    counts = np.array([item.num_tokens for item in items], dtype=np.int64)
+    ends = starts + counts
+    tables = seats.tables[rows, : -(-int(ends.max()) // block_size)]
+
+    last_tokens = np.cumsum(counts)
+    sequence = np.repeat(np.arange(len(items)), counts)  # of each token
+    positions = np.arange(plan.num_tokens) - np.repeat(last_tokens - counts - starts, counts)
+    slots = tables[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    tokens: list[int] = []
+    for item in items:
+        tokens += (-1,) if item.pending else item.request.token_ids(item.start, item.start + item.num_tokens)
+
+    samples = np.array([item.samples for item in items], dtype=bool)
+    sampled = [item for item in items if item.samples]
+    at = rows[samples]
+    seq_lens = ends.astype(np.int32)
+    chunks = counts[n:]
+    return HostBatch(
+        input_ids=np.array(tokens, dtype=np.int32),
+        positions=positions,
+        slot_mapping=slots,
+        block_tables=tables,
+        seq_lens=seq_lens,
+        cu_seqlens_q=np.concatenate(([0], np.cumsum(chunks))).astype(np.int32),
+        logit_rows=last_tokens[samples] - 1,
+        seats=at,
+        temperature=seats.temperature[at],
+        top_k=seats.top_k[at],
+        top_p=seats.top_p[at],
+        min_p=seats.min_p[at],
+        seeds=seats.seeds[at],
+        steps=np.array([item.output_index for item in sampled], dtype=np.int64),
         num_decodes=n,
-        max_seqlen_q=max(chunks, default=0),
-        cascade=None if cascade is None else CascadePlan(*(to_device(t.numpy(), device) for t in cascade)),
+        max_seqlen_q=int(chunks.max(initial=0)),
+        cascade=None if planner is None else planner.plan(tables[:n], seq_lens[:n]),
+        sampled=sampled,
     )
-    return Batch(
-        input_ids=to_device(ids, device),
-        positions=to_device(positions, device),
-        metadata=metadata,
-        logit_rows=to_device(np.array(logit_rows, dtype=np.int64), device),
-        sampling=sampling_batch(sampled, device),
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copy contiguous arrays to the device in one transfer, without waiting for it."""
+    if device.type != "cuda":
+        return [torch.from_numpy(array) for array in arrays]
+    ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    spans = [slice(start, start + array.nbytes) for start, array in zip([0, *ends], arrays, strict=False)]
+    pinned = host.numpy()
+    for span, array in zip(spans, arrays, strict=True):
+        pinned[span] = array.reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    return [
+        there[span].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for span, array in zip(spans, arrays, strict=True)
+    ]
+
+
+def upload_cascade(plan: CascadePlan | None, device: torch.device) -> CascadePlan | None:
+    return None if plan is None else CascadePlan(*upload([part.numpy() for part in plan], device))
+
+
+def to_device(batch: HostBatch, device: torch.device) -> Batch:
+    """All of a batch, without waiting for the device."""
+    names = ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "logit_rows")
+    sampling = ("seats", "temperature", "top_k", "top_p", "min_p", "seeds", "steps")
+    arrays = [getattr(batch, name) for name in (*names, *sampling)]
+    ids, positions, slots, tables, seq_lens, cu_seqlens_q, logit_rows, *rest = upload(arrays, device)
+    metadata = AttentionMetadata(
+        slot_mapping=slots,
+        block_tables=tables,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        num_decodes=batch.num_decodes,
+        max_seqlen_q=batch.max_seqlen_q,
+        cascade=upload_cascade(batch.cascade, device),
     )
+    return Batch(ids, positions, metadata, logit_rows, SamplingInputs(*rest))

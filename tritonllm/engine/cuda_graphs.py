@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one captured forward pass per batch size, replayed with new inputs.
+"""Decode steps as CUDA graphs: one captured pass, from token ids to new tokens, per batch size.
 
 A decode step of a small model is hundreds of short kernels; launched one by one from Python they leave the GPU idle
 between them. A graph launches them all at once. Lengths, slots and block tables are read by the kernels from fixed
@@ -7,15 +7,31 @@ sequences share a prefix launch other kernels: where they can occur, their graph
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from tritonllm.engine.batch import Batch
+from tritonllm.engine.batch import ALIGNMENT, HostBatch, SamplingInputs, upload, upload_cascade
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention_cascade import cascade_parts
 from tritonllm.layers.metadata import AttentionMetadata
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
+# (input_ids, positions, metadata, sampling) -> (hidden, new tokens)
+Step = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, SamplingInputs], tuple[torch.Tensor, torch.Tensor]]
+
+_COLUMNS = {  # one number a sequence
+    "positions": torch.int64,
+    "slot_mapping": torch.int64,
+    "seats": torch.int64,
+    "seeds": torch.int64,
+    "steps": torch.int64,
+    "input_ids": torch.int32,
+    "seq_lens": torch.int32,
+    "top_k": torch.int32,
+    "temperature": torch.float32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+}
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -28,14 +44,54 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 def _fill(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Write ``values`` into the first rows and columns of ``buffer``, and zeros into its other rows."""
     buffer[tuple(slice(length) for length in values.shape)].copy_(values)
-    buffer[len(values) :].zero_()
+    if len(values) < len(buffer):
+        buffer[len(values) :].zero_()
+
+
+class _Columns:
+    """Fixed device buffers for what a step says of each sequence, filled by one copy."""
+
+    def __init__(self, seats: int, device: torch.device) -> None:
+        self._seats = seats
+        self._padding = {"slot_mapping": -1, "seats": seats, "top_p": 1.0}  # and 0 in the other columns
+        size = sum(-(-seats * dtype.itemsize // ALIGNMENT) * ALIGNMENT for dtype in _COLUMNS.values())
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.tensors = self._columns(self._buffer)
+
+    def _columns(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Where in such a buffer the columns lie."""
+        columns = {}
+        start = 0
+        for name, dtype in _COLUMNS.items():
+            end = start + self._seats * dtype.itemsize
+            columns[name] = buffer[start:end].view(dtype)
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+        return columns
+
+    def load(self, batch: HostBatch) -> None:
+        """Send a batch of decodes, without waiting for the device."""
+        n = len(batch.input_ids)
+        host = torch.empty_like(self._buffer, device="cpu", pin_memory=self._buffer.is_cuda)
+        for name, column in self._columns(host).items():
+            values = column.numpy()
+            values[:n] = getattr(batch, name)
+            values[n:] = self._padding.get(name, 0)
+        self._buffer.copy_(host, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    hidden: torch.Tensor
+    tokens: torch.Tensor
 
 
 class DecodeGraphs:
     """Captured decode steps.
 
     Args:
-        forward: ``(input_ids, positions, metadata) -> hidden``.
+        step: ``(input_ids, positions, metadata, sampling) -> (hidden, tokens)``; seat ``max_num_seqs`` belongs to the
+            padding.
         max_num_seqs: the largest batch.
         max_blocks: the widest block table.
         device: a CUDA device.
@@ -44,34 +100,32 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Forward,
+        step: Step,
         max_num_seqs: int,
         max_blocks: int,
         device: torch.device,
         may_share: Callable[[int], bool],
     ) -> None:
-        self._input_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._slots = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
+        self._device = device
+        self._columns = _Columns(max_num_seqs, device)
         self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._no_prefill = torch.zeros(1, dtype=torch.int32, device=device)
         self._suffix_tables = torch.zeros_like(self._tables)
-        self._suffix_lens = torch.zeros_like(self._lengths)
+        self._suffix_lens = torch.zeros_like(self._columns.tensors["seq_lens"])
         self._shares = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
         self._sizes = graph_sizes(max_num_seqs)
         self._plans = {size: self._plan(size) for size in self._sizes if may_share(size)}
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], _Captured] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):  # the largest first: the others then fit into its memory
             for shared in (False, True) if size in self._plans else (False,):
                 inputs = self._inputs(size, self._plans[size] if shared else None)
-                forward(*inputs)  # compiles and loads whatever the capture must not
+                step(*inputs)  # compiles and loads whatever the capture must not
                 torch.cuda.synchronize(device)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    hidden = forward(*inputs)
-                self._graphs[size, shared] = graph, hidden
+                    hidden, tokens = step(*inputs)
+                self._graphs[size, shared] = _Captured(graph, hidden, tokens)
 
     def _plan(self, size: int) -> CascadePlan:
         """The buffers of a plan for so many sequences, sharing nothing yet."""
@@ -85,34 +139,39 @@ class DecodeGraphs:
             shares=self._shares[:size],
         )
 
-    def _inputs(self, size: int, plan: CascadePlan | None) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+    def _inputs(
+        self, size: int, plan: CascadePlan | None
+    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, SamplingInputs]:
+        columns = {name: tensor[:size] for name, tensor in self._columns.tensors.items()}
         metadata = AttentionMetadata(
-            slot_mapping=self._slots[:size],
+            slot_mapping=columns["slot_mapping"],
             block_tables=self._tables[:size],
-            seq_lens=self._lengths[:size],
+            seq_lens=columns["seq_lens"],
             cu_seqlens_q=self._no_prefill,
             num_decodes=size,
             max_seqlen_q=0,
             cascade=plan,
         )
-        return self._input_ids[:size], self._positions[:size], metadata
+        return columns["input_ids"], columns["positions"], metadata, self.sampling_inputs(size)
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Hidden states ``[B, hidden]`` of a batch of decodes, valid until the next run."""
-        n = batch.input_ids.shape[0]
+    def sampling_inputs(self, n: int) -> SamplingInputs:
+        """Those of the first ``n`` sequences of the batch that ran last."""
+        names = SamplingInputs.__dataclass_fields__
+        return SamplingInputs(**{name: self._columns.tensors[name][:n] for name in names})
+
+    def run(self, batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states ``[B, hidden]`` and new tokens ``[B]`` of a batch of decodes, valid until the next run."""
+        n = len(batch.input_ids)
         size = next(s for s in self._sizes if s >= n)
-        metadata = batch.metadata
-        self._input_ids[:n].copy_(batch.input_ids)
-        self._positions[:n].copy_(batch.positions)
-        self._slots[:n].copy_(metadata.slot_mapping)
-        self._slots[n:size].fill_(-1)
-        _fill(self._lengths[:size], metadata.seq_lens)
-        _fill(self._tables[:size], metadata.block_tables)
-        if metadata.cascade is not None:
+        self._columns.load(batch)
+        (tables,) = upload([batch.block_tables], self._device)
+        _fill(self._tables[:size], tables)
+        cascade = upload_cascade(batch.cascade, self._device)
+        if cascade is not None:
             mine = self._plans[size]
-            new = metadata.cascade._replace(prefix_cu_seqlens=mine.prefix_cu_seqlens)  # its own counts the padding
+            new = cascade._replace(prefix_cu_seqlens=mine.prefix_cu_seqlens)  # its own counts the padding
             for buffer, values in zip(mine, new, strict=True):
                 _fill(buffer, values)
-        graph, hidden = self._graphs[size, metadata.cascade is not None]
-        graph.replay()
-        return hidden[:n]
+        captured = self._graphs[size, cascade is not None]
+        captured.graph.replay()
+        return captured.hidden[:n], captured.tokens[:n]

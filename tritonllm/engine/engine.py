@@ -1,7 +1,13 @@
-"""The engine: requests in, one step at a time, outputs out."""
+"""The engine: requests in, one step at a time, outputs out.
+
+With asynchronous scheduling the device always has the next step waiting: a step is planned and launched while the one
+before it runs, and only then are the results of that one awaited. So what a call of :meth:`LLMEngine.step` returns was
+launched by the call before. The device passes the new tokens on by itself (see :mod:`tritonllm.engine.scheduler`).
+"""
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +17,7 @@ from tritonllm.engine.input_processor import InputProcessor, Prompt
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import RequestMetrics, RequestOutput
 from tritonllm.engine.request import RequestStatus
-from tritonllm.engine.runner import ModelRunner, StepResult
+from tritonllm.engine.runner import ModelRunner, RunningStep, StepResult
 from tritonllm.engine.scheduler import NewToken, Scheduler, StepPlan
 from tritonllm.sampling_params import SamplingParams
 
@@ -33,7 +39,7 @@ class EngineStats:
 
 
 class LLMEngine:
-    """Schedules, runs and reports; single-threaded, one step per call.
+    """Schedules, launches and reports; single-threaded, one step per call.
 
     Args:
         config: see :class:`EngineConfig`; its values are resolved already.
@@ -50,6 +56,7 @@ class LLMEngine:
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
         self._arrivals = itertools.count()
+        self._in_flight: deque[RunningStep] = deque()
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
     @classmethod
@@ -114,23 +121,38 @@ class LLMEngine:
         return bool(self._states)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns an output for each request that got a token or ended."""
+        """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.
+
+        Returns:
+            An output for each request that got a token or ended; nothing if no results were waited for.
+        """
         plan = self._scheduler.schedule()
-        if not plan.scheduled:
+        if plan.scheduled:
+            self._launch(plan)
+        ahead = int(bool(self.config.scheduler.async_scheduling and plan.scheduled))
+        if len(self._in_flight) <= ahead:
             return []
-        result = self._runner.execute(plan)
-        new_tokens = self._scheduler.update(plan, result.sampled)
-        self._steps += 1
+        step = self._in_flight.popleft()
+        result = step.wait()
+        new_tokens = self._scheduler.update(step.plan, result.sampled)
         self._generated_tokens += len(new_tokens)
-        touched = self._take(plan, result, new_tokens)
+        touched = self._take(step.plan, result, new_tokens)
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
+
+    def _launch(self, plan: StepPlan) -> None:
+        try:
+            self._in_flight.append(self._runner.launch(plan))
+        except BaseException:
+            self._scheduler.forget(plan)
+            raise
+        self._steps += 1
 
     def _take(self, plan: StepPlan, result: StepResult, new_tokens: list[NewToken]) -> dict[str, RequestState]:
         """Hand a step's results to their requests; returns the requests that changed, in the plan's order."""
         for request_id, (first, scores) in result.prompt_logprobs.items():
-            state, sequence = self._sequences[request_id]
-            if sequence.index == 0:
+            state, sequence = self._sequences.get(request_id, (None, None))
+            if state is not None and sequence is not None and sequence.index == 0:  # else it was aborted since
                 state.take_prompt_logprobs(first, scores, self.tokenizer)
         sampling = (item.request.request_id for item in plan.scheduled if item.samples)
         rows = {request_id: row for row, request_id in enumerate(sampling)}

@@ -52,10 +52,17 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def insert(self, request: Request, start: int, end: int) -> None:
-        """Make the blocks that tokens ``start`` to ``end`` (exclusive), just computed, have filled available."""
-        for index in range(start // self.block_size, end // self.block_size):
+    def insert(self, request: Request) -> None:
+        """Make those of the request's blocks available whose tokens are all known and computed.
+
+        Computed may mean: by a step that is planned. The device runs steps in order, and each layer of a step writes
+        all keys and values before it reads any, so whoever finds the block, even in the same step, reads what is there.
+        """
+        full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        while request.num_labelled_blocks < full:
+            index = request.num_labelled_blocks
             self.pool.label(request.block_ids[index], self._digest(request, index))
+            request.num_labelled_blocks += 1
 
     def count(self, request: Request) -> None:
         """Add a request's first admission to the statistics. Later ones find its own work: that is no merit."""

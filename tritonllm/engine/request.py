@@ -43,19 +43,23 @@ class Request:
         priority: lower runs first (policy ``priority`` only).
         arrival: a counter that only grows; decides among equal priorities.
         cache_salt: prompts with different salts share no cached blocks.
-        seed: of its random draws.
-        bad_words: token sequences that may not be completed, tokenized.
         seed: of its samples.
-        bad_words: token sequences that the output may not contain.
-        output_token_ids: what was generated so far.
-        num_computed_tokens: leading tokens whose keys and values are in the cache.
+        bad_words: token sequences that the output may not contain, tokenized.
+        output_token_ids: what was generated so far, as far as the host knows it.
+        num_pending_tokens: sampled by steps in flight: they exist, but only the device knows them yet.
+        num_computed_tokens: leading tokens whose keys and values are in the cache once the steps in flight have run.
         num_cached_tokens: how many of them the prefix cache gave at the first admission; ``None`` before it.
         block_ids: the block table: token i lives in block ``block_ids[i // block_size]``.
         block_hashes: digests of the leading full blocks, as far as they were needed.
+        num_labelled_blocks: leading blocks that the prefix cache knows.
+        seat: its row in the runner's arrays while it runs, below ``max_num_seqs``.
         status: where the request is.
         stop_reason: the stop token or stop string that ended it; ``None`` for the end-of-sequence token.
         num_preemptions: how often it lost its blocks and started again.
         order: the scheduler's sort key, unique.
+        length_limit: tokens of prompt and output together at which the scheduler ends it.
+        needs_known_tokens: its next token can be sampled only after the host has seen the last one: penalties and bad
+            words count tokens there.
     """
 
     request_id: str
@@ -71,19 +75,29 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     output_token_ids: list[int] = field(default_factory=list)
+    num_pending_tokens: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    num_labelled_blocks: int = 0
+    seat: int | None = None
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     order: tuple[int, int, int] = (0, 0, 0)
+    length_limit: int = 0
+    needs_known_tokens: bool = field(init=False)
 
     @property
     def num_tokens(self) -> int:
         """Known tokens, prompt and output together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def __post_init__(self) -> None:
+        p = self.params
+        penalized = p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
+        self.needs_known_tokens = penalized or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def finish_reason(self) -> str | None:

@@ -6,26 +6,20 @@ from dataclasses import dataclass
 import torch
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.batch import Batch, build_batch, sampling_batch
+from tritonllm.engine.batch import SamplingInputs, build_batch, to_device
 from tritonllm.engine.cuda_graphs import DecodeGraphs
-from tritonllm.engine.request import Request
-from tritonllm.engine.sampler import SamplerOutput, TokenLogprobs, gather_logprobs, sample_tokens
+from tritonllm.engine.sampler import LogprobTensors, TokenLogprobs, draw, gather_logprobs, is_plain, sample_tokens
 from tritonllm.engine.scheduler import StepPlan
+from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
-from tritonllm.kernels import plan_cascade
+from tritonllm.engine.warm_up import WarmUp
+from tritonllm.kernels import fill_pending_tokens
 from tritonllm.kernels.attention_decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.models.interface import CausalLM
-from tritonllm.sampling_params import SamplingParams
 
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
 PROMPT_LOGPROB_ROWS = 256
-
-
-def warm_up_sizes(budget: int) -> list[int]:
-    """Token counts of the steps that are run before the first request: launch configurations, and with them compiled
-    kernels, change with the power of two."""
-    return [*(1 << bit for bit in range(budget.bit_length()) if 1 << bit < budget), budget]
 
 
 @dataclass(frozen=True)
@@ -44,8 +38,60 @@ class StepResult:
     prompt_logprobs: dict[str, tuple[int, TokenLogprobs]]
 
 
+class RunningStep:
+    """A step that was launched; its results are on their way to pinned memory.
+
+    Args:
+        plan: what was launched.
+        tokens: ``[R]`` int64, one for each item of the plan that samples; ``None`` if there are none.
+        logprobs: theirs, if any request wants them.
+        prompt_logprobs: of prompt tokens, in parts: request id, position of the first, and the scores.
+        device: where it runs.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        tokens: torch.Tensor | None,
+        logprobs: LogprobTensors | None,
+        prompt_logprobs: Sequence[tuple[str, int, LogprobTensors]],
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self._tokens = None if tokens is None else _to_host(tokens)
+        self._logprobs = None if logprobs is None else tuple(_to_host(t) for t in logprobs)
+        self._prompt_logprobs = [(name, at, tuple(_to_host(t) for t in part)) for name, at, part in prompt_logprobs]
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        if self._done is not None:
+            self._done.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> StepResult:
+        """Wait for the device and return the results."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens = iter([] if self._tokens is None else self._tokens.tolist())
+        sampled = [next(tokens) if item.samples else None for item in self.plan.scheduled]
+        logprobs = None if self._logprobs is None else TokenLogprobs(*(t.tolist() for t in self._logprobs))
+        of_prompts: dict[str, tuple[int, TokenLogprobs]] = {}
+        for name, at, part in self._prompt_logprobs:
+            scores = of_prompts.setdefault(name, (at, TokenLogprobs([], [], [])))[1]
+            more = TokenLogprobs(*(values.tolist() for values in part))
+            scores.token_ids.extend(more.token_ids)
+            scores.logprobs.extend(more.logprobs)
+            scores.ranks.extend(more.ranks)
+        return StepResult(sampled, logprobs, of_prompts)
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """Begin to copy to pinned memory."""
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
 class ModelRunner:
-    """The model, its cache and the captured decode steps.
+    """The model, its cache, the captured decode steps, and the token that each seat was given last.
 
     Args:
         model: loaded, on ``device``.
@@ -63,9 +109,16 @@ class ModelRunner:
         self._cache: list[KVCacheView] = []
         self._graphs: DecodeGraphs | None = None
         self._max_model_len = max_model_len
+        seats = config.scheduler.max_num_seqs
+        self._seats = SeatTable(seats, self._max_blocks)
+        self._last_tokens = torch.zeros(seats + 1, dtype=torch.int64, device=device)  # one for a graph's padding
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
+
+    @property
+    def _max_blocks(self) -> int:
+        return -(-self._max_model_len // self._block_size)
 
     @property
     def block_bytes(self) -> int:
@@ -90,7 +143,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._allocate(1)
-        self._dummy_step(self._config.scheduler.max_num_batched_tokens)
+        self._warm_up().prefill_step(self._config.scheduler.max_num_batched_tokens)
         torch.cuda.synchronize(self._device)
         activations = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
         self._cache = []
@@ -115,50 +168,32 @@ class ModelRunner:
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         return self._model(input_ids, positions, metadata, self._cache)
 
-    def _dummy_step(self, tokens: int) -> None:
-        """A step of ``tokens`` prompt tokens, with logits for as many seats as it could fill. Writes no cache."""
-        length = min(tokens, self._max_model_len)
-        chunks = -(-tokens // length)
-        device = self._device
-        ends = torch.arange(chunks + 1, dtype=torch.int32, device=device) * length
-        metadata = AttentionMetadata(
-            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(chunks, -(-length // self._block_size), dtype=torch.int32, device=device),
-            seq_lens=(ends[1:].clamp(max=tokens) - ends[:-1]),
-            cu_seqlens_q=ends.clamp(max=tokens),
-            num_decodes=0,
-            max_seqlen_q=length,
+    def _warm_up(self) -> WarmUp:
+        scheduler = self._config.scheduler
+        return WarmUp(
+            self._forward,
+            self.sample_hidden,
+            device=self._device,
+            block_size=self._block_size,
+            max_model_len=self._max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            may_share=self._may_share,
         )
-        ids = torch.zeros(tokens, dtype=torch.int32, device=device)
-        hidden = self._forward(ids, torch.arange(tokens, device=device) % length, metadata)
-        seats = min(self._config.scheduler.max_num_seqs, tokens)
-        params = SamplingParams(top_k=50, top_p=0.9)
-        request = Request(request_id="warm-up", prompt_token_ids=[0], params=params, max_total_tokens=2)
-        sample_tokens(self._model.compute_logits(hidden[:seats]), sampling_batch([request] * seats, device))
+
+    def sample_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden[R, hidden]`` to tokens, through every kernel that a request's sampling may need; for warm-up."""
+        n, device = len(hidden), hidden.device
+        ids = torch.zeros(n, dtype=torch.int64, device=device)
+        ones = torch.ones(n, dtype=torch.float32, device=device)
+        inputs = SamplingInputs(ids, ones, ids.int() + 50, 0.9 * ones, 0.1 * ones, ids, ids)
+        tokens = draw(self._model.compute_logits(hidden), inputs)
+        fill_pending_tokens(ids.int() - 1, ids, self._last_tokens)
+        return tokens
 
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
         return self._planner is not None and self._planner.may_plan(sequences, self._max_model_len)
-
-    def _dummy_decode(self, sequences: int) -> None:
-        """Decode steps of empty sequences, with the narrowest and the widest block table: short sequences are not
-        split, and the kernels for that are other ones. With a shared prefix and without."""
-        device = self._device
-        empty = torch.zeros(sequences, dtype=torch.int32, device=device)
-        for width in (1, -(-self._max_model_len // self._block_size)):
-            tables = torch.zeros(sequences, width, dtype=torch.int32, device=device)
-            shared = plan_cascade(tables, empty, empty.bool(), width, self._block_size)
-            for cascade in (None, shared) if self._may_share(sequences) else (None,):
-                metadata = AttentionMetadata(
-                    slot_mapping=torch.full((sequences,), -1, dtype=torch.int64, device=device),
-                    block_tables=tables,
-                    seq_lens=empty,
-                    cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=device),
-                    num_decodes=sequences,
-                    max_seqlen_q=0,
-                    cascade=cascade,
-                )
-                self._forward(empty, empty.long(), metadata)
 
     @torch.inference_mode()
     def start(self, num_blocks: int, max_model_len: int) -> None:
@@ -170,55 +205,62 @@ class ModelRunner:
         """
         self._max_model_len = max_model_len
         self._allocate(num_blocks)
+        self._seats = SeatTable(self._config.scheduler.max_num_seqs, self._max_blocks)
         if self._device.type != "cuda":
             return
-        for tokens in warm_up_sizes(self._config.scheduler.max_num_batched_tokens):
-            self._dummy_step(tokens)
-            self._dummy_decode(min(tokens, self._config.scheduler.max_num_seqs))
+        self._warm_up().run()
         if self._model.supports_graphs and not self._config.enforce_eager:
-            max_blocks = -(-self._max_model_len // self._block_size)
             seats = self._config.scheduler.max_num_seqs
-            self._graphs = DecodeGraphs(self._forward, seats, max_blocks, self._device, self._may_share)
+            self._graphs = DecodeGraphs(self._decode, seats, self._max_blocks, self._device, self._may_share)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step."""
-        batch = build_batch(plan, self._block_size, self._device, self._planner)
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """Start one step; its results can be waited for, and the next one may be launched before."""
+        host = build_batch(plan, self._seats, self._block_size, self._planner)
+        tokens = logprobs = None
         if self._graphs is not None and plan.num_decodes == len(plan.scheduled):
-            hidden = self._graphs.run(batch)
+            hidden, tokens = self._graphs.run(host)
+            inputs = self._graphs.sampling_inputs(len(host.sampled))
+            rows = hidden
         else:
+            batch = to_device(host, self._device)
+            n, inputs = plan.num_decodes, batch.sampling
+            fill_pending_tokens(batch.input_ids[:n], inputs.seats[:n], self._last_tokens)
             hidden = self._forward(batch.input_ids, batch.positions, batch.metadata)
-        prompt_logprobs = self._prompt_logprobs(plan, hidden)
-        output = self._sample(batch, hidden)
-        tokens = iter(output.token_ids)
-        sampled = [next(tokens) if item.samples else None for item in plan.scheduled]
-        return StepResult(sampled, output.logprobs, prompt_logprobs)
+            rows = hidden[batch.logit_rows]
+        if host.sampled and not (tokens is not None and all(is_plain(item) for item in host.sampled)):
+            tokens, logprobs = sample_tokens(self._model.compute_logits(rows), inputs, host.sampled)
+            self._last_tokens.index_copy_(0, inputs.seats, tokens)
+        return RunningStep(plan, tokens, logprobs, self._prompt_logprobs(plan, hidden), self._device)
 
-    def _sample(self, batch: Batch, hidden: torch.Tensor) -> SamplerOutput:
-        if not batch.sampling.requests:
-            return SamplerOutput([], None)
-        return sample_tokens(self._model.compute_logits(hidden[batch.logit_rows]), batch.sampling)
+    def _decode(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        inputs: SamplingInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is captured of a decode step: from the last tokens to the next ones."""
+        fill_pending_tokens(input_ids, inputs.seats, self._last_tokens)
+        hidden = self._forward(input_ids, positions, metadata)
+        tokens = draw(self._model.compute_logits(hidden), inputs)
+        self._last_tokens.index_copy_(0, inputs.seats, tokens)
+        return hidden, tokens
 
-    def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[str, tuple[int, TokenLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[str, int, LogprobTensors]]:
         """For each chunk whose request asks: log-probabilities of the prompt tokens that follow the chunk's own."""
-        found = {}
+        found = []
         at = 0
         for item in plan.scheduled:
             request = item.request
             top = request.params.prompt_logprobs
             following = request.prompt_token_ids[item.start + 1 : item.start + item.num_tokens + 1]
             if top is not None and len(following):
-                scores = self._score(hidden[at : at + len(following)], following, top)
-                found[request.request_id] = item.start + 1, scores
+                rows = hidden[at : at + len(following)]
+                chosen = torch.tensor(following, dtype=torch.int64, device=self._device)
+                parts = zip(rows.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True)
+                for part, ids in parts:
+                    scores = gather_logprobs(self._model.compute_logits(part), ids, top)
+                    found.append((request.request_id, item.start + 1, scores))
             at += item.num_tokens
         return found
-
-    def _score(self, hidden: torch.Tensor, tokens: Sequence[int], top: int) -> TokenLogprobs:
-        chosen = torch.tensor(tokens, dtype=torch.int64, device=self._device)
-        scores = TokenLogprobs([], [], [])
-        for rows, ids in zip(hidden.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True):
-            part = gather_logprobs(self._model.compute_logits(rows), ids, top)
-            scores.token_ids.extend(part.token_ids)
-            scores.logprobs.extend(part.logprobs)
-            scores.ranks.extend(part.ranks)
-        return scores

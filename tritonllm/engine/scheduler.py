@@ -6,6 +6,11 @@ running requests in that order, then admits waiting ones while tokens, seats and
 fit ends the step, nobody overtakes. Decodes and prefill chunks differ only in how many tokens they have left to
 compute (stall-free batching: Agrawal et al., "Sarathi-Serve", OSDI 2024).
 
+The host may plan a step while the one before still runs. A request whose last token is still on the device is then
+planned with it all the same: where it goes is known, only what it is the device fills in (``num_pending_tokens``).
+What ends with the token in flight by its length is not planned again; what turns out to have ended otherwise has
+computed one token in vain.
+
 When a running request cannot get a block, the last one in order, possibly itself, is preempted: it gives back its
 blocks and waits again, to be computed anew (recomputation: Kwon et al., "PagedAttention", SOSP 2023); what the prefix
 cache still holds of it by then is not lost. As in vLLM, a waiting request never takes a seat or a block from a running
@@ -17,9 +22,10 @@ Why every request ends:
   a planned request never loses its blocks, and the front one is never a victim. For if the front one is alone, it has
   the pool to itself, and no sequence may outgrow the pool: a prompt that does not fit with one more token is refused
   by :meth:`Scheduler.check`, and an output that fills the last slot ends there with reason ``length``.
-- So while anything runs, the front request computes at least one token per step, and keeps it unless an earlier one in
-  order is admitted. Only one that came later can be that, and only once: when it is preempted itself, nothing behind
-  it runs any more. Hence without new arrivals the front request ends.
+- So while anything runs, the front request computes at least one token per step (or waits for the token in flight that
+  it ends with or depends on), and keeps it unless an earlier one in order is admitted. Only one that came later can be
+  that, and only once: when it is preempted itself, nothing behind it runs any more. Hence without new arrivals the
+  front request ends.
 - If nothing runs, all blocks are free and the first waiting request fits.
 
 Admission takes the blocks of all known tokens at once, chunked or not, and leaves one free block for each request
@@ -27,7 +33,6 @@ that runs already. Those need at most one each in the next ``block_size`` steps,
 as it came. For the same reason a step that preempted admits nobody.
 """
 
-import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -38,6 +43,7 @@ from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.block_pool import BlockPool
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.waiting_queue import WaitingQueue
 
 _ORDER = attrgetter("order")
 
@@ -50,13 +56,20 @@ class ScheduledRequest:
         request: whose tokens.
         start: tokens computed before the step, the position of the first one in it.
         num_tokens: tokens to compute, at least 1.
-        samples: its last known token is among them, so the step ends with a new one.
+        samples: its last token is among them, so the step ends with a new one.
+        pending: that last token, the only one to compute, was sampled by a step in flight: the host does not know it.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    pending: bool = False
+
+    @property
+    def output_index(self) -> int:
+        """Which of the request's output tokens this step samples, if it does."""
+        return self.start + self.num_tokens - len(self.request.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,40 +108,10 @@ class SchedulerStats:
     num_free_blocks: int
 
 
-class _WaitingQueue:
-    """Requests in order of their sort key. One that ends while it waits stays in the heap, to be dropped later."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], Request]] = []
-        self._ended = 0
-
-    def __len__(self) -> int:
-        return len(self._heap) - self._ended
-
-    def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.order, request))
-
-    def first(self) -> Request | None:
-        while self._heap and self._heap[0][1].status.is_finished:
-            heapq.heappop(self._heap)
-            self._ended -= 1
-        return self._heap[0][1] if self._heap else None
-
-    def pop_first(self) -> None:
-        """Remove what :meth:`first` returned."""
-        heapq.heappop(self._heap)
-
-    def count_ended(self) -> None:
-        """One of the requests has ended. Once they are the majority all of them go: O(1) each, memory stays bounded."""
-        self._ended += 1
-        if self._ended > len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if not entry[1].status.is_finished]
-            heapq.heapify(self._heap)
-            self._ended = 0
-
-
 class Scheduler:
     """Owns the unfinished requests and the block pool. Call ``schedule``, run the plan, call ``update``.
+
+    Plans are run and updated in the order in which they were made; the next one may be made before the update.
 
     Args:
         config: limits of a step and the policy.
@@ -150,8 +133,9 @@ class Scheduler:
         self._counter = itertools.count()
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._just_ended: dict[str, Request] = {}  # by the last update
-        self._waiting = _WaitingQueue()
+        self._waiting = WaitingQueue()
         self._running: list[Request] = []
+        self._free_seats = list(range(config.max_num_seqs))
         self._preemptions = 0
 
     @property
@@ -212,6 +196,7 @@ class Scheduler:
         self.check(request)
         priority = request.priority if self.config.policy == "priority" else 0
         request.order = (priority, request.arrival, next(self._counter))
+        request.length_limit = min(request.max_total_tokens, self._longest)
         self._requests[request.request_id] = request
         self._waiting.push(request)
 
@@ -242,8 +227,11 @@ class Scheduler:
             raise ValueError(f"request_id {request_id!r} is not of an unfinished request")
 
     def schedule(self) -> StepPlan:
-        """Plan one step. It holds at least one token if any request is unfinished. Takes time in its number of
-        requests and new blocks (and the cached blocks of the first request that has to wait), not in their lengths."""
+        """Plan one step, which the caller must run: its tokens count as computed from now on.
+
+        It holds at least one token if any request is unfinished and no step is in flight. Takes time in its number of
+        requests and new blocks (and the cached blocks of the first request that has to wait), not in their lengths.
+        """
         preempted: list[Request] = []
         scheduled = self._serve_running(preempted)
         if not preempted:
@@ -271,53 +259,75 @@ class Scheduler:
         self._just_ended.clear()
         new_tokens = []
         for item, token in zip(plan.scheduled, sampled, strict=True):
-            request, end = item.request, item.start + item.num_tokens
-            if request.status is not RequestStatus.RUNNING:
+            request = item.request
+            if token is None:
                 continue
-            request.num_computed_tokens = end
-            if self.prefix_cache is not None:
-                self.prefix_cache.insert(request, item.start, end)
-            if token is not None:
-                request.output_token_ids.append(token)
-                new_tokens.append(NewToken(request, token))
-                ending = self._ending(request, token)
-                if ending is not None:
-                    self._just_ended[request.request_id] = request
-                    self._end(request, *ending)
+            request.num_pending_tokens -= 1
+            if request.status.is_finished:
+                continue
+            request.output_token_ids.append(token)  # also of a request that was preempted since
+            new_tokens.append(NewToken(request, token))
+            ending = self._ending(request, token)
+            if ending is not None:
+                self._just_ended[request.request_id] = request
+                self._end(request, *ending)
+            elif request.num_pending_tokens and self.prefix_cache is not None:
+                self.prefix_cache.insert(request)  # the step in flight computes this token, which is known only now
         return new_tokens
+
+    def forget(self, plan: StepPlan) -> None:
+        """Take note that a plan could not be run: its requests end as aborted, and the prefix cache, which counts on
+        what they were to compute, is emptied."""
+        for item in plan.scheduled:
+            self.abort(item.request.request_id)
+        self.pool.clear_labels()
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
         budget = self.config.max_num_batched_tokens
-        while budget > 0 and len(scheduled) < len(self._running):
-            request = self._running[len(scheduled)]
-            start = request.num_computed_tokens
-            num_tokens = min(request.num_tokens - start, budget)
-            needed = self._blocks_for(start + num_tokens) - len(request.block_ids)
+        at = 0
+        while budget > 0 and at < len(self._running):
+            request = self._running[at]
+            at += 1
+            total = request.num_tokens + request.num_pending_tokens
+            if request.num_pending_tokens and (total >= request.length_limit or request.needs_known_tokens):
+                continue  # the token in flight ends it, or the host must count it first
+            end = min(total, request.num_computed_tokens + budget)
+            needed = -(-end // self.block_size) - len(request.block_ids)
             while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:
                 preempted.append(self._preempt_last())
             if request.status is not RequestStatus.RUNNING:
                 break  # it was the last itself: those before it are scheduled, and none is left behind it
             if needed > 0:
                 request.block_ids += self.pool.allocate_many(needed)
-            scheduled.append(ScheduledRequest(request, start, num_tokens, start + num_tokens == request.num_tokens))
-            budget -= num_tokens
+            scheduled.append(self._advance(request, end))
+            budget -= scheduled[-1].num_tokens
         return scheduled
+
+    def _advance(self, request: Request, end: int) -> ScheduledRequest:
+        """Plan a running request's tokens up to ``end`` (exclusive)."""
+        start, pending = request.num_computed_tokens, request.num_pending_tokens
+        samples = end == request.num_tokens + pending
+        request.num_computed_tokens = end
+        request.num_pending_tokens += samples
+        if not pending and self.prefix_cache is not None:
+            self.prefix_cache.insert(request)
+        return ScheduledRequest(request, start, end - start, samples, pending > 0)
 
     def _admit(self, scheduled: list[ScheduledRequest]) -> None:
         """Start waiting requests, in order, until one does not fit; append their first chunks to ``scheduled``."""
         budget = self.config.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
         while budget > 0 and len(self._running) < self.config.max_num_seqs:
             request = self._waiting.first()
-            if request is None or not self._allocate_known(request):
+            if request is None or request.num_pending_tokens or not self._allocate_known(request):
                 return
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING
+            request.seat = self._free_seats.pop()
             insort(self._running, request, key=_ORDER)
-            start = request.num_computed_tokens
-            num_tokens = min(request.num_tokens - start, budget)
-            scheduled.append(ScheduledRequest(request, start, num_tokens, start + num_tokens == request.num_tokens))
-            budget -= num_tokens
+            end = min(request.num_tokens, request.num_computed_tokens + budget)
+            scheduled.append(self._advance(request, end))
+            budget -= scheduled[-1].num_tokens
 
     def _allocate_known(self, request: Request) -> bool:
         """Give a waiting request the blocks of all its known tokens, cached ones first; false if they are too few."""
@@ -332,6 +342,7 @@ class Scheduler:
             self.pool.retain(block)
         request.block_ids = cached + self.pool.allocate_many(total - len(cached))
         request.num_computed_tokens = len(cached) * self.block_size
+        request.num_labelled_blocks = len(cached)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
             if self.prefix_cache:
@@ -355,9 +366,9 @@ class Scheduler:
         if len(request.output_token_ids) >= params.min_tokens:
             if token in request.eos_token_ids and not params.ignore_eos:
                 return RequestStatus.FINISHED_STOPPED, None
-            if token in (params.stop_token_ids or ()):
+            if params.stop_token_ids and token in params.stop_token_ids:
                 return RequestStatus.FINISHED_STOPPED, token
-        if request.num_tokens >= min(request.max_total_tokens, self._longest):
+        if request.num_tokens >= request.length_limit:
             return RequestStatus.FINISHED_LENGTH, None
         return None
 
@@ -374,6 +385,10 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.pool.release(reversed(request.block_ids))  # so that a sequence's tail is evicted before its head
         request.block_ids = []
+        request.num_labelled_blocks = 0
+        assert request.seat is not None  # it runs
+        self._free_seats.append(request.seat)
+        request.seat = None
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from tritonllm.config import EngineConfig, ModelConfig
+from tritonllm.config import EngineConfig, ModelConfig, SchedulerConfig
 from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.runner import ModelRunner
@@ -92,6 +92,13 @@ def length_that_fits(config: EngineConfig, limit: int, num_blocks: int) -> int:
     return room
 
 
+def resolve_async(config: SchedulerConfig, device_type: str) -> SchedulerConfig:
+    """Unless the user says, plan ahead on a GPU only: on the CPU nothing runs beside the host, and a request that stops
+    would have computed its last token for nothing."""
+    ahead = device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
+    return dataclasses.replace(config, async_scheduling=ahead)
+
+
 def limit_cpu_threads(spec: ModelFacts) -> None:
     """Run a tiny model on one thread: its products take microseconds, less than handing them to other threads.
 
@@ -148,6 +155,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         config,
         model=dataclasses.replace(model_config, max_model_len=max_model_len),
         cache=dataclasses.replace(config.cache, num_blocks=num_blocks),
+        scheduler=resolve_async(config.scheduler, device.type),
     )
     runner.start(num_blocks, max_model_len)
     scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len)

@@ -25,6 +25,7 @@ _HOME = {
     "moe_route": "moe_routing",
     "fused_moe": "moe_gemm",
     "cap_logits": "logits",
+    "fill_pending_tokens": "pending_tokens",
     "sample": "sampling",
     "rejection_sample": "rejection",
 }

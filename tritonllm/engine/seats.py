@@ -1,0 +1,60 @@
+"""What the device must be told of each running request, kept in host arrays by seat. No torch.
+
+A request keeps its seat while it runs, and most of what a step needs of it does not change meanwhile. So a step's
+inputs are rows picked from these arrays, and the work per step that is left in Python is to look for new blocks.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tritonllm.engine.request import Request
+
+
+class SeatTable:
+    """Arrays with one row per seat.
+
+    Args:
+        seats: most requests running at once.
+        max_blocks: blocks of the longest sequence.
+
+    Attributes:
+        tables: ``[seats, max_blocks]`` int32, block tables. Beyond a request's blocks they hold what was there before.
+        temperature, top_p, min_p: ``[seats]`` float32; temperature 0 is greedy.
+        top_k: ``[seats]`` int32; 0 keeps all.
+        seeds: ``[seats]`` int64.
+    """
+
+    def __init__(self, seats: int, max_blocks: int) -> None:
+        self.tables = np.zeros((seats, max_blocks), dtype=np.int32)
+        self.temperature, self.top_p, self.min_p = np.zeros((3, seats), dtype=np.float32)
+        self.top_k = np.zeros(seats, dtype=np.int32)
+        self.seeds = np.zeros(seats, dtype=np.int64)
+        self._occupants: list[tuple[Request, int] | None] = [None] * seats  # and how often it was preempted before
+        self._num_blocks = [0] * seats
+
+    def rows(self, requests: Sequence[Request]) -> np.ndarray:
+        """Bring the arrays up to date with these running requests; returns their seats, int64."""
+        seats = np.empty(len(requests), dtype=np.int64)
+        for i, request in enumerate(requests):
+            seat = request.seat
+            assert seat is not None  # it runs
+            seats[i] = seat
+            occupant = self._occupants[seat]
+            if occupant is None or occupant[0] is not request or occupant[1] != request.num_preemptions:
+                self._seat(request, seat)
+            known, blocks = self._num_blocks[seat], request.block_ids
+            if len(blocks) != known:
+                self.tables[seat, known : len(blocks)] = blocks[known:]
+                self._num_blocks[seat] = len(blocks)
+        return seats
+
+    def _seat(self, request: Request, seat: int) -> None:
+        params = request.params
+        self._occupants[seat] = request, request.num_preemptions
+        self._num_blocks[seat] = 0
+        self.temperature[seat] = 0.0 if params.greedy else params.temperature
+        self.top_k[seat] = max(params.top_k, 0)
+        self.top_p[seat] = params.top_p
+        self.min_p[seat] = params.min_p
+        self.seeds[seat] = request.seed
