@@ -18,7 +18,7 @@ from autotune.timing import median_us
 from autotune.verify import Prepared, prepare, verify
 from autotune.worker import Failed
 from tritonllm.kernels import tuning
-from tritonllm.kernels.aot import CompiledKernel, compile_kernels
+from tritonllm.kernels.aot import CompiledKernel, compile_kernels, pretend, target_of
 
 # What Triton, ptxas and the CUDA runtime raise for a configuration that does not work on the chip.
 CANDIDATE_ERRORS = (TritonError, RuntimeError, subprocess.CalledProcessError)
@@ -61,10 +61,10 @@ class Compiler:
             self._usage[digest] = kernel.resource_usage()
         return self._usage[digest]
 
-    def describe(self, op: str, problem: int) -> list[tuning.Key]:
-        """The different keys with which the problem asks for configurations."""
+    def describe(self, op: str, problem: int, arch: int) -> list[tuning.Key]:
+        """The different keys with which the problem asks for configurations on such a GPU."""
         tunable = ops.load(op)
-        with launches_skipped(), tuning.override(op, tunable.default) as asked:
+        with pretend(target_of(arch)), launches_skipped(), tuning.override(op, tunable.default) as asked:
             self._run(tunable.problems[problem])
         return [key for index, key in enumerate(asked) if key not in asked[:index]]
 

@@ -98,7 +98,7 @@ def prepare(
         the tasks, and what went wrong with the problems that cannot even be described.
     """
     described = [
-        (tunable, problem, compilers.submit("describe", op=tunable.op, problem=problem))
+        (tunable, problem, compilers.submit("describe", op=tunable.op, problem=problem, arch=arch))
         for tunable in tunables
         for problem in range(len(tunable.problems))
     ]

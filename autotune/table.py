@@ -17,11 +17,11 @@ from tritonllm.kernels import tuning
 LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg"})  # any launch takes these
 
 
-def kernel_hash(module: ModuleType) -> str:
-    """Hash of the source of the module's Triton functions and of those that they call; docstrings elsewhere, checks
+def kernel_hash(*modules: ModuleType) -> str:
+    """Hash of the source of the modules' Triton functions and of those that they call; docstrings elsewhere, checks
     and references may change without making a table stale."""
     sources: dict[str, str] = {}
-    todo = [value for value in vars(module).values() if isinstance(value, JITFunction)]
+    todo = [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
     while todo:
         function = todo.pop()
         name = f"{function.fn.__module__}.{function.fn.__qualname__}"
@@ -52,7 +52,7 @@ def build(tunable: Tunable, machine: Mapping[str, Any], entries: Iterable[Mappin
         "arch": machine["arch"],
         "triton": machine["triton"],
         "torch": machine["torch"],
-        "kernel_hash": kernel_hash(tunable.module),
+        "kernel_hash": kernel_hash(tunable.module, *tunable.also),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "entries": list(entries),
@@ -72,16 +72,16 @@ def write(table: Mapping[str, Any], folder: Path) -> Path:
 def problems(table: Mapping[str, Any], tunable: Tunable) -> list[str]:
     """What is wrong with a table: kernels that changed since, and names that its operation does not know."""
     found = []
-    if table["kernel_hash"] != kernel_hash(tunable.module):
+    if table["kernel_hash"] != kernel_hash(tunable.module, *tunable.also):
         found.append(f"the kernels changed since {table['date']}: tune again")
     for entry in table["entries"]:
         try:
-            default = tunable.default(**entry["key"])
+            known = tunable.alike(entry["key"], entry["config"])
         except TypeError as error:
             found.append(f"key {entry['key']}: {error}")
             continue
-        unknown = sorted(entry["config"].keys() - default.keys() - LAUNCH_OPTIONS)
-        missing = sorted(default.keys() - entry["config"].keys() - LAUNCH_OPTIONS)
+        unknown = sorted(entry["config"].keys() - known.keys() - LAUNCH_OPTIONS)
+        missing = sorted(known.keys() - entry["config"].keys() - LAUNCH_OPTIONS)
         found += [f"key {entry['key']}: unknown {name}" for name in unknown]
         found += [f"key {entry['key']}: no {name}" for name in missing]
     return found

@@ -15,9 +15,10 @@ from torch.nn.attention.bias import causal_lower_right
 from autotune.ops.act_and_mul import GatedActivation
 from autotune.ops.apply_rope import Rope
 from autotune.ops.fused_add_rms_norm import AddRmsNorm
+from autotune.ops.linear import Product
 from autotune.ops.moe_gate_up import FusedMoe
 from autotune.ops.paged_decode_attention import DecodeAttention
-from autotune.ops.rejection_redraw import RejectionSampling
+from autotune.ops.rejection_judge import RejectionSampling
 from autotune.ops.sample import Sampling
 from autotune.ops.store_kv import StoreKv
 from autotune.ops.varlen_prefill_attention import PrefillAttention
@@ -180,5 +181,26 @@ def reject_and_sample(problem: RejectionSampling, sets: list[Inputs]) -> Call:
         position = torch.arange(problem.drafts + 1, device=logits.device)
         ids = torch.where(position < at, F.pad(draft, (0, 1)), torch.where(position == at, choice, -1))
         return ids, at[:, 0]
+
+    return call
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * weight).to(x.dtype)
+
+
+def linear(problem: Product, sets: list[Inputs]) -> Call:
+    """cuBLAS; what our product fuses in kernels of their own."""
+
+    def call(i: int) -> Sequence[torch.Tensor]:
+        x = sets[i]
+        h = _compiled(_rms_norm)(x["x"], x["norm_weight"]) if problem.norm else x["x"]
+        if problem.logits:
+            return (torch.mm(h, x["weight"].t(), out_dtype=torch.float32),)
+        y = F.linear(h, x["weight"])
+        if problem.gated:
+            y = _compiled(_silu_and_mul)(y)
+        return (x["residual"].add_(y) if problem.residual else y,)
 
     return call

@@ -1,4 +1,4 @@
-"""The kernel benchmarks' cases, in groups K1 to K6: sizes of real models, each with the torch operation beside it.
+"""The kernel benchmarks' cases, in groups K1 to K7: sizes of real models, each with the torch operation beside it.
 
 Inputs are seeded by the case itself (:func:`autotune.problem.make_sets`), so they are the same in every run.
 """
@@ -8,22 +8,27 @@ from dataclasses import dataclass
 from autotune.ops.act_and_mul import GatedActivation
 from autotune.ops.apply_rope import Rope
 from autotune.ops.fused_add_rms_norm import AddRmsNorm
+from autotune.ops.linear import LAYERS, Product
 from autotune.ops.moe_gate_up import FusedMoe
 from autotune.ops.paged_decode_attention import DecodeAttention
-from autotune.ops.rejection_redraw import DRAFTS, RejectionSampling
-from autotune.ops.sample import MODES, Sampling
+from autotune.ops.qk_norm_rope_store import QkNormRopeStore
+from autotune.ops.rejection_judge import DRAFTS, RejectionSampling
+from autotune.ops.sample import MODES, FlatSampling, Sampling
+from autotune.ops.silu_and_mul_quantize import QuantizedActivation
 from autotune.ops.store_kv import StoreKv
 from autotune.ops.varlen_prefill_attention import PrefillAttention
 from autotune.problem import Problem
 from bench import baselines
+from bench.logprobs import TokenLogprobs, log_softmax_and_topk
 
 GROUPS = {
     "K1": "paged decode attention",
     "K2": "prefill attention, causal, paged",
     "K3": "memory-bound: norm, rope, activation, KV store",
     "K4": "mixture of experts",
-    "K5": "sampling",
+    "K5": "sampling, log-probabilities",
     "K6": "rejection sampling",
+    "K7": "products of few rows",
 }
 
 
@@ -65,6 +70,9 @@ def _memory_bound() -> list[Case]:
         *(Case("K3", Rope(t, 32, 8, 128), baselines.rope) for t in tokens),
         *(Case("K3", GatedActivation(t, 14336), baselines.silu_and_mul) for t in tokens),
         *(Case("K3", StoreKv(t, 8, 128), baselines.index_put) for t in tokens),
+        *(Case("K3", QkNormRopeStore(t, 16, 8, 128), None) for t in tokens),
+        *(Case("K3", QkNormRopeStore(t, 32, 8, 128, norm=False), None) for t in tokens),
+        *(Case("K3", QuantizedActivation(t, 14336), None) for t in tokens),
     ]
 
 
@@ -76,7 +84,13 @@ def _experts() -> list[Case]:
 
 def _sampling() -> list[Case]:
     problems = [Sampling(batch, (mode,)) for mode in MODES for batch in (1, 16, 64, 256)]
+    problems += [FlatSampling(batch, ("top_p",)) for batch in (1, 64, 256)]
     return [Case("K5", problem, baselines.sort_and_sample, same_result=False) for problem in problems]
+
+
+def _logprobs() -> list[Case]:
+    problems = [TokenLogprobs(rows, top) for rows in (1, 64, 256) for top in (0, 5, 20)]
+    return [Case("K5", problem, log_softmax_and_topk) for problem in problems]
 
 
 def _rejection() -> list[Case]:
@@ -84,4 +98,19 @@ def _rejection() -> list[Case]:
     return [Case("K6", p, baselines.reject_and_sample, same_result=p.draft == "greedy") for p in problems]
 
 
-CASES = [*_decode(), *_prefill(), *_memory_bound(), *_experts(), *_sampling(), *_rejection()]
+def _products() -> list[Case]:
+    """Every tuned size, the two that are compared with other libraries (4096 and 14336 x 4096) among them."""
+    problems = [Product(m, **layer) for layer in LAYERS for m in (1, 16, 64)]
+    return [Case("K7", problem, baselines.linear) for problem in problems]
+
+
+CASES = [
+    *_decode(),
+    *_prefill(),
+    *_memory_bound(),
+    *_experts(),
+    *_sampling(),
+    *_logprobs(),
+    *_rejection(),
+    *_products(),
+]

@@ -21,6 +21,7 @@ class Tunable:
         default: the launcher's ``default_config``.
         problems: real sizes; each gets an entry in the table.
         space: ``space(**key)``: the configurations to try for a key, the same list each time.
+        also: further files whose kernels it launches, which ``module`` does not import when it is imported.
     """
 
     op: str
@@ -28,10 +29,16 @@ class Tunable:
     default: Callable[..., tuning.Config]
     problems: tuple[Problem, ...]
     space: Callable[..., Iterable[tuning.Config]]
+    also: tuple[ModuleType, ...] = ()
 
     def only_for(self, key: tuning.Key, config: tuning.Config) -> Callable[..., tuning.Config]:
         """``config`` for launches with this key, the default for the others that the problem may make."""
         return lambda **asked: config if asked == key else self.default(**asked)
+
+    def alike(self, key: tuning.Key, config: tuning.Config) -> tuning.Config:
+        """A configuration known to be complete, of the kernel that ``config`` is for (where it says which)."""
+        known = [self.default(**key), *self.space(**key)]
+        return next((c for c in known if c.get("kernel") == config.get("kernel")), known[0])
 
 
 def names() -> list[str]:

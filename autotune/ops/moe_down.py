@@ -8,7 +8,7 @@ import torch
 from autotune.ops import Tunable, product
 from autotune.ops.moe_gate_up import SHAPES, FusedMoe, blocks_m, sensible
 from autotune.problem import Inputs
-from tritonllm.kernels import moe_gemm, tuning
+from tritonllm.kernels import moe_products, moe_tiles, tuning
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class FusedMoeInBlocks(FusedMoe):
         return f"{super().name} BLOCK_M {self.block_m}"
 
     def _gate_up_config(self, **key: Any) -> tuning.Config:
-        return moe_gemm.default_gate_up_config(**key) | {"BLOCK_M": self.block_m}
+        return moe_tiles.default_gate_up_config(**key) | {"BLOCK_M": self.block_m}
 
     def run(self, x: Inputs) -> tuple[torch.Tensor, ...]:
         with tuning.override("moe_gate_up", self._gate_up_config):
@@ -36,8 +36,8 @@ def space(pairs: int, experts: int, n: int, k: int, itemsize: int, block_m: int)
 
 TUNABLE = Tunable(
     op="moe_down",
-    module=moe_gemm,
-    default=moe_gemm.default_down_config,
+    module=moe_products,
+    default=moe_tiles.default_down_config,
     problems=tuple(
         FusedMoeInBlocks(tokens, experts, top_k, hidden, intermediate, block_m)
         for tokens, experts, top_k, hidden, intermediate in SHAPES

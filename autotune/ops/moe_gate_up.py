@@ -7,7 +7,7 @@ import torch
 
 from autotune.ops import Tunable, product
 from autotune.problem import Inputs, Problem, TensorFactory, Work
-from tritonllm.kernels import fused_moe, fused_moe_ref, moe_gemm, moe_route_ref, tuning
+from tritonllm.kernels import fused_moe, fused_moe_ref, moe_products, moe_route_ref, moe_tiles, tuning
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ SHAPES = tuple((tokens, *shape) for shape in ((128, 8, 2048, 768), (8, 2, 4096, 
 
 def blocks_m(**key: Any) -> list[int]:
     """The default BLOCK_M and its neighbours."""
-    default = moe_gemm.default_gate_up_config(**key)["BLOCK_M"]
+    default = moe_tiles.default_gate_up_config(**key)["BLOCK_M"]
     return [block for block in (default // 2, default, 2 * default) if 16 <= block <= 128]
 
 
@@ -77,8 +77,8 @@ def space(**key: Any) -> list[tuning.Config]:
 
 TUNABLE = Tunable(
     op="moe_gate_up",
-    module=moe_gemm,
-    default=moe_gemm.default_gate_up_config,
+    module=moe_products,
+    default=moe_tiles.default_gate_up_config,
     problems=tuple(FusedMoe(*shape) for shape in SHAPES),
     space=space,
 )

@@ -1,4 +1,4 @@
-"""Decode attention: the tile of keys, and over how many programs the keys of a batch are spread."""
+"""Decode attention: which kernel, its tile of keys, and over how many programs the keys of a batch are spread."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,13 @@ import triton
 from autotune.ops import Tunable, product
 from autotune.paged import paged_cache, sequence_lengths
 from autotune.problem import Inputs, Problem, TensorFactory, Work
-from tritonllm.kernels import attention_decode, paged_decode_attention, paged_decode_attention_ref, tuning
+from tritonllm.kernels import (
+    attention_decode,
+    attention_decode_sm90,
+    paged_decode_attention,
+    paged_decode_attention_ref,
+    tuning,
+)
 
 
 @dataclass(frozen=True)
@@ -56,41 +62,50 @@ class DecodeAttention(Problem):
         )
 
 
-def space(
-    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str
-) -> list[tuning.Config]:
-    """For the kernel that the default takes: tiles of keys, and for the balanced one how many programs a processor
-    holds at once, with the registers that this leaves to each, for the other how many to split the keys for."""
-    split = product(
-        BLOCK_M=(min(64, max(16, triton.next_power_of_2(group))),),
-        BLOCK_N=(32, 64, 128),
-        SPLIT_TO=(132, 264, 528, 1056, 2112),
-        num_warps=(2, 4, 8),
-        num_stages=(2, 3, 4),
+def split_space(group: int) -> list[tuning.Config]:
+    """Over how many programs the keys are spread."""
+    rows = min(64, max(16, triton.next_power_of_2(group)))
+    splits = product(kernel=("split",), SPLIT_TO=(264, 1056, 2112), BLOCK_M=(rows,))
+    tiles = product(BLOCK_N=(64,), num_warps=(4,), num_stages=(3, 4)) + product(
+        BLOCK_N=(128,), num_warps=(4,), num_stages=(2,)
     )
-    if "MIN_TILES" not in attention_decode.default_config(head_size, group, programs, capacity, dtype, cache_dtype):
-        return split
-    return balanced_space(group)
+    return [split | tile for split in splits for tile in tiles]
 
 
 def balanced_space(group: int) -> list[tuning.Config]:
-    tiles = product(
-        BLOCK_M=(min(64, max(16, triton.next_power_of_2(group))),),
-        BLOCK_N=(32, 64, 128),
-        MIN_TILES=(4,),
-        num_warps=(2, 4, 8),
-        num_stages=(2, 3, 4, 5),
-    )
+    """How many programs a processor holds at once, with the registers that this leaves to each."""
+    rows = min(64, max(16, triton.next_power_of_2(group)))
+    tiles = [(64, 4, 3, 2), (64, 4, 4, 2), (64, 4, 2, 3), (64, 8, 3, 1), (64, 8, 4, 1), (128, 4, 3, 2), (128, 8, 3, 1)]
     return [
-        tile | {"PROGRAMS": 132 * held, "maxnreg": min(255, 65536 // (32 * tile["num_warps"] * held) // 8 * 8)}
-        for tile in tiles
-        for held in (1, 2, 3, 4)
+        {"kernel": "balanced", "BLOCK_M": rows, "BLOCK_N": block_n, "PROGRAMS": 132 * held, "num_warps": warps}
+        | {"num_stages": stages, "maxnreg": min(255, 65536 // (32 * warps * held) // 8 * 8)}
+        for block_n, warps, stages, held in tiles
     ]
+
+
+def sm90_space(group: int) -> list[tuning.Config]:
+    """Tiles of keys, and how many of them are on their way."""
+    rows = max(16, triton.next_power_of_2(group))
+    if rows > attention_decode.SM90_ROWS:
+        return []
+    rings = [(64, 2, 2), (64, 3, 2), (64, 4, 2), (64, 6, 2), (64, 4, 1), (64, 6, 1), (128, 2, 1), (128, 3, 1)]
+    return [
+        {"kernel": "sm90", "BLOCK_M": rows, "BLOCK_N": block_n, "PROGRAMS": 132 * held, "num_warps": 4}
+        | {"num_stages": stages, "maxnreg": 128 if held == 2 else 248}
+        for block_n, stages, held in rings
+    ]
+
+
+def space(
+    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str
+) -> list[tuning.Config]:
+    return split_space(group) + balanced_space(group) + (sm90_space(group) if arch == "sm90" else [])
 
 
 TUNABLE = Tunable(
     op="paged_decode_attention",
     module=attention_decode,
+    also=(attention_decode_sm90,),
     default=attention_decode.default_config,
     problems=(
         # Llama-3.1-8B

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from autotune.ops import Tunable
-from autotune.ops.paged_decode_attention import balanced_space
+from autotune.ops.paged_decode_attention import balanced_space, sm90_space
 from autotune.paged import paged_cache
 from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import (
     attention_decode,
+    attention_decode_sm90,
+    attention_prefill_sm90,
     attention_verify,
     paged_verify_attention,
     paged_verify_attention_ref,
@@ -60,15 +62,17 @@ class VerifyAttention(Problem):
 
 
 def space(
-    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str
+    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str, tree: str
 ) -> list[tuning.Config]:
-    return balanced_space(group)
+    prefill = [] if tree == "yes" else [{"kernel": "prefill"}]
+    return prefill + balanced_space(group) + (sm90_space(group) if arch == "sm90" else [])
 
 
 TUNABLE = Tunable(
     op="paged_verify_attention",
     module=attention_verify,
-    default=attention_decode.balanced_config,
+    also=(attention_decode_sm90, attention_prefill_sm90),
+    default=attention_verify.default_config,
     problems=tuple(
         VerifyAttention(batch, q_len, 32, 8, 128, context)
         for batch, context in ((8, 8192), (64, 4096))

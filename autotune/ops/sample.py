@@ -1,4 +1,4 @@
-"""Sampling: how many logits of a truncated row are searched in registers, and how many groups are read at a time."""
+"""Sampling: how many logits of a row that is searched are in registers, and how many groups are read at a time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,7 @@ class Sampling(Problem):
             "top_p": new.filled(0.9, self.batch, dtype=torch.float32),
             "seeds": new.integers(0, 2**62, self.batch, dtype=torch.int64),
             "steps": new.integers(0, 2**20, self.batch, dtype=torch.int64),
+            "workspace": new.filled(0, self.batch, dtype=torch.int32),
         }
 
     def _arguments(self, x: Inputs, mode: str) -> tuple[Any, ...]:
@@ -48,7 +49,7 @@ class Sampling(Problem):
         return x["logits"], x["temperature"], top_k, top_p, None, x["seeds"], x["steps"]
 
     def run(self, x: Inputs) -> tuple[torch.Tensor, ...]:
-        return tuple(sample(*self._arguments(x, mode)) for mode in self.modes)
+        return tuple(sample(*self._arguments(x, mode), workspace=x["workspace"]) for mode in self.modes)
 
     def reference(self, x: Inputs) -> tuple[torch.Tensor, ...]:
         return tuple(sample_ref(*self._arguments(x, mode)) for mode in self.modes)
@@ -58,15 +59,27 @@ class Sampling(Problem):
 
 
 def space(vocab: int) -> list[tuning.Config]:
-    """4 to 32 of the searched logits a thread."""
-    configs = product(CAPACITY=(4096, 8192, 16384), TILE=(16, 32), num_warps=(8, 16, 32))
-    return [config for config in configs if 4 <= config["CAPACITY"] // (32 * config["num_warps"]) <= 32]
+    """4 to 16 of the searched logits a thread."""
+    configs = product(CAPACITY=(4096, 8192, 16384), TILE=(16, 32, 64), num_warps=(8, 16, 32))
+    return [config for config in configs if 4 <= config["CAPACITY"] // (32 * config["num_warps"]) <= 16]
+
+
+@dataclass(frozen=True)
+class FlatSampling(Sampling):
+    """Logits of which no few are likely: every row is searched."""
+
+    @property
+    def name(self) -> str:
+        return f"sample flat B{self.batch} V{self.vocab} {' + '.join(self.modes)}"
+
+    def inputs(self, new: TensorFactory) -> Inputs:
+        return super().inputs(new) | {"logits": new.normal(self.batch, self.vocab, dtype=torch.float32)}
 
 
 TUNABLE = Tunable(
     op="sample",
     module=sampling,
     default=sampling.default_config,
-    problems=(Sampling(64, MODES[1:]),),  # the batch is no part of the key, so one stands for all
+    problems=(FlatSampling(64, MODES[1:2]),),  # the batch is no part of the key, so one stands for all
     space=space,
 )

@@ -1,4 +1,4 @@
-"""Prefill attention: the tile of queries and the tile of keys."""
+"""Prefill attention: which kernel, its tiles of queries and of keys, and whether its programs stay."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,13 @@ import triton
 from autotune.ops import Tunable, product
 from autotune.paged import paged_cache
 from autotune.problem import Inputs, Problem, TensorFactory, Work
-from tritonllm.kernels import attention_prefill, tuning, varlen_prefill_attention, varlen_prefill_attention_ref
+from tritonllm.kernels import (
+    attention_prefill,
+    attention_prefill_sm90,
+    tuning,
+    varlen_prefill_attention,
+    varlen_prefill_attention_ref,
+)
 
 
 @dataclass(frozen=True)
@@ -55,16 +61,22 @@ class PrefillAttention(Problem):
 
 
 def space(
-    head_size: int, group: int, tokens: int, max_q: int, capacity: int, dtype: str, cache_dtype: str
+    head_size: int, group: int, tokens: int, max_q: int, capacity: int, dtype: str, cache_dtype: str, arch: str
 ) -> list[tuning.Config]:
     rows = max(16, triton.next_power_of_2(max_q * group))
-    tiles = product(BLOCK_M=(64, 128), BLOCK_N=(32, 64, 128), num_warps=(4, 8), num_stages=(2, 3, 4))
-    return [tile for tile in tiles if tile["BLOCK_M"] <= rows]
+    tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2)]
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    portable = [{"kernel": "portable"} | dict(zip(names, tile, strict=True)) for tile in tiles if tile[0] <= rows]
+    if arch != "sm90" or max_q * group < attention_prefill.SM90_MIN_ROWS:
+        return portable
+    hopper = product(kernel=("sm90",), BLOCK_M=(128,), BLOCK_N=(64,), PROGRAMS=(0, 132), num_warps=(4,))
+    return portable + [config | {"num_stages": stages} for config in hopper for stages in (2, 3, 4)]
 
 
 TUNABLE = Tunable(
     op="varlen_prefill_attention",
     module=attention_prefill,
+    also=(attention_prefill_sm90,),
     default=attention_prefill.default_config,
     problems=(
         # Llama-3.1-8B

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, assert_sass, has_float8
 
 from tritonllm.kernels import paged_decode_attention
 from tritonllm.kernels.aot import compile_kernels
@@ -20,8 +20,11 @@ CASES = [
 ]
 
 
-def launch(batch, heads, kv_heads, head_size, block_size, dtype, cache_dtype, **options):
+def launch(batch, heads, kv_heads, head_size, block_size, dtype, cache_dtype, apart=False, **options):
+    """``apart`` caches are what the Hopper kernel takes."""
     pool = torch.empty(4, 2, block_size, kv_heads, head_size, dtype=cache_dtype)
+    if apart:
+        pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
     tables, lens = torch.empty(batch, 512, dtype=torch.int32), torch.empty(batch, dtype=torch.int32)
     q = torch.empty(batch, heads, head_size, dtype=dtype)
     paged_decode_attention(q, pool[:, 0], pool[:, 1], tables, lens, **options)
@@ -31,7 +34,7 @@ def launch(batch, heads, kv_heads, head_size, block_size, dtype, cache_dtype, **
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for case in CASES:
-            if case[-1] == FP8 and arch < 89:  # no such conversion there: the launcher raises
+            if case[-1] == FP8 and not has_float8(arch):  # no such conversion there: the launcher raises
                 continue
             launch(*case)
         everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
@@ -41,8 +44,26 @@ def test_compiles(arch):
     assert {kernel.name for kernel in kernels} == {"balanced_kernel", "_decode_kernel", "_merge_kernel"}
 
 
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8], ids=str)
+def test_hopper_kernel(cache_dtype):
+    """Bulk copies (UTMALDG) into shared memory, asynchronous products (HGMMA), no register spilled."""
+    everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
+    scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)}
+    with compile_kernels(90) as kernels:
+        for head_size in (64, 128):
+            launch(64, 32, 8, head_size, 16, BF16, cache_dtype, apart=True)
+        launch(80, 32, 2, 128, 64, BF16, cache_dtype, apart=True)
+    with compile_kernels(90) as more:
+        launch(64, 32, 8, 128, 16, BF16, cache_dtype, apart=True, return_lse=True, **everything, **scales)
+    assert {kernel.name for kernel in [*kernels, *more]} == {"decode_sm90_kernel"}
+    assert_resources([*kernels, *more])
+    assert_sass(kernels, "HGMMA", "decode_sm90_kernel")
+    assert_sass(kernels, "UTMALDG", "decode_sm90_kernel")
+
+
 BATCHES = {
     "balanced_kernel": ((0, 17, 512, 128), (1, 30, 100, 1), (3, 32, 33, 100), (7, 132, 16, 4096)),
+    "decode_sm90_kernel": ((0, 17, 512, 128), (1, 30, 100, 1), (3, 32, 33, 100), (7, 132, 16, 4096)),
     "_decode_kernel": ((0, 1, 512, 128), (1, 3, 100, 200), (3, 5, 33, 400), (7, 4, 16, 4096)),
 }
 
@@ -51,6 +72,8 @@ BATCHES = {
 def test_one_compilation_for_all_steps(name):
     """Batch sizes, table widths, windows and offsets into persistent buffers do not ask for new kernels."""
     pool = torch.empty(4, 2, 16, 8, 128, dtype=BF16)
+    if name == "decode_sm90_kernel":
+        pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
     with compile_kernels(90) as kernels:
         for at, batch, width, window in BATCHES[name]:
             lens = torch.empty(at + batch, dtype=torch.int32)[at:]

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass
+from support.aot import ARCHS, assert_resources, assert_sass, has_float8
 
 from tritonllm.kernels import varlen_prefill_attention
 from tritonllm.kernels.aot import compile_kernels
@@ -31,11 +31,12 @@ def launch(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, 
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for case in CASES:
-            if case[-2] == FP8 and arch < 89:  # no such conversion there: the launcher raises
+            if case[-2] == FP8 and not has_float8(arch):  # no such conversion there: the launcher raises
                 continue
             launch(*case)
         everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
         launch(32, 8, 80, 16, BF16, BF16, 512, **everything, k_scale=torch.empty(8), return_lse=True)
+        launch(14, 2, 64, 16, FP16, FP16, 512, causal=False, softcap=5.0, return_lse=True)  # spilled on sm_100
     assert_resources(kernels)
 
 
@@ -60,10 +61,20 @@ def test_hopper_kernel():
     assert_sass(kernels, "UTMALDG", "_prefill_sm90_kernel")
 
 
+def test_hopper_kernel_with_everything():
+    options = {"alibi_slopes": torch.empty(64), "sinks": torch.empty(64), "window": 9, "softcap": 30.0}
+    with compile_kernels(90) as kernels:
+        for size in (64, 128):
+            scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)}
+            launch(64, 8, size, 16, BF16, BF16, 512, apart=True, return_lse=True, **options, **scales)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 2
+    assert_resources(kernels)
+
+
 def test_what_the_hopper_kernel_leaves_to_the_portable_one():
     with compile_kernels(90) as kernels:
         launch(32, 8, 128, 16, BF16, BF16, 8, apart=True)  # too few rows
-        launch(32, 8, 128, 16, BF16, BF16, 512, apart=True, softcap=30.0)
+        launch(32, 8, 96, 16, BF16, BF16, 512, apart=True)
         launch(32, 8, 128, 16, BF16, FP8, 512, apart=True)
     with compile_kernels(100) as blackwell:
         launch(32, 8, 128, 16, BF16, BF16, 512, apart=True)

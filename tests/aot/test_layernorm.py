@@ -16,7 +16,7 @@ def call(rows, n, dtype=torch.bfloat16):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
-        for rows, n in ((1, 768), (512, 4096), (512, 8192), (512, 16384), (512, 20000), (3, 100)):
+        for rows, n in ((1, 768), (512, 4096), (512, 8192), (512, 16384), (512, 20000), (2048, 8192), (3, 100)):
             call(rows, n)
         call(512, 4096, torch.float16)
         call(512, 16384, torch.float32)

@@ -1,8 +1,11 @@
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
 from support.aot import ARCHS, assert_resources, assert_sass
 
-from tritonllm.kernels import fused_moe
+from tritonllm.kernels import fused_moe, moe_gemm
 from tritonllm.kernels.aot import compile_kernels
 
 QWEN3_30B = (128, 8, 2048, 768)
@@ -18,9 +21,16 @@ def call(tokens, experts, top_k, n, i, dtype=torch.bfloat16, **kwargs):
     fused_moe(torch.empty(tokens, n, dtype=dtype), w_gate_up, w_down, torch.empty(tokens, top_k), ids, **kwargs)
 
 
+@contextmanager
+def portable():
+    """On Hopper too."""
+    with patch.object(moe_gemm, "on_sm90", lambda device: False):
+        yield
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch):
-    with compile_kernels(arch) as kernels:
+    with compile_kernels(arch) as kernels, portable():
         for tokens in (1, 256, 640):
             call(tokens, *QWEN3_30B)
         call(2048, *MIXTRAL, dtype=torch.float16)
@@ -32,10 +42,23 @@ def test_compiles(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_a_few_tokens_compile(arch):
+    """Without grouping, in both kernels' own dtypes, sizes and options."""
+    with compile_kernels(arch) as kernels:
+        for tokens, shape in ((1, QWEN3_30B), (2, (512, 8, 2048, 512)), (1, MIXTRAL), (1, GPT_OSS_20B)):
+            call(tokens, *shape)
+        call(1, 16, 4, 1000, 90, dtype=torch.float32, activation="gelu", expert_map=torch.empty(32, dtype=torch.int32))
+        biases = {"gate_up_bias": torch.empty(32, 5760), "down_bias": torch.empty(32, 2880)}
+        call(1, *GPT_OSS_20B, activation="swigluoai", dtype=torch.float16, **biases)
+    assert {kernel.name for kernel in kernels} == {"_direct_gate_up_kernel", "_direct_down_kernel"}
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_gpt_oss_compiles(arch):
     """Every tile, with biases in the dtype of the weights and in float32."""
     experts, _, n, i = GPT_OSS_20B
-    with compile_kernels(arch) as kernels:
+    with compile_kernels(arch) as kernels, portable():
         for tokens in (1, 128, 256, 1024):
             biases = {"gate_up_bias": torch.empty(experts, 2 * i, dtype=torch.bfloat16)}
             biases["down_bias"] = torch.empty(experts, n, dtype=torch.bfloat16)
@@ -49,7 +72,7 @@ def test_gpt_oss_compiles(arch):
 @pytest.mark.parametrize("tokens", [640, 1024])
 def test_hopper_matrix_products(tokens):
     """Blocks of 64 pairs and more use wgmma."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90) as kernels, portable():
         call(tokens, *QWEN3_30B)
     assert_sass(kernels, "HGMMA", "_gate_up_kernel")
     assert_sass(kernels, "HGMMA", "_down_kernel")

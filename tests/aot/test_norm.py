@@ -15,7 +15,17 @@ def call(rows, n, dtype=torch.bfloat16):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
-        for rows, n in ((1, 4096), (512, 4096), (512, 8192), (1, 16384), (512, 16384), (512, 20000), (3, 100), (1, 1)):
+        for rows, n in (
+            (1, 4096),
+            (512, 4096),
+            (512, 8192),
+            (1, 16384),
+            (512, 16384),
+            (512, 20000),
+            (2048, 8192),
+            (3, 100),
+            (1, 1),
+        ):
             call(rows, n)
         call(512, 4096, torch.float16)
         call(512, 16384, torch.float32)

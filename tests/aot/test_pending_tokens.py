@@ -13,4 +13,4 @@ def test_compiles_once_for_all_batch_sizes(arch):
             ids = torch.zeros(n, dtype=torch.int32)
             fill_pending_tokens(ids, torch.zeros(n, dtype=torch.int64), torch.zeros(257, dtype=torch.int64))
     assert_resources(kernels)
-    assert len({kernel.asm["ptx"] for kernel in kernels}) == 1
+    assert len({kernel.asm["llir"] for kernel in kernels}) == 1

@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.aot import ARCHS, assert_resources
 
-from tritonllm.kernels import rejection_sample
+from tritonllm.kernels import rejection_sample, rejection_sample_tree
 from tritonllm.kernels.aot import compile_kernels
 
 
@@ -14,11 +14,19 @@ def arguments(batch, drafts, vocab, dtype, *, with_probs, limits=True):
     return torch.empty(batch, drafts, dtype=torch.int32), probs, logits, torch.empty(batch), *of_all, number, number
 
 
+def tree_arguments(batch, drafts, vocab, dtype, **options):
+    ids, _, *rest = arguments(batch, drafts, vocab, dtype, with_probs=False, **options)
+    return ids, ids, *rest
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         rejection_sample(*arguments(4, 4, 151936, torch.bfloat16, with_probs=True))
+        rejection_sample(*arguments(4, 4, 128256, torch.float32, with_probs=True, limits=False))
         rejection_sample(*arguments(4, 16, 50257, torch.float32, with_probs=False, limits=False))
+        rejection_sample_tree(*tree_arguments(4, 60, 151936, torch.bfloat16))
+        rejection_sample_tree(*tree_arguments(4, 5, 128256, torch.float32, limits=False))
     assert_resources(kernels)
 
 
@@ -27,4 +35,6 @@ def test_smallest_sizes_compile():
     with compile_kernels(90) as kernels:
         rejection_sample(*arguments(1, 1, 1, torch.float32, with_probs=True))
         rejection_sample(*arguments(1, 0, 1, torch.float32, with_probs=False))
+        rejection_sample_tree(*tree_arguments(1, 1, 1, torch.float32))
+        rejection_sample_tree(*tree_arguments(1, 0, 1, torch.float32))
     assert_resources(kernels)

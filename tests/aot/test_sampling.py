@@ -6,6 +6,8 @@ from support.aot import ARCHS, assert_resources
 
 from tritonllm.kernels import sample, tuning
 from tritonllm.kernels.aot import compile_kernels
+from tritonllm.kernels.logit_edits import count_tokens, make_logit_edits
+from tritonllm.kernels.sampling_common import scan
 
 
 def parameters(rows, *, limits=True):
@@ -23,17 +25,30 @@ def test_compiles(arch, vocab, dtype):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize(("vocab", "runs"), [(151936, "[4, 8]"), (700, "[1, 32]")])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles_with_edits(arch):
+    vocab = 151936
+    edits, seats = make_logit_edits(3, vocab, device="cpu"), torch.empty(4, dtype=torch.int32)
+    with compile_kernels(arch) as kernels:
+        sample(torch.empty(4, vocab), *parameters(4), edits=edits, seats=seats)
+        sample(torch.empty(256, vocab), *parameters(256, limits=False), edits=edits, seats=seats.new_empty(256))
+        count_tokens(edits, seats, seats)
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize(("vocab", "runs"), [(151936, "4, 8"), (700, "1, 32")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scan_adds_in_one_order(vocab, runs, dtype):
-    """The scan's configuration depends on the batch; which threads share a group must not."""
+def test_groups_are_added_in_one_order(vocab, runs, dtype):
+    """The launch depends on the batch; which threads share a group must not."""
     with compile_kernels(90) as kernels:
         for num_warps in (1, 2, 4, 8, 16):
-            with tuning.override("sample_scan", {"TILES": 2, "num_warps": num_warps}):
+            with tuning.override("sample_draw", {"TILES": 2, "num_warps": num_warps}):
                 sample(torch.empty(2, vocab, dtype=dtype), *parameters(2, limits=False))
+            with tuning.override("sample_scan", {"TILES": 2, "num_warps": num_warps}):
+                scan(torch.empty(2, 1, vocab, dtype=dtype), torch.empty(2))
     assert_resources(kernels)
-    layouts = {re.search(r"#blocked = .*?(threadsPerWarp = .*?\])", k.asm["ttgir"]).group(1) for k in kernels[::2]}
-    assert layouts == {f"threadsPerWarp = {runs}"}
+    layouts = [re.findall(r"#blocked.*?threadsPerWarp = \[(\d+, \d+)\]", kernel.asm["ttgir"]) for kernel in kernels]
+    assert len(layouts) == 10 and all(layout == [runs] for layout in layouts), layouts
 
 
 def test_smallest_vocabulary_compiles():

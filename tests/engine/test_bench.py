@@ -9,17 +9,21 @@ from autotune.ops.act_and_mul import GatedActivation
 from autotune.ops.apply_rope import Rope
 from autotune.ops.copy_blocks import CopyBlocks
 from autotune.ops.fused_add_rms_norm import AddRmsNorm
+from autotune.ops.linear import Product
 from autotune.ops.moe_gate_up import FusedMoe
 from autotune.ops.moe_route import Route
 from autotune.ops.paged_decode_attention import DecodeAttention
-from autotune.ops.rejection_redraw import DRAFTS, RejectionSampling
+from autotune.ops.qk_norm_rope_store import QkNormRopeStore
+from autotune.ops.rejection_judge import DRAFTS, RejectionSampling
 from autotune.ops.rms_norm import HeadNorm, RmsNorm
-from autotune.ops.sample import MODES, Sampling
+from autotune.ops.sample import MODES, FlatSampling, Sampling
+from autotune.ops.silu_and_mul_quantize import QuantizedActivation
 from autotune.ops.store_kv import StoreKv
 from autotune.ops.varlen_prefill_attention import PrefillAttention
 from autotune.worker import Failed
 from bench import baselines, kernels
 from bench.cases import CASES, GROUPS, Case
+from bench.logprobs import TokenLogprobs, log_softmax_and_topk
 from bench.runner import measure, rates
 
 TINY = [
@@ -35,13 +39,21 @@ TINY = [
     Case("K3", StoreKv(5, 2, 16, q_heads=4, blocks=8), baselines.index_put),
     Case("K3", StoreKv(1030, 1, 16, q_heads=1, blocks=70), baselines.index_put),
     Case("K3", CopyBlocks(3, 2, 16, blocks=8), None),
+    Case("K3", QkNormRopeStore(5, 4, 2, 16, blocks=8), None),
+    Case("K3", QkNormRopeStore(1030, 2, 1, 16, norm=False, blocks=70), None),
+    Case("K3", QuantizedActivation(3, 32), None),
     Case("K4", FusedMoe(5, 4, 2, 32, 16), baselines.grouped_mm),
     Case("K4", Route(5, 8, 2), None),
     *(Case("K5", Sampling(3, (mode,), vocab=300), baselines.sort_and_sample, same_result=False) for mode in MODES),
+    Case("K5", FlatSampling(3, MODES[1:2], vocab=300), baselines.sort_and_sample, same_result=False),
+    Case("K5", TokenLogprobs(3, 4, vocab=300), log_softmax_and_topk),
     *(
         Case("K6", RejectionSampling(3, 2, draft, vocab=300), baselines.reject_and_sample, draft == "greedy")
         for draft in DRAFTS
     ),
+    Case("K7", Product(3, 40, 32), baselines.linear),
+    Case("K7", Product(3, 40, 32, norm=True, gated=True), baselines.linear),
+    Case("K7", Product(3, 40, 32, residual=True), baselines.linear),
 ]
 
 

@@ -1,4 +1,5 @@
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tritonllm.kernels.attention_decode import WORKSPACE_SIZE, default_config
 
 # Small tiles, many parts, and batches that take several steps to look through, so that small problems have all of it.
 TINY = {
+    "kernel": "balanced",
     "BLOCK_M": 16,
     "BLOCK_N": 16,
     "BLOCK_B": 2,
@@ -22,7 +24,7 @@ TINY = {
 }
 
 
-SPLIT = {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_TO": 8, "num_warps": 4, "num_stages": 2}
+SPLIT = {"kernel": "split", "BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_TO": 8, "num_warps": 4, "num_stages": 2}
 
 
 def check(p: Problem) -> None:
@@ -64,12 +66,13 @@ def test_split_kernel_matches_reference(device, seq_lens, shape, options, dtype,
 
 
 def test_which_kernel_by_default():
-    """The split one with few and with very many programs; never for a float8 cache."""
-    key = {"head_size": 128, "group": 4, "capacity": 4096, "dtype": "bfloat16"}
-    for programs, balanced in ((8, False), (132, False), (133, True), (1056, True), (1057, False)):
-        for cache_dtype in ("bfloat16", "float8_e4m3fn"):
-            config = default_config(**key, programs=programs, cache_dtype=cache_dtype)
-            assert ("MIN_TILES" in config) == (balanced or cache_dtype == "float8_e4m3fn")
+    """The split one with few and with very many programs, never for a float8 cache; else Hopper's, up to 32 rows."""
+    for programs, split in ((8, True), (132, True), (133, False), (1056, False), (1057, True)):
+        for cache_dtype, arch, group in product(("bfloat16", "float8_e4m3fn"), ("any", "sm90"), (4, 32, 33)):
+            key = {"head_size": 128, "capacity": 4096, "dtype": "bfloat16", "cache_dtype": cache_dtype}
+            config = default_config(**key, programs=programs, arch=arch, group=group)
+            even = "sm90" if arch == "sm90" and group <= 32 else "balanced"
+            assert config["kernel"] == ("split" if split and cache_dtype == "bfloat16" else even)
 
 
 @pytest.mark.parametrize("group", [1, 17, 40])

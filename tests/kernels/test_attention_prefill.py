@@ -15,7 +15,8 @@ from tritonllm.kernels import (
 )
 
 # Small tiles, so that small problems have several: few queries and few keys, more queries, more keys.
-TINY = [{"BLOCK_M": m, "BLOCK_N": n, "num_warps": 4, "num_stages": 2} for m, n in ((16, 16), (64, 16), (16, 32))]
+PORTABLE = {"kernel": "portable", "num_warps": 4, "num_stages": 2}
+TINY = [PORTABLE | {"BLOCK_M": m, "BLOCK_N": n} for m, n in ((16, 16), (64, 16), (16, 32))]
 
 
 def check(p: Problem, *, causal: bool = True, padding: int = 0) -> None:
@@ -69,9 +70,8 @@ def test_last_token_equals_decode(device, seq_lens, options, group):
     p = make_problem(device, seq_lens, seq_lens, group=group, head_size=16, block_size=5, **options)
     last = p.cu_seqlens_q[1:].long() - 1
     prefill = varlen_prefill_attention(*p.prefill, max_seqlen_q=max(seq_lens), **p.options, return_lse=True)
-    with tuning.override(
-        "paged_decode_attention", {"BLOCK_M": 16, "BLOCK_N": 16, "PROGRAMS": 12, "MIN_TILES": 1, "num_warps": 4}
-    ):
+    config = {"kernel": "balanced", "BLOCK_M": 16, "BLOCK_N": 16, "PROGRAMS": 12, "MIN_TILES": 1, "num_warps": 4}
+    with tuning.override("paged_decode_attention", config):
         decode = paged_decode_attention(p.q[last], *p.decode[1:], **p.options, return_lse=True)
     for of_prefill, of_decode in zip(prefill, decode, strict=True):
         assert_close(of_prefill[last], of_decode)

@@ -7,8 +7,8 @@ import torch
 from support.attention import Problem, make_problem
 from support.compare import assert_close, poisoned
 
-from tritonllm.kernels import attention_prefill, varlen_prefill_attention, varlen_prefill_attention_ref
 from tritonllm.kernels import attention_prefill_sm90 as sm90
+from tritonllm.kernels import chip, varlen_prefill_attention, varlen_prefill_attention_ref
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -58,7 +58,7 @@ def check(p: Problem, causal: bool) -> None:
     want, want_lse = varlen_prefill_attention_ref(*p.exact().prefill, **keywords)
     assert_close(out, want, p.q.dtype)
     assert_close(lse, want_lse, p.q.dtype, "lse")
-    with patch.object(attention_prefill, "_on_sm90", return_value=False):
+    with patch.object(chip, "on_sm90", return_value=False):
         other, _ = varlen_prefill_attention(*p.prefill, **keywords)
     assert_close(out, other.float(), p.q.dtype)
 
@@ -74,7 +74,17 @@ BATCHES = {
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
-@pytest.mark.parametrize("options", [{}, {"window": 70}, {"window": 5, "sinks": True}, {"causal": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 70},
+        {"window": 5, "sinks": True},
+        {"causal": False, "softcap": 5.0},
+        {"alibi_slopes": True, "softcap": 4.0, "k_scale": "heads", "v_scale": "heads"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("head_size", "block_size", "kv_heads", "group", "dtype"),
     [(128, 16, 2, 4, BF16), (64, 8, 1, 8, FP16), (128, 256, 2, 1, FP16), (64, 64, 2, 3, BF16), (128, 16, 1, 71, BF16)],

@@ -1,10 +1,8 @@
-import random
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import make_problem, options, shapes
+from support.attention import make_problem, options, shapes, tree_masks
 from support.compare import FLOATS, assert_close, poisoned
 
 from tritonllm.kernels import (
@@ -15,6 +13,7 @@ from tritonllm.kernels import (
 )
 
 TINY = {
+    "kernel": "balanced",
     "BLOCK_M": 16,
     "BLOCK_N": 16,
     "BLOCK_B": 2,
@@ -23,20 +22,6 @@ TINY = {
     "num_warps": 4,
     "num_stages": 2,
 }
-
-
-def random_tree(size: int, draw: random.Random) -> list[int]:
-    """Each token's ancestors and itself, as bits; some trees are chains, some bushes, some several roots."""
-    bits: list[int] = []
-    for i in range(size):
-        parent = draw.randint(max(-1, i - 3), i - 1)
-        bits.append((bits[parent] if parent >= 0 else 0) | 1 << i)
-    return bits
-
-
-def tree_masks(q_lens: list[int], device: torch.device) -> torch.Tensor:
-    bits = [b for q_len in q_lens for b in random_tree(q_len, random.Random(q_len))]
-    return torch.tensor([b - (1 << 32) if b >> 31 else b for b in bits], dtype=torch.int32, device=device)
 
 
 def check(p, max_seqlen_q, **more):

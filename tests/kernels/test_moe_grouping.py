@@ -6,14 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.kernels import tuning
-from tritonllm.kernels.moe_grouping import group_by_expert
+from tritonllm.kernels.moe_grouping import GROUP, group_by_expert
 
 SMALL_CHUNKS = {"CHUNK": 32, "COLS": 8, "num_warps": 1}  # several for a hundred pairs
 
 
-def assert_grouped(ids, experts, block_m, expert_map=None):
-    """Compare with lists: each expert's pairs in their order, then cut in blocks."""
-    blocks = group_by_expert(ids, experts, block_m, expert_map)
+def shares(count, block_m, unit):
+    """(first, pairs) of an expert's blocks: as few as it needs, whose units differ by one at most."""
+    units, blocks = -(-count // unit), -(-count // block_m)
+    ends = [min(units * (block + 1) // blocks * unit, count) for block in range(blocks)]
+    return [(first, end - first) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def assert_grouped(ids, experts, block_m, expert_map=None, unit=None):
+    """Compare with lists: each expert's pairs in their order, then cut in blocks, then in groups of blocks."""
+    blocks = group_by_expert(ids, experts, block_m, expert_map, unit=unit)
     local = [i if 0 <= i < experts else -1 for i in ids.flatten().tolist()]
     if expert_map is not None:
         mapping = dict(enumerate(expert_map.tolist()))
@@ -24,13 +31,22 @@ def assert_grouped(ids, experts, block_m, expert_map=None):
             pairs[expert].append(pair)
     order = [pair for own in pairs for pair in own]
     assert blocks.order[: len(order)].tolist() == order
-    table, first = [], 0
+    table, groups, first = [], [], 0
     for expert, own in enumerate(pairs):
-        table += [[expert, first + i, min(block_m, len(own) - i)] for i in range(0, len(own), block_m)]
+        parts = shares(len(own), block_m, unit or block_m)
+        assert all(0 < rows <= block_m for _, rows in parts)
+        for block in range(len(parts)):
+            begin = block // GROUP * GROUP
+            groups.append([len(table) + begin, min(GROUP, len(parts) - begin)])
+        table += [[expert, first + begin, rows] for begin, rows in parts]
         first += len(own)
     rows = blocks.table.T.tolist()
     assert rows[: len(table)] == table
     assert all(row[2] == 0 for row in rows[len(table) :])
+    count = blocks.table.shape[1]
+    behind = blocks.table.as_strided((2 * count + 1,), (1,), blocks.table.numel())
+    assert behind[0] == len(table)
+    assert behind[1:].view(2, count).T[: len(table)].tolist() == groups
     assert blocks.block_m == block_m
 
 
@@ -38,14 +54,15 @@ def assert_grouped(ids, experts, block_m, expert_map=None):
     tokens=st.integers(1, 40),
     top_k=st.integers(1, 4),
     experts=st.integers(1, 20),
-    block_m=st.sampled_from([1, 2, 16]),
+    block=st.sampled_from([(1, None), (2, None), (16, None), (8, 2), (10, 2), (3, 1)]),
     dtype=st.sampled_from([torch.int32, torch.int64]),
     small_chunks=st.booleans(),
 )
-def test_pairs_by_expert(device, tokens, top_k, experts, block_m, dtype, small_chunks):
+def test_pairs_by_expert(device, tokens, top_k, experts, block, dtype, small_chunks):
+    block_m, unit = block
     ids = torch.randint(-1, experts + 2, (tokens, top_k + 1)).to(device, dtype)[:, :top_k]  # also out of range
     with tuning.override("moe_grouping", SMALL_CHUNKS) if small_chunks else nullcontext():
-        assert_grouped(ids, experts, block_m)
+        assert_grouped(ids, experts, block_m, unit=unit)
 
 
 @given(tokens=st.integers(1, 20), experts=st.integers(1, 20), here=st.integers(1, 8), small_chunks=st.booleans())
@@ -76,3 +93,4 @@ def test_the_table_has_room_for_the_worst_case(device):
 def test_real_shapes(device, tokens, experts, top_k):
     ids = torch.rand(tokens, experts).topk(top_k).indices.to(device, torch.int32)
     assert_grouped(ids, experts, 64)
+    assert_grouped(ids, experts, 272, unit=16)

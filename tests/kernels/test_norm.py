@@ -203,15 +203,17 @@ def test_operator(device, in_place):
     """Registered well enough for torch.compile: schema, fake tensors and functionalisation."""
     x, residual, weight, out = torch.randn(4, 3, 8, device=device).unbind()
     if in_place:
-        arguments = (x, residual, weight[0], weight[1], x, 1e-6, 0.0, 1.0, True)
+        arguments = (x, residual, weight[0], weight[1], x, None, 1e-6, 0.0, 1.0, True)
     else:
-        arguments = (x, None, None, None, out, 1e-6, 1.0, 1.0, False)
+        arguments = (x, None, None, None, out, None, 1e-6, 1.0, 1.0, False)
     torch.library.opcheck(torch.ops.tritonllm.norm.default, arguments)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "n"), [(1, 4096), (64, 1024), (4096, 4096), (1000, 8192), (16, 16384), (4, 20000)])
+@pytest.mark.parametrize(
+    ("rows", "n"), [(1, 4096), (64, 1024), (4096, 4096), (1000, 8192), (2000, 8192), (16, 16384), (4, 20000)]
+)
 def test_real_shapes(device, dtype, rows, n):
     x = torch.randn(rows, n, device=device, dtype=dtype)
     residual, weight = torch.randn_like(x), torch.randn(n, device=device, dtype=dtype)

@@ -4,19 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS, with_row_padding
 from support.statistics import assert_drawn_from
+from support.verdicts import TARGETS, parameters, target_probs
 
 from tritonllm.kernels import rejection_sample, rejection_sample_ref, sample, sample_ref, tuning
-
-
-def parameters(device, temperature=1.0, top_k=0, top_p=1.0, *, rows=1, seed=0, step=0):
-    """Sampling parameters of `rows` sequences with consecutive seeds."""
-    return (
-        torch.full((rows,), temperature, device=device),
-        torch.full((rows,), top_k, dtype=torch.int32, device=device),
-        torch.full((rows,), top_p, device=device),
-        torch.arange(seed, seed + rows, device=device),
-        torch.full((rows,), step, dtype=torch.int64, device=device),
-    )
 
 
 def make_case(batch, drafts, vocab, seed, device, *, temperatures=(0.0, 0.7, 1.0)):
@@ -129,21 +119,10 @@ def test_verdict_is_the_sequence_s_own(device):
     ids, probs, logits, params = make_case(4, 2, 500, 6, device)
     together = rejection_sample(ids, probs, logits, *params)
     order = torch.tensor([2, 0, 3], device=device)
-    with tuning.override("rejection_redraw", {"TILE": 1, "num_warps": 4}):
+    config = {"CAPACITY": 512, "TILE": 4, "WIDE": 1, "num_warps": 4}
+    with tuning.override("rejection_judge", config), tuning.override("sample_draw", {"TILES": 1, "num_warps": 1}):
         got = rejection_sample(ids[order], probs[order], logits[order], *(p[order] for p in params))
     assert torch.equal(got[0], together[0][order]) and torch.equal(got[1], together[1][order])
-
-
-def target_probs(logits, temperature=1.0, top_k=0, top_p=1.0):
-    probs = torch.softmax(logits.double().cpu() / temperature, 0)
-    sorted_probs, order = probs.sort(descending=True, stable=True)
-    sorted_probs = sorted_probs * (torch.arange(len(probs)) < (top_k or len(probs)))
-    sorted_probs /= sorted_probs.sum()
-    sorted_probs *= sorted_probs.cumsum(0) - sorted_probs < top_p
-    return torch.zeros_like(probs).scatter(0, order, sorted_probs / sorted_probs.sum())
-
-
-TARGETS = [{}, {"temperature": 0.6}, {"top_k": 4}, {"temperature": 1.5, "top_k": 20, "top_p": 0.8}]
 
 
 def check_statistics(fn, draw, device, target, drafter, rows, vocab):
@@ -207,6 +186,99 @@ def test_drafts_from_the_same_noise(device, width):
 @pytest.mark.parametrize("vocab", [12, 300])
 def test_kernel_statistics(device, target, drafter, vocab):
     check_statistics(rejection_sample, sample, device, target, drafter, rows=200_000, vocab=vocab)
+
+
+def hopeless_proposals(rows, vocab, device):
+    """Impossible drafts, and q a thousandth short of p everywhere else: of p's tokens p - q takes one in a thousand."""
+    g = torch.Generator().manual_seed(3)
+    logits = (torch.randn(2, vocab, generator=g) * 2).to(device)
+    logits[0, 7] = -torch.inf
+    probs = logits[0].softmax(-1) * 0.999
+    probs[7] = 0.001
+    ids = torch.full((rows, 1), 7, device=device)
+    return ids, probs.expand(rows, 1, vocab), logits.expand(rows, 2, vocab)
+
+
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[3]], ids=str)
+def test_whole_rows_are_read_in_the_end(device, target):
+    """The same as the reference, where nearly all proposals fail."""
+    rows = 12 if device.type == "cpu" else 1000
+    given = hopeless_proposals(rows, 300, device)
+    params = parameters(device, **target, rows=rows, seed=5)
+    assert_same_verdicts(
+        rejection_sample(*given, *params), rejection_sample_ref(*given, *params), most_different=rows // 500
+    )
+
+
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[3]], ids=str)
+def test_reference_statistics_of_whole_rows(device, target):
+    ids, probs, logits = hopeless_proposals(8_000, 300, device)
+    out, accepted = rejection_sample_ref(ids, probs, logits, *parameters(device, **target, rows=8_000, seed=5))
+    assert not accepted.any()
+    if not target:  # p - q is then p / 1000
+        assert_drawn_from(out[:, 0].cpu(), target_probs(logits[0, 0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("vocab", "rows"), [(300, 200_000), (5000, 20_000)])
+def test_kernel_statistics_of_whole_rows(device, vocab, rows):
+    ids, probs, logits = hopeless_proposals(rows, vocab, device)
+    temperature, _, _, seeds, steps = parameters(device, rows=rows, seed=5)
+    out, _ = rejection_sample(ids, probs, logits, temperature, None, None, seeds, steps)
+    assert_drawn_from(out[:, 0].cpu(), target_probs(logits[0, 0]))
+
+
+def check_z_scores(fn, device, noise, vocab, rows, rounds):
+    """First tokens, taken together in 40 bins of equal probability: no bin is off by 5 sigma."""
+    g = torch.Generator(device).manual_seed(1)
+    logits = torch.randn(2, vocab, device=device, generator=g)  # no token is as likely as a bin
+    probs = (logits[0] + noise * torch.randn(vocab, device=device, generator=g)).softmax(-1)
+    wanted = logits[0].double().softmax(-1)
+    order = wanted.argsort(descending=True)
+    bins = (wanted[order].cumsum(0) * 40).long().clamp_max(39)
+    of_token = torch.empty(vocab, dtype=torch.int64, device=device).scatter_(0, order, bins)
+    in_bin = torch.zeros(40, dtype=torch.float64, device=device).scatter_add_(0, of_token, wanted)
+    assert float(in_bin.min()) > 0
+    counts = torch.zeros(40, dtype=torch.float64, device=device)
+    for turn in range(rounds):
+        ids = torch.multinomial(probs, rows, replacement=True, generator=g)[:, None]
+        one, _, _, seeds, steps = parameters(device, rows=rows, seed=turn * rows)
+        every = (probs.expand(rows, 1, vocab), logits.expand(rows, 2, vocab))
+        out, _ = fn(ids, *every, one, None, None, seeds, steps)
+        counts += torch.bincount(of_token[out[:, 0]], minlength=40)
+    n = rows * rounds
+    z = (counts - n * in_bin) / (n * in_bin * (1 - in_bin)).sqrt()
+    assert bool((z.abs() < 5).all()), f"z-scores {[round(score, 1) for score in z.tolist()]}"
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0])
+def test_reference_z_scores(device, noise):
+    check_z_scores(rejection_sample_ref, device, noise, vocab=5000, rows=500, rounds=12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("noise", [0.1, 1.0])
+def test_z_scores_of_a_large_vocabulary(device, noise):
+    check_z_scores(rejection_sample, device, noise, vocab=50_000, rows=2000, rounds=40)
+
+
+def test_tokens_are_those_of_decoding_one_by_one(device):
+    """Without draft probabilities, whatever the drafts: also those that `sample` drew with the same noise."""
+    ids, probs, logits, params = make_case(6, 3, 130, 8, device)
+    temperature, top_k, top_p, seeds, steps = params
+    plain = torch.stack(
+        [sample(logits[:, i], temperature, top_k, top_p, None, seeds, steps + i) for i in range(4)], dim=1
+    )
+    near = torch.stack(
+        [sample(probs[:, i].log(), temperature, top_k, top_p, None, seeds, steps + i) for i in range(3)], dim=1
+    )
+    accepted_by = []
+    for drafts in (ids, near, plain[:, :3].contiguous()):
+        out, accepted = rejection_sample(drafts, None, logits, *params)
+        kept = torch.arange(4, device=device) <= accepted[:, None]
+        assert torch.equal(out, torch.where(kept, plain, -1))
+        accepted_by.append(int(accepted.sum()))
+    assert accepted_by[0] < accepted_by[1] < accepted_by[2] == 18
 
 
 @pytest.mark.parametrize("fn", [rejection_sample, rejection_sample_ref])
@@ -278,6 +350,7 @@ def test_operator(device, with_probs):
         None,
         seeds,
         steps,
+        None,
         out,
         accepted,
     )

@@ -130,8 +130,20 @@ def test_draw_is_the_row_s_own(device):
     assert torch.equal(torch.cat(alone), together)
     order = torch.tensor([3, 1, 4, 0, 2], device=device)
     for config in ({"TILES": 1, "num_warps": 1}, {"TILES": 3, "num_warps": 2}):
-        with tuning.override("sample_scan", config):
+        with tuning.override("sample_draw", config):
             assert torch.equal(sample(logits[order], *(p[order] for p in params)), together[order])
+
+
+def test_workspace_is_zero_again(device):
+    """However many programs share a row, and whichever rows have limits: the next call finds zeros."""
+    g = torch.Generator().manual_seed(9)
+    logits, params = make_logits(6, 1000, 3.0, g).to(device), mixed(6, device, g)
+    workspace = torch.zeros(8, dtype=torch.int32, device=device)
+    wanted = sample(logits, *params)
+    with tuning.override("sample_draw", {"TILES": 1, "num_warps": 1}):
+        for _ in range(2):
+            assert torch.equal(sample(logits, *params, workspace=workspace), wanted)
+            assert not workspace.any()
 
 
 def test_seed_and_step_matter(device):
@@ -223,6 +235,8 @@ def test_unlikely_tokens_are_drawn(device):
         ({"seeds": torch.zeros(2, dtype=torch.int32)}, "seeds must be torch.int64"),
         ({"steps": torch.zeros(2, device="meta", dtype=torch.int64)}, "steps must be on cpu"),
         ({"out": torch.zeros(2)}, "out must be torch.int64"),
+        ({"workspace": torch.zeros(1, dtype=torch.int32)}, "workspace must have at least 2 elements"),
+        ({"seats": torch.zeros(2, dtype=torch.int32)}, "edits and seats must be given together"),
     ],
 )
 def test_bad_arguments(change, names):
@@ -237,7 +251,8 @@ def test_operator(device, limits):
     temperature, *optional, seeds, steps = parameters(device, top_k=3, rows=2)
     optional = optional if limits else [None] * 3
     out = torch.empty(2, dtype=torch.int64, device=device)
-    arguments = (torch.randn(2, 9, device=device), temperature, *optional, seeds, steps, out)
+    workspace = torch.zeros(3, dtype=torch.int32, device=device) if limits else None
+    arguments = (torch.randn(2, 9, device=device), temperature, *optional, seeds, steps, workspace, out)
     torch.library.opcheck(torch.ops.tritonllm.sample.default, arguments)
 
 

@@ -7,8 +7,9 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tritonllm.kernels.candidates import SMALL
 from tritonllm.kernels.sampling_common import clean_ref, keep_ref, load_scan, scale_of, scale_ref, scan
-from tritonllm.kernels.truncation import find_limits, limits_ref
+from tritonllm.kernels.truncation import limit_or_search, limits_ref
 
 
 @triton.jit
@@ -25,19 +26,21 @@ def _limits_kernel(
     threshold_ptr,
     last_tie_ptr,
     total_ptr,
+    found_ptr,
     V,
     n_groups,
     stride,
     NG: tl.constexpr,
+    BUFFER: tl.constexpr,
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     _, b_max, b_sum = load_scan(max_ptr, sum_ptr, row, n_groups, NG)
-    threshold, last_tie, total = find_limits(
+    found, threshold, last_tie, total = limit_or_search(
         logits_ptr + row * stride,
         list_ptr + row * n_groups,
-        buffer_ptr + row * CAPACITY,
+        buffer_ptr + row * BUFFER,
         V,
         n_groups,
         b_max,
@@ -54,24 +57,28 @@ def _limits_kernel(
     tl.store(threshold_ptr + row, threshold)
     tl.store(last_tie_ptr + row, last_tie)
     tl.store(total_ptr + row, total)
+    tl.store(found_ptr + row, found)
 
 
-def kernel_limits(logits, temperature, top_k, top_p, min_p, *, capacity, tile, num_warps):
+def kernel_limits(logits, temperature, top_k, top_p, min_p, *, capacity, tile, num_warps=4):
+    """The three limits, and how many candidates settled them (0: the row was searched)."""
     rows, vocab = logits.shape
     group_max, group_sum = scan(logits[:, None], temperature)
-    n_groups = group_max.shape[1]
+    n_groups, size = group_max.shape[1], max(capacity, 2 * SMALL.value)
     groups = torch.empty(rows, n_groups, dtype=torch.int32, device=logits.device)
-    buffer, threshold, total = (torch.empty(rows, n, device=logits.device) for n in (capacity, 1, 1))
-    last_tie = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    buffer, threshold, total = (torch.empty(rows, n, device=logits.device) for n in (size, 1, 1))
+    last_tie, found = (torch.empty(rows, dtype=torch.int32, device=logits.device) for _ in range(2))
+    scratch = (group_max, group_sum, groups, buffer)
     _limits_kernel[(rows,)](
-        *(logits, temperature, top_k, top_p, min_p, group_max, group_sum, groups, buffer, threshold, last_tie, total),
+        *(logits, temperature, top_k, top_p, min_p, *scratch, threshold, last_tie, total, found),
         *(vocab, n_groups, logits.stride(0)),
         NG=triton.next_power_of_2(n_groups),
+        BUFFER=size,
         CAPACITY=capacity,
         TILE=tile,
         num_warps=num_warps,
     )
-    return threshold[:, 0], last_tie, total[:, 0]
+    return threshold[:, 0], last_tie, total[:, 0], found
 
 
 def check_limits(limits, logits, temperature, top_k, top_p, min_p):
@@ -119,15 +126,16 @@ def make_rows(rows, vocab, spread, seed, dtype, device):
     min_p=st.sampled_from([0.0, 0.02, 1.0]),
     temperature=st.sampled_from([0.3, 1.0, 20.0]),
     capacity=st.sampled_from([16, 1024]),  # 16: passes with pivots first; 1024: straight to the buffer
+    tile=st.sampled_from([1, 2, 8]),  # most groups whose tokens become candidates
     seed=st.integers(0, 2**20),
 )
-def test_limits(device, vocab, spread, dtype, top_k, top_p, min_p, temperature, capacity, seed):
+def test_limits(device, vocab, spread, dtype, top_k, top_p, min_p, temperature, capacity, tile, seed):
     if spread == 1e30:
         temperature = 1e30
     logits = make_rows(1, vocab, spread, seed, dtype, device)
     params = [torch.tensor([v], device=device) for v in (temperature, top_k, top_p, min_p)]
     params[1] = params[1].int()
-    limits = kernel_limits(logits, *params, capacity=capacity, tile=1, num_warps=4)
+    limits = kernel_limits(logits, *params, capacity=capacity, tile=tile)
     check_limits(limits, logits, *params)
     check_limits(limits_ref(clean_ref(logits), scale_ref(params[0]), *params[1:]), logits, *params)
 
@@ -140,7 +148,22 @@ def test_passes_that_narrow_the_range(device, spread, top_k, top_p):
     logits = torch.where(logits > 0, logits, logits * 1e-3)  # half of the row close together
     one = torch.ones(3, device=device)
     params = (one, (one * top_k).int(), one * top_p, 0 * one)
-    check_limits(kernel_limits(logits, *params, capacity=16, tile=2, num_warps=4), logits, *params)
+    limits = kernel_limits(logits, *params, capacity=16, tile=2)
+    assert spread > 1 or not limits[3].any(), "these rows should be searched"
+    check_limits(limits, logits, *params)
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(2, 1.0, 0.0), (4, 0.6, 0.0), (0, 0.9, 0.0), (3, 0.9, 0.01)])
+def test_candidates_settle_sure_rows(device, top_k, top_p, min_p):
+    """A few likely tokens over a broad background: nothing is searched, and ranks at the edge are exact."""
+    logits = make_rows(2, 1000, 1.0, 5, torch.float32, device)
+    for row, at in enumerate(torch.tensor([[3, 90, 200, 400, 401], [0, 128, 256, 998, 999]])):
+        logits[row, at] = torch.tensor([9.0, 9.5, 9.0, 10.0, 9.0], device=device)
+    one = torch.ones(2, device=device)
+    params = (one, (one * top_k).int(), one * top_p, one * min_p)
+    limits = kernel_limits(logits, *params, capacity=1024, tile=4)
+    assert limits[3].all()
+    check_limits(limits, logits, *params)
 
 
 def test_reference_beyond_its_first_sort(device):
@@ -161,7 +184,7 @@ def test_ties_go_to_the_lower_ids(device, top_k):
     logits[0, ::2] = -0.0  # equal to 0.0
     one = torch.ones(1, device=device)
     k = torch.tensor([top_k], dtype=torch.int32, device=device)
-    threshold, last_tie, _ = kernel_limits(logits, one, k, one, 0 * one, capacity=16, tile=2, num_warps=4)
+    threshold, last_tie, _, _ = kernel_limits(logits, one, k, one, 0 * one, capacity=16, tile=2)
     kept = keep_ref(clean_ref(logits), threshold, last_tie)[0].nonzero()[:, 0].tolist()
     assert kept == sorted([251, *range(top_k - 1)])
 

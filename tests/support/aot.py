@@ -1,14 +1,24 @@
 """What every kernel must satisfy after compilation for a chip: checked without one."""
 
-from tritonllm.kernels.aot import SHARED_MEMORY_LIMIT, CompiledKernel
+from tritonllm.kernels.aot import SHARED_MEMORY_LIMIT, Arch, CompiledKernel
 
-ARCHS = (80, 90, 100)
+ARCHS = (80, 90, 100, "gfx942")
+
+
+def has_float8(arch: Arch) -> bool:
+    """Converts float8_e4m3fn, or its launchers raise. AMD's MI300 has another format, with one NaN and one zero."""
+    return isinstance(arch, int) and arch >= 89
 
 
 def assert_resources(kernels: list[CompiledKernel]) -> None:
-    """Something was compiled, it fits the chip's shared memory, and no register was spilled."""
+    """Something was compiled, it fits the chip's shared memory, and no register was spilled.
+
+    Of kernels for AMD's GPUs only that they compile: nobody has tuned them for those, nor measured them there.
+    """
     assert kernels, "nothing was compiled"
-    for kernel in kernels:
+    for kernel in {id(kernel.asm): kernel for kernel in kernels}.values():  # not each launch of the same one
+        if isinstance(kernel.arch, str):
+            continue
         what = f"{kernel.name} for sm_{kernel.arch} ({kernel.num_warps} warps, {kernel.num_stages} stages)"
         limit = SHARED_MEMORY_LIMIT[kernel.arch]
         assert kernel.shared_bytes <= limit, f"{what}: {kernel.shared_bytes} bytes of shared memory > {limit}"

@@ -125,3 +125,17 @@ def shapes() -> st.SearchStrategy[dict[str, Any]]:
             "float8": st.booleans(),
         }
     )
+
+
+def random_tree(size: int, draw: random.Random) -> list[int]:
+    """Each token's ancestors and itself, as bits; some trees are chains, some bushes, some several roots."""
+    bits: list[int] = []
+    for i in range(size):
+        parent = draw.randint(max(-1, i - 3), i - 1)
+        bits.append((bits[parent] if parent >= 0 else 0) | 1 << i)
+    return bits
+
+
+def tree_masks(q_lens: list[int], device: torch.device) -> torch.Tensor:
+    bits = [b for q_len in q_lens for b in random_tree(q_len, random.Random(q_len))]
+    return torch.tensor([b - (1 << 32) if b >> 31 else b for b in bits], dtype=torch.int32, device=device)

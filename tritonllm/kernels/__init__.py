@@ -19,18 +19,31 @@ _HOME = {
     "merge_attention_states": "attention_merge",
     "rms_norm": "norm",
     "fused_add_rms_norm": "norm",
+    "fused_add_rms_norm_quantize": "quantized",
+    "silu_and_mul_quantize": "quantized",
     "layer_norm": "layernorm",
     "fused_add_layer_norm": "layernorm",
+    "linear": "linear_skinny",
     "apply_rope": "rope",
+    "qk_norm_rope_store": "qk_norm_rope",
     "moe_route": "moe_routing",
     "fused_moe": "moe_gemm",
     "cap_logits": "logits",
     "fill_pending_tokens": "pending_tokens",
     "sample": "sampling",
+    "count_tokens": "logit_edits",
     "rejection_sample": "rejection",
+    "rejection_sample_tree": "rejection",
+    "token_logprobs": "logprobs",
 }
 
-_HELPERS = {"CascadePlan": "attention_cascade", "plan_cascade": "attention_cascade"}  # no kernels, so no twins
+_HELPERS = {  # no kernels, so no twins
+    "CascadePlan": "attention_cascade",
+    "plan_cascade": "attention_cascade",
+    "LogitEdits": "logit_edits",
+    "make_logit_edits": "logit_edits",
+    "write_seat": "logit_edits",
+}
 
 __all__ = sorted([*_HOME, *(f"{name}_ref" for name in _HOME), *_HELPERS])
 

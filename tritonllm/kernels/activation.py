@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from tritonllm.kernels import tuning
 from tritonllm.kernels.checks import check_tensor, require
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.registry import register_op
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -53,15 +54,23 @@ def _activation_kernel(
     stride_out,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
+    PROGRAMS: tl.constexpr,  # of a row
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # A row's programs are neighbours in time too: 82.5 us for 4096 rows of 2 x 14336, and 85.6 with one column of
+    # programs after the other.
+    row = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    cols = tl.program_id(0) % PROGRAMS * BLOCK + tl.arange(0, BLOCK)
     m_cols = cols < N
     p_x = x_ptr + row * stride_x + cols
-    b_out = activate(tl.load(p_x, mask=m_cols, other=0.0).to(tl.float32), ACT)
+    wait_for_previous(PDL)
+    b_x = tl.load(p_x, mask=m_cols, other=0.0)
+    b_up = tl.load(p_x + N, mask=m_cols, other=0.0) if GATED else b_x
+    let_next_start(PDL)
+    b_out = activate(b_x.to(tl.float32), ACT)
     if GATED:
-        b_out *= tl.load(p_x + N, mask=m_cols, other=0.0).to(tl.float32)
+        b_out *= b_up.to(tl.float32)
     tl.store(out_ptr + row * stride_out + cols, b_out.to(out_ptr.dtype.element_ty), mask=m_cols)
 
 
@@ -83,8 +92,15 @@ def _activation(x: torch.Tensor, out: torch.Tensor, activation: str, gated: bool
     tokens, n = out.shape
     op = "act_and_mul" if gated else "apply_activation"
     config = tuning.get_config(op, x.device, default_config, n=n, tokens=tokens)
-    grid = (tokens, triton.cdiv(n, config["BLOCK"]))
-    _activation_kernel[grid](x, out, n, x.stride(0), out.stride(0), ACT=activation, GATED=gated, **config)
+    programs = triton.cdiv(n, config["BLOCK"])  # of a row
+    _activation_kernel[(tokens * programs,)](
+        *(x, out, n, x.stride(0), out.stride(0)),
+        ACT=activation,
+        GATED=gated,
+        PROGRAMS=programs,
+        **config,
+        **dependent_launch(x.device, tokens * programs),
+    )
 
 
 def _apply(x: torch.Tensor, activation: str, out: torch.Tensor | None, *, gated: bool) -> torch.Tensor:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -25,13 +26,20 @@ from tritonllm import env
 # Shared memory that one block may use, bytes (CUDA C++ Programming Guide, "Technical Specifications").
 SHARED_MEMORY_LIMIT = {80: 166912, 90: 232448, 100: 232448}
 
+Arch = int | str  # 90 for sm_90; "gfx942" for AMD's MI300
+
+
+def target_of(arch: Arch) -> GPUTarget:
+    """The architecture as Triton names it."""
+    return GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
+
 
 @dataclass(frozen=True)
 class CompiledKernel:
     """One compiled specialisation of a kernel."""
 
     name: str
-    arch: int
+    arch: Arch
     shared_bytes: int
     num_warps: int
     num_stages: int
@@ -42,17 +50,30 @@ class CompiledKernel:
         return self.asm["sass"]
 
     def resource_usage(self) -> tuple[int, int]:
-        """``(registers per thread, bytes spilled)``, as ptxas reports them."""
+        """``(registers per thread, bytes spilled)``; for NVIDIA GPUs.
+
+        A kernel without a stack spills nothing. Only for one that has a stack is ptxas run again, which tells what of
+        it was spilled: that takes as long as the compilation did.
+        """
+        assert isinstance(self.arch, int)
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            cubin.write_bytes(self.asm["cubin"])
+            command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+            assert found, usage
+            registers, stack = map(int, found.groups())
+            return registers, self._spilled(Path(folder) / "kernel.ptx") if stack else 0
+
+    def _spilled(self, path: Path) -> int:
         from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-        with tempfile.TemporaryDirectory() as folder:
-            ptx = Path(folder) / "kernel.ptx"
-            ptx.write_text(self.asm["ptx"])
-            command = [get_ptxas(self.arch).path, "-v", f"--gpu-name={sm_arch_from_capability(self.arch)}", str(ptx)]
-            done = subprocess.run([*command, "-o", str(ptx) + ".o"], capture_output=True, text=True, check=True)
-        registers = max(int(n) for n in re.findall(r"Used (\d+) registers", done.stderr))
-        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr))
-        return registers, spilled
+        assert isinstance(self.arch, int)
+        path.write_text(self.asm["ptx"])
+        command = [get_ptxas(self.arch).path, "-v", f"--gpu-name={sm_arch_from_capability(self.arch)}", str(path)]
+        done = subprocess.run([*command, "-o", f"{path}.o"], capture_output=True, text=True, check=True)
+        return sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr))
 
 
 class _TargetOnly:
@@ -75,8 +96,19 @@ class _TargetOnly:
 
 
 @contextmanager
-def compile_kernels(arch: int) -> Iterator[list[CompiledKernel]]:
-    """Inside the block, launches compile for CUDA ``arch`` (80, 90, 100) and do not run; yields what was compiled.
+def pretend(target: GPUTarget) -> Iterator[None]:
+    """Inside the block, Triton takes the machine to have such a GPU: it can compile for it, and launch nothing."""
+    previous = driver._active
+    driver.set_active(_TargetOnly(target))
+    try:
+        yield
+    finally:
+        driver._active = previous
+
+
+@contextmanager
+def compile_kernels(arch: Arch) -> Iterator[list[CompiledKernel]]:
+    """Inside the block, launches compile for ``arch`` (80, 90, 100, "gfx942") and do not run; yields what was compiled.
 
     Raises:
         RuntimeError: if the process does not run with ``TRITONLLM_CPU_BACKEND=compile``.
@@ -92,11 +124,9 @@ def compile_kernels(arch: int) -> Iterator[list[CompiledKernel]]:
         compiled.append(CompiledKernel(self.__name__, arch, meta.shared, meta.num_warps, meta.num_stages, kernel.asm))
         return kernel
 
-    previous = driver._active
-    driver.set_active(_TargetOnly(GPUTarget("cuda", arch, 32)))
     JITFunction.run = compile_only
     try:
-        yield compiled
+        with pretend(target_of(arch)):
+            yield compiled
     finally:
         JITFunction.run = run
-        driver._active = previous

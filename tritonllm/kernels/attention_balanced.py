@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.attention_common import LN2, LOG2E, finish_softmax, load_head_factors, load_rows, start_softmax
-from tritonllm.kernels.attention_schedule import count_tiles, cut, describe_sequence, find_sequence, merge_parts
+from tritonllm.kernels.attention_schedule import (
+    count_tiles,
+    cut,
+    describe_sequence,
+    divide,
+    find_sequence,
+    merge_parts,
+)
 
 
 @triton.jit
@@ -240,23 +247,22 @@ def balanced_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile that hold a query
-    MIN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MIN_TILES: tl.constexpr = 4,
     BLOCK_B: tl.constexpr = 256,
 ):
     """One program: an equal stretch of the list of tiles, as many pairs as it touches."""
-    head_tiles = count_tiles(len_ptr, cu_ptr, batch, window, WINDOW, BLOCK_N, BLOCK_B)
+    b_lane = tl.arange(0, BLOCK_B)
+    head_tiles, _longest = count_tiles(b_lane, len_ptr, cu_ptr, batch, window, WINDOW, BLOCK_N)
     all_tiles = head_tiles * kv_heads * row_tiles
-    share = tl.cdiv(all_tiles, tl.num_programs(0))
-    # To cut a pair costs as much as some tiles: a program with few cuts only where long parts remain.
-    unit = tl.minimum(tl.maximum(MIN_TILES * MIN_TILES // share, 1), MIN_TILES)
+    share, unit = divide(all_tiles, tl.num_programs(0), MIN_TILES)
     begin = tl.program_id(0) * share
     end = tl.minimum(begin + share, all_tiles)
     head = begin // head_tiles
     at = begin - head * head_tiles
-    seq, before = find_sequence(at, len_ptr, cu_ptr, batch, window, WINDOW, BLOCK_N, BLOCK_B)
+    seq, before = find_sequence(b_lane, at, len_ptr, cu_ptr, batch, window, WINDOW, BLOCK_N)
     pair = begin - at + before  # where the pair's first tile is in the list
     b_dim = tl.arange(0, BLOCK_D)
 
@@ -331,7 +337,8 @@ def balanced_kernel(
                     tl.store(p_count, 0)
                     b_row_token, b_row_head, _, m_some = _rows(head, row_tiles, seq, cu_ptr, GROUP, BLOCK_M, ROWS)
                     b_all, b_all_lse = merge_parts(
-                        *(part_ptr, part_lse_ptr, pair, tiles, share, unit, m_some, HEAD_SIZE, BLOCK_M, BLOCK_D, ROWS)
+                        *(part_ptr, part_lse_ptr, pair, tiles, share, unit),
+                        *(tl.arange(0, ROWS), m_some, b_dim, HEAD_SIZE, BLOCK_M),
                     )
                     _store(
                         *(out_ptr, lse_ptr, b_all, b_all_lse, out_scale, b_row_token, b_row_head, m_some, heads),

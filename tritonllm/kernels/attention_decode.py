@@ -1,7 +1,9 @@
 """Decode attention: one query token per sequence against a cache in blocks.
 
-Two kernels compute it: :mod:`tritonllm.kernels.attention_balanced`, where the floor is, deals the keys of the whole
-batch out evenly; :mod:`tritonllm.kernels.attention_split` has a program for each sequence and head, or part of it.
+Three kernels compute it. :mod:`tritonllm.kernels.attention_decode_sm90`, for Hopper, and
+:mod:`tritonllm.kernels.attention_balanced`, where the floor is, deal the keys of the whole batch out evenly;
+:mod:`tritonllm.kernels.attention_split` has a program for each sequence and head, or part of it. A configuration's
+``kernel`` says which.
 """
 
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from tritonllm.kernels import tuning
+from tritonllm.kernels import chip, tuning
 from tritonllm.kernels.attention_balanced import balanced_kernel
 from tritonllm.kernels.attention_common import (
     AttentionArgs,
@@ -23,20 +25,18 @@ from tritonllm.kernels.attention_split import launch_split, split_config
 from tritonllm.kernels.checks import check_tensor, require
 from tritonllm.kernels.registry import register_op
 
-WORKSPACE_SIZE = 4096  # as many programs as any configuration asks for
+WORKSPACE_SIZE = 4096  # as many stretches of work as any configuration asks for, and a few more
 
 
-def balanced_config(
-    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str
-) -> tuning.Config:
+def balanced_config(head_size: int, group: int, dtype: str, cache_dtype: str) -> tuning.Config:
     """``group``: rows that share keys; ``PROGRAMS``: how many, best as many as an H200's 132 processors hold at once.
 
     ``maxnreg``: left to itself, the assembler rather spills some registers than lets one program less reside.
     """
     rows = max(16, triton.next_power_of_2(group))
-    config = {"MIN_TILES": 4, "maxnreg": 255}
+    config = {"kernel": "balanced", "maxnreg": 255}
     if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
-        block_n = 32 if head_size <= 256 else 16
+        block_n = 32 if head_size <= 64 else 16  # 32 keys of 80 elements spill on sm_100
         return config | {"BLOCK_M": 16, "BLOCK_N": block_n, "PROGRAMS": 132, "num_warps": 8, "num_stages": 2}
     most, block_n = (64, 64) if head_size <= 128 else (32, 32) if head_size <= 256 else (16, 32)
     block_m = min(rows, most)
@@ -48,27 +48,57 @@ def balanced_config(
     return config | {"BLOCK_M": block_m, "BLOCK_N": block_n, "PROGRAMS": 264, "num_warps": 4, "num_stages": 3}
 
 
-def default_config(
-    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str
-) -> tuning.Config:
-    """A configuration of the kernel that is faster: the balanced one's have ``MIN_TILES``.
+def sm90_config(head_size: int, group: int, cache_dtype: str) -> tuning.Config:
+    """Two programs on each processor with up to 16 rows, else one.
 
-    ``programs``: sequences times key/value heads. Balanced and split on an H200: with 8 of them 46.6 and 40.4 us (b1 x
-    32768), 64 70.9 and 68.7, 512 256 and 276 (b64 x 4096), with lengths 1 to 8192 304 and 370, 1024 256 and 266 (b128
-    x 2048), 2048 262 and 250 (b256 x 1024). A float8 cache gains everywhere (43 and 47, 227 and 260): the split kernel
-    has no loop of its own for it.
+    More tiles on their way than needed do harm: b64 x 4096 248 us with two, 252 with three, 269 with six and one
+    program; float8, of half the bytes, 138 with four and 147 with six.
+    """
+    block_m = max(16, triton.next_power_of_2(group))
+    config = {"kernel": "sm90", "BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 4}
+    if block_m > 16:
+        return config | {"PROGRAMS": 132, "num_stages": 4, "maxnreg": 248}
+    stages = 4 if cache_dtype.startswith("float8") else 3 if head_size == 64 else 2
+    return config | {"PROGRAMS": 264, "num_stages": stages, "maxnreg": 128}
+
+
+SM90_ROWS = 32  # more leave its accumulators too few registers
+
+
+def default_config(
+    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str
+) -> tuning.Config:
+    """A configuration of the kernel that is faster.
+
+    ``programs``: sequences times key/value heads; ``arch``: ``"sm90"`` where its kernel can be had. Hopper's, balanced
+    and split on an H200, in microseconds: with 8 programs 42, 46.6, 40.3 (b1 x 32768), 64 71.5, 70.9, 68.8 (b8 x 8192),
+    512 248, 261, 269 (b64 x 4096), with lengths 1 to 8192 262, 268, 370, 1024 249, 263, 266 (b128 x 2048), 2048 257,
+    267, 246 (b256 x 1024), with lengths 1 to 300 58, 70, 50. With a float8 cache Hopper's is the fastest everywhere,
+    then balanced: split has no loop of its own for it.
     """
     if 132 < programs <= 1056 or cache_dtype.startswith("float8"):
-        return balanced_config(head_size, group, programs, capacity, dtype, cache_dtype)
+        if arch == "sm90" and group <= SM90_ROWS:
+            return sm90_config(head_size, group, cache_dtype)
+        return balanced_config(head_size, group, dtype, cache_dtype)
     return split_config(head_size, group, programs, dtype)
 
 
 def config_key(
-    q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, batch: int, max_seqlen_q: int
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    batch: int,
+    max_seqlen_q: int,
 ) -> dict[str, Any]:
     """What a configuration depends on."""
     _, heads, head_size = q.shape
     _, size, kv_heads, _ = k_cache.shape
+    arch = "any"
+    if chip.on_sm90(q.device):
+        from tritonllm.kernels import attention_decode_sm90 as sm90  # Gluon is not there for every GPU
+
+        arch = "sm90" if sm90.fits(q, k_cache, v_cache) else "any"
     return {
         "head_size": head_size,
         "group": heads // kv_heads * max_seqlen_q,
@@ -76,6 +106,7 @@ def config_key(
         "capacity": block_tables.shape[1] * size,
         "dtype": dtype_name(q),
         "cache_dtype": dtype_name(k_cache),
+        "arch": arch,
     }
 
 
@@ -98,11 +129,17 @@ def launch_balanced(
     args: AttentionArgs,
     config: tuning.Config,
 ) -> None:
-    """Launch the balanced kernel for ``q[T, H, D]``; without ``cu_seqlens_q`` T is B."""
+    """Launch the balanced kernel, or Hopper's, for ``q[T, H, D]``; without ``cu_seqlens_q`` T is B."""
+    config = dict(config)
+    if config.pop("kernel") == "sm90":
+        from tritonllm.kernels import attention_decode_sm90 as sm90
+
+        tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+        sm90.launch(*tensors, max_seqlen_q, tree_mask, workspace, args, config)
+        return
     batch, heads, head_size = len(seq_lens), *q.shape[1:]
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
-    config = dict(config)
     capacity = block_tables.shape[1] * k_cache.shape[1]
     row_tiles = triton.cdiv(group * max_seqlen_q, config["BLOCK_M"])
     tiles = batch * kv_heads * row_tiles * max(1, triton.cdiv(capacity, config["BLOCK_N"]))
@@ -177,14 +214,13 @@ def _paged_decode_attention(
     if len(q) == 0:
         return
     args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
-    config = tuning.get_config(
-        "paged_decode_attention", q.device, default_config, **config_key(q, k_cache, block_tables, len(q), 1)
-    )
-    if "MIN_TILES" in config:
+    key = config_key(q, k_cache, v_cache, block_tables, len(q), 1)
+    config = tuning.get_config("paged_decode_attention", q.device, default_config, **key)
+    if config["kernel"] == "split":
+        launch_split(q, k_cache, v_cache, block_tables, seq_lens, args, config)
+    else:
         tensors = (q, k_cache, v_cache, block_tables, None, seq_lens)
         launch_balanced(*tensors, 1, None, workspace, args, config)
-    else:
-        launch_split(q, k_cache, v_cache, block_tables, seq_lens, args, config)
 
 
 def paged_decode_attention(

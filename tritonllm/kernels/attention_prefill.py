@@ -10,10 +10,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import driver
 
-from tritonllm import env
-from tritonllm.kernels import tuning
+from tritonllm.kernels import chip, tuning
 from tritonllm.kernels.attention_common import (
     LN2,
     AttentionArgs,
@@ -27,23 +25,9 @@ from tritonllm.kernels.attention_common import (
     start_softmax,
     visible_keys,
 )
+from tritonllm.kernels.attention_schedule import find_prefill_sequence, prefill_key_ranges
 from tritonllm.kernels.checks import check_tensor, require
 from tritonllm.kernels.registry import register_op
-
-
-@triton.jit
-def _find_sequence(tile, cu_ptr, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence that a tile belongs to.
-
-    Sequence b begins at tile ``cu[b] * GROUP // BLOCK_M + b``: enough for all before it, whatever their lengths.
-    """
-    seq = -1
-    for start in tl.range(0, batch, 128):
-        b_seq = start + tl.arange(0, 128)
-        b_cu = tl.load(cu_ptr + b_seq, mask=b_seq < batch, other=0).to(tl.int64)
-        b_begun = (b_seq < batch) & (b_cu * GROUP // BLOCK_M + b_seq <= tile)
-        seq += tl.sum(b_begun.to(tl.int32), 0)
-    return seq
 
 
 @triton.jit
@@ -59,27 +43,6 @@ def _locate_rows(tile, seq, cu_ptr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     first_pair = (tile - first_tile) * BLOCK_M
     b_pair = first_pair + tl.arange(0, BLOCK_M)
     return first_pair, q_len, begin.to(tl.int64) + b_pair // GROUP, b_pair, b_pair < q_len * GROUP
-
-
-@triton.jit
-def _key_ranges(pos_lo, pos_hi, seq_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The keys for queries at positions pos_lo to pos_hi, as ``lo <= whole_lo <= whole_hi <= hi``.
-
-    All queries see all of [whole_lo, whole_hi); [lo, whole_lo) and [whole_hi, hi) need a mask. All but hi are multiples
-    of BLOCK_N.
-    """
-    lo = 0
-    whole_lo = 0
-    hi = seq_len
-    whole_hi = seq_len
-    if WINDOW:
-        lo = tl.maximum(pos_lo - window + 1, 0) // BLOCK_N * BLOCK_N
-        whole_lo = tl.cdiv(tl.maximum(pos_hi - window + 1, 0), BLOCK_N) * BLOCK_N
-    if CAUSAL:
-        hi = tl.minimum(pos_hi + 1, seq_len)
-        whole_hi = tl.maximum(tl.minimum(pos_lo + 1, seq_len), 0)
-    whole_hi = tl.maximum(whole_hi // BLOCK_N * BLOCK_N, lo)
-    return lo, tl.minimum(whole_lo, whole_hi), whole_hi, hi
 
 
 # Arguments whose values and alignment change from step to step: one compilation serves them all.
@@ -127,7 +90,7 @@ def _prefill_kernel(
     # The last tiles of a sequence see most keys: they start first, so that the short ones fill the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq = _find_sequence(tile, cu_ptr, batch, GROUP, BLOCK_M)
+    seq = find_prefill_sequence(tl.arange(0, 128), tile, cu_ptr, batch, GROUP, BLOCK_M)
     first_pair, q_len, b_token, b_pair, m_row = _locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
     if first_pair >= q_len * GROUP:
         return
@@ -147,7 +110,7 @@ def _prefill_kernel(
 
     pos_lo = cached + first_pair // GROUP
     pos_hi = cached + tl.minimum((first_pair + BLOCK_M - 1) // GROUP, q_len - 1)
-    lo, whole_lo, whole_hi, hi = _key_ranges(pos_lo, pos_hi, seq_len, window, CAUSAL, WINDOW, BLOCK_N)
+    lo, whole_lo, whole_hi, hi = prefill_key_ranges(pos_lo, pos_hi, seq_len, window, CAUSAL, WINDOW, BLOCK_N)
     first = tl.maximum(pos_lo - window + 1, 0) if WINDOW else 0
     b_end = b_pos + 1 if CAUSAL else tl.zeros([BLOCK_M], tl.int32) + seq_len
     for part in tl.static_range(0 if WINDOW else 1, 3):
@@ -185,35 +148,53 @@ def _prefill_kernel(
         tl.store(lse_ptr + b_token * heads + b_head, b_lse * LN2, mask=m_row)
 
 
-def default_config(
-    head_size: int, group: int, tokens: int, max_q: int, capacity: int, dtype: str, cache_dtype: str
-) -> tuning.Config:
-    rows = max(16, triton.next_power_of_2(max_q * group))
-    if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
-        return {"BLOCK_M": min(rows, 32), "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
-    if head_size > 256:
-        return {"BLOCK_M": min(rows, 32), "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    if head_size > 128:
-        return {"BLOCK_M": min(rows, 64), "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-    return {"BLOCK_M": min(rows, 128), "BLOCK_N": 64, "num_warps": 8 if rows > 32 else 4, "num_stages": 3}
-
-
-# Fewer rows than half a tile leave most of it empty.
+# The Hopper kernel's rows a tile are 128: half a tile's and fewer leave most of it empty.
 SM90_MIN_ROWS = 64
-# Keys up to which the programs stay and take one item after the other: a program's start is then longer than its work
+# Keys up to which its programs stay and take one item after the other: a program's start is then longer than its work
 # (64 x 256 tokens: 189 us against 207; 16 x 1024: 540 against 366, because items are dealt out unevenly).
 SM90_SHARED_BELOW = 512
 
 
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+def default_config(
+    head_size: int, group: int, tokens: int, max_q: int, capacity: int, dtype: str, cache_dtype: str, arch: str
+) -> tuning.Config:
+    """``arch``: ``"sm90"`` where the Hopper kernel can be had. Its ``PROGRAMS`` share all tiles; 0: one for each."""
+    rows = max(16, triton.next_power_of_2(max_q * group))
+    if arch == "sm90" and max_q * group >= SM90_MIN_ROWS:
+        programs = 132 if capacity <= SM90_SHARED_BELOW else 0
+        return {"kernel": "sm90", "BLOCK_M": 128, "BLOCK_N": 64, "PROGRAMS": programs, "num_warps": 4, "num_stages": 3}
+    config: tuning.Config = {"kernel": "portable"}
+    if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
+        return config | {"BLOCK_M": min(rows, 32), "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
+    if head_size > 256:
+        return config | {"BLOCK_M": min(rows, 32), "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    if head_size > 128:
+        return config | {"BLOCK_M": min(rows, 64), "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    config |= {"BLOCK_M": min(rows, 128), "BLOCK_N": 64, "num_warps": 8 if rows > 32 else 4, "num_stages": 3}
+    # Left to itself, the assembler rather spills (on sm_100) than lets one program less reside.
+    return config | ({"maxnreg": 255} if head_size <= 64 else {})
 
 
-def _on_sm90(device: torch.device) -> bool:
-    if device.type != "cuda" and env.CPU_BACKEND != "compile":
-        return False
-    target = driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch == 90
+def _config_key(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, max_seqlen_q: int
+) -> dict[str, Any]:
+    """What a configuration depends on."""
+    tokens, heads, head_size = q.shape
+    arch = "any"
+    if chip.on_sm90(q.device):
+        from tritonllm.kernels import attention_prefill_sm90 as sm90  # Gluon is not there for every GPU
+
+        arch = "sm90" if sm90.fits(q, k_cache, v_cache) else "any"
+    return {
+        "head_size": head_size,
+        "group": heads // k_cache.shape[2],
+        "tokens": tokens,
+        "max_q": max_seqlen_q,
+        "capacity": block_tables.shape[1] * k_cache.shape[1],
+        "dtype": dtype_name(q),
+        "cache_dtype": dtype_name(k_cache),
+        "arch": arch,
+    }
 
 
 def _reference(
@@ -265,43 +246,50 @@ def _varlen_prefill_attention(
     softcap: float,
 ) -> None:
     require_float8(k_cache)
+    if len(q) == 0 or len(seq_lens) == 0:
+        return
+    args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
+    launch_prefill(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, max_seqlen_q, causal, args)
+
+
+def launch_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    causal: bool,
+    args: AttentionArgs,
+) -> None:
+    """Look up the configuration and launch the kernel that it is for."""
+    key = _config_key(q, k_cache, v_cache, block_tables, max_seqlen_q)
+    config = dict(tuning.get_config("varlen_prefill_attention", q.device, default_config, **key))
+    if config.pop("kernel") == "sm90":
+        from tritonllm.kernels import attention_prefill_sm90 as sm90
+
+        sm90.launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, causal, args, config)
+        return
     tokens, heads, head_size = q.shape
     batch, kv_heads = len(seq_lens), k_cache.shape[2]
-    if tokens == 0 or batch == 0:
-        return
     group = heads // kv_heads
-    plain = softcap == 0 and alibi_slopes is None and k_scale is None and v_scale is None and v_factor == 1.0
-    forced = tuning.is_overridden("varlen_prefill_attention")
-    if plain and not forced and max_seqlen_q * group >= SM90_MIN_ROWS and _on_sm90(q.device):
-        from tritonllm.kernels import attention_prefill_sm90 as sm90  # Gluon is not there for every GPU
-
-        if sm90.fits(q, k_cache, v_cache):
-            tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out, lse, sinks)
-            short = block_tables.shape[1] * k_cache.shape[1] <= SM90_SHARED_BELOW
-            programs = _processors(q.device) if short else None
-            sm90.launch(*tensors, causal=causal, scale=scale, window=window, programs=programs)
-            return
-    config = tuning.get_config(
-        "varlen_prefill_attention",
-        q.device,
-        default_config,
-        head_size=head_size,
-        group=group,
-        tokens=tokens,
-        max_q=max_seqlen_q,
-        capacity=block_tables.shape[1] * k_cache.shape[1],
-        dtype=dtype_name(q),
-        cache_dtype=dtype_name(k_cache),
+    strides = (
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_tables.stride(0),
+        *args.out.stride()[:2],
     )
-    strides = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0), *out.stride()[:2])
     grid = (tokens * group // config["BLOCK_M"] + batch, kv_heads)
     _prefill_kernel[grid](
-        *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, out, lse),
-        *(sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap, batch, *strides),
+        *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, args.out, args.lse),
+        *(args.sinks, args.alibi_slopes, args.k_scale, args.v_scale, args.scale, args.v_factor),
+        *(args.window, args.softcap, batch, *strides),
         GROUP=group,
         CAUSAL=causal,
-        WINDOW=window > 0,
-        SOFTCAP=softcap > 0,
+        WINDOW=args.window > 0,
+        SOFTCAP=args.softcap > 0,
         BLOCK_SIZE=k_cache.shape[1],
         HEAD_SIZE=head_size,
         BLOCK_D=triton.next_power_of_2(head_size),

@@ -21,28 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-3.4028234663852886e38)
+from tritonllm.kernels import tuning
+from tritonllm.kernels.attention_common import LN2, LOG2E, LOWEST, AttentionArgs
+from tritonllm.kernels.attention_schedule import find_prefill_sequence
+from tritonllm.kernels.attention_tiles_sm90 import clear_stale_values, page_descriptors, pages_fit
 
-BLOCK_M = 128  # rows of a program: 64 for each of its two groups
-BLOCK_N = 64
-STAGES = 3
 # Of 65,536 registers: 232 for each thread that multiplies, 40 for one that copies (with 240 and 24 that one spills).
 MAX_REGISTERS = 168
-
-
-@gluon.jit
-def _find_sequence(tile, cu_ptr, batch, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
-    """As in attention_prefill.py."""
-    seq = -1
-    for start in range(0, batch, 128):
-        b_seq = start + gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        b_cu = gl.load(cu_ptr + b_seq, mask=b_seq < batch, other=0).to(gl.int64)
-        seq += gl.sum(((b_seq < batch) & (b_cu * GROUP // BLOCK_M + b_seq <= tile)).to(gl.int32), 0)
-    return seq
 
 
 @gluon.jit
@@ -58,7 +44,8 @@ def _tile_of(item, shape, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.
     """
     cu_ptr, len_ptr, batch, window, tiles = shape
     tile = tiles - 1 - item % tiles  # the last tiles of a sequence see most keys: they start first
-    seq = _find_sequence(tile, cu_ptr, batch, GROUP, BLOCK_M, WARPS)
+    b_lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    seq = find_prefill_sequence(b_lane, tile, cu_ptr, batch, GROUP, BLOCK_M)
     begin = gl.load(cu_ptr + seq)
     q_len = gl.load(cu_ptr + seq + 1) - begin
     seq_len = gl.load(len_ptr + seq)
@@ -142,14 +129,25 @@ def _logits(count, q_smem, pipes, s_layout: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(b_s, tile, b_m, b_l, limits, factor, MASKED: gl.constexpr, WINDOW: gl.constexpr):
-    """The weights of a tile, the new maximum and sum, and the factor of what was summed before."""
+def _softmax(b_s, tile, b_m, b_l, rows, logits, MASKED: gl.constexpr, FLAGS: gl.constexpr):
+    """The weights of a tile, the new maximum and sum, and the factor of what was summed before.
+
+    FLAGS: (window, softcap, ALiBi).
+    """
     BLOCK_N: gl.constexpr = b_s.shape[1]
+    b_begin, b_end, b_pos, b_slope = rows
+    scale, softcap = logits
+    b_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, b_s.type.layout))
+    factor = scale * LOG2E
+    if FLAGS[1]:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
+        b_s = (softcap - 2.0 * softcap / (gl.exp2(b_s * (2.0 * LOG2E * scale / softcap)) + 1.0)) * LOG2E
+        factor = 1.0
+    if FLAGS[2]:
+        b_s = b_s * factor + b_slope[:, None] * (b_key[None, :] - b_pos[:, None]).to(gl.float32)
+        factor = 1.0
     if MASKED:
-        b_begin, b_end = limits
-        b_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, b_s.type.layout))
         m_s = b_key[None, :] < b_end[:, None]
-        if WINDOW:
+        if FLAGS[0]:
             m_s = m_s & (b_key[None, :] >= b_begin[:, None])
         b_s = gl.where(m_s, b_s, float("-inf"))
     b_m_new = gl.maximum(b_m, gl.max(b_s, 1) * factor)
@@ -159,7 +157,7 @@ def _softmax(b_s, tile, b_m, b_l, limits, factor, MASKED: gl.constexpr, WINDOW: 
 
 
 @gluon.jit
-def _step(tile, count, state, q_smem, pipes, limits, factor, MASKED: gl.constexpr, WINDOW: gl.constexpr,
+def _step(tile, count, state, q_smem, pipes, rows, logits, MASKED: gl.constexpr, FLAGS: gl.constexpr,
           s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
     """One tile: its logits and weights, while the values of the tile before are added."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
@@ -171,7 +169,7 @@ def _step(tile, count, state, q_smem, pipes, limits, factor, MASKED: gl.constexp
     t_o = warpgroup_mma(b_p, v_smem.index(before % STAGES), b_o, is_async=True)
     b_s = warpgroup_mma_wait(1, [t_s])
     mbarrier.arrive(k_empty.index(count % STAGES), count=1)
-    b_p, b_m, b_l, b_alpha = _softmax(b_s, tile, b_m, b_l, limits, factor, MASKED, WINDOW)
+    b_p, b_m, b_l, b_alpha = _softmax(b_s, tile, b_m, b_l, rows, logits, MASKED, FLAGS)
     b_o = warpgroup_mma_wait(0, [t_o])
     mbarrier.arrive(v_empty.index(before % STAGES), count=1)
     b_o *= gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
@@ -179,92 +177,84 @@ def _step(tile, count, state, q_smem, pipes, limits, factor, MASKED: gl.constexp
 
 
 @gluon.jit
-def _clear_stale_values(tile, count, first, seq_len, pipes, wide: gl.constexpr):
-    """Write zeros over the slots of a page that hold no key [first, seq_len): their weight is 0, but they may hold NaN.
-
-    Both groups do it, each before its own products, so neither waits for the other.
-    """
-    k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
-    STAGES: gl.constexpr = v_smem.shape[0]
-    BLOCK_N: gl.constexpr = v_smem.shape[1]
-    mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
-    b_v = v_smem.index(count % STAGES).load(wide)
-    b_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, wide))
-    m_v = (b_key >= first) & (b_key < seq_len)
-    v_smem.index(count % STAGES).store(gl.where(m_v[:, None], b_v, gl.zeros_like(b_v)))
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.jit
-def _attend(rows, keys, count, q_smem, pipes, sink_ptr, shape, scale, HALF: gl.constexpr, SINKS: gl.constexpr,
-            GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-            s_layout: gl.constexpr, o_layout: gl.constexpr, wide: gl.constexpr):  # fmt: skip
+def _attend(rows, keys, count, q_smem, pipes, heads, shape, logits, HALF: gl.constexpr, GROUP: gl.constexpr,
+            CAUSAL: gl.constexpr, FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, s_layout: gl.constexpr,
+            o_layout: gl.constexpr):  # fmt: skip
     """64 rows over all their keys, from the last tile to the first; returns values, maxima, sums and the count."""
     valid, kv_head, seq, begin, q_len, pair, cached, seq_len = rows
     lo, whole_lo, whole_hi, hi, first, end = keys
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
+    sink_ptr, slope_ptr, k_scale_ptr, v_scale_ptr = heads
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     HEAD_SIZE: gl.constexpr = v_smem.shape[2]
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    factor = scale * LOG2E
     b_pair = pair + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     b_pos = cached + b_pair // GROUP
-    limits = (b_pos - shape[3] + 1, gl.minimum(b_pos + 1, end) if CAUSAL else b_pos * 0 + end)
+    b_slope = b_pos
+    if FLAGS[2]:
+        b_slope = gl.load(slope_ptr + kv_head * GROUP + b_pair % GROUP).to(gl.float32) * LOG2E
+    row_keys = (b_pos - shape[3] + 1, gl.minimum(b_pos + 1, end) if CAUSAL else b_pos * 0 + end, b_pos, b_slope)
     b_m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
     b_l = gl.zeros([64], gl.float32, gl.SliceLayout(1, s_layout))
-    if SINKS:
+    if sink_ptr is not None:
         b_sink = gl.load(sink_ptr + kv_head * GROUP + b_pair % GROUP).to(gl.float32) * LOG2E
         b_m = gl.maximum(b_sink, LOWEST)
         b_l = gl.exp2(b_sink - b_m)
 
     b_s = warpgroup_mma_wait(0, [_logits(count, q_smem, pipes, s_layout)])
     mbarrier.arrive(k_empty.index(count % STAGES), count=1)
-    b_p, b_m, b_l, b_alpha = _softmax(b_s, hi - 1, b_m, b_l, limits, factor, True, WINDOW)
-    if (hi * BLOCK_N > seq_len) & (seq_len % BLOCK_SIZE != 0):
-        _clear_stale_values(hi - 1, count, first, seq_len, pipes, wide)
+    b_p, b_m, b_l, b_alpha = _softmax(b_s, hi - 1, b_m, b_l, row_keys, logits, True, FLAGS)
+    if (hi * BLOCK_N > seq_len) & (seq_len % BLOCK_SIZE != 0):  # both groups do it, so neither waits for the other
+        mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
+        clear_stale_values(v_smem.index(count % STAGES), (hi - 1) * BLOCK_N, first, seq_len)
     b_o = gl.zeros([64, HEAD_SIZE], gl.float32, o_layout)
     state = (b_o, b_m, b_l, gl.convert_layout(b_p.to(v_smem.dtype), p_layout))
     count += 1
     top = gl.maximum(gl.minimum(whole_hi, hi - 1), lo)
     low = gl.minimum(gl.maximum(whole_lo, lo), top)
     for i in range(hi - 1 - top):
-        state = _step(hi - 2 - i, count, state, q_smem, pipes, limits, factor, True, WINDOW, s_layout, p_layout)
+        state = _step(hi - 2 - i, count, state, q_smem, pipes, row_keys, logits, True, FLAGS, s_layout, p_layout)
         count += 1
     for i in range(top - low):
-        state = _step(top - 1 - i, count, state, q_smem, pipes, limits, factor, False, WINDOW, s_layout, p_layout)
+        state = _step(top - 1 - i, count, state, q_smem, pipes, row_keys, logits, False, FLAGS, s_layout, p_layout)
         count += 1
-    if WINDOW:
+    if FLAGS[0]:
         for i in range(low - lo):
-            state = _step(low - 1 - i, count, state, q_smem, pipes, limits, factor, True, WINDOW, s_layout, p_layout)
+            state = _step(low - 1 - i, count, state, q_smem, pipes, row_keys, logits, True, FLAGS, s_layout, p_layout)
             count += 1
     b_o, b_m, b_l, b_p = state
     last = count - 1
-    if WINDOW:
-        if first % BLOCK_SIZE != 0:
-            _clear_stale_values(lo, last, first, seq_len, pipes, wide)
     mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
+    if FLAGS[0]:
+        if first % BLOCK_SIZE != 0:
+            clear_stale_values(v_smem.index(last % STAGES), lo * BLOCK_N, first, seq_len)
     b_o = warpgroup_mma_wait(0, [warpgroup_mma(b_p, v_smem.index(last % STAGES), b_o, is_async=True)])
     mbarrier.arrive(v_empty.index(last % STAGES), count=1)
     return b_o, b_m, b_l, count
 
 
 @gluon.jit
-def _multiply(tensors, strides, pipes, q_smem, shape, items, scale, HALF: gl.constexpr, LSE: gl.constexpr,
-              SINKS: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-              BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):  # fmt: skip
+def _multiply(tensors, strides, heads, pipes, q_smem, shape, items, factors, HALF: gl.constexpr, GROUP: gl.constexpr,
+              CAUSAL: gl.constexpr, FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
+              BLOCK_N: gl.constexpr):  # fmt: skip
     """One of the two groups that multiply: rows [64 HALF, 64 HALF + 64) of each item."""
-    q_ptr, out_ptr, lse_ptr, sink_ptr = tensors
-    stride_q_token, stride_q_head, stride_out_token, stride_out_head, heads = strides
+    q_ptr, out_ptr, lse_ptr = tensors
+    stride_q_token, stride_q_head, stride_out_token, stride_out_head, num_heads = strides
+    sink_ptr, slope_ptr, k_scale_ptr, v_scale_ptr = heads
     HEAD_SIZE: gl.constexpr = q_smem.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     count = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        rows, keys = _tile_of(item, shape, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N, 4)
+        rows, keys = _tile_of(item, shape, GROUP, CAUSAL, FLAGS[0], BLOCK_M, BLOCK_N, 4)
         valid, kv_head, seq, begin, q_len, pair, cached, seq_len = rows
+        scale, out_scale, softcap = factors
+        if k_scale_ptr is not None:
+            scale *= gl.load(k_scale_ptr + kv_head)
+        if v_scale_ptr is not None:
+            out_scale *= gl.load(v_scale_ptr + kv_head)
         if valid:
             b_pair = pair + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, wide))
             b_dim = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))
@@ -276,17 +266,17 @@ def _multiply(tensors, strides, pipes, q_smem, shape, items, scale, HALF: gl.con
             fence_async_shared()
             gl.thread_barrier()
             b_o, b_m, b_l, count = _attend(
-                rows, keys, count, q_smem.index(HALF), pipes, sink_ptr, shape, scale,
-                HALF, SINKS, GROUP, CAUSAL, WINDOW, BLOCK_SIZE, s_layout, o_layout, wide,
+                rows, keys, count, q_smem.index(HALF), pipes, heads, shape, (scale, softcap),
+                HALF, GROUP, CAUSAL, FLAGS, BLOCK_SIZE, s_layout, o_layout,
             )  # fmt: skip
             b_divisor = gl.where(b_l == 0.0, 1.0, b_l)  # 0 for a row that saw nothing
-            b_o *= gl.convert_layout(1.0 / b_divisor, gl.SliceLayout(1, o_layout))[:, None]
+            b_o *= gl.convert_layout(out_scale / b_divisor, gl.SliceLayout(1, o_layout))[:, None]
             p_out = out_ptr + (b_token * stride_out_token + b_head * stride_out_head)[:, None] + b_dim[None, :]
             gl.store(p_out, gl.convert_layout(b_o.to(out_ptr.dtype.element_ty), wide), mask=m_row[:, None])
-            if LSE:
+            if lse_ptr is not None:
                 b_pair = pair + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
                 b_lse = gl.where(b_l == 0.0, float("-inf"), b_m + gl.log2(b_divisor)) * LN2
-                p_lse = lse_ptr + (begin.to(gl.int64) + b_pair // GROUP) * heads + kv_head * GROUP + b_pair % GROUP
+                p_lse = lse_ptr + (begin.to(gl.int64) + b_pair // GROUP) * num_heads + kv_head * GROUP + b_pair % GROUP
                 gl.store(p_lse, b_lse, mask=b_pair < q_len * GROUP)
 
 
@@ -300,10 +290,15 @@ def _prefill_sm90_kernel(
     cu_ptr,  # [B + 1]
     len_ptr,  # [B]
     out_ptr,  # [T, H, D]
-    lse_ptr,  # [T, H] float32, read if LSE
-    sink_ptr,  # [H], read if SINKS
+    lse_ptr,  # [T, H] float32, or None
+    sink_ptr,  # [H], or None
+    slope_ptr,  # [H], or None
+    k_scale_ptr,  # [K], or None
+    v_scale_ptr,  # [K], or None
     scale,
+    v_factor,
     window,
+    softcap,
     batch,
     tiles,  # of BLOCK_M rows, for each key/value head
     items,
@@ -314,11 +309,10 @@ def _prefill_sm90_kernel(
     stride_table,
     stride_out_token,
     stride_out_head,
-    LSE: gl.constexpr,
-    SINKS: gl.constexpr,
     GROUP: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -339,17 +333,20 @@ def _prefill_sm90_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)  # by both groups
         mbarrier.init(v_empty.index(i), count=2)
-    tensors = (q_ptr, out_ptr, lse_ptr, sink_ptr)
+    tensors = (q_ptr, out_ptr, lse_ptr)
     strides = (stride_q_token, stride_q_head, stride_out_token, stride_out_head, heads)
+    of_heads = (sink_ptr, slope_ptr, k_scale_ptr, v_scale_ptr)
     pipes = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     shape = (cu_ptr, len_ptr, batch, window, tiles)
     table = (table_ptr, stride_table, num_rows)
+    factors = (scale, v_factor, softcap)
+    FLAGS: gl.constexpr = (WINDOW, SOFTCAP, slope_ptr is not None)
     gl.warp_specialize(
         [
-            (_multiply, (tensors, strides, pipes, q_smem, shape, items, scale,
-                         0, LSE, SINKS, GROUP, CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N)),
-            (_multiply, (tensors, strides, pipes, q_smem, shape, items, scale,
-                         1, LSE, SINKS, GROUP, CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M, BLOCK_N)),
+            (_multiply, (tensors, strides, of_heads, pipes, q_smem, shape, items, factors,
+                         0, GROUP, CAUSAL, FLAGS, BLOCK_SIZE, BLOCK_M, BLOCK_N)),
+            (_multiply, (tensors, strides, of_heads, pipes, q_smem, shape, items, factors,
+                         1, GROUP, CAUSAL, FLAGS, BLOCK_SIZE, BLOCK_M, BLOCK_N)),
             (_copy, ((k_desc, v_desc), table, pipes, shape, items,
                      GROUP, CAUSAL, WINDOW, BLOCK_SIZE, HEAD_SIZE, BLOCK_M, BLOCK_N)),
         ],
@@ -359,19 +356,10 @@ def _prefill_sm90_kernel(
 
 
 def fits(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Head sizes 64 and 128 of a 16-bit dtype, in caches that are one row of memory after the other."""
-    blocks, size, _, head_size = k_cache.shape
-    if head_size not in (64, 128) or q.dtype == torch.float32 or k_cache.dtype != q.dtype:
+    """Head sizes 64 and 128 of a 16-bit dtype (with 256 the accumulators leave too few registers)."""
+    if q.shape[-1] not in (64, 128) or q.dtype == torch.float32 or k_cache.dtype != q.dtype:
         return False
-    if size < 8 or size & (size - 1) or blocks * size >= 2**31:
-        return False
-    return all(
-        cache.stride(2) == head_size
-        and cache.stride(0) == size * cache.stride(1)
-        and cache.stride(1) % 8 == 0
-        and cache.data_ptr() % 16 == 0
-        for cache in (k_cache, v_cache)
-    )
+    return pages_fit(k_cache, v_cache)
 
 
 def launch(
@@ -381,40 +369,30 @@ def launch(
     block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    *,
     causal: bool,
-    scale: float,
-    window: int,
-    programs: int | None,
+    args: AttentionArgs,
+    config: tuning.Config,
 ) -> None:
-    """Write ``out`` and ``lse``; ``programs`` share all items, or by default each has one."""
+    """Write ``args.out`` and ``args.lse``; ``PROGRAMS`` share all items, or each has one if that is 0."""
     tokens, heads, head_size = q.shape
     blocks, size, kv_heads, _ = k_cache.shape
+    config = dict(config)
     group, batch = heads // kv_heads, len(seq_lens)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    shape, box = [blocks * size, kv_heads * head_size], [min(size, BLOCK_N), head_size]
-    k_desc = TensorDescriptor(k_cache, shape, [k_cache.stride(1), 1], box, layout)
-    v_desc = TensorDescriptor(v_cache, shape, [v_cache.stride(1), 1], box, layout)
-    tiles = tokens * group // BLOCK_M + batch
+    tiles = tokens * group // config["BLOCK_M"] + batch
     items = tiles * kv_heads
-    _prefill_sm90_kernel[(items if programs is None else min(programs, items),)](
-        *(q, k_desc, v_desc, block_tables, cu_seqlens_q, seq_lens, out),
-        *(q if lse is None else lse, q if sinks is None else sinks),
-        *(scale, window, batch, tiles, items, blocks * size, heads),
-        *(*q.stride()[:2], block_tables.stride(0), *out.stride()[:2]),
-        LSE=lse is not None,
-        SINKS=sinks is not None,
+    programs = min(config.pop("PROGRAMS") or items, items)
+    _prefill_sm90_kernel[(programs,)](
+        *(q, *page_descriptors(k_cache, v_cache, config["BLOCK_N"]), block_tables, cu_seqlens_q, seq_lens),
+        *(args.out, args.lse, args.sinks, args.alibi_slopes, args.k_scale, args.v_scale),
+        *(args.scale, args.v_factor, args.window, args.softcap, batch, tiles, items, blocks * size, heads),
+        *(*q.stride()[:2], block_tables.stride(0), *args.out.stride()[:2]),
         GROUP=group,
         CAUSAL=causal,
-        WINDOW=window > 0,
+        WINDOW=args.window > 0,
+        SOFTCAP=args.softcap > 0,
         BLOCK_SIZE=size,
         HEAD_SIZE=head_size,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        STAGES=STAGES,
-        num_warps=4,
+        STAGES=config.pop("num_stages"),
         maxnreg=MAX_REGISTERS,
+        **config,
     )

@@ -1,8 +1,12 @@
-"""Equal work for all programs of an attention kernel: one list of tiles, cut into stretches, found on the device.
+"""Which keys a program of an attention kernel takes, found on the device.
 
-The list holds the tiles of keys of all (head, sequence) pairs, head by head, sequence by sequence, tile by tile.
-Program g takes tiles [g share, (g + 1) share). Nothing but the lengths decides where a pair is cut, so every program
-finds the same cuts, its own and its neighbours', with no table of them.
+Decode and verify: equal work for all programs. One list holds the tiles of keys of all (head, sequence) pairs, head by
+head, sequence by sequence, tile by tile, and program g takes tiles [g share, (g + 1) share). Nothing but the lengths
+decides where a pair is cut, so every program finds the same cuts, its own and its neighbours', with no table of them.
+
+Prefill: a program has one tile of rows, and all the keys that those see.
+
+The functions take the lanes of their vectors as arguments, so that kernels in Gluon can call them with a layout.
 """
 
 import triton
@@ -31,26 +35,26 @@ def describe_sequence(seq, m_seq, len_ptr, cu_ptr, window, WINDOW: tl.constexpr,
 
 
 @triton.jit
-def count_tiles(len_ptr, cu_ptr, batch, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Tiles of keys of all sequences, for one head."""
-    b_total = tl.zeros([BLOCK_B], tl.int32)
-    for start in tl.range(0, batch, BLOCK_B):
-        b_seq = start + tl.arange(0, BLOCK_B)
+def count_tiles(b_lane, len_ptr, cu_ptr, batch, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles of keys of all sequences together, for one head, and of the longest; ``b_lane`` counts from 0."""
+    b_total = b_lane * 0
+    b_most = b_lane * 0
+    for start in tl.range(0, batch, b_lane.shape[0]):
+        b_seq = start + b_lane
         _, _, _, b_tiles = describe_sequence(b_seq, b_seq < batch, len_ptr, cu_ptr, window, WINDOW, BLOCK_N)
         b_total += b_tiles
-    return tl.sum(b_total, 0)
+        b_most = tl.maximum(b_most, b_tiles)
+    return tl.sum(b_total, 0), tl.max(b_most, 0)
 
 
 @triton.jit
-def find_sequence(
-    tile, len_ptr, cu_ptr, batch, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
-):
+def find_sequence(b_lane, tile, len_ptr, cu_ptr, batch, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """The sequence that a tile belongs to, and the tiles of all before it."""
     seq = 0
     before = 0
     total = 0
-    for start in tl.range(0, batch, BLOCK_B):
-        b_seq = start + tl.arange(0, BLOCK_B)
+    for start in tl.range(0, batch, b_lane.shape[0]):
+        b_seq = start + b_lane
         _, _, _, b_tiles = describe_sequence(b_seq, b_seq < batch, len_ptr, cu_ptr, window, WINDOW, BLOCK_N)
         b_end = total + tl.cumsum(b_tiles, 0)
         b_before = (b_seq < batch) & (b_end <= tile)
@@ -58,6 +62,16 @@ def find_sequence(
         before += tl.sum(tl.where(b_before, b_tiles, 0), 0)
         total = tl.max(b_end, 0)
     return seq, before
+
+
+@triton.jit
+def divide(all_tiles, programs, MIN_TILES: tl.constexpr):
+    """Each program's share of the list, and the least tiles of a pair's part.
+
+    To cut a pair costs as much as some tiles: a program with few cuts only where long parts remain.
+    """
+    share = tl.cdiv(all_tiles, programs)
+    return share, tl.minimum(tl.maximum(MIN_TILES * MIN_TILES // share, 1), MIN_TILES)
 
 
 @triton.jit
@@ -70,45 +84,80 @@ def cut(at, tiles, unit):
 
 @triton.jit
 def merge_parts(
-    part_ptr,  # [2 G, M, D] float32
+    part_ptr,  # [2 G, M, D] float32 for G programs
     part_lse_ptr,  # [2 G, M] float32, base 2
     pair,  # the first tile of a pair in the list
     tiles,
     share,
     unit,
+    b_row,  # [R] rows of the pair's tile
     m_row,
+    b_dim,  # [D'] at least HEAD_SIZE dimensions
     HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """The parts of a pair as one, in the order of their keys: ``(out [R, D], logarithm of the denominator [R])``."""
-    PARTS: tl.constexpr = max(1, min(16, 4096 // (ROWS * BLOCK_D)))
-    b_row = tl.arange(0, ROWS)
-    b_dim = tl.arange(0, BLOCK_D)
+    """The parts of a pair as one, in the order of their keys: ``(out [R, D'], logarithm of the denominator [R])``."""
+    PARTS: tl.constexpr = max(1, min(8, 4096 // (b_row.shape[0] * b_dim.shape[0])))
     m_part = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
     begin = pair // share  # the programs whose stretches touch the pair
     end = (pair + tiles - 1) // share + 1
-    b_m = tl.full([ROWS], LOWEST, tl.float32)
+    b_m = b_row * 0.0 + LOWEST
+    lo = pair * 0
     for start in tl.range(begin, end, 16, num_stages=1):
-        b_program = start + tl.arange(0, 16)
-        b_lo = cut(b_program * share - pair, tiles, unit)
-        m_lse = (b_program < end) & (b_lo < cut((b_program + 1) * share - pair, tiles, unit))
-        b_slot = b_program * 2 + (b_lo == 0).to(tl.int32)
-        p_lse = part_lse_ptr + b_slot[None, :] * BLOCK_M + b_row[:, None]
-        b_lse = tl.load(p_lse, mask=m_lse[None, :] & m_row[:, None], other=float("-inf"))
-        b_m = tl.maximum(b_m, tl.max(b_lse, 1))
-    b_l = tl.zeros([ROWS], tl.float32)
-    b_acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for i in tl.static_range(16):  # the loads of all these parts wait together
+            hi = cut((start + i + 1) * share - pair, tiles, unit)
+            p_lse = part_lse_ptr + ((start + i) * 2 + (lo == 0).to(tl.int32)) * BLOCK_M + b_row
+            b_m = tl.maximum(b_m, tl.load(p_lse, mask=m_row & (lo < hi), other=float("-inf")))
+            lo = hi
+    b_l = b_row * 0.0
+    b_acc = b_row[:, None] * 0.0 + b_dim[None, :] * 0.0
+    lo = pair * 0
     for start in tl.range(begin, end, PARTS, num_stages=1):
-        for i in tl.static_range(PARTS):  # the loads of all these parts wait together
-            program = start + i
-            lo = cut(program * share - pair, tiles, unit)
-            there = (program < end) & (lo < cut((program + 1) * share - pair, tiles, unit))
-            slot = program * 2 + (lo == 0).to(tl.int32)
-            b_lse = tl.load(part_lse_ptr + slot * BLOCK_M + b_row, mask=m_row & there, other=float("-inf"))
+        for i in tl.static_range(PARTS):
+            hi = cut((start + i + 1) * share - pair, tiles, unit)
+            slot = (start + i) * 2 + (lo == 0).to(tl.int32)
+            b_lse = tl.load(part_lse_ptr + slot * BLOCK_M + b_row, mask=m_row & (lo < hi), other=float("-inf"))
             p_part = part_ptr + (slot * BLOCK_M + b_row).to(tl.int64)[:, None] * HEAD_SIZE + b_dim[None, :]
             b_weight = tl.exp2(b_lse - b_m)
             b_l += b_weight
-            b_acc += b_weight[:, None] * tl.load(p_part, mask=m_part & there, other=0.0)
+            b_acc += b_weight[:, None] * tl.load(p_part, mask=m_part & (lo < hi), other=0.0)
+            lo = hi
     return finish_softmax(b_acc, b_m, b_l)
+
+
+@triton.jit
+def find_prefill_sequence(b_lane, tile, cu_ptr, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence that a prefill's tile of BLOCK_M (token, head) pairs belongs to.
+
+    Sequence b begins at tile ``cu[b] * GROUP // BLOCK_M + b``: enough for all before it, whatever their lengths.
+    """
+    seq = -1
+    for start in tl.range(0, batch, b_lane.shape[0]):
+        b_seq = start + b_lane
+        b_cu = tl.load(cu_ptr + b_seq, mask=b_seq < batch, other=0).to(tl.int64)
+        b_begun = (b_seq < batch) & (b_cu * GROUP // BLOCK_M + b_seq <= tile)
+        seq += tl.sum(b_begun.to(tl.int32), 0)
+    return seq
+
+
+@triton.jit
+def prefill_key_ranges(
+    pos_lo, pos_hi, seq_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The keys for queries at positions pos_lo to pos_hi, as ``lo <= whole_lo <= whole_hi <= hi``.
+
+    All queries see all of [whole_lo, whole_hi); [lo, whole_lo) and [whole_hi, hi) need a mask. All but hi are multiples
+    of BLOCK_N.
+    """
+    lo = 0
+    whole_lo = 0
+    hi = seq_len
+    whole_hi = seq_len
+    if WINDOW:
+        lo = tl.maximum(pos_lo - window + 1, 0) // BLOCK_N * BLOCK_N
+        whole_lo = tl.cdiv(tl.maximum(pos_hi - window + 1, 0), BLOCK_N) * BLOCK_N
+    if CAUSAL:
+        hi = tl.minimum(pos_hi + 1, seq_len)
+        whole_hi = tl.maximum(tl.minimum(pos_lo + 1, seq_len), 0)
+    whole_hi = tl.maximum(whole_hi // BLOCK_N * BLOCK_N, lo)
+    return lo, tl.minimum(whole_lo, whole_hi), whole_hi, hi

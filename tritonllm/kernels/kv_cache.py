@@ -18,17 +18,18 @@ from tritonllm.kernels.attention_common import (
     split_scale,
 )
 from tritonllm.kernels.checks import check_tensor
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.registry import register_op
 
 
 @triton.jit
-def _inverse_scale(scale_ptr, inverse, b_head, m_col):
-    """1 / scale for each column: the head's, or the number ``inverse``."""
+def inverse_scale(scale_ptr, inverse, b_head, m_head):
+    """1 / scale for each of these heads: from memory, or the number ``inverse``."""
     if scale_ptr is not None:
-        b_inverse = tl.div_rn(1.0, tl.load(scale_ptr + b_head, mask=m_col, other=1.0))
+        b_inverse = tl.div_rn(1.0, tl.load(scale_ptr + b_head, mask=m_head, other=1.0))
     else:
         b_inverse = tl.zeros_like(b_head).to(tl.float32) + inverse
-    return b_inverse[None, :]
+    return b_inverse
 
 
 # Arguments whose values and alignment change from step to step: one compilation serves them all.
@@ -57,28 +58,37 @@ def _store_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,  # what is stored is divided by a scale, or of another dtype
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK_T tokens, BLOCK of the K * D columns, keys and values."""
-    b_token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    b_slot = tl.load(slot_ptr + b_token, mask=b_token < T, other=-1)
-    b_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    PROGRAMS: tl.constexpr = triton.cdiv(KV_HEADS * HEAD_SIZE, BLOCK)  # of a token
+    b_token = (tl.program_id(0) // PROGRAMS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    b_col = tl.program_id(0) % PROGRAMS * BLOCK + tl.arange(0, BLOCK)
     m_col = b_col < KV_HEADS * HEAD_SIZE
-    mask = (b_slot >= 0)[:, None] & m_col[None, :]
+    m_token = b_token < T
     b_head = b_col // HEAD_SIZE
     b_dim = (b_col % HEAD_SIZE)[None, :]
-
-    # Both loads before the first store: the compiler may not move a load over a store.
     p_k = k_ptr + (b_token * stride_k_token)[:, None] + (b_head * stride_k_head)[None, :] + b_dim
     p_v = v_ptr + (b_token * stride_v_token)[:, None] + (b_head * stride_v_head)[None, :] + b_dim
-    b_k = tl.load(p_k, mask=mask).to(tl.float32) * _inverse_scale(k_scale_ptr, k_inverse, b_head, m_col)
-    b_v = tl.load(p_v, mask=mask).to(tl.float32) * _inverse_scale(v_scale_ptr, v_inverse, b_head, m_col)
+    wait_for_previous(PDL)
+    # All loads before the first store, which the compiler may not move a load over; and what is not stored is loaded
+    # too, since a mask from the slots would make keys and values wait for them.
+    b_slot = tl.load(slot_ptr + b_token, mask=m_token, other=-1)
+    b_k = tl.load(p_k, mask=m_token[:, None] & m_col[None, :])
+    b_v = tl.load(p_v, mask=m_token[:, None] & m_col[None, :])
+    let_next_start(PDL)
+    if SCALED:
+        b_k = b_k.to(tl.float32) * inverse_scale(k_scale_ptr, k_inverse, b_head, m_col)[None, :]
+        b_v = b_v.to(tl.float32) * inverse_scale(v_scale_ptr, v_inverse, b_head, m_col)[None, :]
+    mask = (b_slot >= 0)[:, None] & m_col[None, :]
     b_block = b_slot // BLOCK_SIZE
     b_slot = b_slot % BLOCK_SIZE
     p_kc = k_cache_ptr + (b_block * stride_kc_block + b_slot * stride_kc_slot)[:, None]
     p_vc = v_cache_ptr + (b_block * stride_vc_block + b_slot * stride_vc_slot)[:, None]
-    # To float8 the conversion rounds to nearest even and saturates.
+    # From float32 to float8 the conversion rounds to nearest even and saturates.
     tl.store(p_kc + (b_head * stride_kc_head)[None, :] + b_dim, b_k.to(k_cache_ptr.dtype.element_ty), mask=mask)
     tl.store(p_vc + (b_head * stride_vc_head)[None, :] + b_dim, b_v.to(v_cache_ptr.dtype.element_ty), mask=mask)
 
@@ -120,9 +130,10 @@ def _copy_blocks_kernel(
 
 
 def default_store_config(columns: int, tokens: int) -> tuning.Config:
-    # Few tokens: a program each, for latency. Many: several loads in flight in each thread.
-    block = min(triton.next_power_of_2(columns), 1024)
-    return {"BLOCK_T": 1 if tokens <= 1024 else 4, "BLOCK": block, "num_warps": max(1, block // 256)}
+    """Few tokens: small programs, for latency. Many: several loads in flight in each thread."""
+    block = min(triton.next_power_of_2(columns), 256 if tokens <= 16 else 1024)
+    block_t = 1 if tokens <= 128 else 4
+    return {"BLOCK_T": block_t, "BLOCK": block, "num_warps": max(1, block // 128)}
 
 
 def default_copy_config(elements: int) -> tuning.Config:
@@ -130,7 +141,7 @@ def default_copy_config(elements: int) -> tuning.Config:
     return {"BLOCK": block, "num_warps": max(1, block // 1024)}
 
 
-def _store_reference(
+def store_reference(
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
@@ -151,7 +162,7 @@ def _store_reference(
         cache[block, slot] = y.to(cache.dtype)
 
 
-@register_op(mutates=("k_cache", "v_cache"), reference=_store_reference)
+@register_op(mutates=("k_cache", "v_cache"), reference=store_reference)
 def _store_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -170,12 +181,15 @@ def _store_kv(
         return
     config = tuning.get_config("store_kv", k.device, default_store_config, columns=columns, tokens=tokens)
     strides = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
-    _store_kv_kernel[triton.cdiv(tokens, config["BLOCK_T"]), triton.cdiv(columns, config["BLOCK"])](
+    programs = triton.cdiv(tokens, config["BLOCK_T"]) * triton.cdiv(columns, config["BLOCK"])
+    _store_kv_kernel[(programs,)](
         *(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, 1.0 / k_factor, 1.0 / v_factor, tokens, *strides),
         BLOCK_SIZE=k_cache.shape[1],
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
+        SCALED=k_cache.dtype != k.dtype or (k_scale, v_scale, k_factor, v_factor) != (None, None, 1, 1),
         **config,
+        **dependent_launch(k.device, programs),
     )
 
 
@@ -246,7 +260,7 @@ def store_kv_ref(
 ) -> None:
     """:func:`store_kv` in plain torch."""
     scales = _check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    _store_reference(k, v, k_cache, v_cache, slot_mapping, *scales)
+    store_reference(k, v, k_cache, v_cache, slot_mapping, *scales)
 
 
 def _check_store(

@@ -61,7 +61,7 @@ def layer_norm_ref(
 ) -> torch.Tensor:
     """:func:`layer_norm` in plain torch."""
     out = torch.empty_like(x) if out is None else out
-    norm_reference(x, None, weight, bias, out, eps, 0.0, 1.0, True)
+    norm_reference(x, None, weight, bias, out, None, eps, 0.0, 1.0, True)
     return out
 
 
@@ -109,5 +109,5 @@ def fused_add_layer_norm_ref(
     x_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fused_add_layer_norm` in plain torch."""
-    norm_reference(x, residual, weight, bias, x, eps, 0.0, x_scale, True)
+    norm_reference(x, residual, weight, bias, x, None, eps, 0.0, x_scale, True)
     return x, residual

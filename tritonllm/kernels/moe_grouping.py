@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels import tuning
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+
+GROUP = 16  # blocks that share each tile of their expert's weights, which is then read from memory once
 
 
 class ExpertBlocks(NamedTuple):
@@ -19,7 +22,9 @@ class ExpertBlocks(NamedTuple):
 
     Attributes:
         order: ``[T * k]`` int32 pairs; what lies beyond the pairs that have an expert is undefined.
-        table: ``[3, blocks]`` int32: expert, first position in ``order``, pairs (0: no such block).
+        table: ``[3, blocks]`` int32: expert, first position in ``order``, pairs (0: no such block, and none after it).
+            In memory follow the number of blocks with pairs, and for each block the first block of its group and how
+            many it has: up to ``GROUP`` blocks of one expert, to be worked on together.
         block_m: the most pairs in a block.
     """
 
@@ -56,8 +61,11 @@ def _count_kernel(
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
     E_BLOCK: tl.constexpr,  # power of two, >= experts
+    PDL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     b_expert = expert_of_pairs(ids_ptr, map_ptr, pair, pairs, experts, num_ids, stride_ids, TOP_K, HAS_MAP)
@@ -65,26 +73,31 @@ def _count_kernel(
     tl.store(counts_ptr + chunk * E_BLOCK + tl.arange(0, E_BLOCK), b_count)
 
 
-@triton.jit(do_not_specialize=["pairs", "num_blocks", "block_m"])
+@triton.jit(do_not_specialize=["pairs", "num_blocks", "block_m", "unit"])
 def _place_kernel(
     ids_ptr,
     map_ptr,
     counts_ptr,  # [chunks, E_BLOCK], not read if ONE_CHUNK
     order_ptr,  # [pairs]
-    table_ptr,  # [3, num_blocks]
+    table_ptr,  # [3 * num_blocks + 1 + 2 * num_blocks]
     pairs,
     experts,
     num_ids,
     stride_ids,
     num_blocks,
     block_m,
+    unit,  # divides block_m
+    GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
     E_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
     CHUNK: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -118,12 +131,22 @@ def _place_kernel(
         block = first + tl.arange(0, COLS)
         b_owner = tl.sum((b_end[None, :] <= block[:, None]).to(tl.int32), axis=1)
         b_owner = tl.where(block < used, b_owner, 0)
-        b_done = (block - tl.gather(b_end - b_blocks, b_owner, 0)) * block_m
-        b_rows = tl.minimum(tl.gather(b_total, b_owner, 0) - b_done, block_m)
+        # an expert's blocks get equal shares of its pairs, but for the unit
+        b_of_owner = tl.maximum(tl.gather(b_blocks, b_owner, 0), 1)
+        b_pairs = tl.gather(b_total, b_owner, 0)
+        b_units = (b_pairs + unit - 1) // unit
+        b_block = block - tl.gather(b_end - b_blocks, b_owner, 0)
+        b_done = b_block * b_units // b_of_owner * unit
+        b_rows = tl.minimum((b_block + 1) * b_units // b_of_owner * unit, b_pairs) - b_done
         mask = block < num_blocks
         tl.store(table_ptr + block, b_owner, mask=mask)
         tl.store(table_ptr + num_blocks + block, tl.gather(b_start, b_owner, 0) + b_done, mask=mask)
         tl.store(table_ptr + 2 * num_blocks + block, tl.where(block < used, b_rows, 0), mask=mask)
+        b_group = b_block // GROUP * GROUP
+        tl.store(table_ptr + 3 * num_blocks + 1 + block, block - b_block + b_group, mask=mask)
+        tl.store(table_ptr + 4 * num_blocks + 1 + block, tl.minimum(b_of_owner - b_group, GROUP), mask=mask)
+    if chunk == 0:
+        tl.store(table_ptr + 3 * num_blocks, used)
 
 
 def default_config(pairs: int, experts: int) -> tuning.Config:
@@ -134,15 +157,19 @@ def default_config(pairs: int, experts: int) -> tuning.Config:
 
 
 def group_by_expert(
-    ids: torch.Tensor, experts: int, block_m: int, expert_map: torch.Tensor | None = None
+    ids: torch.Tensor, experts: int, block_m: int, expert_map: torch.Tensor | None = None, *, unit: int | None = None
 ) -> ExpertBlocks:
     """Order pairs by expert and cut them in blocks of at most ``block_m`` pairs of one expert; for the device only.
+
+    An expert gets as few blocks as it needs, which share its pairs evenly in units.
 
     Args:
         ids: ``[T, k]`` int32 or int64 expert ids, at least one; one out of range has no expert.
         experts: experts that live here.
         block_m: rows of a block.
         expert_map: ``[E]`` int32 from an id to an expert here, or -1; by default ids are experts.
+        unit: divides ``block_m``; all blocks but an expert's last hold a multiple of it. Default ``block_m``: all but
+            the last are full.
     """
     pairs, top_k = ids.numel(), ids.shape[1]
     live = min(experts, pairs)
@@ -151,11 +178,11 @@ def group_by_expert(
     chunks = triton.cdiv(pairs, config["CHUNK"])
     e_block = max(16, triton.next_power_of_2(experts))
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    table = torch.empty((3, num_blocks), dtype=torch.int32, device=ids.device)
+    table = torch.empty(5 * num_blocks + 1, dtype=torch.int32, device=ids.device)[: 3 * num_blocks].view(3, num_blocks)
     map_or_ids = ids if expert_map is None else expert_map
     num_ids = experts if expert_map is None else expert_map.shape[0]
     arguments = (pairs, experts, num_ids, ids.stride(0))
-    flags = {"TOP_K": top_k, "HAS_MAP": expert_map is not None, "E_BLOCK": e_block}
+    flags = {"TOP_K": top_k, "HAS_MAP": expert_map is not None, "E_BLOCK": e_block, **dependent_launch(ids.device)}
     counts = order  # not read if one chunk holds all pairs
     if chunks > 1:
         counts = torch.empty((chunks, e_block), dtype=torch.int32, device=ids.device)
@@ -171,7 +198,9 @@ def group_by_expert(
         *arguments,
         num_blocks,
         block_m,
+        block_m if unit is None else unit,
         **flags,
+        GROUP=GROUP,
         ONE_CHUNK=chunks == 1,
         **config,
     )

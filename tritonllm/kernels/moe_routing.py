@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tritonllm.kernels import tuning
 from tritonllm.kernels.checks import check_tensor, require
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.registry import register_op
 
 # Stands for NaN and -inf when experts are compared: less than any score, more than an expert that may not be taken.
@@ -60,8 +61,11 @@ def _moe_route_kernel(
     GROUPS: tl.constexpr,  # power of two, >= NUM_GROUPS
     GROUP: tl.constexpr,  # power of two, >= GROUP_SIZE
     K_BLOCK: tl.constexpr,  # power of two, >= TOP_K
+    PDL: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     # each group has its own lanes, so that a reshape finds it; lanes are in the order of the experts
     lane = tl.arange(0, GROUPS * GROUP)[None, :]
@@ -152,7 +156,8 @@ def _moe_route(
     if tokens == 0:
         return
     config = tuning.get_config("moe_route", router_logits.device, default_route_config, experts=experts, tokens=tokens)
-    _moe_route_kernel[(triton.cdiv(tokens, config["ROWS"]),)](
+    programs = triton.cdiv(tokens, config["ROWS"])
+    _moe_route_kernel[(programs,)](
         router_logits,
         router_logits if bias is None else bias,
         weights,
@@ -170,6 +175,7 @@ def _moe_route(
         GROUPS=triton.next_power_of_2(num_groups),
         GROUP=triton.next_power_of_2(group_size),
         K_BLOCK=triton.next_power_of_2(top_k),
+        **dependent_launch(router_logits.device, programs),
         **config,
     )
 

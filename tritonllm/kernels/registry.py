@@ -19,6 +19,7 @@ from tritonllm import env
 NAMESPACE = "tritonllm"
 _LIBRARY = Library(NAMESPACE, "FRAGMENT")
 OPS: dict[str, Any] = {}
+LAUNCHERS: dict[Any, Callable[..., None]] = {}  # of each operator
 
 
 def _no_output(*args: Any, **kwargs: Any) -> None:
@@ -42,6 +43,7 @@ def register_op(*, mutates: tuple[str, ...], reference: Callable[..., None]) -> 
         _LIBRARY.impl(name, reference if env.CPU_BACKEND == "reference" else launch, "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _no_output, lib=_LIBRARY)
         OPS[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
+        LAUNCHERS[OPS[name]] = launch
         return OPS[name]
 
     return decorate

@@ -28,11 +28,17 @@ MAX_TEMPERATURE = tl.constexpr(1e30)  # all tokens are equally likely; beyond it
 
 
 @triton.jit
-def load_logits(p_row, b_token, m_token):
-    """float32 logits: -inf where masked or NaN, the largest float for +inf, 0.0 for -0.0 (whose bits differ)."""
-    b_x = tl.load(p_row + b_token, mask=m_token, other=float("-inf")).to(tl.float32)
+def _clean(b_x):
+    """float32 logits: -inf for NaN, the largest float for +inf, 0.0 for -0.0 (whose bits differ)."""
+    b_x = b_x.to(tl.float32)
     b_x = tl.where(b_x == b_x, b_x, float("-inf"))
     return tl.minimum(b_x, FLOAT_MAX) + 0.0
+
+
+@triton.jit
+def load_logits(p_row, b_token, m_token):
+    """float32 logits, cleaned of what is no number; -inf where masked."""
+    return _clean(tl.load(p_row + b_token, mask=m_token, other=float("-inf")))
 
 
 @triton.jit
@@ -77,6 +83,24 @@ def argmax_token(p_row, b_max, b_group, V):
 
 
 @triton.jit
+def load_run(p_row, b_group, run, V):
+    """Run ``run`` of each group, [groups, RUN]: a quarter of it."""
+    b_token = b_group[:, None] * GROUP + run * RUN + tl.arange(0, RUN)[None, :]
+    # Nearly nothing is read twice: 320 rows of 151936 take 46.6 us so, and 49.6 if they push each other out (H200)
+    return _clean(tl.load(p_row + b_token, mask=b_token < V, other=float("-inf"), eviction_policy="evict_first"))
+
+
+@triton.jit
+def reduce_runs(b_x0, b_x1, b_x2, b_x3, scale):
+    """The largest logit of each group, and the group's weight relative to it; of the group's four runs."""
+    b_max = tl.max(tl.maximum(tl.maximum(b_x0, b_x1), tl.maximum(b_x2, b_x3)), axis=1)
+    b_top = tl.maximum(b_max, -FLOAT_MAX)[:, None]  # finite: -inf - -inf is no number
+    b_weight = tl.exp2((b_x0 - b_top) * scale) + tl.exp2((b_x1 - b_top) * scale)
+    b_weight += tl.exp2((b_x2 - b_top) * scale) + tl.exp2((b_x3 - b_top) * scale)
+    return b_max, tl.sum(b_weight, axis=1)
+
+
+@triton.jit
 def _scan_kernel(
     logits_ptr,  # [B, N, V]
     temperature_ptr,  # [B]
@@ -95,24 +119,18 @@ def _scan_kernel(
     scale = scale_of(tl.load(temperature_ptr + row // positions))
     for tile in range(TILES):
         b_group = (tl.program_id(1) * TILES + tile) * GROUPS + tl.arange(0, GROUPS)
-        b_token = b_group[:, None] * GROUP + tl.arange(0, RUN)[None, :]
-        b_x0 = load_logits(p_row, b_token, b_token < V)
-        b_x1 = load_logits(p_row, b_token + RUN, b_token + RUN < V)
-        b_x2 = load_logits(p_row, b_token + 2 * RUN, b_token + 2 * RUN < V)
-        b_x3 = load_logits(p_row, b_token + 3 * RUN, b_token + 3 * RUN < V)
-        b_max = tl.max(tl.maximum(tl.maximum(b_x0, b_x1), tl.maximum(b_x2, b_x3)), axis=1)
-        b_top = tl.maximum(b_max, -FLOAT_MAX)[:, None]  # finite: -inf - -inf is no number
-        b_weight = tl.exp2((b_x0 - b_top) * scale) + tl.exp2((b_x1 - b_top) * scale)
-        b_weight += tl.exp2((b_x2 - b_top) * scale) + tl.exp2((b_x3 - b_top) * scale)
+        b_x0, b_x1 = load_run(p_row, b_group, 0, V), load_run(p_row, b_group, 1, V)
+        b_x2, b_x3 = load_run(p_row, b_group, 2, V), load_run(p_row, b_group, 3, V)
+        b_max, b_sum = reduce_runs(b_x0, b_x1, b_x2, b_x3, scale)
         m_group = b_group < n_groups
         tl.store(max_ptr + row * n_groups + b_group, b_max, mask=m_group)
-        tl.store(sum_ptr + row * n_groups + b_group, tl.sum(b_weight, axis=1), mask=m_group)
+        tl.store(sum_ptr + row * n_groups + b_group, b_sum, mask=m_group)
 
 
 def default_config(rows: int, vocab: int) -> tuning.Config:
     """A program takes 4 * num_warps groups at a time: 16 logits a thread, whose loads are all in flight at once."""
     groups = triton.cdiv(vocab, GROUP.value)
-    warps = 8 if rows * groups >= 16384 else 2  # small problems spread over all multiprocessors
+    warps = 4 if rows * groups >= 16384 else 2  # small problems spread over all multiprocessors
     return {"TILES": 2 if rows * groups >= 65536 else 1, "num_warps": warps}
 
 

@@ -17,10 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.sampling_common import FLOAT_MAX, GROUP, load_logits, weight, weight_ref
+from tritonllm.kernels.candidates import gather, limit_candidates, list_groups, load_listed
+from tritonllm.kernels.sampling_common import FLOAT_MAX, GROUP, weight, weight_ref
 
 _COARSE = tl.constexpr(1 << 16)  # bits of the bound that need not be exact: it only has to exclude most groups
-_LANES = tl.constexpr(2048)  # partial sums of a pass: 4 for each of 512 threads
+_ROWS = tl.constexpr(16)  # partial sums of a pass, times GROUP: 8 for each of 256 threads
 _LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
 _REF_WIDTH = 1024  # tokens that the reference sorts first; it sorts the rest if they do not settle every row
 
@@ -36,28 +37,6 @@ def order_key(b_x):
 def key_value(b_key):
     """The inverse of :func:`order_key`."""
     return (b_key ^ ((b_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def list_groups(p_list, b_max, n_groups, threshold, NG: tl.constexpr):
-    """Write the groups that reach the threshold to ``p_list``, in order; returns how many."""
-    b_group = tl.arange(0, NG)
-    m_active = (b_max >= threshold) & (b_group < n_groups)
-    b_at = tl.cumsum(m_active.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # all threads have read the previous list
-    tl.store(p_list + b_at, b_group, mask=m_active)
-    tl.debug_barrier()
-    return tl.sum(m_active.to(tl.int32))
-
-
-@triton.jit
-def load_listed(p_row, p_list, first, n_listed, V, TILE: tl.constexpr):
-    """Logits and ids of ``TILE`` listed groups, in the order of their ids: two [TILE * GROUP] blocks."""
-    b_lane = tl.arange(0, TILE * GROUP)
-    b_at = first + b_lane // GROUP
-    b_token = tl.load(p_list + b_at, mask=b_at < n_listed, other=0) * GROUP + b_lane % GROUP
-    b_token = tl.max_contiguous(b_token, 4)
-    return load_logits(p_row, b_token, (b_at < n_listed) & (b_token < V)), b_token
 
 
 @triton.jit
@@ -88,9 +67,14 @@ def _pivot(low, high, by_value, PART: tl.constexpr):
 
 
 @triton.jit
-def _fold(b, LANES: tl.constexpr):
-    """Add what one thread holds of a tile: [n * LANES] -> [LANES], with nothing moved between threads."""
-    return tl.sum(tl.reshape(b, [b.shape[0] // LANES, LANES]), axis=0)
+def _fold(b, ROWS: tl.constexpr):
+    """Add what one thread holds of a tile: [n * ROWS, GROUP] -> [ROWS, GROUP], with nothing moved between threads."""
+    return tl.sum(tl.reshape(b, [b.shape[0] // ROWS, ROWS, GROUP]), axis=0)
+
+
+@triton.jit
+def _sum(b):
+    return tl.sum(tl.sum(b, axis=0))
 
 
 @triton.jit
@@ -99,62 +83,38 @@ def _narrow(p_row, p_list, n_listed, V, top, scale, target, low, high, above, by
 
     Returns ``low, high``, the weight of the tokens >= high, and the number of tokens in [low, high).
     """
-    LANES: tl.constexpr = min(TILE * GROUP, _LANES)
+    ROWS: tl.constexpr = min(TILE, _ROWS)
     key1 = _pivot(low, high, by_value, 0.25)
     key2 = tl.maximum(_pivot(low, high, by_value, 0.5), key1)
     key3 = tl.maximum(_pivot(low, high, by_value, 0.75), key2)
-    b_weight1 = tl.zeros([LANES], tl.float32)
-    b_weight2 = tl.zeros([LANES], tl.float32)
-    b_weight3 = tl.zeros([LANES], tl.float32)
-    b_count0 = tl.zeros([LANES], tl.int32)
-    b_count1 = tl.zeros([LANES], tl.int32)
-    b_count2 = tl.zeros([LANES], tl.int32)
-    b_count3 = tl.zeros([LANES], tl.int32)
+    b_weight1 = tl.zeros([ROWS, GROUP], tl.float32)
+    b_weight2 = tl.zeros([ROWS, GROUP], tl.float32)
+    b_weight3 = tl.zeros([ROWS, GROUP], tl.float32)
+    b_count0 = tl.zeros([ROWS, GROUP], tl.int32)
+    b_count1 = tl.zeros([ROWS, GROUP], tl.int32)
+    b_count2 = tl.zeros([ROWS, GROUP], tl.int32)
+    b_count3 = tl.zeros([ROWS, GROUP], tl.int32)
+    x_low, x_high = key_value(low.to(tl.int32)), key_value(high.to(tl.int32))
+    x1, x2, x3 = key_value(key1.to(tl.int32)), key_value(key2.to(tl.int32)), key_value(key3.to(tl.int32))
     for first in range(0, n_listed, TILE):
         b_x, _ = load_listed(p_row, p_list, first, n_listed, V, TILE)
-        b_key, b_weight = order_key(b_x), weight(b_x, top, scale)
-        b_weight1 += _fold(tl.where(b_key >= key1.to(tl.int32), b_weight, 0.0), LANES)
-        b_weight2 += _fold(tl.where(b_key >= key2.to(tl.int32), b_weight, 0.0), LANES)
-        b_weight3 += _fold(tl.where(b_key >= key3.to(tl.int32), b_weight, 0.0), LANES)
-        m_below = b_key < high.to(tl.int32)
-        b_count0 += _fold((m_below & (b_key >= low.to(tl.int32))).to(tl.int32), LANES)
-        b_count1 += _fold((m_below & (b_key >= key1.to(tl.int32))).to(tl.int32), LANES)
-        b_count2 += _fold((m_below & (b_key >= key2.to(tl.int32))).to(tl.int32), LANES)
-        b_count3 += _fold((m_below & (b_key >= key3.to(tl.int32))).to(tl.int32), LANES)
-    weight1, weight2, weight3 = tl.sum(b_weight1), tl.sum(b_weight2), tl.sum(b_weight3)
-    count0, count1, count2, count3 = tl.sum(b_count0), tl.sum(b_count1), tl.sum(b_count2), tl.sum(b_count3)
+        b_weight = weight(b_x, top, scale)
+        b_weight1 += _fold(tl.where(b_x >= x1, b_weight, 0.0), ROWS)
+        b_weight2 += _fold(tl.where(b_x >= x2, b_weight, 0.0), ROWS)
+        b_weight3 += _fold(tl.where(b_x >= x3, b_weight, 0.0), ROWS)
+        m_below = b_x < x_high
+        b_count0 += _fold((m_below & (b_x >= x_low)).to(tl.int32), ROWS)
+        b_count1 += _fold((m_below & (b_x >= x1)).to(tl.int32), ROWS)
+        b_count2 += _fold((m_below & (b_x >= x2)).to(tl.int32), ROWS)
+        b_count3 += _fold((m_below & (b_x >= x3)).to(tl.int32), ROWS)
+    weight1, weight2, weight3 = _sum(b_weight1), _sum(b_weight2), _sum(b_weight3)
+    count0, count1, count2, count3 = _sum(b_count0), _sum(b_count1), _sum(b_count2), _sum(b_count3)
     in1, in2, in3 = weight1 >= target, weight2 >= target, weight3 >= target
     count = tl.where(in3, count3, tl.where(in2, count2 - count3, tl.where(in1, count1 - count2, count0 - count1)))
     above = tl.where(in3, above, tl.where(in2, weight3, tl.where(in1, weight2, weight1)))
     high = tl.where(in3, high, tl.where(in2, key3, tl.where(in1, key2, key1)))
     low = tl.where(in3, key3, tl.where(in2, key2, tl.where(in1, key1, low)))
     return low, high, above, count
-
-
-@triton.jit
-def _rank(m_tile, TILE: tl.constexpr):
-    """The rank of each marked lane of [TILE * GROUP] among them, from 1, and how many there are."""
-    b_marked = tl.reshape(m_tile.to(tl.int32), [TILE, GROUP])
-    b_in_group = tl.sum(b_marked, axis=1)
-    b_before = tl.cumsum(b_in_group, 0) - b_in_group
-    return tl.reshape(b_before[:, None] + tl.cumsum(b_marked, 1), [TILE * GROUP]), tl.sum(b_in_group)
-
-
-@triton.jit
-def _collect(p_row, p_list, p_buffer, n_listed, V, low, high, TILE: tl.constexpr, CAPACITY: tl.constexpr):
-    """Store the logits of listed groups with keys in [low, high), up to ``CAPACITY``; returns how many there are."""
-    found = tl.zeros((), tl.int32)
-    tl.debug_barrier()  # all threads have read the previous ones
-    for first in range(0, n_listed, TILE):
-        b_x, _ = load_listed(p_row, p_list, first, n_listed, V, TILE)
-        b_key = order_key(b_x)
-        m_inside = (b_key >= low.to(tl.int32)) & (b_key < high.to(tl.int32))
-        b_rank, inside = _rank(m_inside, TILE)
-        b_at = found + b_rank - 1
-        tl.store(p_buffer + b_at, b_x, mask=m_inside & (b_at < CAPACITY))
-        found += inside
-    tl.debug_barrier()
-    return found
 
 
 @triton.jit
@@ -171,20 +131,24 @@ def _search(p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, flo
     limit = tl.full((), 8 * CAPACITY, tl.int32)
     found = tl.full((), CAPACITY + 1, tl.int32)
     turn = tl.zeros((), tl.int32)
+    by_value = tl.full((), 1, tl.int32)
     while (found > CAPACITY) & ((high - low > 1) | (turn == 0)):
         if count > limit:
-            # Steps by value suit most rows; every other one by key bounds the number of passes for all rows
+            before = count
             low, high, above, count = _narrow(
-                p_row, p_list, n_listed, V, top, scale, target, low, high, above, turn % 2 == 0, TILE
+                p_row, p_list, n_listed, V, top, scale, target, low, high, above, by_value == 1, TILE
             )
+            # Steps by value suit most rows; a step by key after one that failed bounds the passes for all rows
+            by_value = ((by_value == 0) | (2 * count <= before)).to(tl.int32)
         else:
-            found = _collect(p_row, p_list, p_buffer, n_listed, V, low, high, TILE, CAPACITY)
+            lowest, end = tl.maximum(key_value(low.to(tl.int32)), -FLOAT_MAX), key_value(high.to(tl.int32))
+            found = gather(p_row, p_list, p_buffer, n_listed, V, lowest, end, TILE, CAPACITY, False)
             count = found
         limit = tl.full((), CAPACITY, tl.int32)  # the count is now exact
         turn += 1
     ties = count
     if found <= CAPACITY:
-        b_at = tl.arange(0, CAPACITY)
+        b_at = CAPACITY - 1 - tl.arange(0, CAPACITY)  # from the end: see `load_listed` on neighbours
         b_x = tl.load(p_buffer + b_at, mask=b_at < found, other=float("-inf"))
         b_key = order_key(b_x)
         low, above = _bisect(b_key, weight(b_x, top, scale), target, low, high, above, 1)
@@ -196,12 +160,12 @@ def _search(p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, flo
 def _weight_above(p_row, p_list, V, n_groups, b_max, top, scale, key, NG: tl.constexpr, TILE: tl.constexpr):
     """The weight of the tokens whose key is larger."""
     n_listed = list_groups(p_list, b_max, n_groups, key_value(key.to(tl.int32)), NG)
-    LANES: tl.constexpr = min(TILE * GROUP, _LANES)
-    b_total = tl.zeros([LANES], tl.float32)
+    ROWS: tl.constexpr = min(TILE, _ROWS)
+    b_total = tl.zeros([ROWS, GROUP], tl.float32)
     for first in range(0, n_listed, TILE):
         b_x, _ = load_listed(p_row, p_list, first, n_listed, V, TILE)
-        b_total += _fold(tl.where(order_key(b_x) > key.to(tl.int32), weight(b_x, top, scale), 0.0), LANES)
-    return tl.sum(b_total)
+        b_total += _fold(tl.where(order_key(b_x) > key.to(tl.int32), weight(b_x, top, scale), 0.0), ROWS)
+    return _sum(b_total)
 
 
 @triton.jit
@@ -213,9 +177,11 @@ def _nth_tie(p_row, p_list, V, n_groups, b_max, key, n, NG: tl.constexpr, TILE: 
     for first in range(0, n_listed, TILE):
         b_x, b_token = load_listed(p_row, p_list, first, n_listed, V, TILE)
         m_tie = order_key(b_x) == key.to(tl.int32)
-        b_rank, tied = _rank(m_tie, TILE)
-        token += tl.sum(tl.where(m_tie & (seen + b_rank == n), b_token, 0))
-        seen += tied
+        b_tied = tl.sum(m_tie.to(tl.int32), 1)
+        b_before = seen + tl.cumsum(b_tied, 0) - b_tied
+        m_nth = m_tie & (b_before[:, None] + tl.cumsum(m_tie.to(tl.int32), 1) == n)
+        token += tl.sum(tl.sum(tl.where(m_nth, b_token, 0), 0))
+        seen += tl.sum(b_tied)
     return token
 
 
@@ -234,7 +200,60 @@ def is_limited(V, top_k, top_p, min_p):
 
 
 @triton.jit
-def find_limits(
+def search_limits(
+    p_row,
+    p_list,
+    p_buffer,
+    V,
+    n_groups,
+    b_max,
+    total,  # the weight of all tokens
+    top,
+    scale,
+    top_k,
+    top_p,
+    min_p,
+    NG: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """As `find_limits`, for any row."""
+    key = tl.full((), _LOWEST_KEY, tl.int64)
+    outside = key  # tokens with larger keys stay, and `quota` of those whose key is `key`
+    quota = tl.full((), V, tl.int32)
+    ties = tl.zeros((), tl.int32)
+    has_k = (top_k > 0) & (top_k < V)
+    if min_p > 0:
+        key = order_key(top + tl.log2(tl.minimum(min_p, 1.0)) / scale).to(tl.int64)
+        outside = key - 1  # all ties stay
+    for turn in range(2):  # top-k by a scale of 0, which makes weights count; then top-p. A loop, to be compiled once
+        is_k = turn == 0
+        if (is_k & has_k) | ((turn == 1) & (top_p < 1)):
+            own_scale = tl.where(is_k, 0.0, scale)
+            target = tl.where(is_k, top_k.to(tl.float32), top_p * total)
+            # Tokens lighter than (1 - p) / V of the total are outside even if all are: half of that allows for rounding
+            light = order_key(top + tl.log2((1.0 - top_p) * total / (2.0 * V)) / scale).to(tl.int64)
+            floor = tl.where(is_k, key, tl.maximum(key, light))
+            found_key, above, ties = _search(
+                p_row, p_list, p_buffer, V, n_groups, b_max, top, own_scale, target, floor, NG, CAPACITY, TILE
+            )
+            lightest = weight(key_value(found_key.to(tl.int32)), top, own_scale)
+            wanted = tl.ceil(tl.minimum((target - above) / tl.maximum(lightest, 1e-37), V * 1.0)).to(tl.int32)
+            quota = tl.maximum(tl.where(found_key == key, tl.minimum(wanted, quota), wanted), 1)
+            total = tl.where(is_k, total, above + tl.minimum(quota, ties) * lightest)
+            key = found_key
+            outside = key
+        if is_k & (outside > _LOWEST_KEY):
+            total = _weight_above(p_row, p_list, V, n_groups, b_max, top, scale, outside, NG, TILE)
+            total += tl.minimum(quota, ties) * weight(key_value(key.to(tl.int32)), top, scale)
+    last_tie = tl.full((), V, tl.int32)
+    if ties > quota:
+        last_tie = _nth_tie(p_row, p_list, V, n_groups, b_max, key, quota, NG, TILE)
+    return key_value(key.to(tl.int32)), last_tie, total
+
+
+@triton.jit
+def limit_or_search(
     p_row,
     p_list,  # scratch [n_groups] int32
     p_buffer,  # scratch [CAPACITY] float32
@@ -248,42 +267,43 @@ def find_limits(
     top_p,
     min_p,
     NG: tl.constexpr,
+    CAPACITY: tl.constexpr,  # at least 2 * SMALL
+    TILE: tl.constexpr,
+):
+    """The limits, as `find_limits`, after how many candidates the buffer holds; 0 if the row was searched."""
+    found, threshold, last_tie, total, whole = limit_candidates(
+        p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, TILE
+    )
+    if found == 0:
+        threshold, last_tie, total = search_limits(
+            p_row, p_list, p_buffer, V, n_groups, b_max, whole, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE
+        )
+    return found, threshold, last_tie, total
+
+
+@triton.jit
+def find_limits(
+    p_row,
+    p_list,
+    p_buffer,
+    V,
+    n_groups,
+    b_max,
+    b_sum,
+    top,
+    scale,
+    top_k,
+    top_p,
+    min_p,
+    NG: tl.constexpr,
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Threshold and last id among the tokens equal to it, for `keep`; and the weight of what they keep."""
-    key = tl.full((), _LOWEST_KEY, tl.int64)
-    total = tl.sum(b_sum * weight(b_max, top, scale))
-    quota = tl.full((), V, tl.int32)  # so many of the tokens equal to the threshold stay
-    ties = tl.zeros((), tl.int32)
-    if min_p > 0:
-        # keeps what is >= the threshold: all ties
-        key = order_key(top + tl.log2(tl.minimum(min_p, 1.0)) / scale).to(tl.int64)
-        total = _weight_above(p_row, p_list, V, n_groups, b_max, top, scale, key - 1, NG, TILE)
-    if (top_k > 0) & (top_k < V):
-        key, above, ties = _search(
-            p_row, p_list, p_buffer, V, n_groups, b_max, top, 0.0, top_k.to(tl.float32), key, NG, CAPACITY, TILE
-        )
-        quota = top_k - above.to(tl.int32)
-        total = _weight_above(p_row, p_list, V, n_groups, b_max, top, scale, key, NG, TILE)
-        total += tl.minimum(quota, ties) * weight(key_value(key.to(tl.int32)), top, scale)
-    if top_p < 1:
-        target = top_p * total
-        # Tokens lighter than (1 - p) / V of the total are outside even if all are: half of that allows for rounding
-        light = top + tl.log2((1.0 - top_p) * total / (2.0 * V)) / scale
-        floor = tl.maximum(key, order_key(light).to(tl.int64))
-        p_key, above, ties = _search(
-            p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, floor, NG, CAPACITY, TILE
-        )
-        lightest = weight(key_value(p_key.to(tl.int32)), top, scale)
-        wanted = tl.ceil(tl.minimum((target - above) / tl.maximum(lightest, 1e-37), V * 1.0)).to(tl.int32)
-        quota = tl.maximum(tl.where(p_key == key, tl.minimum(wanted, quota), wanted), 1)
-        total = above + tl.minimum(quota, ties) * lightest
-        key = p_key
-    last_tie = tl.full((), V, tl.int32)
-    if ties > quota:
-        last_tie = _nth_tie(p_row, p_list, V, n_groups, b_max, key, quota, NG, TILE)
-    return key_value(key.to(tl.int32)), last_tie, total
+    _, threshold, last_tie, total = limit_or_search(
+        p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE
+    )
+    return threshold, last_tie, total
 
 
 def limits_ref(

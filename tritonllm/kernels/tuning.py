@@ -15,10 +15,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tritonllm.kernels import chip
 
 Config = dict[str, Any]  # constexpr arguments plus num_warps and num_stages, passed to the launch as keywords
 Key = Mapping[str, int | str]
@@ -56,6 +59,26 @@ def distance(a: Key, b: Key) -> float:
 @functools.cache
 def _gpu_slug_of(index: int) -> str:
     return gpu_slug(torch.cuda.get_device_name(index))
+
+
+_gpu_of_meta: ContextVar[str | None] = ContextVar("_gpu_of_meta", default=None)
+
+
+@contextmanager
+def meta_tensors_on(gpu_name: str | None) -> Iterator[None]:
+    """Inside the block, meta tensors stand for tensors on the GPU ``gpu_name``; ``None``: one without tables."""
+    token = _gpu_of_meta.set(gpu_name)
+    try:
+        yield
+    finally:
+        _gpu_of_meta.reset(token)
+
+
+def _slug_of(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        return _gpu_slug_of(device.index or 0)
+    name = _gpu_of_meta.get() if device.type == "meta" else None
+    return None if name is None else gpu_slug(name)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -108,5 +131,7 @@ def get_config(op: str, device: torch.device, default: Callable[..., Config], **
         config, asked = _overrides[op]
         asked.append(key)
         return config(**key) if callable(config) else config
-    slug = _gpu_slug_of(device.index or 0) if device.type == "cuda" else None
-    return _lookup(slug, op, default, tuple(key.items()))
+    config = _lookup(_slug_of(device), op, default, tuple(key.items()))
+    if "maxnreg" in config and chip.on_amd(device):
+        return {name: value for name, value in config.items() if name != "maxnreg"}
+    return config

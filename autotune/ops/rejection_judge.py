@@ -1,4 +1,4 @@
-"""Rejection sampling's draw of the last token: how many groups of the vocabulary a program takes."""
+"""Rejection sampling with draft probabilities: how the program of a row searches limits and reads a row whole."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from autotune.ops import Tunable, product
 from autotune.ops.sample import likely_logits
 from autotune.problem import Inputs, Problem, TensorFactory, Work
-from tritonllm.kernels import rejection, rejection_sample, rejection_sample_ref, tuning
+from tritonllm.kernels import rejection_judge, rejection_sample, rejection_sample_ref, tuning
 
 DRAFTS = ("probabilities", "tokens", "greedy")
 
@@ -43,6 +43,7 @@ class RejectionSampling(Problem):
             "temperature": new.filled(temperature, self.batch, dtype=torch.float32),
             "seeds": new.integers(0, 2**62, self.batch, dtype=torch.int64),
             "steps": new.integers(0, 2**20, self.batch, dtype=torch.int64),
+            "workspace": new.filled(0, self.batch * (self.drafts + 1), dtype=torch.int32),
         }
 
     def _arguments(self, x: Inputs) -> tuple[Any, ...]:
@@ -50,7 +51,7 @@ class RejectionSampling(Problem):
         return (*inputs, x["temperature"], None, None, x["seeds"], x["steps"])
 
     def run(self, x: Inputs) -> tuple[torch.Tensor, ...]:
-        return rejection_sample(*self._arguments(x))
+        return rejection_sample(*self._arguments(x), workspace=x["workspace"])
 
     def reference(self, x: Inputs) -> tuple[torch.Tensor, ...]:
         return rejection_sample_ref(*self._arguments(x))
@@ -63,13 +64,14 @@ class RejectionSampling(Problem):
 
 
 def space(vocab: int) -> list[tuning.Config]:
-    return product(TILE=(8, 16, 32, 64, 128), num_warps=(2, 4, 8, 16))
+    few = product(CAPACITY=(4096, 8192), TILE=(16, 32), WIDE=(16, 32), num_warps=(8,), maxnreg=(255,))
+    return few + product(CAPACITY=(4096, 8192), TILE=(16, 32), WIDE=(32, 64), num_warps=(16,))
 
 
 TUNABLE = Tunable(
-    op="rejection_redraw",
-    module=rejection,
-    default=rejection.redraw_config,
+    op="rejection_judge",
+    module=rejection_judge,
+    default=rejection_judge.default_config,
     problems=(RejectionSampling(64, 4, "probabilities"),),  # the batch is no part of the key, so one stands for all
     space=space,
 )

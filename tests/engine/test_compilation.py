@@ -1,0 +1,147 @@
+"""Listing and compiling kernels without a GPU. Not in tests/kernels: the interpreter there compiles nothing."""
+
+import shutil
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime import cache
+from triton.runtime.jit import JITFunction
+
+from tritonllm.kernels import cache_folder, rms_norm, silu_and_mul
+from tritonllm.kernels.aot import pretend, target_of
+from tritonllm.kernels.compilation import compile_in_parallel, driver_extension, list_kernels
+from tritonllm.kernels.compile_monitor import MONITOR
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Triton's cache is empty, and what a test changes about it is as before afterwards."""
+    monkeypatch.setattr(cache, "triton_key", cache.triton_key)
+    with knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir = str(tmp_path / "own")
+        yield tmp_path / "own"
+
+
+def meta(*shape, dtype=BF16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def norms(arch=90, dtypes=(BF16,)):
+    with pretend(target_of(arch)), list_kernels() as found:
+        for dtype in dtypes:
+            rms_norm(meta(4, 64, dtype=dtype), meta(64, dtype=dtype))
+    return found
+
+
+def compiled_here(specialization):
+    """Ask for a kernel as a launch would; returns whether it was compiled rather than found."""
+    before = MONITOR.compiled, MONITOR.loaded
+    triton.compile(specialization.source, target=specialization.target, options=specialization.options.__dict__)
+    after = MONITOR.compiled - before[0], MONITOR.loaded - before[1]
+    assert after in ((1, 0), (0, 1))
+    return after == (1, 0)
+
+
+def test_lists_each_kernel_once():
+    with pretend(target_of(90)), list_kernels() as found:
+        for rows in (4, 8, 4):
+            rms_norm(meta(rows, 64), meta(64))
+        assert len(found) == 1
+        rms_norm(meta(4, 64, dtype=FP16), meta(64, dtype=FP16))
+        silu_and_mul(meta(4, 64))
+    assert [kernel.name for kernel in found] == ["_norm_kernel", "_norm_kernel", "_activation_kernel"]
+
+
+def test_lists_what_the_alignment_of_pointers_asks_for():
+    with pretend(target_of(90)), list_kernels() as found:
+        silu_and_mul(meta(4 * 64).view(4, 64))
+        silu_and_mul(meta(4 * 64 + 1)[1:].view(4, 64))
+    assert len(found) == 2
+
+
+def test_lists_nothing_outside():
+    run = JITFunction.run
+    found = norms()
+    rms_norm(meta(3, 80), meta(80))
+    assert len(found) == 1 and JITFunction.run is run
+    with pytest.raises(ZeroDivisionError), pretend(target_of(90)), list_kernels():
+        raise ZeroDivisionError
+    assert JITFunction.run is run
+
+
+def test_compiles_what_is_missing(own_cache):
+    found = norms(dtypes=(BF16, FP16))
+    assert not any(kernel.is_cached() for kernel in found)
+    compile_in_parallel(found[:1], workers=1)
+    assert [kernel.is_cached() for kernel in found] == [True, False]
+    compile_in_parallel([*found, driver_extension()])
+    assert all(kernel.is_cached() for kernel in found) and driver_extension().is_cached()
+    assert not any(compiled_here(kernel) for kernel in found)
+    written = {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
+    assert any("__triton_launcher" in path.name for path in written)
+    compile_in_parallel([*found, driver_extension()])
+    assert {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")} == written
+    assert not norms(arch=100)[0].is_cached()
+
+
+@triton.jit
+def _wrong_kernel(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, N), tl.arange(0, 2 * N))
+
+
+def test_an_error_comes_out_after_the_others_are_compiled():
+    with pretend(target_of(90)), list_kernels() as found:
+        _wrong_kernel[(1,)](meta(16), N=16)
+        rms_norm(meta(4, 64), meta(64))
+    with pytest.raises(triton.CompilationError):
+        compile_in_parallel(found)
+    assert [kernel.is_cached() for kernel in found] == [False, True]
+
+
+def test_a_folder_of_kernels_can_be_moved(own_cache, tmp_path):
+    found = norms()
+    cache_folder.write_kernels_to(tmp_path / "made")
+    compile_in_parallel(found)
+    shutil.move(tmp_path / "made", tmp_path / "moved")
+    cache_folder.write_kernels_to(tmp_path / "moved")  # goes on where the other left off
+    assert found[0].is_cached()
+    knobs.cache.dir = str(own_cache)
+    cache_folder.read_kernels_from(tmp_path / "moved")
+    assert found[0].is_cached() and not compiled_here(found[0])
+    assert not own_cache.exists()  # a start with all its kernels writes nothing
+    other = norms(dtypes=(FP16,))[0]  # is not there: compiled as ever, into Triton's own cache
+    before = sorted((tmp_path / "moved").rglob("*"))
+    assert compiled_here(other) and not compiled_here(other)
+    assert sorted((tmp_path / "moved").rglob("*")) == before
+    assert any(own_cache.rglob("*.cubin"))
+
+
+def test_a_folder_that_does_not_fit_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="was not made by `tritonllm precompile`"):
+        cache_folder.read_kernels_from(tmp_path)
+    monkeypatch.setattr(cache_folder, "portable_triton_key", lambda: "another compiler")
+    cache_folder.write_kernels_to(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"made with Triton .*make it again"):
+        cache_folder.read_kernels_from(tmp_path)
+    assert cache.triton_key is not cache_folder.portable_triton_key
+
+
+def test_the_monitor_leaves_others_their_turn():
+    seen = []
+    with knobs.compilation.scope():
+        knobs.compilation.listener = lambda **info: seen.append(info["cache_hit"])
+        monitor = type(MONITOR)()
+        assert compiled_by(monitor, norms()[0]) == (1, 0)
+        assert compiled_by(monitor, norms()[0]) == (1, 1)
+    assert seen == [False, True]
+
+
+def compiled_by(monitor, specialization):
+    triton.compile(specialization.source, target=specialization.target, options=specialization.options.__dict__)
+    return monitor.compiled, monitor.loaded

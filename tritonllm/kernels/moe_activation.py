@@ -1,0 +1,38 @@
+"""Mixture of experts: the gated activations between the two products."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.activation import activate, gelu_and_mul_ref, silu_and_mul_ref
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+
+# GPT-OSS: "gpt-oss-120b & gpt-oss-20b Model Card" (2025), and `swiglu` in the reference implementation beside it.
+SWIGLU_ALPHA = tl.constexpr(1.702)  # x * sigmoid(1.702 x) is close to gelu(x)
+SWIGLU_LIMIT = tl.constexpr(7.0)
+
+
+@triton.jit
+def gated(b_gate, b_up, ACT: tl.constexpr):
+    """The gated activation of float32 blocks."""
+    if ACT == "swigluoai":
+        # comparisons, because tl.minimum and tl.clamp would turn NaN into the limit
+        b_gate = tl.where(b_gate > SWIGLU_LIMIT, SWIGLU_LIMIT, b_gate)
+        b_up = tl.where(b_up > SWIGLU_LIMIT, SWIGLU_LIMIT, b_up)
+        b_up = tl.where(b_up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, b_up)
+        b_h = b_gate * tl.sigmoid(SWIGLU_ALPHA * b_gate) * (b_up + 1.0)
+    else:
+        b_h = activate(b_gate, ACT) * b_up
+    return b_h
+
+
+def gated_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """``[..., 2I]`` -> ``[..., I]`` in plain torch."""
+    if activation == "silu":
+        return silu_and_mul_ref(gate_up)
+    if activation == "swigluoai":
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=SWIGLU_LIMIT.value), up.clamp(-SWIGLU_LIMIT.value, SWIGLU_LIMIT.value)
+        return gate * (SWIGLU_ALPHA.value * gate).sigmoid() * (up + 1)
+    return gelu_and_mul_ref(gate_up, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -1,0 +1,400 @@
+"""The two grouped products of a mixture of experts for Hopper, in Gluon: what :mod:`tritonllm.kernels.moe_products`
+computes, with copies and products asynchronous, by programs that stay and take one tile after the other.
+
+A tile is one or two blocks of 128 rows of an expert's weights by up to 272 of its pairs. The *weights* are the rows of
+the matrix instruction and the pairs its columns, so a tile has 16, 32, 64, 96, 128, 192, 256 or 272 pairs and little is
+multiplied in vain; with pairs as rows it would be multiples of 64. In a block of the first product 8 rows of gate and 8
+of up take turns, which puts a gate and its up into one thread.
+
+Four warps copy: weights by the bulk copy engine, tokens through the order of the pairs (rows from all over, which that
+engine does not gather on this chip) by ordinary asynchronous copies. The activations of the second product lie in order
+and take the engine too. Two groups of four warps multiply, each 64 rows of every block. (Producer and consumer warps
+that stay: CUTLASS, NVIDIA; gathering beside bulk copies: FlashAttention-3's paged keys.)
+"""
+
+import torch
+import triton
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tritonllm.kernels import tuning
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.moe_activation import gated
+from tritonllm.kernels.moe_grouping import ExpertBlocks
+
+BLOCK_K = 64
+UNIT = 16  # pairs of a tile, but for an expert's last, are a multiple of it
+MAX_REGISTERS = 168  # a thread, when the program starts; then the copying warps give some to the others
+
+
+@gluon.jit
+def _tile_of(tile, table, n_tiles):
+    """(expert, first pair, pairs, tile of rows): the blocks of a group in turn share a tile of weights in L2."""
+    table_ptr, num_blocks = table
+    p_group = table_ptr + 3 * num_blocks + 1 + tile // n_tiles
+    begin = gl.load(p_group)
+    size = gl.load(p_group + num_blocks)
+    within = tile - begin * n_tiles
+    p_block = table_ptr + begin + within % size
+    return gl.load(p_block), gl.load(p_block + num_blocks), gl.load(p_block + 2 * num_blocks), within // size
+
+
+@gluon.jit
+def _rows_of_x(x, first, rows, START: gl.constexpr, LENGTH: gl.constexpr, wide: gl.constexpr):
+    """Offsets of the tokens of pairs [START, START + LENGTH) of a tile, and which of them are there."""
+    x_ptr, stride_x, order_ptr, top_k = x
+    b_row = START + gl.arange(0, LENGTH, gl.SliceLayout(1, wide))
+    m_row = b_row < rows
+    b_token = gl.load(order_ptr + first + b_row, mask=m_row, other=0) // top_k
+    b_k = gl.arange(0, 64, gl.SliceLayout(0, wide))
+    return (b_token * stride_x)[:, None] + b_k[None, :], m_row[:, None]
+
+
+@gluon.jit
+def _copy_gate_up(x, descs, pipes, table, shape, WB: gl.constexpr, TAIL: gl.constexpr):
+    """The copying warps of the first product."""
+    w_desc, x_desc, tail_desc = descs
+    w_smem, x_smem, tail_smem, full, empty = pipes
+    total, n_tiles, steps = shape
+    STAGES: gl.constexpr = x_smem.shape[0]
+    PAIRS: gl.constexpr = x_smem.shape[1]
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    count = 0
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, first, rows, n = _tile_of(tile, table, n_tiles)
+        b_x, m_x = _rows_of_x(x, first, rows, 0, PAIRS, wide)
+        if TAIL:
+            b_tail, m_tail = _rows_of_x(x, first, rows, PAIRS, TAIL, wide)
+        for step in range(steps):
+            stage = count % STAGES
+            k = step * 64
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, WB * 128 * 128)
+            for i in gl.static_range(WB):
+                at = [expert, (n * WB + i) * 8, 0, 0, k]
+                tma.async_copy_global_to_shared(w_desc, at, bar, w_smem.index(stage * WB + i))
+            async_copy.async_copy_global_to_shared(x_smem.index(stage), x[0] + k + b_x, m_x)
+            if TAIL:
+                async_copy.async_copy_global_to_shared(tail_smem.index(stage), x[0] + k + b_tail, m_tail)
+            async_copy.mbarrier_arrive(bar, increment_count=False)  # each thread, when its rows are there
+            count += 1
+
+
+@gluon.jit
+def _copy_part(desc, row, k, bar, to, there):
+    """Rows of activations, if there are any: in either case one arrival."""
+    mbarrier.expect(bar, to.shape[0] * 128, pred=there)
+    tma.async_copy_global_to_shared(desc, [row, k], bar, to, pred=there)
+    mbarrier.arrive(bar, count=1, pred=there == 0)
+
+
+@gluon.jit
+def _copy_down(descs, pipes, table, shape, WB: gl.constexpr, TAIL: gl.constexpr):
+    """The copying warps of the second product."""
+    w_desc, x_desc, tail_desc = descs
+    w_smem, x_smem, tail_smem, full, empty = pipes
+    total, n_tiles, steps = shape
+    STAGES: gl.constexpr = x_smem.shape[0]
+    HALF: gl.constexpr = x_smem.shape[1] // 2
+    count = 0
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, first, rows, n = _tile_of(tile, table, n_tiles)
+        for step in range(steps):
+            stage = count % STAGES
+            k = step * 64
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, (WB * 128 + HALF) * 128)
+            for i in gl.static_range(WB):
+                at = [expert, (n * WB + i) * 128, k]
+                tma.async_copy_global_to_shared(w_desc, at, bar, w_smem.index(stage * WB + i))
+            tma.async_copy_global_to_shared(x_desc, [first, k], bar, x_smem.index(stage).slice(0, HALF))
+            _copy_part(x_desc, first + HALF, k, bar, x_smem.index(stage).slice(HALF, HALF), rows > HALF)
+            if TAIL:
+                _copy_part(tail_desc, first + 2 * HALF, k, bar, tail_smem.index(stage), rows > 2 * HALF)
+            count += 1
+
+
+@gluon.jit
+def _store(b_out, columns, out, first, rows, column, START: gl.constexpr, BY_PAIR: gl.constexpr):
+    """Write columns ``column + [0, WIDTH)`` of pairs ``START + [0, LENGTH)``."""
+    out_ptr, order_ptr = out
+    WIDTH: gl.constexpr = b_out.shape[0]
+    LENGTH: gl.constexpr = b_out.shape[1]
+    turned: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, 4], [0, 1])
+    b_out = gl.convert_layout(b_out.to(out_ptr.dtype.element_ty), turned)
+    b_row = START + gl.arange(0, LENGTH, gl.SliceLayout(0, turned))
+    m_row = b_row < rows
+    b_column = column + gl.arange(0, WIDTH, gl.SliceLayout(1, turned))
+    b_at = (first + b_row).to(gl.int64)
+    if BY_PAIR:
+        b_at = gl.load(order_ptr + first + b_row, mask=m_row, other=0).to(gl.int64)
+    p_out = out_ptr + b_at[None, :] * columns + b_column[:, None]
+    gl.store(p_out, b_out, mask=m_row[None, :] & (b_column < columns)[:, None])
+
+
+@gluon.jit
+def _finish(b_acc, bias_ptr, columns, out, item, BLOCK: gl.constexpr, HALF: gl.constexpr, START: gl.constexpr,
+            ACT: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+    """Bias, activation and store of 64 rows: gate and up in turn, 8 rows each, or (no ACT) of the second product."""
+    first, rows, tile_column = item
+    LENGTH: gl.constexpr = b_acc.shape[1]
+    if ACT != "":
+        # a thread holds a row of gate and the row of up 8 below it, so they are taken apart in registers
+        b_both = gl.permute(gl.reshape(b_acc, [4, 2, 8, LENGTH]), (0, 2, 3, 1))
+        b_gate, b_up = gl.split(gl.reshape(b_both, [32, LENGTH, 2]))
+        column = tile_column + BLOCK * 64 + HALF * 32
+        if BIAS:
+            b_column = column + gl.arange(0, 32, gl.SliceLayout(1, b_gate.type.layout))
+            p_bias = bias_ptr + b_column
+            b_gate += gl.load(p_bias, mask=b_column < columns, other=0.0).to(gl.float32)[:, None]
+            b_up += gl.load(p_bias + columns, mask=b_column < columns, other=0.0).to(gl.float32)[:, None]
+        _store(gated(b_gate, b_up, ACT), columns, out, first, rows, column, START, False)
+    else:
+        column = tile_column + BLOCK * 128 + HALF * 64
+        if BIAS:
+            b_column = column + gl.arange(0, 64, gl.SliceLayout(1, b_acc.type.layout))
+            b_acc += gl.load(bias_ptr + b_column, mask=b_column < columns, other=0.0).to(gl.float32)[:, None]
+        _store(b_acc, columns, out, first, rows, column, START, True)
+
+
+@gluon.jit
+def _wait(left: gl.constexpr, accs):
+    """Until so many products are still under way."""
+    if len(accs) == 1:
+        return (warpgroup_mma_wait(left, deps=[accs[0]]),)
+    elif len(accs) == 2:
+        return warpgroup_mma_wait(left, deps=[accs[0], accs[1]])
+    else:
+        return warpgroup_mma_wait(left, deps=[accs[0], accs[1], accs[2], accs[3]])
+
+
+@constexpr_function
+def _widths(pairs, tail):
+    """The numbers of pairs that a tile may be computed for."""
+    if pairs == 256:
+        return (64, 128, 192, 256, 272)[: 5 if tail else 4]
+    return {16: (16,), 32: (32,), 64: (32, 64), 128: (64, 96, 128)}[pairs]
+
+
+@constexpr_function
+def _power_of_two(width):
+    """The largest that fits: one instruction; what is left is another."""
+    return 1 << (width.bit_length() - 1)
+
+
+@gluon.jit
+def _product(count, steps, pipes, bias_ptr, columns, out, item, HALF: gl.constexpr, ACT: gl.constexpr,
+             BIAS: gl.constexpr, WB: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+    """One group's share of a tile, computed for WIDTH pairs: 64 rows of each block of weights."""
+    w_smem, x_smem, tail_smem, full, empty = pipes
+    STAGES: gl.constexpr = x_smem.shape[0]
+    N0: gl.constexpr = _power_of_two(WIDTH)
+    N1: gl.constexpr = WIDTH - N0
+    PIECES: gl.constexpr = 2 if N1 else 1
+    AT: gl.constexpr = N0 % x_smem.shape[1]  # where the second piece begins; 0: it has a place of its own
+    accs = ()  # type: tuple
+    for _ in gl.static_range(WB):
+        accs += (gl.zeros([64, N0], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N0, 16])),)
+        if N1:
+            accs += (gl.zeros([64, N1], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N1, 16])),)
+    for step in range(steps):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), count // STAGES & 1)
+        if ACT != "":
+            fence_async_shared()  # tokens came by ordinary copies, which the matrix unit does not see without
+        more = ()  # type: tuple
+        for i in gl.static_range(WB):
+            w = w_smem.index(stage * WB + i).reshape([128, 64]).slice(HALF * 64, 64)
+            x_0 = x_smem.index(stage).slice(0, N0).permute((1, 0))
+            more += (warpgroup_mma(w, x_0, accs[i * PIECES], is_async=True),)
+            if N1:
+                x_1 = (x_smem if AT else tail_smem).index(stage).slice(AT, N1).permute((1, 0))
+                more += (warpgroup_mma(w, x_1, accs[i * PIECES + 1], is_async=True),)
+        accs = _wait(WB * PIECES, more)
+        # the products of the step before are done with their stage
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        count += 1
+    accs = _wait(0, accs)
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+    for i in gl.static_range(WB):
+        _finish(accs[i * PIECES], bias_ptr, columns, out, item, i, HALF, 0, ACT, BIAS)
+        if N1:
+            _finish(accs[i * PIECES + 1], bias_ptr, columns, out, item, i, HALF, N0, ACT, BIAS)
+
+
+@gluon.jit
+def _multiply(args, HALF: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, WB: gl.constexpr, TAIL: gl.constexpr):
+    """One of the two groups that multiply: rows [64 HALF, 64 HALF + 64) of each block."""
+    pipes, table, shape, bias, columns, out = args
+    PAIRS: gl.constexpr = pipes[1].shape[1]
+    bias_ptr, stride_bias = bias
+    total, n_tiles, steps = shape
+    count = 0
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, first, rows, n = _tile_of(tile, table, n_tiles)
+        p_bias = bias_ptr + expert.to(gl.int64) * stride_bias
+        item = (first, rows, n * WB * (64 if ACT != "" else 128))
+        for i in gl.static_range(len(_widths(PAIRS, TAIL))):
+            above = rows > (_widths(PAIRS, TAIL)[i - 1] if i else 0)
+            if above & (rows <= _widths(PAIRS, TAIL)[i]):
+                _product(count, steps, pipes, p_bias, columns, out, item, HALF, ACT, BIAS, WB, _widths(PAIRS, TAIL)[i])
+        count += steps
+
+
+# Arguments whose values and alignment change from step to step: one compilation serves them all.
+@gluon.jit(do_not_specialize=["order_ptr", "table_ptr", "num_blocks", "top_k"])
+def _grouped_sm90_kernel(
+    x_ptr,  # [T, K] if ACT
+    w_desc,  # [E, I / 8, 2, 8, K] if ACT: 8 rows of gate, 8 of up; else [E, columns, K]
+    x_desc,  # [pairs, K] unless ACT
+    tail_desc,
+    bias_ptr,  # [E, columns], or [E, 2 columns] if ACT; read if BIAS
+    out_ptr,  # [pairs, columns]: in the order of the experts if ACT, else in the order of the pairs
+    order_ptr,
+    table_ptr,
+    num_blocks,
+    n_tiles,
+    steps,  # K / 64
+    columns,
+    stride_x,
+    stride_bias,
+    top_k,
+    ACT: gl.constexpr,  # "" for the second product
+    BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+    PAIRS: gl.constexpr,  # of a tile
+    TAIL: gl.constexpr,  # and so many more, which have a place of their own
+    WB: gl.constexpr,  # blocks of 128 rows of weights in a tile
+    STAGES: gl.constexpr,
+):
+    dtype: gl.constexpr = w_desc.dtype
+    x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    if ACT != "":
+        w_smem = gl.allocate_shared_memory(dtype, [WB * STAGES, 1, 8, 2, 8, 64], w_desc.layout)
+    else:
+        w_smem = gl.allocate_shared_memory(dtype, [WB * STAGES, 1, 128, 64], w_desc.layout)
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES, PAIRS, 64], x_layout)
+    tail_smem = x_smem
+    if TAIL:
+        tail_smem = gl.allocate_shared_memory(dtype, [STAGES, TAIL, 64], x_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=129 if ACT != "" else (3 if TAIL else 2))
+        mbarrier.init(empty.index(i), count=2)  # by both groups
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    pipes = (w_smem, x_smem, tail_smem, full, empty)
+    shape = (gl.load(table_ptr + 3 * num_blocks) * n_tiles, n_tiles, steps)
+    table = (table_ptr, num_blocks)
+    descs = (w_desc, x_desc, tail_desc)
+    args = (pipes, table, shape, (bias_ptr, stride_bias), columns, (out_ptr, order_ptr))
+    if ACT != "":
+        gl.warp_specialize(
+            [
+                (_multiply, (args, 0, ACT, BIAS, WB, TAIL)),
+                (_multiply, (args, 1, ACT, BIAS, WB, TAIL)),
+                (_copy_gate_up, ((x_ptr, stride_x, order_ptr, top_k), descs, pipes, table, shape, WB, TAIL)),
+            ],
+            [4, 4],
+            [224, 56],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (args, 0, ACT, BIAS, WB, TAIL)),
+                (_multiply, (args, 1, ACT, BIAS, WB, TAIL)),
+                (_copy_down, (descs, pipes, table, shape, WB, TAIL)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
+
+
+def fits(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> bool:
+    """16-bit tensors of whole steps, aligned for copies of 16 bytes; offsets within ``x`` in 32 bits."""
+    n, i = w_down.shape[1:]
+    if x.dtype == torch.float32 or n % BLOCK_K or i % BLOCK_K:
+        return False
+    if x.stride(0) % 16 or x.data_ptr() % 16 or x.shape[0] * x.stride(0) >= 2**31:
+        return False
+    return all(w.stride(0) % 8 == 0 and w.stride(1) % 8 == 0 and w.data_ptr() % 16 == 0 for w in (w_gate_up, w_down))
+
+
+def _descriptor(t: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(t, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
+
+
+def _launch(
+    x: torch.Tensor,
+    descriptors: list[TensorDescriptor],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    blocks: ExpertBlocks,
+    rows: int,
+    top_k: int,
+    activation: str,
+    programs: int,
+    config: tuning.Config,
+) -> None:
+    k, columns = x.shape[1], out.shape[1]
+    num_blocks = blocks.table.shape[1]
+    n_tiles = triton.cdiv(columns, config["WB"] * rows)
+    _grouped_sm90_kernel[(min(programs, num_blocks * n_tiles),)](
+        *(x, *descriptors, x if bias is None else bias, out, blocks.order, blocks.table),
+        *(num_blocks, n_tiles, k // BLOCK_K, columns),
+        *(x.stride(0), 0 if bias is None else bias.stride(0), top_k),
+        ACT=activation,
+        BIAS=bias is not None,
+        **dependent_launch(x.device),
+        **config,
+        num_warps=4,
+        maxnreg=MAX_REGISTERS,
+    )
+
+
+def launch_gate_up(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    blocks: ExpertBlocks,
+    top_k: int,
+    activation: str,
+    programs: int,
+    config: tuning.Config,
+) -> None:
+    """As in moe_products.py, by so many programs."""
+    experts, rows, n = w_gate_up.shape
+    step = w_gate_up.stride(1)
+    strides = [w_gate_up.stride(0), 8 * step, rows // 2 * step, step, 1]
+    w_desc = _descriptor(w_gate_up, [experts, rows // 16, 2, 8, n], strides, [1, 8, 2, 8, BLOCK_K])
+    _launch(x, [w_desc] * 3, bias, h, blocks, 64, top_k, activation, programs, config)
+
+
+def launch_down(
+    h: torch.Tensor,
+    w_down: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    blocks: ExpertBlocks,
+    programs: int,
+    config: tuning.Config,
+) -> None:
+    """As in moe_products.py, by so many programs."""
+    w_desc = _descriptor(w_down, [*w_down.shape], [*w_down.stride()], [1, 128, BLOCK_K])
+    boxes = (config["PAIRS"] // 2, config["TAIL"] or 8)
+    x_descs = [_descriptor(h, [*h.shape], [*h.stride()], [box, BLOCK_K]) for box in boxes]
+    _launch(h, [w_desc, *x_descs], bias, y, blocks, 128, 1, "", programs, config)

@@ -1,0 +1,408 @@
+"""What lies between the query/key/value projection and attention, in one launch, on the projection's own rows.
+
+Queries and keys are normalised by head (RMSNorm) and turned by their position (RoPE), each only where the model does
+so; queries go back where they were, keys and values into the paged cache. Every element is read once and written once.
+RMSNorm: Zhang and Sennrich (2019). Rotary embedding: Su et al., "RoFormer" (2021). Blocks: Kwon et al. (2023).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels import tuning
+from tritonllm.kernels.attention_common import check_cache_dtype, check_caches, check_scale, require_float8, split_scale
+from tritonllm.kernels.checks import check_tensor, require
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.kv_cache import inverse_scale, store_reference
+from tritonllm.kernels.norm import norm_reference
+from tritonllm.kernels.registry import register_op
+from tritonllm.kernels.rope import check_rope, load_angles, load_pairs, rope_reference, store_pairs
+
+
+@triton.jit
+def _rounded(b_x, dtype):
+    """As a kernel of its own would store it."""
+    return b_x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _load_weights(p_weight, m_row, HEAD_SIZE: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """A norm's weights as :func:`_prepare_heads` takes them: ``[heads, 1]`` pointers, or None -> three blocks."""
+    b_a = tl.zeros(m_row.shape, tl.float32)
+    b_b = b_a
+    b_rest = b_a
+    if p_weight is not None:
+        if HALF:
+            b_a, b_b = load_pairs(p_weight, m_row, HALF, PAIRS)
+        if HEAD_SIZE > 2 * HALF:
+            rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(HEAD_SIZE - 2 * HALF))[None, :]
+            b_rest = tl.load(p_weight + rest, mask=m_row & (rest < HEAD_SIZE), other=0.0).to(tl.float32)
+    return b_a, b_b, b_rest
+
+
+@triton.jit
+def _prepare_heads(
+    p_in,  # [heads, 1]: first element of each head
+    p_out,  # [heads, 1], may be p_in
+    m_in,  # [heads, 1]
+    m_out,
+    b_wa,  # the norm's weights, if NORM
+    b_wb,
+    b_wr,
+    p_table,  # the row of the token's position: HALF cosines, HALF sines
+    b_inverse,  # [heads, 1]: multiplies what is stored, if SCALED
+    eps,
+    weight_offset,
+    HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # half of the elements that turn
+    PAIRS: tl.constexpr,
+    NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Normalise, turn and store some heads of one token."""
+    REST: tl.constexpr = HEAD_SIZE - 2 * HALF
+    b_squares = tl.zeros(m_in.shape, tl.float32)
+    # All loads before the first wait for one.
+    if HALF:
+        b_a, b_b = load_pairs(p_in, m_in, HALF, PAIRS)
+        b_cos, b_sin = load_angles(p_table, m_in, HALF)
+    if REST:
+        rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(REST))[None, :]
+        b_rest = tl.load(p_in + rest, mask=m_in & (rest < HEAD_SIZE), other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    if NORM:
+        if HALF:
+            b_squares += tl.sum(b_a * b_a + b_b * b_b, axis=1)[:, None]
+        if REST:
+            b_squares += tl.sum(b_rest * b_rest, axis=1)[:, None]
+        b_rstd = tl.rsqrt(b_squares / HEAD_SIZE + eps)
+        if HALF:
+            b_a = _rounded(b_a * b_rstd * (b_wa + weight_offset), p_in.dtype.element_ty)
+            b_b = _rounded(b_b * b_rstd * (b_wb + weight_offset), p_in.dtype.element_ty)
+        if REST:
+            b_rest = _rounded(b_rest * b_rstd * (b_wr + weight_offset), p_in.dtype.element_ty)
+    if HALF:
+        b_first = _rounded(b_a * b_cos - b_b * b_sin, p_in.dtype.element_ty)
+        b_second = _rounded(b_b * b_cos + b_a * b_sin, p_in.dtype.element_ty)
+        if SCALED:
+            b_first *= b_inverse
+            b_second *= b_inverse
+        store_pairs(p_out, m_out, b_first, b_second, HALF, PAIRS)
+    if REST:
+        if SCALED:
+            b_rest *= b_inverse
+        tl.store(p_out + rest, b_rest.to(p_out.dtype.element_ty), mask=m_out & (rest < HEAD_SIZE))
+
+
+# Arguments whose alignment changes from step to step: one compilation serves them all.
+@triton.jit(do_not_specialize=["slot_ptr", "positions_ptr"])
+def _qk_norm_rope_store_kernel(
+    qkv_ptr,  # [T, (H + 2 K) * D]
+    k_cache_ptr,  # [P, S, K, D]
+    v_cache_ptr,
+    slot_ptr,  # [T]
+    positions_ptr,  # [T], read if HALF
+    table_ptr,  # [max_position, 2 * HALF], read if HALF
+    q_weight_ptr,  # [D], or [H, D] if PER_HEAD; None: no norm
+    k_weight_ptr,  # [D], or [K, D]
+    k_scale_ptr,  # [K], or None
+    v_scale_ptr,
+    k_inverse,  # 1 / scale where that is a number
+    v_inverse,
+    eps,
+    weight_offset,
+    stride_qkv,
+    stride_table,
+    stride_kc_block,
+    stride_kc_slot,
+    stride_kc_head,
+    stride_vc_block,
+    stride_vc_slot,
+    stride_vc_head,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    SCALED: tl.constexpr,  # what is stored is divided by a scale
+    CONSTANT: tl.constexpr,  # no kernel that may still run writes the weights
+    BLOCK_SIZE: tl.constexpr,
+    Q_PROGRAMS: tl.constexpr,  # of each token; 0: queries stay as they are
+    KV_PROGRAMS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: up to BLOCK_H heads of one token's queries, keys or values. A token's programs are neighbours."""
+    NORM: tl.constexpr = q_weight_ptr is not None
+    token = (tl.program_id(0) // (Q_PROGRAMS + 2 * KV_PROGRAMS)).to(tl.int64)
+    program = tl.program_id(0) % (Q_PROGRAMS + 2 * KV_PROGRAMS)
+    p_token = qkv_ptr + token * stride_qkv
+    rows = tl.arange(0, BLOCK_H)[:, None]
+    if program < Q_PROGRAMS:
+        q_head = program * BLOCK_H + rows
+        m_q = q_head < Q_HEADS
+        p_q = p_token + q_head * HEAD_SIZE
+        p_weight = q_weight_ptr + q_head * (HEAD_SIZE if PER_HEAD else 0) if NORM else None
+        wait_for_previous(PDL and not CONSTANT)
+        b_wa, b_wb, b_wr = _load_weights(p_weight, m_q, HEAD_SIZE, HALF, PAIRS)
+        wait_for_previous(PDL and CONSTANT)
+        p_table = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * stride_table if HALF else table_ptr
+        _prepare_heads(
+            *(p_q, p_q, m_q, m_q, b_wa, b_wb, b_wr, p_table, m_q, eps, weight_offset),
+            *(HEAD_SIZE, HALF, PAIRS, NORM, False, PDL),
+        )
+        return
+    kv_head = (program - Q_PROGRAMS) % KV_PROGRAMS * BLOCK_H + rows
+    m_kv = kv_head < KV_HEADS
+    p_k = p_token + (Q_HEADS + kv_head) * HEAD_SIZE
+    if program < Q_PROGRAMS + KV_PROGRAMS:
+        p_k_weight = k_weight_ptr + kv_head * (HEAD_SIZE if PER_HEAD else 0) if NORM else None
+        wait_for_previous(PDL and not CONSTANT)
+        b_ka, b_kb, b_kr = _load_weights(p_k_weight, m_kv, HEAD_SIZE, HALF, PAIRS)
+        wait_for_previous(PDL and CONSTANT)
+        p_k_table = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * stride_table if HALF else table_ptr
+        slot = tl.load(slot_ptr + token)
+        at = slot // BLOCK_SIZE * stride_kc_block + slot % BLOCK_SIZE * stride_kc_slot
+        p_k_out = k_cache_ptr + at + kv_head.to(tl.int64) * stride_kc_head
+        b_k_inverse = inverse_scale(k_scale_ptr, k_inverse, kv_head, m_kv)
+        _prepare_heads(
+            *(p_k, p_k_out, m_kv, m_kv & (slot >= 0), b_ka, b_kb, b_kr, p_k_table, b_k_inverse, eps, weight_offset),
+            *(HEAD_SIZE, HALF, PAIRS, NORM, SCALED, PDL),
+        )
+    else:
+        wait_for_previous(PDL)
+        slot = tl.load(slot_ptr + token)
+        at = slot // BLOCK_SIZE * stride_vc_block + slot % BLOCK_SIZE * stride_vc_slot
+        p_v_out = v_cache_ptr + at + kv_head.to(tl.int64) * stride_vc_head
+        b_v_inverse = inverse_scale(v_scale_ptr, v_inverse, kv_head, m_kv)
+        p_v = p_k + KV_HEADS * HEAD_SIZE
+        _prepare_heads(
+            *(p_v, p_v_out, m_kv, m_kv & (slot >= 0), m_kv, m_kv, m_kv, table_ptr, b_v_inverse, eps, weight_offset),
+            *(HEAD_SIZE, 0, PAIRS, False, SCALED, PDL),
+        )
+
+
+def default_config(heads: int, head_size: int, tokens: int) -> tuning.Config:
+    """Few tokens: few programs, of 16 elements a thread. Many: as many as the chip holds, of one warp and 32."""
+    many = tokens * heads > 65536
+    block = max(1, (1024 if many else 2048) // triton.next_power_of_2(head_size))
+    return {"BLOCK_H": min(block, triton.next_power_of_2(heads)), "num_warps": 1 if many else 4}
+
+
+def _reference(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    k_factor: float,
+    v_factor: float,
+    eps: float,
+    weight_offset: float,
+    interleaved: bool,
+    constant_weight: bool,
+) -> None:
+    q, k, v = _split(qkv, k_cache)
+    k = k.clone()
+    if q_weight is not None and k_weight is not None:
+        norm_reference(q, None, q_weight, None, q, None, eps, weight_offset, 1.0, False)
+        norm_reference(k, None, k_weight, None, k, None, eps, weight_offset, 1.0, False)
+    if positions is not None and cos_sin_cache is not None:
+        rope_reference(q, k, positions, cos_sin_cache, interleaved)
+    store_reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_factor, v_factor)
+
+
+def _split(qkv: torch.Tensor, k_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values ``[T, heads, D]``, views of the rows."""
+    kv_heads, head_size = k_cache.shape[2:]
+    heads = qkv.unflatten(1, (qkv.shape[1] // head_size, head_size))
+    return heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+
+
+@register_op(mutates=("qkv", "k_cache", "v_cache"), reference=_reference)
+def _qk_norm_rope_store(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    k_factor: float,
+    v_factor: float,
+    eps: float,
+    weight_offset: float,
+    interleaved: bool,
+    constant_weight: bool,
+) -> None:
+    require_float8(k_cache)
+    tokens = qkv.shape[0]
+    if tokens == 0:
+        return
+    block_size, kv_heads, head_size = k_cache.shape[1:]
+    q_heads = qkv.shape[1] // head_size - 2 * kv_heads
+    rotary = 0 if cos_sin_cache is None else cos_sin_cache.shape[1]
+    key = {"heads": q_heads + 2 * kv_heads, "head_size": head_size, "tokens": tokens}
+    config = tuning.get_config("qk_norm_rope_store", qkv.device, default_config, **key)
+    q_programs = triton.cdiv(q_heads, config["BLOCK_H"]) if rotary or q_weight is not None else 0
+    kv_programs = triton.cdiv(kv_heads, config["BLOCK_H"])
+    programs = tokens * (q_programs + 2 * kv_programs)
+    table = (qkv, 0) if cos_sin_cache is None else (cos_sin_cache, cos_sin_cache.stride(0))
+    _qk_norm_rope_store_kernel[(programs,)](
+        *(qkv, k_cache, v_cache, slot_mapping, slot_mapping if positions is None else positions, table[0]),
+        *(q_weight, k_weight, k_scale, v_scale, 1.0 / k_factor, 1.0 / v_factor, eps, weight_offset),
+        *(qkv.stride(0), table[1], *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HEAD_SIZE=head_size,
+        HALF=rotary // 2,
+        PAIRS=interleaved,
+        PER_HEAD=q_weight is not None and q_weight.dim() == 2,
+        SCALED=k_scale is not None or v_scale is not None or k_factor != 1 or v_factor != 1,
+        CONSTANT=constant_weight,
+        BLOCK_SIZE=block_size,
+        Q_PROGRAMS=q_programs,
+        KV_PROGRAMS=kv_programs,
+        **config,
+        **dependent_launch(qkv.device, programs),
+    )
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    *,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    constant_weight: bool = False,
+) -> torch.Tensor:
+    """Normalise and turn the queries and keys of a fused projection, and store keys and values, in one launch.
+
+    Equal to :func:`rms_norm` of each head of q and k, :func:`apply_rope` and :func:`store_kv` in turn, with their
+    roundings; a part whose arguments are ``None`` is left out.
+
+    Args:
+        qkv: ``[T, (H + 2 K) * D]`` float16, bfloat16 or float32, contiguous in the last dimension: each row H query
+            heads, K key heads and K value heads. The queries are overwritten; keys and values stay as they are.
+        k_cache: ``[P, S, K, D]`` with the dtype of ``qkv`` or float8_e4m3fn, D a multiple of 8 from 16 to 512, S from 1
+            to 256; written.
+        v_cache: as ``k_cache``; written.
+        slot_mapping: ``[T]`` int64, block id times S plus the place in the block; negative: key and value are not
+            stored.
+        positions: ``[T]`` int32 or int64, from 0 to ``max_position - 1``, unchecked on a GPU.
+        cos_sin_cache: ``[max_position, rotary]`` of a float dtype, cosines and then sines, as in :func:`apply_rope`;
+            ``rotary`` is even and at most D. Given together with ``positions``, or neither.
+        q_weight: of the query heads' norm, ``[D]``, or ``[H, D]`` contiguous: a row for each head.
+        k_weight: ``[D]``, or ``[K, D]`` where ``q_weight`` is ``[H, D]``. Given together with it, or neither.
+        eps: added to the mean square.
+        weight_offset: added to the weights, in float32 (Gemma).
+        interleaved: pair elements ``(2i, 2i + 1)`` instead of ``(i, i + rotary / 2)``.
+        k_scale: keys are stored divided by this number, or by this ``[K]`` float32 tensor per head.
+        v_scale: the same for values.
+        constant_weight: no kernel that may still run writes ``q_weight`` or ``k_weight`` (true while a model is
+            served): they are read before the kernel before this one ends.
+
+    Returns:
+        The queries, ``[T, H, D]``: a view of ``qkv``.
+
+    Raises:
+        ValueError: a shape, dtype, device or number that does not fit, an argument without its partner, or a float8
+            cache on a GPU without float8.
+    """
+    scales = _check(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale)
+    _qk_norm_rope_store(
+        *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, *scales),
+        *(eps, weight_offset, interleaved, constant_weight),
+    )
+    return _split(qkv, k_cache)[0]
+
+
+def qk_norm_rope_store_ref(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    *,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    constant_weight: bool = False,
+) -> torch.Tensor:
+    """:func:`qk_norm_rope_store` in plain torch."""
+    scales = _check(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale)
+    _reference(
+        *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, *scales),
+        *(eps, weight_offset, interleaved, constant_weight),
+    )
+    return _split(qkv, k_cache)[0]
+
+
+def _check(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
+    """Check everything; the scales as the operator takes them."""
+    check_tensor("qkv", qkv, ("T", "(H + 2 K) * D"))
+    check_caches(k_cache, v_cache, "K", "D", like=qkv)
+    check_cache_dtype(k_cache, "qkv", qkv)
+    tokens, columns = qkv.shape
+    kv_heads, head_size = k_cache.shape[2:]
+    require(
+        16 <= head_size <= 512 and head_size % 8 == 0,
+        f"k_cache must have a head size that is a multiple of 8 from 16 to 512, got {head_size}",
+    )
+    q_heads = columns // head_size - 2 * kv_heads
+    require(
+        columns % head_size == 0 and q_heads > 0,
+        f"qkv must have (H + 2 * {kv_heads}) * {head_size} columns for H query heads, got {columns}",
+    )
+    check_tensor("slot_mapping", slot_mapping, (tokens,), dtype=torch.int64, like=qkv)
+    require(
+        (positions is None) == (cos_sin_cache is None), "positions and cos_sin_cache must both be given, or neither"
+    )
+    if positions is not None and cos_sin_cache is not None:
+        check_rope(positions, cos_sin_cache, qkv, head_size)
+    require((q_weight is None) == (k_weight is None), "q_weight and k_weight must both be given, or neither")
+    if q_weight is not None and k_weight is not None:
+        per_head = isinstance(q_weight, torch.Tensor) and q_weight.dim() == 2
+        for name, weight, heads in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
+            check_tensor(name, weight, (heads, head_size) if per_head else (head_size,), like=qkv)
+            require(weight.is_contiguous(), f"{name} must be contiguous, got strides {tuple(weight.stride())}")
+    check_scale("k_scale", k_scale, kv_heads, qkv)
+    check_scale("v_scale", v_scale, kv_heads, qkv)
+    k_scale, k_factor = split_scale(k_scale)
+    v_scale, v_factor = split_scale(v_scale)
+    return k_scale, v_scale, k_factor, v_factor

@@ -1,0 +1,210 @@
+"""The pass over the logits of `sample`: it draws for rows without limits, and describes the groups of the others.
+
+A program takes a stretch of a row. It reduces each group of 128 logits (`sampling_common`), adds the group's noise, and
+draws a token of its best group, whose logits are still in the first-level cache. The program that ends last in a row,
+found by counting in the workspace, takes the best of them. So a row is read once, by one launch, and nothing else grows
+with the vocabulary.
+
+Groups are compared by largest * scale + log2(weight) + noise in float64: exact to 1e-15, so the row's own maximum,
+which no program knows, need not be subtracted, and the result does not depend on who takes which part.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels import tuning
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.logit_edits import LogitEdits, edit_run, entries_between
+from tritonllm.kernels.random import STREAM_GROUP, STREAM_TOKEN, gumbel
+from tritonllm.kernels.sampling_common import (
+    FLOAT_MAX,
+    GROUP,
+    MIN_TEMPERATURE,
+    RUN,
+    first_max,
+    load_logits,
+    load_run,
+    reduce_runs,
+    scale_of,
+)
+from tritonllm.kernels.truncation import is_limited, load_limits
+
+
+@triton.jit
+def group_score(b_max, b_sum, scale, b_group, is_random, seed, step):
+    """float64: log2 of each group's weight, up to a constant, plus its noise; for greedy rows the order of b_max."""
+    b_score = b_max.to(tl.float64)
+    if is_random:  # a branch: the noise of 320 rows takes 10 us, which greedy rows need not wait for
+        b_noise = tl.log2(b_sum) + gumbel(b_group, seed, step, STREAM_GROUP)
+        b_score = b_score * scale.to(tl.float64) + b_noise.to(tl.float64)
+    return b_score
+
+
+@triton.jit
+def draw_of_group(p_row, group, V, scale, is_random, seed, step):
+    """The token drawn from one group."""
+    b_token = group * GROUP + tl.arange(0, GROUP)
+    b_x = load_logits(p_row, b_token, b_token < V)
+    b_score = (b_x - tl.maximum(tl.max(b_x), -FLOAT_MAX)) * scale
+    if is_random:
+        b_score += gumbel(b_token, seed, step, STREAM_TOKEN)
+    return first_max(b_score, b_token)
+
+
+@triton.jit
+def _edit_groups(
+    p_row,
+    first_group,
+    V,
+    edits,
+    seat,
+    step,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    LONGEST: tl.constexpr,
+):
+    """Edit a stretch of the row in place. Run by run: rows without a seat would pay for more registers than that."""
+    first, end = first_group * GROUP, (first_group + GROUPS * TILES) * GROUP
+    lo, hi = entries_between(edits, seat, first, end, ENTRIES)
+    for tile in range(TILES):
+        b_group = first_group + tile * GROUPS + tl.arange(0, GROUPS)
+        for run in range(GROUP // RUN):
+            b_x = load_run(p_row, b_group, run, V)
+            b_x = edit_run(b_x, b_group, run, V, edits, seat, step, lo, hi, ENTRIES, LONGEST)
+            b_token = b_group[:, None] * GROUP + run * RUN + tl.arange(0, RUN)[None, :]
+            tl.store(p_row + b_token, b_x, mask=b_token < V)
+    tl.debug_barrier()  # the whole program reads it
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,  # [B, N, V]
+    temperature_ptr,  # [B]
+    top_k_ptr,  # [B] or None
+    top_p_ptr,  # [B] or None
+    min_p_ptr,  # [B] or None
+    seeds_ptr,  # [B]
+    steps_ptr,  # [B]
+    offsets_ptr,  # [B * N] or None
+    seats_ptr,  # [B] or None
+    edits,  # LogitEdits or None
+    max_ptr,  # [B * N, n_groups]: of rows with limits
+    sum_ptr,  # [B * N, n_groups]
+    score_ptr,  # scratch [B * N, parts] float64
+    token_ptr,  # scratch [B * N, parts]
+    count_ptr,  # [B * N] int32 zeros, which they are again in the end
+    out_ptr,  # [B * N]
+    V,
+    n_groups,
+    positions,  # N
+    parts,
+    stride_b,
+    stride_n,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    LONGEST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seq, position = row // positions, row % positions
+    p_row = logits_ptr + seq * stride_b + position * stride_n
+    temperature = tl.load(temperature_ptr + seq)
+    offset = position if offsets_ptr is None else tl.load(offsets_ptr + row)
+    seed, step = tl.load(seeds_ptr + seq), tl.load(steps_ptr + seq) + offset
+    is_random = temperature >= MIN_TEMPERATURE  # false for NaN
+    scale = tl.where(is_random, scale_of(temperature), 1.0)
+    top_k, top_p, min_p = load_limits(top_k_ptr, top_p_ptr, min_p_ptr, seq)
+    has_limits = is_random & is_limited(V, top_k, top_p, min_p)
+    if edits is not None:
+        seat = tl.load(seats_ptr + seq).to(tl.int64)
+        if seat >= 0:
+            _edit_groups(p_row, part * TILES * GROUPS, V, edits, seat, step, GROUPS, TILES, ENTRIES, LONGEST)
+    b_best = tl.full([GROUPS], float("-inf"), tl.float64)
+    b_best_group = tl.zeros([GROUPS], tl.int32)
+    for tile in tl.static_range(TILES):  # unrolled: a tile is loaded while the one before it is reduced
+        b_group = (part * TILES + tile) * GROUPS + tl.arange(0, GROUPS)
+        b_x0, b_x1 = load_run(p_row, b_group, 0, V), load_run(p_row, b_group, 1, V)
+        b_x2, b_x3 = load_run(p_row, b_group, 2, V), load_run(p_row, b_group, 3, V)
+        b_max, b_sum = reduce_runs(b_x0, b_x1, b_x2, b_x3, scale)
+        if has_limits:
+            tl.store(max_ptr + row * n_groups + b_group, b_max, mask=b_group < n_groups)
+            tl.store(sum_ptr + row * n_groups + b_group, b_sum, mask=b_group < n_groups)
+        else:
+            b_score = group_score(b_max, b_sum, scale, b_group, is_random, seed, step)
+            m_better = b_score > b_best
+            b_best = tl.where(m_better, b_score, b_best)
+            b_best_group = tl.where(m_better, b_group, b_best_group)
+    if has_limits == 0:
+        best = tl.max(b_best)
+        token = draw_of_group(p_row, first_max(b_best, b_best_group), V, scale, is_random, seed, step)
+        tl.store(score_ptr + row * parts + part, best)
+        tl.store(token_ptr + row * parts + part, token)
+        tl.debug_barrier()  # both are stored before this program is counted
+        if tl.atomic_add(count_ptr + row, 1) == parts - 1:
+            tl.store(count_ptr + row, 0)
+            b_part = tl.arange(0, PARTS)
+            b_part_best = tl.load(score_ptr + row * parts + b_part, mask=b_part < parts, other=float("-inf"))
+            b_token = tl.load(token_ptr + row * parts + b_part, mask=b_part < parts, other=0)
+            best = tl.max(b_part_best)
+            token = first_max(b_part_best, b_token)  # parts and groups are in the order of ids: so are ties
+            tl.store(out_ptr + row, tl.where(best > float("-inf"), token, 0).to(tl.int64))
+
+
+def default_config(rows: int, vocab: int) -> tuning.Config:
+    """A program takes 4 * num_warps groups at a time: 16 logits a thread, whose loads are all in flight at once."""
+    tiles = rows * triton.cdiv(vocab, GROUP.value) // 16  # of 4 warps; with 4 in a program the ends cost little
+    return {"TILES": 4 if tiles >= 4096 else 2 if tiles >= 1024 else 1, "num_warps": 4}
+
+
+def draw_rows(
+    logits: torch.Tensor,
+    parameters: Sequence[torch.Tensor | None],
+    seats: torch.Tensor | None,
+    edits: LogitEdits | None,
+    workspace: torch.Tensor | None,
+    out: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the pass.
+
+    Args:
+        logits: ``[B, N, V]``, contiguous in the last dimension; position n of a sequence draws with its step + n.
+        parameters: temperature, top_k, top_p, min_p, seeds, steps as of `sample`, each ``[B]``.
+        seats, edits: as of `sample`; need N = 1 and float32.
+        workspace: at least ``[B * N]`` int32 zeros; ``None`` makes them.
+        out: ``[B * N]`` int64: gets the tokens of rows without limits.
+        offsets: ``[B, N]`` int32, contiguous: what each row adds to the sequence's step in place of its position.
+
+    Returns:
+        For rows with limits, ``[B * N, ceil(V / 128)]`` twice, as of ``sampling_common.scan``.
+    """
+    (batch, positions, vocab), device = logits.shape, logits.device
+    rows, n_groups = batch * positions, triton.cdiv(vocab, GROUP.value)
+    config = tuning.get_config("sample_draw", device, default_config, rows=rows, vocab=vocab)
+    groups = 4 * config["num_warps"]  # a fixed ratio: the threads that share a group are always the same eight
+    parts = triton.cdiv(n_groups, groups * config["TILES"])
+    described = 0 if all(limit is None for limit in parameters[1:4]) else rows
+    group_max = torch.empty(described, n_groups, dtype=torch.float32, device=device)
+    group_sum = torch.empty_like(group_max)
+    scores = torch.empty(rows, parts, dtype=torch.float64, device=device)
+    tokens = torch.empty(rows, parts, dtype=torch.int32, device=device)
+    if workspace is None:
+        workspace = torch.zeros(rows, dtype=torch.int32, device=device)
+    _, entries, longest = (0, 1, 1) if edits is None else edits.entry_after.shape
+    sizes = (vocab, n_groups, positions, parts, *logits.stride()[:2])
+    scratch = (group_max, group_sum, scores, tokens, workspace)
+    flags = {"PARTS": triton.next_power_of_2(parts), "ENTRIES": entries, "LONGEST": longest}
+    _draw_kernel[(rows, parts)](
+        *(logits, *parameters, offsets, seats, edits, *scratch, out, *sizes),
+        **(config | flags | dependent_launch(device, rows * parts)),
+        GROUPS=groups,
+    )
+    return group_max, group_sum
