@@ -6,10 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tritonllm.kernels import plan_cascade
+from tritonllm.kernels import apply_rope, plan_cascade
 from tritonllm.layers import attention
 from tritonllm.layers.attention import Attention, AttentionSpec
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.norm import NormSpec
 from tritonllm.layers.rope import RopeSpec
 
 HEADS, HEAD, BLOCK = 2, 16, 4
@@ -60,6 +61,38 @@ def test_launches_only_what_there_is(device, num_decodes, chunks):
     assert prefill.call_count == (len(chunks) > 0)
     assert out.shape == (tokens, 24) and out.isfinite().all()
     assert int(cache.k.isfinite().all(-1).sum()) == tokens  # every key stored, nothing else
+
+
+@pytest.mark.parametrize(
+    ("kind", "over", "fused"),
+    [("rms", "head", True), ("rms", "heads", True), ("rms", "all", False), ("layer", "heads", False)],
+)
+def test_the_norm_of_queries_and_keys(device, kind, over, fused):
+    """In the launch that rotates and stores where that kernel knows it, else before; in both cases with this result."""
+    rope = RopeSpec(base=1e4, rotary_dim=HEAD, trained_length=BLOCK)
+    norm = NormSpec(kind=kind, eps=1e-5, weight_offset=0.5 if kind == "rms" else 0.0)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=HEAD, qk_norm=norm, qk_norm_over=over, rope=rope)
+    layer = Attention(24, spec, dtype=torch.float32, device=device)
+    for p in layer.parameters():
+        p.normal_(0, 0.2)
+    metadata, x = batch(3, [], device), torch.randn(3, 24, device=device)
+    positions, table = metadata.slot_mapping % BLOCK, rope.table(BLOCK, device)
+    cache = KVCacheView(*torch.zeros(2, 8, BLOCK, 2, HEAD, device=device))
+    with (
+        patch.object(attention, "qk_norm_rope_store", wraps=attention.qk_norm_rope_store) as store,
+        patch.object(attention, "paged_attention", wraps=attention.paged_attention) as attend,
+    ):
+        layer(x, positions, table, metadata, cache)
+    assert ("q_weight" in store.call_args.kwargs) == fused
+
+    q, k, v = layer.qkv(x).unflatten(1, (8, HEAD)).split((4, 2, 2), dim=1)
+    for module, heads in ((layer.q_norm, q), (layer.k_norm, k)):
+        heads = heads.view(3, -1) if over == "all" else heads
+        module.normalize(heads, out=heads)
+    apply_rope(q, k, positions, table)
+    stored = [c.flatten(0, 1)[metadata.slot_mapping] for c in (cache.k, cache.v)]
+    for got, want in zip((attend.call_args.args[0], *stored), (q, k, v), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 import pytest
 import torch
 from support.compare import assert_close, poisoned
+from torch.nn import functional as F
 
-from tritonllm.layers.linear import Embedding, Linear
+from tritonllm.layers.linear import Embedding, Linear, few_rows
+from tritonllm.layers.norm import Norm, NormSpec
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -15,6 +17,30 @@ def test_linear(device, bias):
     want = x @ layer.weight.T
     assert_close(layer(x), want + layer.bias if layer.bias is not None else want)
     assert (layer.bias is not None) == bias
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("rows", [3, 100])
+def test_what_surrounds_the_product(device, rows, kind):
+    """Norm before, activation, scale and addition after, for few rows and for many."""
+    layer = Linear(6, 8, bias=True, dtype=torch.float32, device=device)
+    norm = Norm((6,), NormSpec(kind=kind, eps=1e-5), dtype=torch.float32, device=device)
+    for p in (*layer.parameters(), *norm.parameters()):
+        p.normal_()
+    x, residual = torch.randn(rows, 6, device=device), torch.randn(rows, 4, device=device)
+    normed = (F.rms_norm if kind == "rms" else F.layer_norm)(x, (6,), norm.weight, eps=1e-5)
+    gate, up = F.linear(normed, layer.weight, layer.bias).chunk(2, dim=-1)
+    want = residual + 0.5 * F.silu(gate) * up
+    before = x.clone()
+    assert layer(x, norm=norm, activation="silu", gated=True, residual=residual, scale=0.5) is residual
+    assert_close(residual, want)
+    assert torch.equal(x, before)
+
+
+def test_few_rows():
+    """A matter of the shape alone, so that a captured graph always takes the same path. Nothing is fused on the CPU."""
+    assert not few_rows(torch.empty(1, 6))
+    assert few_rows(torch.empty(64, 6, device="meta")) and not few_rows(torch.empty(65, 6, device="meta"))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -4,6 +4,7 @@ from support.compare import assert_close
 from torch.nn import functional as F
 
 from tritonllm.layers.mlp import ACTIVATIONS, GATED_ACTIVATIONS, MLP, MLPSpec
+from tritonllm.layers.norm import Norm, NormSpec
 
 FUNCTIONS = {
     "silu": F.silu,
@@ -37,6 +38,17 @@ def test_plain(device, activation, bias):
     x = torch.randn(4, 6, device=device)
     inner = FUNCTIONS[activation](F.linear(x, mlp.up.weight, mlp.up.bias))
     assert_close(mlp(x), F.linear(inner, mlp.down.weight, mlp.down.bias))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_with_its_norm_and_the_stream(device, gated):
+    mlp = make(MLPSpec(intermediate_size=10, activation="silu", gated=gated), device)
+    norm = Norm((6,), NormSpec(kind="rms", eps=1e-5), dtype=torch.float32, device=device)
+    norm.weight.normal_()
+    stream = torch.randn(4, 6, device=device)
+    want = stream + 0.3 * mlp(norm.normalize(stream))
+    assert mlp(stream, norm=norm, residual=stream, scale=0.3) is stream
+    assert_close(stream, want)
 
 
 @pytest.mark.parametrize(

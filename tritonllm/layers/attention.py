@@ -1,16 +1,15 @@
 """Attention over the paged cache: project, normalise, rotate, store, attend, project."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from tritonllm.kernels import (
-    apply_rope,
     cascade_decode_attention,
     paged_decode_attention,
-    store_kv,
+    qk_norm_rope_store,
     varlen_prefill_attention,
 )
 from tritonllm.layers.linear import Linear, empty_parameter
@@ -97,23 +96,32 @@ class Attention(nn.Module):
         cos_sin_cache: torch.Tensor | None,
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Attend from ``x[T, hidden]`` at ``positions[T]``; writes the new keys and values into ``kv_cache``.
 
         Args:
             cos_sin_cache: the table of the spec's ``rope``; ``None`` without one.
+            norm: of ``x`` first.
+            residual: ``[T, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
 
         Returns:
             ``[T, hidden]``.
         """
-        qkv = self.qkv(x).unflatten(1, (sum(self.heads), self.spec.head_size))
-        q, k, v = qkv.split(self.heads, dim=1)  # views: what follows works in place
-        if self.q_norm is not None and self.k_norm is not None:
-            self._normalize_(self.q_norm, q)
-            self._normalize_(self.k_norm, k)
-        if self.spec.rope is not None and cos_sin_cache is not None:
-            apply_rope(q, k, positions, cos_sin_cache, interleaved=self.spec.rope.interleaved)
-        store_kv(k, v, kv_cache.k, kv_cache.v, metadata.slot_mapping)
+        qkv = self.qkv(x, norm=norm)
+        q = qk_norm_rope_store(
+            qkv,
+            kv_cache.k,
+            kv_cache.v,
+            metadata.slot_mapping,
+            None if cos_sin_cache is None else positions,
+            cos_sin_cache,
+            interleaved=self.spec.rope is not None and self.spec.rope.interleaved,
+            **self._norm_weights(qkv),
+        )
         out = paged_attention(
             q,
             metadata,
@@ -124,12 +132,21 @@ class Attention(nn.Module):
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
         )
-        return self.o(out.flatten(1))
+        return self.o(out.flatten(1), residual=residual, scale=scale)
 
-    def _normalize_(self, norm: Norm, x: torch.Tensor) -> None:
-        if self.spec.qk_norm_over == "all":
-            x = x.view(x.shape[0], -1)
-        norm.normalize(x, out=x)
+    def _norm_weights(self, qkv: torch.Tensor) -> dict[str, Any]:
+        """The q/k norm as the fused kernel takes it; one that it does not know is done here, in place."""
+        if self.q_norm is None or self.k_norm is None:
+            return {}
+        norm = self.q_norm.spec
+        if norm.kind == "rms" and self.spec.qk_norm_over != "all":
+            weights = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
+            return {**weights, "eps": norm.eps, "weight_offset": norm.weight_offset, "constant_weight": True}
+        q, k, _ = qkv.unflatten(1, (sum(self.heads), self.spec.head_size)).split(self.heads, dim=1)
+        for module, x in ((self.q_norm, q), (self.k_norm, k)):
+            x = x.view(x.shape[0], -1) if self.spec.qk_norm_over == "all" else x
+            module.normalize(x, out=x)
+        return {}
 
 
 def paged_attention(

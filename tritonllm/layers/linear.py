@@ -1,17 +1,33 @@
-"""Linear maps and the embedding table: weights, and one torch call each.
+"""Linear maps and the embedding table: weights, and the product with them.
 
-Nothing is fused into these products, so they stay with cuBLAS. Parameters are for inference only (no gradient) and
-are left uninitialised: a loader writes every element once.
+Many rows go to cuBLAS, with nothing fused. Few rows, whose product is bound by reading the weights, go to
+:func:`tritonllm.kernels.linear`, which takes the norm before, and the activation or the addition after, along.
+Parameters are for inference only (no gradient) and are left uninitialised: a loader writes every element once.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tritonllm.kernels import linear
+from tritonllm.kernels.linear_skinny import MAX_M, workspace_size
+
+if TYPE_CHECKING:
+    from tritonllm.layers.norm import Norm
+
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialised parameter without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def few_rows(x: torch.Tensor) -> bool:
+    """``x[T, ...]`` has so few rows that products with it are bound by reading the weights: fusing pays."""
+    return x.shape[0] <= MAX_M and not x.is_cpu
 
 
 def linear_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -20,6 +36,9 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     On CUDA the product itself writes float32: rounded to bfloat16 first, logits near 16 would be 1/8 apart, and an
     argmax would meet ties that the model does not have.
     """
+    if few_rows(x):
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+        return linear(x, weight, bias, out=out, constant_weight=True)
     if x.is_cuda and x.dtype != torch.float32:
         out = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return out if bias is None else out.add_(bias)
@@ -33,15 +52,55 @@ class Linear(nn.Module):
     input once.
     """
 
+    workspace: torch.Tensor
+
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
+        workspace = torch.zeros(workspace_size(out_features), dtype=torch.int32, device=device)
+        self.register_buffer("workspace", workspace, persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """``x[T, in]`` -> ``[T, out]``, with what surrounds the product: in one launch if there are few rows.
+
+        Args:
+            norm: of ``x`` first.
+            activation: of the result; ``gated``: of its first half, which then multiplies the second.
+            residual: ``[T, out]``, to which ``scale`` times the result is added in place.
+
+        Returns:
+            ``residual`` if there is one, else a new tensor.
+        """
+        if norm is None and activation is None and residual is None and not few_rows(x):
+            return F.linear(x, self.weight, self.bias)
+        if norm is not None and norm.spec.kind != "rms":
+            x, norm = norm.normalize(x), None
+        return linear(
+            x,
+            self.weight,
+            self.bias,
+            norm_weight=None if norm is None else norm.weight,
+            norm_eps=1e-6 if norm is None else norm.spec.eps,
+            norm_weight_offset=0.0 if norm is None else norm.spec.weight_offset,
+            activation=activation,
+            gated=gated,
+            residual=residual,
+            scale=scale,
+            workspace=self.workspace,
+            constant_weight=True,
+        )
 
 
 class Embedding(nn.Module):

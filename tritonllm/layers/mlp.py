@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from tritonllm.kernels import apply_activation, gelu_and_mul, silu_and_mul
-from tritonllm.layers.linear import Linear
+from tritonllm.layers.linear import Linear, few_rows
+from tritonllm.layers.norm import Norm
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 ACTIVATIONS = (*GATED_ACTIVATIONS, "relu", "relu2")
@@ -46,11 +47,26 @@ class MLP(nn.Module):
         self.up = Linear(hidden_size, columns, bias=spec.bias, dtype=dtype, device=device)
         self.down = Linear(inner, hidden_size, bias=spec.bias, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x[T, hidden]`` -> ``[T, hidden]``."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """``x[T, hidden]`` -> ``[T, hidden]``.
+
+        Args:
+            norm: of ``x`` first.
+            residual: ``[T, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
+        """
+        gated, activation = self.spec.gated, self.spec.activation
+        if few_rows(x) or norm is not None or residual is not None:
+            inner = self.up(x, norm=norm, activation=activation, gated=gated)
+            return self.down(inner, residual=residual, scale=scale)
         inner = self.up(x)
-        activation = self.spec.activation
-        if not self.spec.gated:
+        if not gated:
             return self.down(apply_activation(inner, activation, out=inner))
         if activation == "silu":
             return self.down(silu_and_mul(inner))

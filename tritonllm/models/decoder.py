@@ -7,7 +7,7 @@ from torch import nn
 
 from tritonllm.kernels import cap_logits
 from tritonllm.layers.attention import Attention
-from tritonllm.layers.linear import Embedding, Linear, empty_parameter
+from tritonllm.layers.linear import Embedding, Linear, empty_parameter, few_rows
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.moe import MoE
@@ -18,8 +18,9 @@ from tritonllm.models.spec import ModelSpec
 class DecoderLayer(nn.Module):
     """Attention and MLP around a residual stream.
 
-    What a block computed is added to the stream by the norm that comes next, so it travels beside the stream until
-    then; a layer hands the next one its MLP's output, not yet added.
+    With many rows, what a block computed is added to the stream by the norm that comes next, so it travels beside the
+    stream until then; a layer hands the next one its MLP's output, not yet added. With few rows a block's last product
+    adds to the stream, and its first one normalises: then nothing travels, and a step is half as many kernels.
     """
 
     def __init__(self, spec: ModelSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,6 +32,7 @@ class DecoderLayer(nn.Module):
         self.multiplier = spec.residual_multiplier
         self.of_stream = of_stream
         self.parallel = spec.parallel is not None
+        self.fusable = spec.norm_position == "pre" and not self.parallel
 
         def norm(exists: bool) -> Norm | None:
             return Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device) if exists else None
@@ -49,14 +51,20 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         stream: torch.Tensor | None,
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor | None,
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x[T, hidden]``, not yet added to the stream, and the stream -> the same two of the next layer."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """``x[T, hidden]``, not yet added to the stream, and the stream -> the same two of the next layer.
+
+        ``None`` in the place of either: no stream yet, or nothing to add to it.
+        """
+        if self.fusable and few_rows(positions):
+            return self._forward_few(x, stream, positions, cos_sin_cache, metadata, kv_cache)
+        assert x is not None
         x, stream = self._enter(self.attention_norm, x, stream)
         attended = self.attention(x, positions, cos_sin_cache, metadata, kv_cache)
         if self.parallel:
@@ -65,6 +73,28 @@ class DecoderLayer(nn.Module):
             return attended.add_(self.mlp(x)), stream
         x, stream = self._enter(self.mlp_norm, _after(self.attention_post_norm, attended), stream)
         return _after(self.mlp_post_norm, self.mlp(x)), stream
+
+    def _forward_few(
+        self,
+        x: torch.Tensor | None,
+        stream: torch.Tensor | None,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor | None,
+        metadata: AttentionMetadata,
+        kv_cache: KVCacheView,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """:meth:`forward` for few rows: the products of a block normalise before it and add to the stream after it."""
+        norm = self.attention_norm
+        assert norm is not None and self.mlp_norm is not None
+        if x is None or stream is None:
+            x = stream = x if stream is None else stream
+        else:  # experts came before: their output is not added yet
+            (x, stream), norm = norm(x, stream, self.multiplier), None
+        step = positions, cos_sin_cache, metadata, kv_cache
+        stream = self.attention(x, *step, norm=norm, residual=stream, scale=self.multiplier)
+        if isinstance(self.mlp, MLP):
+            return None, self.mlp(stream, norm=self.mlp_norm, residual=stream, scale=self.multiplier)
+        return self.mlp(self.mlp_norm.normalize(stream)), stream
 
     def _enter(
         self, norm: Norm | None, x: torch.Tensor, stream: torch.Tensor | None
@@ -137,14 +167,16 @@ class Decoder(nn.Module):
         Returns:
             ``[T, hidden]`` after the last norm, for :meth:`compute_logits`.
         """
-        x = self._embed(input_ids, positions)
+        x: torch.Tensor | None = self._embed(input_ids, positions)
         stream: torch.Tensor | None = None
         for layer, table, layer_cache in zip(self.layers, self._table_of_layer, kv_cache, strict=True):
             x, stream = layer(x, stream, positions, self._tables[table], metadata, layer_cache)
+        assert stream is not None  # there is a layer
+        if x is None:
+            return stream if self.norm is None else self.norm.normalize(stream)
         multiplier = self.spec.residual_multiplier
         if self.norm is not None:
             return self.norm(x, stream, multiplier)[0]
-        assert stream is not None  # there is a layer
         return stream.add_(x, alpha=multiplier)
 
     def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,66 @@
+"""Steps of few rows fuse the norms and additions into the products. On a GPU they always do; here they are made to."""
+
+import pytest
+import torch
+from support.tiny_models import ALL_FAMILIES, PagedRunner, PagedSequence, random_tokens, tiny_config
+
+from tritonllm.layers import linear, mlp
+from tritonllm.layers.norm import Norm
+from tritonllm.models import decoder
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.families import spec_from_config
+from tritonllm.models.weights import dummy_weights
+from tritonllm.testing import RELATIVE_ERROR, relative_error
+
+
+def few_rows(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+    for module in (linear, mlp, decoder):
+        monkeypatch.setattr(module, "few_rows", lambda x: few)
+
+
+def logits(model: Decoder, prompts: list[list[int]]) -> torch.Tensor:
+    """A prefill of two prompts in one step, then two decode steps of both."""
+    runner = PagedRunner(model)
+    sequences = [PagedSequence() for _ in prompts]
+    rows = runner.step(list(zip(sequences, prompts, strict=True)))
+    for token in (3, 4):
+        rows += runner.step([(sequence, [token]) for sequence in sequences])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_same_logits(monkeypatch, device, family):
+    model = Decoder(spec_from_config(tiny_config(family)), dtype=torch.float32, device=device, max_model_len=64)
+    dummy_weights(model, 0)
+    prompts = [random_tokens(n, 101, seed=n) for n in (9, 4)]
+    few_rows(monkeypatch, False)
+    want = logits(model, prompts)
+    few_rows(monkeypatch, True)
+    assert relative_error(logits(model, prompts), want) < 3 * RELATIVE_ERROR[torch.float32]  # of 3 layers
+
+
+@pytest.mark.parametrize(
+    ("family", "adding", "norms"),
+    # norms that are kernels of their own: the last one, and of layer norms all
+    [("qwen3", 6, 1), ("granite", 6, 1), ("qwen3_moe", 3, 6), ("opt", 6, 7), ("gemma2", 0, 13), ("falcon", 0, 4)],
+)
+def test_pre_norm_layers_add_and_normalise_in_their_products(monkeypatch, device, family, adding, norms):
+    """Three layers: how many products add to the stream, and how many norms are left."""
+    model = Decoder(spec_from_config(tiny_config(family)), dtype=torch.float32, device=device, max_model_len=64)
+    dummy_weights(model, 0)
+    few_rows(monkeypatch, True)
+    added, normed = [], []
+    product, forward, normalize = linear.linear, Norm.forward, Norm.normalize
+    monkeypatch.setattr(linear, "linear", lambda *a, **k: added.append(k.get("residual")) or product(*a, **k))
+    monkeypatch.setattr(
+        Norm,
+        "forward",
+        lambda self, x, residual, scale: (
+            (normed.append(self) if residual is not None else None) or forward(self, x, residual, scale)
+        ),
+    )
+    monkeypatch.setattr(Norm, "normalize", lambda self, x, **k: normed.append(self) or normalize(self, x, **k))
+    PagedRunner(model).prefill(PagedSequence(), [5, 6, 7])
+    of_stream = {id(m) for m in model.modules() if isinstance(m, Norm) and m.weight.numel() == 64}
+    assert sum(residual is not None for residual in added) == adding
+    assert sum(id(norm) in of_stream for norm in normed) == norms
