@@ -11,7 +11,7 @@ from typing import Any, Literal
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 POLICIES = ("fcfs", "priority")
-_OWN_KWARGS = ("enforce_eager", "disable_cascade_attn")  # of EngineConfig itself, not of its parts
+_OWN_KWARGS = ("enforce_eager", "disable_cascade_attn", "kernel_cache")  # of EngineConfig itself, not of its parts
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:
@@ -136,6 +136,7 @@ class EngineConfig:
         enforce_eager: no CUDA graphs.
         disable_cascade_attn: let every sequence read the keys of a prompt's beginning for itself, even where a step's
             sequences share them. Without it they are read once if that is faster.
+        kernel_cache: a folder that ``tritonllm precompile`` made: kernels that are there are not compiled.
     """
 
     model: ModelConfig
@@ -143,10 +144,13 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
+    kernel_cache: str | None = None
 
     def __post_init__(self) -> None:
         _is_a("enforce_eager", self.enforce_eager, bool)
         _is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
+        if self.kernel_cache is not None:
+            _is_a("kernel_cache", self.kernel_cache, str)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

@@ -33,7 +33,7 @@ def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
 
 @cache
 def params_of(max_tokens: int, temperature: float, seed: int) -> SamplingParams:
-    """Every third seed comes with a penalty, whose requests cannot be planned ahead."""
+    """Every third seed comes with a penalty, which depends on all tokens before."""
     penalty = 0.5 if seed == 2 else 0.0
     return SamplingParams(
         max_tokens=max_tokens, temperature=temperature, seed=seed, frequency_penalty=penalty, ignore_eos=True

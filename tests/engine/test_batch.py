@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.batch import build_batch, to_device, upload
+from tritonllm.engine.batch import build_batch, upload, upload_batch, upload_sampling
 from tritonllm.engine.request import Request
 from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
 from tritonllm.engine.seats import SeatTable
@@ -62,8 +62,10 @@ def test_a_mixed_step():
     in_flight = item("p", [5, 6], [7], 2, 1, seat=0, pending=True, temperature=0)
     last_chunk = item("b", [10, 11, 12], [0], 1, 2, seat=2, temperature=0)
     first_chunk = item("c", [20, 21, 22, 23], [2, 4], 0, 3, seat=1)
-    batch = to_device(build(decode, in_flight, last_chunk, first_chunk), CPU)
-    metadata, sampling = batch.metadata, batch.sampling
+    host = build(decode, in_flight, last_chunk, first_chunk)
+    batch = upload_batch(host, CPU)
+    metadata = batch.metadata
+    rows, sampling = upload_sampling(host, CPU)
     assert batch.input_ids.tolist() == [9, -1, 11, 12, 20, 21, 22]
     assert batch.positions.tolist() == [4, 2, 1, 2, 0, 1, 2]
     assert metadata.slot_mapping.tolist() == [4, 30, 1, 2, 8, 9, 10]
@@ -71,7 +73,7 @@ def test_a_mixed_step():
     assert metadata.seq_lens.tolist() == [5, 3, 3, 3]
     assert metadata.cu_seqlens_q.tolist() == [0, 2, 5]
     assert (metadata.num_decodes, metadata.max_seqlen_q) == (2, 3)
-    assert batch.logit_rows.tolist() == [0, 1, 3]  # the first chunk of `c` samples nothing
+    assert rows.tolist() == [0, 1, 3]  # the first chunk of `c` samples nothing
     assert sampling.seats.tolist() == [5, 0, 2]
     assert sampling.temperature.tolist() == [0.5, 0.0, 0.0]
     assert sampling.top_k.tolist() == [7, 0, 0]
@@ -109,7 +111,7 @@ def test_decodes_that_share_a_prefix():
     decodes = [item(name, [1] * 11, [8, 9, block], 10, 1, seat=block) for name, block in own.items()]
     chunk = item("d", [1] * 11, [8, 9, 4], 8, 3, seat=0)
     planner = CascadePlanner(block_size=4, block_bytes=MIN_SAVED_BYTES // 4)
-    metadata = to_device(build(*decodes, chunk, planner=planner), CPU).metadata
+    metadata = upload_batch(build(*decodes, chunk, planner=planner), CPU).metadata
     cascade = metadata.cascade
     assert cascade.prefix_tables[cascade.prefix_lens > 0].flatten().tolist() == [8, 9]
     assert cascade.suffix_tables[:, 0].tolist() == [1, 2, 3]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tritonllm.engine.batch import HostBatch, to_device
+from tritonllm.engine.batch import HostBatch, upload_batch, upload_sampling
 from tritonllm.engine.cuda_graphs import DecodeGraphs
 from tritonllm.kernels import plan_cascade
 from tritonllm.layers.attention import paged_attention
@@ -97,14 +97,19 @@ def test_replays_equal_steps_without_graphs(model):
         assert (metadata.cascade is not None) == (shared > 0)
         assert (metadata.slot_mapping[n:] == -1).all() and (metadata.seq_lens[n:] == 0).all()
         assert (sampling.seats[n:] == SEATS).all()  # nobody's
-        expected = to_device(batch, CPU)
-        for name, values in vars(expected.sampling).items():
+        expected, (_, inputs) = upload_batch(batch, CPU), upload_sampling(batch, CPU)
+        for name, values in vars(inputs).items():
             assert torch.equal(getattr(graphs.sampling_inputs(n), name), values), name
-        wanted = model(expected.input_ids, expected.positions, expected.metadata, expected.sampling)
+        wanted = model(expected.input_ids, expected.positions, expected.metadata, inputs)
         torch.testing.assert_close((hidden, tokens), wanted)
 
 
-def test_graphs_for_shared_prefixes_only_where_they_can_occur(model):
-    DecodeGraphs(model, SEATS, WIDTH, CPU, may_share=lambda size: size >= 16)
-    captured = [(len(ids), metadata.cascade is not None) for ids, _, metadata, *_ in model.calls[::2]]
-    assert captured == [(20, False), (20, True), (16, False), (16, True), *((n, False) for n in (8, 4, 2, 1))]
+def test_graphs_for_shared_prefixes_are_captured_when_one_comes(model):
+    graphs = DecodeGraphs(model, SEATS, WIDTH, CPU, may_share=lambda size: size >= 16)
+    assert [len(ids) for ids, *_ in model.calls[::2]] == [20, 16, 8, 4, 2, 1]
+    assert all(metadata.cascade is None for _, _, metadata, *_ in model.calls)
+    for calls in (3, 1):  # the first time a run beforehand and the capture; then replays
+        before = len(model.calls)
+        graphs.run(step(18, 4, list(range(18))))
+        sizes = [(len(ids), metadata.cascade is not None) for ids, _, metadata, *_ in model.calls[before:]]
+        assert sizes == [(20, True)] * calls

@@ -40,8 +40,8 @@ def test_steps_before_the_first_request_leave_the_cache_alone(monkeypatch, token
         for layer in runner._cache:
             layer.k.fill_(7.0)
             layer.v.fill_(7.0)
-        runner._warm_up().prefill_step(tokens)
-        runner._warm_up().decode_step(min(tokens, 8))
+        runner.warm_up().prefill_step(tokens)
+        runner.warm_up().decode_step(min(tokens, 8))
     assert all((t == 7.0).all() for layer in runner._cache for t in (layer.k, layer.v))
 
 
@@ -55,10 +55,10 @@ def test_steps_before_the_first_request_include_shared_prefixes(monkeypatch, set
     runner.start(num_blocks=3, max_model_len=64)
     with patch.object(attention, "cascade_decode_attention", wraps=attention.cascade_decode_attention) as cascade:
         with torch.inference_mode():
-            runner._warm_up().decode_step(7)
+            runner.warm_up().decode_step(7)
         assert cascade.call_count == 0
         with torch.inference_mode():
-            runner._warm_up().decode_step(8)
+            runner.warm_up().decode_step(8)
         assert cascade.call_count == calls
 
 

@@ -1,13 +1,13 @@
-import math
-
 import pytest
 import torch
 
-from tritonllm.engine.batch import build_batch, to_device
+from tritonllm.engine.batch import build_batch, upload_sampling
+from tritonllm.engine.edits import MAX_ENTRIES, check_edits
 from tritonllm.engine.request import Request
-from tritonllm.engine.sampler import edit_logits, gather_logprobs, is_plain, sample_tokens
+from tritonllm.engine.sampler import Sampler, is_plain
 from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
 from tritonllm.engine.seats import SeatTable
+from tritonllm.kernels.logit_edits import edit_logits_ref
 from tritonllm.sampling_params import SamplingParams
 
 VOCAB = 12
@@ -33,23 +33,31 @@ def items_of(requests):
     return [ScheduledRequest(r, r.num_tokens - 1, 1, samples=True) for r in requests]
 
 
-def sample_from(logits, requests):
-    """(tokens, log-probabilities) of one step, as lists."""
+def inputs_of(requests):
     for seat, r in enumerate(requests):
         r.seat, r.block_ids = seat, [0] * r.num_tokens
-    plan = StepPlan(tuple(items_of(requests)), (), len(requests), len(requests))
-    batch = to_device(build_batch(plan, SeatTable(len(requests), 100), 1), CPU)
-    tokens, scores = sample_tokens(logits, batch.sampling, plan.scheduled)
+    items = items_of(requests)
+    plan = StepPlan(tuple(items), (), len(requests), len(requests))
+    return items, upload_sampling(build_batch(plan, SeatTable(len(requests), 100), 1), CPU)[1]
+
+
+def sample_from(logits, requests, sampler=None):
+    """(tokens, log-probabilities) of one step, as lists."""
+    sampler = sampler or Sampler(len(requests), logits.shape[1], CPU)
+    items, inputs = inputs_of(requests)
+    tokens, scores = sampler.sample(logits.clone(), inputs, items)  # which edits them
     return tokens.tolist(), None if scores is None else [t.tolist() for t in scores]
 
 
 def edited(made):
     """The request's row after the edits, beside an untouched neighbour that must stay as it was."""
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
-    before = logits.clone()
-    edit_logits(logits, items_of([made, request()]))
-    assert torch.equal(logits[1], before[1])
-    return logits[0], before[0]
+    sampler = Sampler(2, VOCAB, CPU)
+    items, inputs = inputs_of([made, request()])
+    state, seats = sampler._edits.of(items)
+    after = edit_logits_ref(logits, state, seats, inputs.steps)
+    assert torch.equal(after[1], logits[1])
+    return after[0], logits[0]
 
 
 def test_plain_requests_are_untouched():
@@ -136,13 +144,40 @@ def test_what_the_captured_sampler_can_serve(made, plain):
     assert is_plain(items_of([made])[0]) is plain
 
 
-def test_gather_logprobs():
-    logits = torch.tensor([[0.0, 1.0, 2.0], [5.0, 5.0, -math.inf]])
-    ids, logprobs, ranks = gather_logprobs(logits, torch.tensor([1, 2]), 8)
-    assert ranks.tolist() == [2, 3]
-    assert ids[0].tolist() == [1, 2, 1, 0]  # the chosen one, then all three: a small vocabulary has no eight
-    assert logprobs[0, 0] == pytest.approx(1.0 - math.log(1 + math.e + math.e**2), abs=1e-6)
-    assert logprobs[1, 0] == -math.inf
+def test_what_the_device_counts_is_what_the_request_has():
+    """Greedy with penalties, step by step in one seat, against a seat that is written anew before every step."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+    params = {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.1, "repetition_penalty": 1.1}
+    words = ((3, 4), (5, 5, 5), (2,))
+    ahead, anew = (request(bad_words=words, **params) for _ in range(2))
+    sampler = Sampler(1, VOCAB, CPU)
+    for _ in range(30):
+        (token,), _ = sample_from(logits, [ahead], sampler)
+        (expected,), _ = sample_from(logits, [anew])
+        assert token == expected
+        ahead.output_token_ids.append(token)
+        anew.output_token_ids.append(token)
+    assert len(set(ahead.output_token_ids)) > VOCAB // 2
+
+
+def test_a_seat_is_written_anew_after_a_preemption():
+    sampler, made = Sampler(1, VOCAB, CPU), request(frequency_penalty=2.0, temperature=0)
+    logits = torch.zeros(1, VOCAB)
+    sample_from(logits, [made], sampler)  # token 0, which the host never hears of
+    made.num_preemptions += 1
+    made.output_token_ids += [1, 2]
+    assert sample_from(logits, [made], sampler)[0] == [0]
+    made.output_token_ids += [0]
+    assert sample_from(logits, [made], sampler)[0] == [3]
+
+
+def test_edits_that_do_not_fit_are_refused():
+    check_edits(request(logit_bias=dict.fromkeys(range(MAX_ENTRIES - 1), 1.0), min_tokens=2))
+    with pytest.raises(ValueError, match=f"name {MAX_ENTRIES + 1} tokens, more than {MAX_ENTRIES}"):
+        check_edits(request(logit_bias=dict.fromkeys(range(MAX_ENTRIES), 1.0), min_tokens=2))
+    check_edits(request(bad_words=(tuple(range(17)),)))
+    with pytest.raises(ValueError, match="bad_words has one of 18 tokens"):
+        check_edits(request(bad_words=(tuple(range(18)),)))
 
 
 def test_a_seed_gives_the_same_token_in_any_batch():

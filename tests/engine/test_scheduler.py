@@ -167,16 +167,6 @@ def test_a_request_that_stops_has_computed_one_token_in_vain():
     assert a.output_token_ids == [0]
 
 
-@pytest.mark.parametrize("params", [{"repetition_penalty": 1.1}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}])
-def test_a_request_with_penalties_waits_for_its_token_and_others_do_not(params):
-    scheduler = make_scheduler()
-    a, b = add(scheduler, "a", 3, **params), add(scheduler, "b", 3)
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert [item.request for item in second.scheduled] == [b]
-    scheduler.update(first, [7, 7])
-    assert [item.request for item in scheduler.schedule().scheduled] == [a, b]
-
-
 def test_a_token_in_flight_is_kept_when_its_request_is_preempted():
     scheduler, (_, _, c), hole = short_of_blocks()
     scheduler.pool.release(hole[:3])

@@ -32,7 +32,6 @@ WISHES = st.fixed_dictionaries(
                 "ignore_eos": st.booleans(),
                 "stop_token_ids": st.sampled_from([None, [STOP]]),
                 "prompt_logprobs": st.sampled_from([None, None, 0]),
-                "frequency_penalty": st.sampled_from([0.0, 0.0, 1.0]),
             }
         ),
         "priority": st.integers(-1, 1),
@@ -205,12 +204,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.in_flight.clear()
 
     def waiting_for_tokens(self):
-        """Requests with a token in flight that ends them, or that their next one depends on."""
+        """Requests with a token in flight that ends them."""
         waiting = set()
         for request in self.live:
             length = request.num_tokens + request.num_pending_tokens
-            ends = length >= min(request.max_total_tokens, self.num_slots + 1)
-            if request.num_pending_tokens and (ends or request.params.frequency_penalty):
+            if request.num_pending_tokens and length >= min(request.max_total_tokens, self.num_slots + 1):
                 waiting.add(request)
         return waiting
 
@@ -294,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         rounds = 1 if self.config.policy == "fcfs" else 1 + len(self.live)
-        rounds *= 1 + self.ahead  # a request may wait for its token in flight in every second step
+        rounds *= 1 + self.ahead  # it may wait for its last token, which is in flight
         for _ in range(rounds * (1 + sum(request.max_total_tokens for request in self.live))):
             if not self.live:
                 break

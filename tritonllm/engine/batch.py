@@ -55,6 +55,31 @@ class HostBatch:
     sampled: Sequence[ScheduledRequest]
 
 
+def empty_batch() -> HostBatch:
+    """Nothing to compute."""
+    int64, int32, float32 = (np.empty(0, dtype=dtype) for dtype in (np.int64, np.int32, np.float32))
+    return HostBatch(
+        input_ids=int32,
+        positions=int64,
+        slot_mapping=int64,
+        block_tables=np.empty((0, 0), dtype=np.int32),
+        seq_lens=int32,
+        cu_seqlens_q=np.zeros(1, dtype=np.int32),
+        logit_rows=int64,
+        seats=int64,
+        temperature=float32,
+        top_k=int32,
+        top_p=float32,
+        min_p=float32,
+        seeds=int64,
+        steps=int64,
+        num_decodes=0,
+        max_seqlen_q=0,
+        cascade=None,
+        sampled=(),
+    )
+
+
 @dataclass(frozen=True)
 class SamplingInputs:
     """What the sampling kernels read, on the device; see :class:`HostBatch`."""
@@ -70,13 +95,11 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class Batch:
-    """A :class:`HostBatch` on the device."""
+    """What the model reads of a :class:`HostBatch`, on the device."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     metadata: AttentionMetadata
-    logit_rows: torch.Tensor
-    sampling: SamplingInputs
 
 
 def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: CascadePlanner | None = None) -> HostBatch:
@@ -149,19 +172,24 @@ def upload_cascade(plan: CascadePlan | None, device: torch.device) -> CascadePla
     return None if plan is None else CascadePlan(*upload([part.numpy() for part in plan], device))
 
 
-def to_device(batch: HostBatch, device: torch.device) -> Batch:
-    """All of a batch, without waiting for the device."""
-    names = ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "logit_rows")
-    sampling = ("seats", "temperature", "top_k", "top_p", "min_p", "seeds", "steps")
-    arrays = [getattr(batch, name) for name in (*names, *sampling)]
-    ids, positions, slots, tables, seq_lens, cu_seqlens_q, logit_rows, *rest = upload(arrays, device)
+def upload_batch(batch: HostBatch, device: torch.device) -> Batch:
+    """What the model reads, without waiting for the device."""
+    names = ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q")
+    ids, positions, slots, tables, lengths, starts = upload([getattr(batch, name) for name in names], device)
     metadata = AttentionMetadata(
         slot_mapping=slots,
         block_tables=tables,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=lengths,
+        cu_seqlens_q=starts,
         num_decodes=batch.num_decodes,
         max_seqlen_q=batch.max_seqlen_q,
         cascade=upload_cascade(batch.cascade, device),
     )
-    return Batch(ids, positions, metadata, logit_rows, SamplingInputs(*rest))
+    return Batch(ids, positions, metadata)
+
+
+def upload_sampling(batch: HostBatch, device: torch.device) -> tuple[torch.Tensor, SamplingInputs]:
+    """Rows of hidden states to sample from ``[R]`` int64, and what sampling reads."""
+    names = ("logit_rows", *SamplingInputs.__dataclass_fields__)
+    rows, *inputs = upload([getattr(batch, name) for name in names], device)
+    return rows, SamplingInputs(*inputs)

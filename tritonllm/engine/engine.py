@@ -19,12 +19,17 @@ from tritonllm.engine.outputs import RequestMetrics, RequestOutput
 from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.runner import ModelRunner, RunningStep, StepResult
 from tritonllm.engine.scheduler import NewToken, Scheduler, StepPlan
+from tritonllm.kernels.compile_monitor import MONITOR
 from tritonllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine started, and its present load."""
+    """Counters since the engine started, and its present load.
+
+    ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
+    made a request wait, so there should be none.
+    """
 
     steps: int
     prompt_tokens: int
@@ -32,6 +37,7 @@ class EngineStats:
     prefix_cache_query_tokens: int
     prefix_cache_hit_tokens: int
     preemptions: int
+    compilations_after_ready: int
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -57,6 +63,7 @@ class LLMEngine:
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
         self._arrivals = itertools.count()
         self._in_flight: deque[RunningStep] = deque()
+        self._prepared_at_ready = MONITOR.prepared
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
     @classmethod
@@ -188,6 +195,7 @@ class LLMEngine:
             prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
             prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
             preemptions=scheduler.preemptions,
+            compilations_after_ready=MONITOR.prepared - self._prepared_at_ready,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_blocks=scheduler.num_blocks,

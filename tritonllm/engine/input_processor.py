@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from tritonllm.engine.edits import check_edits
 from tritonllm.engine.request import Request
 from tritonllm.engine.tokenizer import bad_word_ids
 from tritonllm.sampling_params import SamplingParams
@@ -123,12 +124,16 @@ class InputProcessor:
     def requests(
         self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int, arrival: int
     ) -> list[Request]:
-        """The scheduler's requests: one for each of the ``n`` continuations, which share the prompt's blocks."""
+        """The scheduler's requests: one for each of the ``n`` continuations, which share the prompt's blocks.
+
+        Raises:
+            ValueError: more edits of the logits than the engine has room for.
+        """
         room = self._max_model_len - len(prompt.token_ids)
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         first = params.seed if params.seed is not None else derive_seed(self._seed, zlib.crc32(request_id.encode()))
         words = bad_word_ids(self.tokenizer, tuple(params.bad_words)) if params.bad_words else ()
-        return [
+        requests = [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}#{index}",
                 prompt_token_ids=prompt.token_ids,
@@ -143,3 +148,5 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+        check_edits(requests[0])
+        return requests

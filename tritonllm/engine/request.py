@@ -58,8 +58,6 @@ class Request:
         num_preemptions: how often it lost its blocks and started again.
         order: the scheduler's sort key, unique.
         length_limit: tokens of prompt and output together at which the scheduler ends it.
-        needs_known_tokens: its next token can be sampled only after the host has seen the last one: penalties and bad
-            words count tokens there.
     """
 
     request_id: str
@@ -87,17 +85,11 @@ class Request:
     num_preemptions: int = 0
     order: tuple[int, int, int] = (0, 0, 0)
     length_limit: int = 0
-    needs_known_tokens: bool = field(init=False)
 
     @property
     def num_tokens(self) -> int:
         """Known tokens, prompt and output together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    def __post_init__(self) -> None:
-        p = self.params
-        penalized = p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
-        self.needs_known_tokens = penalized or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def finish_reason(self) -> str | None:

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.batch import SamplingInputs, build_batch, to_device
+from tritonllm.engine.batch import HostBatch, SamplingInputs, build_batch, upload_batch, upload_sampling
 from tritonllm.engine.cuda_graphs import DecodeGraphs
-from tritonllm.engine.sampler import LogprobTensors, TokenLogprobs, draw, gather_logprobs, is_plain, sample_tokens
+from tritonllm.engine.mixed_graphs import TOKENS, MixedGraphs
+from tritonllm.engine.sampler import LogprobTensors, Sampler, TokenLogprobs, is_plain
 from tritonllm.engine.scheduler import StepPlan
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.warm_up import WarmUp
-from tritonllm.kernels import fill_pending_tokens
+from tritonllm.kernels import token_logprobs
 from tritonllm.kernels.attention_decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.models.interface import CausalLM
@@ -91,7 +92,7 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
 
 
 class ModelRunner:
-    """The model, its cache, the captured decode steps, and the token that each seat was given last.
+    """The model, its cache, its sampler and the captured steps.
 
     Args:
         model: loaded, on ``device``.
@@ -108,10 +109,11 @@ class ModelRunner:
         self._block_size = config.cache.block_size
         self._cache: list[KVCacheView] = []
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self._seats = SeatTable(seats, self._max_blocks)
-        self._last_tokens = torch.zeros(seats + 1, dtype=torch.int64, device=device)  # one for a graph's padding
+        self._sampler = Sampler(seats, model.spec.vocab_size, device)
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
@@ -129,7 +131,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def fit_num_blocks(self) -> int:
-        """How many cache blocks fit: what the configuration grants, less weights and the largest step's activations.
+        """How many cache blocks fit: what the configuration grants, less what is in use once the largest step has run,
+        less what graphs will take (docs/start.md).
 
         Raises:
             ValueError: not even one block fits.
@@ -141,21 +144,29 @@ class ModelRunner:
             return max(1, cache.cpu_cache_bytes // self.block_bytes)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
         self._allocate(1)
-        self._warm_up().prefill_step(self._config.scheduler.max_num_batched_tokens)
-        torch.cuda.synchronize(self._device)
-        activations = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+        warm_up, scheduler = self.warm_up(), self._config.scheduler
+        warm_up.prefill_step(scheduler.max_num_batched_tokens)  # its memory stays with the allocator, for later steps
+        captured = 0
+        if self._model.supports_graphs and not self._config.enforce_eager:  # two kinds, each with memory of its own
+            largest = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs + TOKENS[-1])
+            captured = sum(self._peak(warm_up, tokens) for tokens in (scheduler.max_num_seqs, largest))
         self._cache = []
-        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        granted = int(total * cache.gpu_memory_utilization) - (total - free) - activations
+        granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
         if granted < self.block_bytes:
             raise ValueError(
                 f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves {granted / 1e9:.2f} GB for the KV "
                 f"cache, less than a block ({self.block_bytes / 1e9:.3f} GB): raise it, or lower max_num_batched_tokens"
             )
         return granted // self.block_bytes
+
+    def _peak(self, warm_up: WarmUp, tokens: int) -> int:
+        """Bytes that a step of so many tokens needs for itself."""
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        warm_up.prefill_step(tokens)
+        return torch.cuda.max_memory_allocated(self._device) - before
 
     def _allocate(self, num_blocks: int) -> None:
         spec = self._model.spec
@@ -168,7 +179,8 @@ class ModelRunner:
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         return self._model(input_ids, positions, metadata, self._cache)
 
-    def _warm_up(self) -> WarmUp:
+    def warm_up(self) -> WarmUp:
+        """The steps that are run before the first request."""
         scheduler = self._config.scheduler
         return WarmUp(
             self._forward,
@@ -181,15 +193,9 @@ class ModelRunner:
             may_share=self._may_share,
         )
 
-    def sample_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden[R, hidden]`` to tokens, through every kernel that a request's sampling may need; for warm-up."""
-        n, device = len(hidden), hidden.device
-        ids = torch.zeros(n, dtype=torch.int64, device=device)
-        ones = torch.ones(n, dtype=torch.float32, device=device)
-        inputs = SamplingInputs(ids, ones, ids.int() + 50, 0.9 * ones, 0.1 * ones, ids, ids)
-        tokens = draw(self._model.compute_logits(hidden), inputs)
-        fill_pending_tokens(ids.int() - 1, ids, self._last_tokens)
-        return tokens
+    def sample_hidden(self, hidden: torch.Tensor) -> None:
+        """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
+        self._sampler.warm_up(self._model.compute_logits(hidden))
 
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
@@ -208,10 +214,13 @@ class ModelRunner:
         self._seats = SeatTable(self._config.scheduler.max_num_seqs, self._max_blocks)
         if self._device.type != "cuda":
             return
-        self._warm_up().run()
+        self.warm_up().run()
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             self._graphs = DecodeGraphs(self._decode, seats, self._max_blocks, self._device, self._may_share)
+            budget = self._config.scheduler.max_num_batched_tokens
+            size = seats, budget, self._max_blocks, self._block_size
+            self._mixed = MixedGraphs(self._forward_pending, *size, self._device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> RunningStep:
@@ -220,18 +229,29 @@ class ModelRunner:
         tokens = logprobs = None
         if self._graphs is not None and plan.num_decodes == len(plan.scheduled):
             hidden, tokens = self._graphs.run(host)
-            inputs = self._graphs.sampling_inputs(len(host.sampled))
-            rows = hidden
+            rows, inputs = hidden, self._graphs.sampling_inputs(len(host.sampled))
         else:
-            batch = to_device(host, self._device)
-            n, inputs = plan.num_decodes, batch.sampling
-            fill_pending_tokens(batch.input_ids[:n], inputs.seats[:n], self._last_tokens)
-            hidden = self._forward(batch.input_ids, batch.positions, batch.metadata)
-            rows = hidden[batch.logit_rows]
+            at, inputs = upload_sampling(host, self._device)
+            hidden = self._mixed_step(host, inputs.seats)
+            rows = hidden[at]
         if host.sampled and not (tokens is not None and all(is_plain(item) for item in host.sampled)):
-            tokens, logprobs = sample_tokens(self._model.compute_logits(rows), inputs, host.sampled)
-            self._last_tokens.index_copy_(0, inputs.seats, tokens)
+            tokens, logprobs = self._sampler.sample(self._model.compute_logits(rows), inputs, host.sampled)
         return RunningStep(plan, tokens, logprobs, self._prompt_logprobs(plan, hidden), self._device)
+
+    def _mixed_step(self, host: HostBatch, seats: torch.Tensor) -> torch.Tensor:
+        """Hidden states of a step that was not captured whole; its decodes sit in the first of these seats."""
+        room = None if self._mixed is None else self._mixed.room_for(host)
+        if self._mixed is not None and room is not None:
+            return self._mixed.run(host, room)
+        batch = upload_batch(host, self._device)
+        return self._forward_pending(batch.input_ids, batch.positions, batch.metadata, seats[: host.num_decodes])
+
+    def _forward_pending(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, seats: torch.Tensor
+    ) -> torch.Tensor:
+        """:meth:`_forward` after the decodes in these seats got their last tokens."""
+        self._sampler.fill_pending(input_ids[: metadata.num_decodes], seats)
+        return self._forward(input_ids, positions, metadata)
 
     def _decode(
         self,
@@ -241,11 +261,8 @@ class ModelRunner:
         inputs: SamplingInputs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is captured of a decode step: from the last tokens to the next ones."""
-        fill_pending_tokens(input_ids, inputs.seats, self._last_tokens)
-        hidden = self._forward(input_ids, positions, metadata)
-        tokens = draw(self._model.compute_logits(hidden), inputs)
-        self._last_tokens.index_copy_(0, inputs.seats, tokens)
-        return hidden, tokens
+        hidden = self._forward_pending(input_ids, positions, metadata, inputs.seats)
+        return hidden, self._sampler.draw(self._model.compute_logits(hidden), inputs)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[str, int, LogprobTensors]]:
         """For each chunk whose request asks: log-probabilities of the prompt tokens that follow the chunk's own."""
@@ -260,7 +277,7 @@ class ModelRunner:
                 chosen = torch.tensor(following, dtype=torch.int64, device=self._device)
                 parts = zip(rows.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True)
                 for part, ids in parts:
-                    scores = gather_logprobs(self._model.compute_logits(part), ids, top)
+                    scores = token_logprobs(self._model.compute_logits(part), ids, top)
                     found.append((request.request_id, item.start + 1, scores))
             at += item.num_tokens
         return found

@@ -1,18 +1,18 @@
-"""Logits to token ids: what requests ask of the distribution, then the sampling kernel, then log-probabilities.
+"""Logits to token ids: what requests ask of the distribution, the draw, and log-probabilities.
 
-Nothing here waits for the device: results stay there, and :class:`TokenLogprobs` is made of them when they are read.
+Nothing here waits for the device. Results stay there; a :class:`TokenLogprobs` is made of them when they are read.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tritonllm.engine.batch import SamplingInputs
-from tritonllm.engine.request import Request
+from tritonllm.engine.edits import SeatEdits, is_edited, make_state
 from tritonllm.engine.scheduler import ScheduledRequest
-from tritonllm.kernels import sample
+from tritonllm.kernels import fill_pending_tokens, sample, token_logprobs
+from tritonllm.kernels.logit_edits import count_tokens
 
 
 @dataclass(frozen=True)
@@ -33,118 +33,75 @@ class TokenLogprobs:
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the three of TokenLogprobs, wherever they are
 
 
-def gather_logprobs(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> LogprobTensors:
-    """Log-probabilities of the chosen tokens and of the ``top`` most likely ones.
-
-    Args:
-        logits: ``[R, V]`` float32.
-        chosen: ``[R]`` int64.
-
-    Returns:
-        ``[R, 1 + top]`` int64 token ids, their log-probabilities, and the ranks ``[R]`` of the chosen ones.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    of_chosen = logprobs.gather(-1, chosen[:, None])
-    ranks = (logprobs > of_chosen).sum(-1) + 1
-    best = logprobs.topk(min(top, logits.shape[-1]), dim=-1)
-    ids = torch.cat([chosen[:, None], best.indices], dim=-1)
-    return ids, torch.cat([of_chosen, best.values], dim=-1), ranks
-
-
 def is_plain(item: ScheduledRequest) -> bool:
-    """The sampling kernel alone can serve it: its logits are not edited and not reported."""
-    request = item.request
-    p = request.params
-    return not (
-        request.needs_known_tokens
-        or p.logit_bias
-        or request.bad_words
-        or p.allowed_token_ids is not None
-        or p.logprobs is not None
-        or item.output_index < p.min_tokens
-    )
+    """The draw alone can serve it: its logits are not edited and not reported."""
+    return item.request.params.logprobs is None and not is_edited(item)
 
 
-def _edits(items: Sequence[ScheduledRequest]) -> tuple[list[int], list[int], list[float]]:
-    """Sparse additions to the logits, as rows, columns and values: biases, and -inf for what may not come next."""
-    rows: list[int] = []
-    cols: list[int] = []
-    values: list[float] = []
-
-    def add(row: int, tokens: Sequence[int] | frozenset[int], value: float) -> None:
-        rows.extend([row] * len(tokens))
-        cols.extend(tokens)
-        values.extend([value] * len(tokens))
-
-    for row, item in enumerate(items):
-        request = item.request
-        p = request.params
-        for token, bias in (p.logit_bias or {}).items():
-            add(row, (token,), bias)
-        if item.output_index < p.min_tokens:
-            add(row, request.eos_token_ids, -torch.inf)
-            add(row, p.stop_token_ids or (), -torch.inf)
-        for word in request.bad_words:
-            head = list(word[:-1])
-            if not head or request.output_token_ids[-len(head) :] == head:
-                add(row, word[-1:], -torch.inf)
-    return rows, cols, values
-
-
-def _apply_penalties(logits: torch.Tensor, requests: Sequence[Request]) -> None:
-    """Repetition, frequency and presence penalties, in place (Keskar et al. 2019 for the first)."""
-    for row, request in enumerate(requests):
-        p = request.params
-        if p.repetition_penalty != 1.0:
-            seen = sorted({*request.prompt_token_ids, *request.output_token_ids})
-            index = torch.tensor(seen, device=logits.device)
-            values = logits[row, index]
-            factor = p.repetition_penalty
-            logits[row, index] = torch.where(values > 0, values / factor, values * factor)
-        if p.frequency_penalty or p.presence_penalty:
-            counts = Counter(request.output_token_ids)
-            index = torch.tensor(list(counts), dtype=torch.int64, device=logits.device)
-            count = torch.tensor(list(counts.values()), dtype=torch.float32, device=logits.device)
-            logits[row, index] -= p.frequency_penalty * count + p.presence_penalty
-
-
-def edit_logits(logits: torch.Tensor, items: Sequence[ScheduledRequest]) -> None:
-    """Apply penalties, biases, bans and allowed tokens of each request to its row, in place."""
-    _apply_penalties(logits, [item.request for item in items])
-    rows, cols, values = _edits(items)
-    if rows:
-        at = torch.tensor([rows, cols], device=logits.device)
-        logits.index_put_((at[0], at[1]), torch.tensor(values, device=logits.device), accumulate=True)
-    for row, item in enumerate(items):
-        if item.request.params.allowed_token_ids is not None:
-            allowed = torch.tensor(item.request.params.allowed_token_ids, device=logits.device)
-            kept = logits[row, allowed]
-            logits[row] = -torch.inf
-            logits[row, allowed] = kept
-
-
-def draw(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    """``logits[R, V]`` float32 -> ``[R]`` int64: the sampling kernel with its inputs."""
-    i = inputs
-    return sample(logits, i.temperature, i.top_k, i.top_p, i.min_p, i.seeds, i.steps)
-
-
-def sample_tokens(
-    logits: torch.Tensor, inputs: SamplingInputs, items: Sequence[ScheduledRequest]
-) -> tuple[torch.Tensor, LogprobTensors | None]:
-    """One token for each request.
+class Sampler:
+    """Draws tokens, and remembers on the device what each seat was given last.
 
     Args:
-        logits: ``[R, V]`` float32; edited in place.
-        items: the R requests.
-
-    Returns:
-        ``[R]`` int64, and the log-probabilities if any request wants them.
+        seats: most requests running at once; seat number ``seats`` belongs to the padding of captured steps.
+        vocab: size of the vocabulary.
+        device: where the logits are.
     """
-    if all(is_plain(item) for item in items):
-        return draw(logits, inputs), None
-    wanted = [item.request.params.logprobs for item in items if item.request.params.logprobs is not None]
-    raw = logits.clone() if wanted else logits  # log-probabilities are of the model's own distribution
-    edit_logits(logits, items)
-    ids = draw(logits, inputs)
-    return ids, gather_logprobs(raw, ids, max(wanted)) if wanted else None
+
+    def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
+        self._last_tokens = torch.zeros(seats + 1, dtype=torch.int64, device=device)
+        self._workspace = torch.zeros(seats, dtype=torch.int32, device=device)
+        self._edits = SeatEdits(seats, vocab, device)
+
+    def fill_pending(self, input_ids: torch.Tensor, seats: torch.Tensor) -> None:
+        """Put the last tokens of ``seats[N]`` in the place of -1 in ``input_ids[N]``."""
+        fill_pending_tokens(input_ids, seats, self._last_tokens)
+
+    def draw(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        """One token for each row of ``logits[R, V]`` float32 -> ``[R]`` int64. Can be captured in a graph."""
+        i = inputs
+        limits = i.temperature, i.top_k, i.top_p, i.min_p
+        tokens = sample(logits, *limits, i.seeds, i.steps, workspace=self._workspace)
+        self._last_tokens.index_copy_(0, i.seats, tokens)
+        return tokens
+
+    def sample(
+        self, logits: torch.Tensor, inputs: SamplingInputs, items: Sequence[ScheduledRequest]
+    ) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """One token for each request, whatever it asks for.
+
+        Args:
+            logits: ``[R, V]`` float32; rows of requests that edit them are overwritten.
+            items: the R requests.
+
+        Returns:
+            ``[R]`` int64, and log-probabilities (of the model's own distribution, before edits) if a request wants
+            them.
+        """
+        wanted = [item.request.params.logprobs for item in items if item.request.params.logprobs is not None]
+        raw = logits
+        if any(is_edited(item) for item in items):
+            raw = logits.clone() if wanted else logits  # edits are made in place
+            i = inputs
+            limits = i.temperature, i.top_k, i.top_p, i.min_p
+            edits, seats = self._edits.of(items)
+            tokens = sample(logits, *limits, i.seeds, i.steps, edits=edits, seats=seats, workspace=self._workspace)
+            count_tokens(edits, seats, tokens)
+            self._last_tokens.index_copy_(0, i.seats, tokens)
+        else:
+            tokens = self.draw(logits, inputs)
+        return tokens, token_logprobs(raw, tokens, max(wanted)) if wanted else None
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Run every kernel that a request may need on ``logits[R, V]``; changes nothing."""
+        n, device = len(logits), logits.device
+        index = torch.zeros(n, dtype=torch.int64, device=device)
+        seats = torch.full((n,), -1, dtype=torch.int32, device=device)
+        ones = torch.ones(n, dtype=torch.float32, device=device)
+        edits = make_state(1, logits.shape[1], device)
+        limits = ones, seats + 51, 0.9 * ones, 0.1 * ones
+        for edited in ({}, {"edits": edits, "seats": seats}):
+            tokens = sample(logits, *limits, index, index, workspace=self._workspace, **edited)
+        count_tokens(edits, seats, tokens)
+        self.fill_pending(index.int(), index)
+        for top in (0, 5):
+            token_logprobs(logits, tokens, top)

@@ -23,7 +23,7 @@ Why every request ends:
   the pool to itself, and no sequence may outgrow the pool: a prompt that does not fit with one more token is refused
   by :meth:`Scheduler.check`, and an output that fills the last slot ends there with reason ``length``.
 - So while anything runs, the front request computes at least one token per step (or waits for the token in flight that
-  it ends with or depends on), and keeps it unless an earlier one in order is admitted. Only one that came later can be
+  it ends with), and keeps it unless an earlier one in order is admitted. Only one that came later can be
   that, and only once: when it is preempted itself, nothing behind it runs any more. Hence without new arrivals the
   front request ends.
 - If nothing runs, all blocks are free and the first waiting request fits.
@@ -290,8 +290,8 @@ class Scheduler:
             request = self._running[at]
             at += 1
             total = request.num_tokens + request.num_pending_tokens
-            if request.num_pending_tokens and (total >= request.length_limit or request.needs_known_tokens):
-                continue  # the token in flight ends it, or the host must count it first
+            if request.num_pending_tokens and total >= request.length_limit:
+                continue  # the token in flight ends it
             end = min(total, request.num_computed_tokens + budget)
             needed = -(-end // self.block_size) - len(request.block_ids)
             while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:

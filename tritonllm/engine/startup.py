@@ -1,18 +1,23 @@
 """From a configuration to an engine that is ready to serve."""
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 
 from tritonllm.config import EngineConfig, ModelConfig, SchedulerConfig
 from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.precompile import BackgroundCompiler, Target
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.tokenizer import load_tokenizer
+from tritonllm.kernels.cache_folder import read_kernels_from
 from tritonllm.models import checkpoint
 from tritonllm.models.interface import ModelFacts
 from tritonllm.models.loading import load_model, read_spec
+from tritonllm.models.spec import ModelSpec
 
 SINGLE_THREAD_BELOW = 512  # hidden size
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -115,39 +120,53 @@ def end_tokens(spec: ModelFacts, generation_config: dict) -> frozenset[int]:
     return frozenset([*spec.eos_token_ids, *more])
 
 
+def background_compiler(spec: ModelFacts, config: EngineConfig) -> AbstractContextManager[BackgroundCompiler | None]:
+    """For a model whose kernels can be listed, if there may be a GPU."""
+    if isinstance(spec, ModelSpec) and torch.version.cuda is not None and config.model.device != "cpu":
+        return BackgroundCompiler(spec, config)
+    return nullcontext()
+
+
 def build_engine(config: EngineConfig) -> LLMEngine:
     """Load a model and everything around it.
 
     Raises:
-        ValueError: bad configuration, checkpoint or tokenizer; the message names the argument or tensor and the fix.
+        ValueError: bad configuration, checkpoint, tokenizer or folder of kernels; the message names the argument or
+            tensor and the fix.
     """
+    if config.kernel_cache is not None:
+        read_kernels_from(Path(config.kernel_cache))
     model_config = config.model
     trusted = model_config.trust_remote_code
     folder = checkpoint.resolve(model_config.model, model_config.revision, trust_remote_code=trusted)
     spec = read_spec(folder, trust_remote_code=trusted)
-    device = resolve_device(model_config.device)
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    dtype = resolve_dtype(model_config.dtype, device.type, capability, spec.dtype)
-    limit = length_limit(model_config, spec)
-    tokenizer = None
-    if not model_config.skip_tokenizer_init:
-        tokenizer = load_tokenizer(
-            model_config.tokenizer or str(folder),
-            revision=model_config.revision if model_config.tokenizer else None,
+    with background_compiler(spec, config) as compiler:  # leaving the block waits for it
+        device = resolve_device(model_config.device)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        dtype = resolve_dtype(model_config.dtype, device.type, capability, spec.dtype)
+        limit = length_limit(model_config, spec)
+        if compiler is not None and device.type == "cuda":
+            arch, name = 10 * capability[0] + capability[1], torch.cuda.get_device_name(device)
+            compiler.begin(Target(arch, name, dtype, limit))
+        tokenizer = None
+        if not model_config.skip_tokenizer_init:
+            tokenizer = load_tokenizer(
+                model_config.tokenizer or str(folder),
+                revision=model_config.revision if model_config.tokenizer else None,
+                trust_remote_code=trusted,
+            )
+        if device.type == "cpu":
+            limit_cpu_threads(spec)
+        model = load_model(
+            folder,
+            spec,
+            dtype=dtype,
+            device=device,
+            max_model_len=limit,
+            load_format=model_config.load_format,
+            seed=model_config.seed,
             trust_remote_code=trusted,
         )
-    if device.type == "cpu":
-        limit_cpu_threads(spec)
-    model = load_model(
-        folder,
-        spec,
-        dtype=dtype,
-        device=device,
-        max_model_len=limit,
-        load_format=model_config.load_format,
-        seed=model_config.seed,
-        trust_remote_code=trusted,
-    )
     runner = ModelRunner(model, config, device, limit)
     num_blocks = runner.fit_num_blocks()
     max_model_len = length_that_fits(config, limit, num_blocks)

@@ -6,10 +6,11 @@ values, so the same steps on meta tensors list the kernels without a GPU (:mod:`
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
-from tritonllm.kernels import plan_cascade
+from tritonllm.kernels import CascadePlan, plan_cascade
 from tritonllm.layers.metadata import AttentionMetadata
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
@@ -65,34 +66,37 @@ class WarmUp:
     def prefill_step(self, tokens: int) -> None:
         """``tokens`` prompt tokens, with logits for as many seats as they could fill."""
         length = min(tokens, self._max_model_len)
-        chunks = -(-tokens // length)
+        ends = [*range(0, tokens, length), tokens]
+        lengths = [end - start for start, end in pairwise(ends)]
         device = self._device
-        ends = torch.arange(chunks + 1, dtype=torch.int32, device=device) * length
         metadata = AttentionMetadata(
             slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(chunks, -(-length // self._block_size), dtype=torch.int32, device=device),
-            seq_lens=ends[1:].clamp(max=tokens) - ends[:-1],
-            cu_seqlens_q=ends.clamp(max=tokens),
+            block_tables=torch.zeros(len(lengths), -(-length // self._block_size), dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
+            cu_seqlens_q=torch.tensor(ends, dtype=torch.int32).to(device),
             num_decodes=0,
             max_seqlen_q=length,
         )
-        ids = torch.zeros(tokens, dtype=torch.int32, device=device)
-        hidden = self._forward(ids, torch.arange(tokens, device=device) % length, metadata)
+        positions = (torch.arange(tokens) % length).to(device)
+        hidden = self._forward(torch.zeros(tokens, dtype=torch.int32, device=device), positions, metadata)
         self._sample(hidden[: min(self._max_num_seqs, tokens)])
 
     def decode_step(self, sequences: int) -> None:
         """Decodes of empty sequences, with the narrowest and the widest block table: short sequences are not split,
         and the kernels for that are other ones. With a shared prefix and without."""
-        empty = torch.zeros(sequences, dtype=torch.int32, device=self._device)
+        device = self._device
+        lengths = torch.zeros(sequences, dtype=torch.int32)
+        empty = lengths.to(device)
         for width in (1, -(-self._max_model_len // self._block_size)):
-            tables = torch.zeros(sequences, width, dtype=torch.int32, device=self._device)
-            shared = plan_cascade(tables, empty, empty.bool(), width, self._block_size)
+            tables = torch.zeros(sequences, width, dtype=torch.int32)
+            plan = plan_cascade(tables, lengths, lengths.bool(), width, self._block_size)  # on the host, as in service
+            shared = CascadePlan(*(part.to(device) for part in plan))
             for cascade in (None, shared) if self._may_share(sequences) else (None,):
                 metadata = AttentionMetadata(
-                    slot_mapping=torch.full((sequences,), -1, dtype=torch.int64, device=self._device),
-                    block_tables=tables,
+                    slot_mapping=torch.full((sequences,), -1, dtype=torch.int64, device=device),
+                    block_tables=tables.to(device),
                     seq_lens=empty,
-                    cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=self._device),
+                    cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=device),
                     num_decodes=sequences,
                     max_seqlen_q=0,
                     cascade=cascade,

@@ -1,0 +1,140 @@
+"""What an engine will launch, found without a GPU; and the process that compiles it while the engine starts."""
+
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_models import ALL_FAMILIES, tiny_config
+from triton import knobs
+from triton.runtime import driver
+
+from tritonllm.config import EngineConfig
+from tritonllm.engine import precompile
+from tritonllm.engine.precompile import BackgroundCompiler, Target, compile_kernels_of, distinct_layers, kernels_of
+from tritonllm.kernels import tuning
+from tritonllm.kernels.compilation import Specialization
+from tritonllm.models.families import spec_from_config
+
+NEEDED = "_fill_pending_kernel"
+TARGET = Target(arch=90, name=None, dtype=torch.bfloat16, max_model_len=64)
+
+
+def config(**settings):
+    return EngineConfig.from_kwargs(model="tiny", **{"max_num_seqs": 4, "max_num_batched_tokens": 16, **settings})
+
+
+def names(family, target=TARGET, **settings):
+    return {kernel.name for kernel in kernels_of(spec_from_config(tiny_config(family)), config(**settings), target)}
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_lists_the_kernels_of_every_family(family):
+    assert {"_prefill_kernel", "_fill_pending_kernel"} < names(family)
+    assert driver._active is None or driver._active.get_current_target().arch != 90  # as before
+
+
+def test_lists_what_the_target_and_the_configuration_ask_for():
+    spec = spec_from_config(tiny_config("qwen3", head_dim=64, num_attention_heads=8))
+    hopper, ampere = (
+        {kernel.name for kernel in kernels_of(spec, config(max_num_batched_tokens=512), TARGET._replace(arch=arch))}
+        for arch in (90, 80)
+    )
+    assert "_prefill_sm90_kernel" in hopper - ampere
+    small, large = (len(kernels_of(spec, config(max_num_batched_tokens=n), TARGET)) for n in (4, 4096))
+    assert small < large
+
+
+def test_the_tables_of_the_named_gpu_hold(monkeypatch):
+    looked_up = []
+
+    def table(slug, op):
+        looked_up.append(slug)
+
+    monkeypatch.setattr(tuning, "load_table", table)
+    tuning._lookup.cache_clear()
+    for name in (None, "NVIDIA X1"):
+        names("llama", TARGET._replace(name=name))
+    assert set(looked_up) == {"nvidia_x1"}
+    tuning._lookup.cache_clear()
+
+
+def test_distinct_layers_keep_the_first_and_each_kind():
+    spec = spec_from_config(tiny_config("gemma2", num_hidden_layers=6))  # every second layer has a window
+    kinds = distinct_layers(spec).layers
+    assert kinds[0] == spec.layers[0]
+    assert set(map(str, kinds[1:])) == set(map(str, spec.layers[1:]))
+    assert len(kinds) == 3
+
+
+@pytest.fixture
+def one_kernel(tmp_path, monkeypatch):
+    """An empty cache, and models that need one kernel only."""
+    monkeypatch.setattr(precompile, "kernels_of", lambda *args: [k for k in kernels_of(*args) if k.name == NEEDED])
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        yield tmp_path
+
+
+def cubins(folder: Path) -> int:
+    return len(list(folder.rglob("*.cubin")))
+
+
+def test_compiles_into_the_cache(one_kernel):
+    spec = spec_from_config(tiny_config("qwen3"))
+    assert compile_kernels_of(spec, config(), TARGET) == (1, 1)
+    assert cubins(one_kernel) == 1
+    assert compile_kernels_of(spec, config(), TARGET, jobs=1) == (1, 0)
+
+
+def test_compiles_in_the_background(one_kernel):
+    with BackgroundCompiler(spec_from_config(tiny_config("qwen3")), config()) as compiler:
+        compiler.begin(TARGET)
+    assert cubins(one_kernel) == 1  # leaving the block waited
+
+
+def test_the_background_process_ends_if_nothing_is_asked_of_it(one_kernel):
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError), BackgroundCompiler(spec_from_config(tiny_config("qwen3")), config()) as it:
+        raise ZeroDivisionError
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with BackgroundCompiler(spec_from_config(tiny_config("qwen3")), config()) as other:
+            pass
+    assert not it._process.is_alive() and not other._process.is_alive()
+    assert time.monotonic() - start < precompile.LONGEST_WAIT / 2
+
+
+def test_its_workers_end_with_it(one_kernel, monkeypatch):
+    """A start that fails while kernels are being compiled leaves no process behind."""
+    monkeypatch.setattr(Specialization, "compile", lambda self: time.sleep(precompile.LONGEST_WAIT))
+    with pytest.raises(ZeroDivisionError), BackgroundCompiler(spec_from_config(tiny_config("qwen3")), config()) as it:
+        it.begin(TARGET)
+        while not processes_of(it):
+            time.sleep(0.05)
+        raise ZeroDivisionError
+    until = time.monotonic() + 30
+    while processes_of(it) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not processes_of(it)
+
+
+def processes_of(compiler):
+    """Numbers of the processes in its group, itself left out."""
+    group, found = compiler._process.pid, []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group != int(stat.parent.name) and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def test_a_failure_in_the_background_is_told_and_harmless(one_kernel, monkeypatch, capfd):
+    monkeypatch.setattr(precompile, "compile_kernels_of", lambda *args: 1 / 0)
+    spec = spec_from_config(tiny_config("qwen3"))
+    with pytest.warns(UserWarning, match="one by one"), BackgroundCompiler(spec, config()) as compiler:
+        compiler.begin(TARGET)
+    assert "ZeroDivisionError" in capfd.readouterr().err

@@ -1,0 +1,110 @@
+"""What requests change about their logits, as state on the device that the sampling kernel applies.
+
+A request's wishes are written to its seat when it is first sampled from (and again after a preemption). From then on
+the device counts the tokens by itself: nothing has to come back to the host before the next step can be planned.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tritonllm.engine.batch import upload
+from tritonllm.engine.request import Request
+from tritonllm.engine.scheduler import ScheduledRequest
+from tritonllm.kernels.logit_edits import Entry, LogitEdits, make_logit_edits, write_seat
+
+MAX_ENTRIES = 1024  # of one request: biases, bad words, and the tokens that may not end a short output
+MAX_BAD_WORD = 17  # tokens
+
+
+def entries_of(request: Request) -> list[Entry]:
+    """Biases and bans of single tokens, with their conditions."""
+    params = request.params
+    entries = [Entry(token, bias) for token, bias in (params.logit_bias or {}).items()]
+    if params.min_tokens:
+        ends = {*request.eos_token_ids, *(params.stop_token_ids or ())}
+        entries += [Entry(token, -np.inf, until=params.min_tokens) for token in sorted(ends)]
+    return entries + [Entry(word[-1], -np.inf, after=word[:-1]) for word in request.bad_words]
+
+
+def check_edits(request: Request) -> None:
+    """Whether the request's wishes fit.
+
+    Raises:
+        ValueError: too many biases and bans, or too long a bad word.
+    """
+    count = len(entries_of(request))
+    if count > MAX_ENTRIES:
+        raise ValueError(
+            f"logit_bias, bad_words and (with min_tokens) stop_token_ids name {count} tokens, more than {MAX_ENTRIES}: "
+            "leave some out, or use allowed_token_ids"
+        )
+    longest = max((len(word) for word in request.bad_words), default=0)
+    if longest > MAX_BAD_WORD:
+        raise ValueError(f"bad_words has one of {longest} tokens, more than {MAX_BAD_WORD}: use its beginning")
+
+
+def is_edited(item: ScheduledRequest) -> bool:
+    """Whether a step must edit the request's logits."""
+    request, p = item.request, item.request.params
+    return bool(
+        p.logit_bias
+        or request.bad_words
+        or p.allowed_token_ids is not None
+        or p.repetition_penalty != 1.0
+        or p.frequency_penalty
+        or p.presence_penalty
+        or item.output_index < p.min_tokens
+    )
+
+
+def make_state(seats: int, vocab: int, device: torch.device) -> LogitEdits:
+    return make_logit_edits(seats, vocab, entries=MAX_ENTRIES, longest=MAX_BAD_WORD - 1, device=device)
+
+
+class SeatEdits:
+    """The state of all seats; takes no memory before a request needs it (then 2.25 bytes a seat and token).
+
+    Args:
+        seats: most requests running at once.
+        vocab: size of the vocabulary.
+        device: where the logits are.
+    """
+
+    def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
+        self._size = seats, vocab
+        self._device = device
+        self._state: LogitEdits | None = None
+        self._occupants: list[tuple[Request, int] | None] = [None] * seats  # and how often it was preempted before
+
+    def of(self, items: Sequence[ScheduledRequest]) -> tuple[LogitEdits, torch.Tensor]:
+        """The state, and for each item its seat, or -1 if nothing is to be edited, ``[R]`` int32 on the device."""
+        if self._state is None:
+            self._state = make_state(*self._size, self._device)
+        seats = np.full(len(items), -1, dtype=np.int32)
+        for row, item in enumerate(items):
+            request, seat = item.request, item.request.seat
+            if seat is None or not is_edited(item):
+                continue
+            seats[row] = seat
+            occupant = self._occupants[seat]
+            if occupant is None or occupant[0] is not request or occupant[1] != request.num_preemptions:
+                self._occupants[seat] = request, request.num_preemptions
+                self._write(self._state, request, seat)
+        return self._state, upload([seats], self._device)[0]
+
+    @staticmethod
+    def _write(state: LogitEdits, request: Request, seat: int) -> None:
+        p = request.params
+        write_seat(
+            state,
+            seat,
+            prompt=request.prompt_token_ids,
+            output=request.output_token_ids,
+            repetition=p.repetition_penalty,
+            frequency=p.frequency_penalty,
+            presence=p.presence_penalty,
+            entries=entries_of(request),
+            allowed=p.allowed_token_ids,
+        )

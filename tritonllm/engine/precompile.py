@@ -1,0 +1,124 @@
+"""Compile an engine's kernels before it launches them: for another machine, or while this one loads the weights.
+
+What an engine will launch is found by running its warm-up on meta tensors (:mod:`tritonllm.kernels.compilation`), with
+one layer of each kind. That takes a second and needs neither weights nor a GPU.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import warnings
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from tritonllm.config import EngineConfig
+from tritonllm.engine.runner import ModelRunner
+from tritonllm.kernels.aot import pretend, target_of
+from tritonllm.kernels.compilation import Specialization, compile_in_parallel, driver_extension, list_kernels
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.spec import ModelSpec
+
+META = torch.device("meta")
+NUM_BLOCKS = 1 << 16  # of the cache; no kernel depends on it
+LONGEST_WAIT = 180.0  # seconds for the background process; what it has compiled by then is kept
+
+
+class Target(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        arch: of an NVIDIA GPU, 90 for compute capability 9.0.
+        name: of the GPU whose tuning tables hold, ``"NVIDIA H200"`` say; ``None`` for built-in launch configurations.
+        dtype: of weights and activations.
+        max_model_len: the longest sequence that may come.
+    """
+
+    arch: int
+    name: str | None
+    dtype: torch.dtype
+    max_model_len: int
+
+
+def kernels_of(spec: ModelSpec, config: EngineConfig, target: Target) -> list[Specialization]:
+    """What an engine with this model and configuration launches. Nothing else may launch kernels meanwhile."""
+    with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
+        model = Decoder(distinct_layers(spec), dtype=target.dtype, device=META, max_model_len=target.max_model_len)
+        runner = ModelRunner(model, config, META, target.max_model_len)
+        runner.start(NUM_BLOCKS, target.max_model_len)
+        runner.warm_up().run()
+    return found
+
+
+def compile_kernels_of(
+    spec: ModelSpec, config: EngineConfig, target: Target, *, jobs: int | None = None
+) -> tuple[int, int]:
+    """Put them into Triton's cache; in a process as for :func:`kernels_of`.
+
+    Args:
+        jobs: processes; by default one a core.
+
+    Returns:
+        How many kernels there are, and how many were not there yet.
+    """
+    kernels = kernels_of(spec, config, target)
+    missing = [kernel for kernel in kernels if not kernel.is_cached()]
+    compile_in_parallel([*missing, driver_extension()], jobs)
+    return len(kernels), len(missing)
+
+
+def distinct_layers(spec: ModelSpec) -> ModelSpec:
+    """The same model with each kind of layer once: the first, where the stream begins, and those that differ after."""
+    kinds = [spec.layers[0]]
+    for layer in spec.layers[1:]:
+        if layer not in kinds[1:]:
+            kinds.append(layer)
+    return dataclasses.replace(spec, layers=tuple(kinds))
+
+
+class BackgroundCompiler:
+    """A process that fills Triton's cache while the engine starts. A context: leaving it waits until all is compiled.
+
+    It is forked before CUDA is there, which it never touches, and told for what to compile once the device is known.
+    If it fails, the engine compiles its kernels itself, one after the other.
+    """
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, spec, config), name="tritonllm-compiler")
+        self._begun = False
+        with warnings.catch_warnings():  # of a fork beside other threads: it takes none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+
+    def begin(self, target: Target) -> None:
+        self._begun = True
+        with suppress(BrokenPipeError):  # it has ended already: leaving says so
+            self._pipe.send(target)
+
+    def __enter__(self) -> "BackgroundCompiler":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._begun and kind is None:
+            self._process.join(LONGEST_WAIT)
+            if self._process.exitcode != 0:
+                warnings.warn("compiling kernels in parallel failed: they are compiled one by one", stacklevel=2)
+        if self._process.is_alive() and self._process.pid is not None:
+            self._process.terminate()
+            with suppress(ProcessLookupError):  # it had no time to begin a group: then it has no workers
+                os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection, spec: ModelSpec, config: EngineConfig) -> None:
+    os.setpgrp()  # so that its workers can be ended with it
+    torch.set_num_threads(1)  # the parent's threads are not here
+    compile_kernels_of(spec, config, pipe.recv())
