@@ -40,7 +40,7 @@ test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpre
 test-engine: $(DEV) ## models, engine and command line on the CPU path
 	$(PY) -m pytest
 
-test-aot: $(DEV) ## every kernel compiled for sm_80, sm_90 and sm_100
+test-aot: $(DEV) ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942
 	TRITONLLM_CPU_BACKEND=compile $(PY) -m pytest tests/aot
 
 # The same on every machine: these run without a GPU.
@@ -51,9 +51,16 @@ demo test-kernels test-engine test-aot: export OMP_NUM_THREADS = 1
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu
 
-bench: $(DEV) ## time attention on an NVIDIA GPU beside what is installed: bench/results/, and a plot in docs/img/
-	$(PY) -m bench.attention --out bench/results/attention.json
-	$(PY) -m bench.plot bench/results/attention.json -o docs/img/attention.svg
+RESULTS := bench/results
+bench: $(DEV) ## measure kernels, attention and engine on an NVIDIA GPU: bench/results/, and plots in docs/img/
+	$(PY) -m bench.attention --out $(RESULTS)/attention.json
+	$(PY) -m bench.plot $(RESULTS)/attention.json -o docs/img/attention.svg
+	$(PY) -m bench.kernels --out $(RESULTS)/kernels.json
+	$(PY) -m bench.plot $(RESULTS)/kernels.json --only K3,K4,K5,K6,K7 -o docs/img/kernels.svg
+	$(PY) -m bench.engine --out $(RESULTS)/engine.json
+	$(PY) -m bench.plot $(RESULTS)/engine.json -o docs/img/engine.svg
+	$(PY) -m bench.timeline --out $(RESULTS)/timeline.json
+	$(PY) -m bench.plot $(RESULTS)/timeline.json -o docs/img/timeline.svg
 
 setup: $(DEV) ## only make .venv, with the development tools
 

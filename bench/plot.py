@@ -1,13 +1,18 @@
-"""``python -m bench.plot RESULTS.json -o PLOT.svg``: draw the sweep of ``bench.attention``, the floor in percent of
-the time, by batch and length."""
+"""``python -m bench.plot RESULTS.json -o PLOT.svg``: draw what a benchmark wrote.
+
+``bench.attention``: the sweep over batch and length. ``bench.kernels`` and ``bench.engine``: bars, ours beside others.
+``bench.timeline``: one step, kernel by kernel.
+"""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from bench import plot_bars, plot_timeline
+from bench.plot_svg import document, text
 
 CELL_WIDTH, CELL_HEIGHT = 46, 26
 LEFT, TOP, GAP, BOTTOM = 64, 78, 76, 96  # around and between the two maps
@@ -20,11 +25,6 @@ def colour(percent: float) -> tuple[int, ...]:
     at = min(max(percent, 0.0), 100.0) / 100 * (len(SCALE) - 1)
     low = min(int(at), len(SCALE) - 2)
     return tuple(round(a + (at - low) * (b - a)) for a, b in zip(SCALE[low], SCALE[low + 1], strict=True))
-
-
-def text(x: float, y: float, what: object, *, anchor: str = "middle", size: int = 12, extra: str = "") -> str:
-    place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}"'
-    return f"<text {place}{extra and ' ' + extra}>{escape(str(what))}</text>"
 
 
 def short(n: int) -> str:
@@ -103,25 +103,46 @@ def draw(report: dict[str, Any]) -> str:
         ),
         text(LEFT, 43, facts, anchor="start"),
     ]
-    size = f'width="{width:g}" height="{bottom + BOTTOM}" viewBox="0 0 {width:g} {bottom + BOTTOM}"'
-    style = 'font-family="system-ui, sans-serif" fill="#222"'
-    begin = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>'
-    paper = '<rect width="100%" height="100%" fill="#fff"/>'
-    return "\n".join([begin, paper, *head, *parts, *legend(LEFT, bottom + 52), "</svg>"]) + "\n"
+    return document(width, bottom + BOTTOM, [*head, *parts, *legend(LEFT, bottom + 52)])
+
+
+def plot(report: dict[str, Any], groups: Sequence[str]) -> str:
+    """The results of any of the benchmarks as SVG.
+
+    Args:
+        groups: of the kernels, K1 to K7, where the report has several.
+
+    Raises:
+        ValueError: there is nothing in the results that can be drawn.
+    """
+    if "sweep" in report:
+        return draw(report)
+    if "cases" in report:
+        return plot_bars.draw_kernels(report, groups)
+    if "timelines" in report:
+        return plot_timeline.draw(report)
+    if "rows" in report:
+        return plot_bars.draw_engine(report)
+    raise ValueError("not the results of a benchmark")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.plot", description="Draw the sweep of bench.attention.")
-    parser.add_argument("results", type=Path, help="what bench.attention wrote")
+    parser = argparse.ArgumentParser(prog="python -m bench.plot", description="Draw the results of a benchmark.")
+    parser.add_argument("results", type=Path, help="what a benchmark wrote")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the SVG to write")
+    groups = ",".join(plot_bars.GROUPS)
+    parser.add_argument("--only", default=groups, metavar="K3,K4", help="groups of bench.kernels (all)")
     args = parser.parse_args(argv)
+    chosen = args.only.split(",")
+    if unknown := sorted(set(chosen) - plot_bars.GROUPS.keys()):
+        parser.error(f"--only must name groups of {groups}, got {', '.join(unknown)}")
     try:
-        plot = draw(json.loads(args.results.read_text()))
+        drawn = plot(json.loads(args.results.read_text()), chosen)
     except ValueError as error:
         print(f"{args.results}: {error}", file=sys.stderr)
         return 1
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(plot)
+    args.out.write_text(drawn)
     return 0
 
 

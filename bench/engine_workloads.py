@@ -1,0 +1,206 @@
+"""The engine benchmark's models and requests.
+
+Models are configurations in Hugging Face format; weights are made up, since speed does not depend on them. Requests
+are token ids from seeds, the same for every engine: :func:`checksum` proves it. Lengths depend on the workload's seed
+alone, tokens also on the repetition, so that every repetition has the same shape and nothing that an earlier one left
+in a prefix cache.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TOKEN_IDS = 10000  # tokens are drawn from the first of each vocabulary
+_LENGTHS, _OWN, _SHARED = 0, 1, 2  # what a random stream is for
+
+_COMMON: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+_QWEN3: dict[str, Any] = {
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        **_COMMON,
+        **_QWEN3,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        **_COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+    "qwen3-30b-a3b": {
+        **_COMMON,
+        **_QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how many tokens to generate, whatever they are."""
+
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A set of requests that arrive together.
+
+    Attributes:
+        model: a key of :data:`MODELS`.
+        kind: ``throughput`` (output tokens a second), ``latency`` (milliseconds a token at batch 1, prefill left out),
+            ``prefix`` (requests a second, prompts that begin alike) or ``prefill`` (prompt tokens a second).
+        count: number of requests.
+        prompt: fewest and most tokens of a prompt that are its own.
+        output: fewest and most tokens to generate.
+        shared: tokens that all prompts of a repetition begin with.
+        repeats: how often it is run by default; the result is the median.
+        seed: of lengths and tokens.
+    """
+
+    name: str
+    model: str
+    kind: str
+    count: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    temperature: float = 0.0
+    max_model_len: int = 4096
+    shared: int = 0
+    repeats: int = 3
+    seed: int = 0
+
+
+_LONG = (100, 1024)
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("W1", "qwen3-0.6b", "throughput", 256, _LONG, _LONG, 0.6),
+        Workload("W2", "llama-3.1-8b", "throughput", 256, _LONG, _LONG, 0.6),
+        Workload("W3a", "qwen3-0.6b", "latency", 1, (128, 128), (256, 256), repeats=5),
+        Workload("W3b", "llama-3.1-8b", "latency", 1, (128, 128), (256, 256), repeats=5),
+        Workload("W4", "llama-3.1-8b", "prefix", 256, (128, 128), (64, 64), shared=2048),
+        Workload("W5", "qwen3-30b-a3b", "throughput", 256, _LONG, (100, 512), 0.6, repeats=2),
+        Workload("W5b", "qwen3-30b-a3b", "latency", 1, (128, 128), (256, 256), repeats=5),
+        Workload("W6", "llama-3.1-8b", "prefill", 32, (4096, 4096), (1, 1), max_model_len=4608),
+    )
+}
+
+
+def _tokens(generator: np.random.Generator, count: int) -> list[int]:
+    return generator.integers(0, TOKEN_IDS, size=count).tolist()
+
+
+def requests(workload: Workload, repetition: int = 0, again: int = 0) -> list[Request]:
+    """The requests of one repetition.
+
+    Args:
+        again: draws the prompts' own tokens anew and keeps the shared beginning of this repetition.
+    """
+    seed = workload.seed
+    lengths = np.random.default_rng([seed, _LENGTHS])
+    prompts = lengths.integers(*workload.prompt, size=workload.count, endpoint=True)
+    outputs = lengths.integers(*workload.output, size=workload.count, endpoint=True)
+    shared = _tokens(np.random.default_rng([seed, _SHARED, repetition]), workload.shared)
+    own = np.random.default_rng([seed, _OWN, repetition, again])
+    return [
+        Request(shared + _tokens(own, prompt), int(output), workload.temperature)
+        for prompt, output in zip(prompts.tolist(), outputs.tolist(), strict=True)
+    ]
+
+
+def warm_up_request() -> Request:
+    """What an engine answers once before anything is timed."""
+    return Request(_tokens(np.random.default_rng([99]), 32), 16, 0.6)
+
+
+def truncated(batch: Sequence[Request], max_tokens: int) -> list[Request]:
+    """The same requests with shorter outputs."""
+    return [replace(request, max_tokens=min(request.max_tokens, max_tokens)) for request in batch]
+
+
+def checksum(batch: Sequence[Request]) -> str:
+    """Of prompts and output lengths: engines whose checksums agree ran the same requests."""
+    digest = hashlib.sha256()
+    for request in batch:
+        digest.update(np.asarray([*request.prompt, -request.max_tokens], dtype=np.int64).tobytes())
+    return digest.hexdigest()[:12]
+
+
+def write_model(name: str, config: dict[str, Any], root: Path) -> Path:
+    """Write a model's configuration, without weights, to ``root/name`` and return that folder."""
+    folder = root / name
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    return folder
