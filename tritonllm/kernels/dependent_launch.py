@@ -16,15 +16,12 @@ The rules, for every kernel that is launched so:
 Any kernel, aware of this or not, may come before and after. On other chips and in the interpreter nothing happens.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime import driver
 
-from tritonllm import env
+from tritonllm.kernels.chip import chip_of
 
 MAX_PROGRAMS = 4096
 
@@ -43,22 +40,10 @@ def wait_for_previous(PDL: tl.constexpr):
         gdc_wait()
 
 
-@functools.cache
-def _of_gpu(index: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
-
-
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether the chip behind ``device`` can; for meta tensors and ahead-of-time compilation, the driver's target."""
-    if device.type == "cuda":
-        return _of_gpu(device.index or 0)
-    if device.type == "cpu" and env.CPU_BACKEND != "compile":
-        return False
-    try:
-        target = driver.active.get_current_target()
-    except RuntimeError:  # there is no driver, so nothing will be launched: the tuner asks for keys
-        return False
-    return target.backend == "cuda" and target.arch >= 90
+    chip = chip_of(device)
+    return chip is not None and isinstance(chip.arch, int) and chip.arch >= 90
 
 
 def dependent_launch(device: torch.device, programs: int = 0) -> dict[str, bool]:
