@@ -8,7 +8,7 @@ RUN := .venv/.run-ready
 DEV := .venv/.dev-ready
 endif
 
-TESTS := lint types test-kernels test-engine test-aot
+TESTS := lint types test-aot test-kernels test-engine  # the longest first: two run at a time in CI
 .PHONY: help demo test setup gpu-test bench format clean $(TESTS)
 .DEFAULT_GOAL := help
 
