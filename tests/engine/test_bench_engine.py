@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import triton
 from support.tiny_models import tiny_config
 
 from autotune.worker import Failed
@@ -298,7 +299,6 @@ def test_list(capsys):
 
 
 def test_compilations_are_counted(monkeypatch):
-    triton = pytest.importorskip("triton")
     seen = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **info: seen.append(info["repr"]))
     compiled = engine_worker.watch_compilations()

@@ -80,6 +80,7 @@ def step(n, shared, who):
         max_seqlen_q=0,
         cascade=plan_cascade(tables, lens, shares, shared, BLOCK) if shared else None,
         sampled=[],
+        plain=True,
     )
 
 

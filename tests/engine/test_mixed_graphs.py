@@ -86,6 +86,7 @@ def batch_of(decodes, chunks, seed=0):
         max_seqlen_q=max((count for _, count in chunks), default=0),
         cascade=None,
         sampled=[],
+        plain=True,
     )
 
 

@@ -4,7 +4,7 @@ import torch
 from tritonllm.engine.batch import build_batch, upload_sampling
 from tritonllm.engine.edits import MAX_ENTRIES, check_edits
 from tritonllm.engine.request import Request
-from tritonllm.engine.sampler import Sampler, is_plain
+from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
 from tritonllm.engine.seats import SeatTable
 from tritonllm.kernels.logit_edits import edit_logits_ref
@@ -33,12 +33,18 @@ def items_of(requests):
     return [ScheduledRequest(r, r.num_tokens - 1, 1, samples=True) for r in requests]
 
 
-def inputs_of(requests):
+def batch_of(requests):
+    """The items of a decode step, and its arrays."""
     for seat, r in enumerate(requests):
         r.seat, r.block_ids = seat, [0] * r.num_tokens
     items = items_of(requests)
     plan = StepPlan(tuple(items), (), len(requests), len(requests))
-    return items, upload_sampling(build_batch(plan, SeatTable(len(requests), 100), 1), CPU)[1]
+    return items, build_batch(plan, SeatTable(len(requests), 100), 1)
+
+
+def inputs_of(requests):
+    items, batch = batch_of(requests)
+    return items, upload_sampling(batch, CPU)[1]
 
 
 def sample_from(logits, requests, sampler=None):
@@ -140,8 +146,9 @@ def test_nobody_asks_for_logprobs():
     ],
 )
 def test_what_the_captured_sampler_can_serve(made, plain):
-    """Nothing that edits the logits or reports them."""
-    assert is_plain(items_of([made])[0]) is plain
+    """Nothing that edits the logits or reports them; one such request is enough."""
+    assert batch_of([made])[1].plain == plain
+    assert batch_of([request(), made, request()])[1].plain == plain
 
 
 def test_what_the_device_counts_is_what_the_request_has():

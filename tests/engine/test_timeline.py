@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.engines import tiny_llm
 
 from bench import engine_workloads, plot, timeline
@@ -182,7 +183,6 @@ def test_bad_arguments(argv, says, capsys):
 
 def test_kineto_records_become_events(monkeypatch):
     """Only what ran on the GPU, in order."""
-    torch = pytest.importorskip("torch")
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
     def made(name, device, start, length):

@@ -33,6 +33,7 @@ class HostBatch:
         num_decodes, max_seqlen_q: see :class:`AttentionMetadata`.
         cascade: what the decodes share, in host memory; ``None`` if it does not pay.
         sampled: the R items of the plan that get a token, in the order of the rows.
+        plain: the draw alone serves all of them: no logits are edited or reported.
     """
 
     input_ids: np.ndarray
@@ -53,6 +54,7 @@ class HostBatch:
     max_seqlen_q: int
     cascade: CascadePlan | None
     sampled: Sequence[ScheduledRequest]
+    plain: bool
 
 
 def empty_batch() -> HostBatch:
@@ -77,6 +79,7 @@ def empty_batch() -> HostBatch:
         max_seqlen_q=0,
         cascade=None,
         sampled=(),
+        plain=True,
     )
 
 
@@ -127,6 +130,7 @@ def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: Casc
     samples = np.array([item.samples for item in items], dtype=bool)
     sampled = [item for item in items if item.samples]
     at = rows[samples]
+    steps = np.array([item.output_index for item in sampled], dtype=np.int64)
     seq_lens = ends.astype(np.int32)
     chunks = counts[n:]
     return HostBatch(
@@ -143,11 +147,12 @@ def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: Casc
         top_p=seats.top_p[at],
         min_p=seats.min_p[at],
         seeds=seats.seeds[at],
-        steps=np.array([item.output_index for item in sampled], dtype=np.int64),
+        steps=steps,
         num_decodes=n,
         max_seqlen_q=int(chunks.max(initial=0)),
         cascade=None if planner is None else planner.plan(tables[:n], seq_lens[:n]),
         sampled=sampled,
+        plain=not (seats.special[at] | (steps < seats.min_tokens[at])).any(),
     )
 
 

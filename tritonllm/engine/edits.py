@@ -47,16 +47,7 @@ def check_edits(request: Request) -> None:
 
 def is_edited(item: ScheduledRequest) -> bool:
     """Whether a step must edit the request's logits."""
-    request, p = item.request, item.request.params
-    return bool(
-        p.logit_bias
-        or request.bad_words
-        or p.allowed_token_ids is not None
-        or p.repetition_penalty != 1.0
-        or p.frequency_penalty
-        or p.presence_penalty
-        or item.output_index < p.min_tokens
-    )
+    return item.request.edits_logits or item.output_index < item.request.params.min_tokens
 
 
 def make_state(seats: int, vocab: int, device: torch.device) -> LogitEdits:

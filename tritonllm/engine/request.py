@@ -92,6 +92,13 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def edits_logits(self) -> bool:
+        """Every one of its tokens is drawn from logits that were changed first. (``min_tokens`` changes only some.)"""
+        p = self.params
+        penalized = p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
+        return bool(penalized or p.logit_bias or self.bad_words or p.allowed_token_ids is not None)
+
+    @property
     def finish_reason(self) -> str | None:
         """``"stop"``, ``"length"``, ``"abort"``, or ``None`` while unfinished."""
         return _FINISH_REASONS.get(self.status)

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.batch import HostBatch, SamplingInputs, build_batch, upload_batch, upload_sampling
+from tritonllm.engine.batch import HostBatch, SamplingInputs, build_batch, upload, upload_batch, upload_sampling
 from tritonllm.engine.cuda_graphs import DecodeGraphs
 from tritonllm.engine.mixed_graphs import TOKENS, MixedGraphs
-from tritonllm.engine.sampler import LogprobTensors, Sampler, TokenLogprobs, is_plain
+from tritonllm.engine.sampler import LogprobTensors, Sampler, TokenLogprobs
 from tritonllm.engine.scheduler import StepPlan
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
@@ -234,7 +235,7 @@ class ModelRunner:
             at, inputs = upload_sampling(host, self._device)
             hidden = self._mixed_step(host, inputs.seats)
             rows = hidden[at]
-        if host.sampled and not (tokens is not None and all(is_plain(item) for item in host.sampled)):
+        if host.sampled and (tokens is None or not host.plain):
             tokens, logprobs = self._sampler.sample(self._model.compute_logits(rows), inputs, host.sampled)
         return RunningStep(plan, tokens, logprobs, self._prompt_logprobs(plan, hidden), self._device)
 
@@ -269,15 +270,14 @@ class ModelRunner:
         found = []
         at = 0
         for item in plan.scheduled:
-            request = item.request
-            top = request.params.prompt_logprobs
-            following = request.prompt_token_ids[item.start + 1 : item.start + item.num_tokens + 1]
+            first, top = item.start + 1, item.request.params.prompt_logprobs
+            following = () if top is None else item.request.prompt_token_ids[first : item.start + item.num_tokens + 1]
             if top is not None and len(following):
                 rows = hidden[at : at + len(following)]
-                chosen = torch.tensor(following, dtype=torch.int64, device=self._device)
+                (chosen,) = upload([np.array(following, dtype=np.int64)], self._device)
                 parts = zip(rows.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True)
                 for part, ids in parts:
                     scores = token_logprobs(self._model.compute_logits(part), ids, top)
-                    found.append((request.request_id, item.start + 1, scores))
+                    found.append((item.request.request_id, first, scores))
             at += item.num_tokens
         return found

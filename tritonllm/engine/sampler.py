@@ -33,11 +33,6 @@ class TokenLogprobs:
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the three of TokenLogprobs, wherever they are
 
 
-def is_plain(item: ScheduledRequest) -> bool:
-    """The draw alone can serve it: its logits are not edited and not reported."""
-    return item.request.params.logprobs is None and not is_edited(item)
-
-
 class Sampler:
     """Draws tokens, and remembers on the device what each seat was given last.
 

@@ -23,13 +23,16 @@ class SeatTable:
         temperature, top_p, min_p: ``[seats]`` float32; temperature 0 is greedy.
         top_k: ``[seats]`` int32; 0 keeps all.
         seeds: ``[seats]`` int64.
+        special: ``[seats]`` bool: logits are edited or reported at every token.
+        min_tokens: ``[seats]`` int64: they are edited up to this token.
     """
 
     def __init__(self, seats: int, max_blocks: int) -> None:
         self.tables = np.zeros((seats, max_blocks), dtype=np.int32)
         self.temperature, self.top_p, self.min_p = np.zeros((3, seats), dtype=np.float32)
         self.top_k = np.zeros(seats, dtype=np.int32)
-        self.seeds = np.zeros(seats, dtype=np.int64)
+        self.seeds, self.min_tokens = np.zeros((2, seats), dtype=np.int64)
+        self.special = np.zeros(seats, dtype=bool)
         self._occupants: list[tuple[Request, int] | None] = [None] * seats  # and how often it was preempted before
         self._num_blocks = [0] * seats
 
@@ -58,3 +61,5 @@ class SeatTable:
         self.top_p[seat] = params.top_p
         self.min_p[seat] = params.min_p
         self.seeds[seat] = request.seed
+        self.special[seat] = request.edits_logits or params.logprobs is not None
+        self.min_tokens[seat] = params.min_tokens
