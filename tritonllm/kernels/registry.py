@@ -15,6 +15,9 @@ import torch
 from torch.library import Library, infer_schema
 
 from tritonllm import env
+from tritonllm.kernels.stable_names import hash_callees_first
+
+hash_callees_first()  # every kernel's module imports this one
 
 NAMESPACE = "tritonllm"
 _LIBRARY = Library(NAMESPACE, "FRAGMENT")
