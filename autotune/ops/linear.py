@@ -10,7 +10,7 @@ from autotune.ops import Tunable, product
 from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import linear, linear_ref, linear_skinny, tuning
 from tritonllm.kernels.linear_rows import MAX_ROWS
-from tritonllm.kernels.linear_skinny import TORCH, workspace_size
+from tritonllm.kernels.linear_skinny import SMALL, TORCH, workspace_size
 
 
 @dataclass(frozen=True)
@@ -80,36 +80,37 @@ class Product(Problem):
 
 
 def space(m: int, n: int, k: int, itemsize: int, gated: str) -> list[tuning.Config]:
-    """16 to 128 weights a thread, or up to 800 programs with 64 to 226 kB of shared memory on a processor."""
+    """16 to 128 weights a thread, or up to 800 programs with 90 to 226 kB of shared memory on a processor.
+
+    Where one kernel was never the faster (tiles of one row, rows of two and a large weight), it is left out.
+    """
     configs = []
-    if m <= MAX_ROWS:
+    if m == 1 or (m <= MAX_ROWS and n * k <= SMALL):
         whole = triton.next_power_of_2(k)
-        configs += [
-            config
-            for config in product(
-                KERNEL=("rows",),
-                BLOCK_N=(1, 2, 4, 8, 16),
-                BLOCK_K=sorted({min(whole, 4096), min(whole, 2048), min(whole, 1024)}),
-                SPLIT_K=(1,),
-                num_warps=(1, 2, 4, 8, 16),
-            )
-            if 16 <= config["BLOCK_N"] * k // (32 * config["num_warps"]) <= 128
-            and config["BLOCK_N"] >= (2 if gated == "yes" else 1)
-            and 128 * config["num_warps"] <= config["BLOCK_K"]
-        ]
+        for config in product(
+            kernel=("rows",),
+            LATE=(False, True) if n * k > SMALL else (False,),
+            BLOCK_N=(1, 2, 4, 8),
+            BLOCK_K=sorted({min(whole, 4096), min(whole, 2048), min(whole, 1024)}),
+            num_warps=(1, 2, 4, 8),
+        ):
+            per_thread = config["BLOCK_N"] * k // (32 * config["num_warps"])
+            if 16 <= per_thread <= 128 and config["BLOCK_N"] > (gated == "yes") and 128 * config["num_warps"] <= whole:
+                configs.append(config)
     rows = max(16, m)
     for config in product(
-        KERNEL=("tiles",),
+        kernel=("tiles",),
         BLOCK_N=(32, 64, 128),
         BLOCK_K=(64, 128, 256),
-        SPLIT_K=(1, 2, 3, 4, 6, 8),
+        SPLIT_K=(1, 2, 3, 4, 8),
         num_warps=(4, 8),
         num_stages=(3, 4, 6, 8),
     ):
         shared = (config["BLOCK_N"] + rows) * config["BLOCK_K"] * 2 * config["num_stages"]
         programs = triton.cdiv(n, config["BLOCK_N"]) * config["SPLIT_K"]
         held = min(4, triton.cdiv(programs, 132))
-        if 64e3 <= shared * held <= 226e3 and (60 <= programs <= 800 or config["SPLIT_K"] == 1):
+        filled = 90e3 <= shared * held <= 226e3 and (60 <= programs <= 800 or config["SPLIT_K"] == 1)
+        if m > 1 and filled and (config["num_warps"] == 8) == (config["BLOCK_N"] == 128):
             configs.append(config)
     return [*configs, TORCH]
 

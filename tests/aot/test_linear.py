@@ -39,10 +39,15 @@ def test_uses_tensor_cores():
 
 
 @pytest.mark.parametrize("constant", [False, True])
-def test_what_is_read_before_the_kernel_before_has_ended(constant):
-    """The weights, if they are constant, and nothing else; nothing is written."""
+@pytest.mark.parametrize("n", [4096, 6144])
+def test_what_is_read_before_the_kernel_before_has_ended(n, constant):
+    """The weights, if they are constant, and nothing else; nothing is written. A small weight's kernel lets the next
+    one start first of all, one of 25 million elements when its loads are under way."""
+    k = 1024 if n == 4096 else 4096
     with compile_kernels(90) as kernels:
-        linear(torch.empty(1, 1024), torch.empty(4096, 1024), constant_weight=constant)
+        linear(torch.empty(1, k), torch.empty(n, k), constant_weight=constant)
     before, after = kernels[0].sass.split("ACQBULK")
     assert ("LDG" in before) == constant
     assert "STG" not in before and "LDG" in after and "STG" in after
+    ahead, _ = kernels[0].sass.split("PREEXIT")
+    assert ("LDG" in ahead) == (n == 6144)

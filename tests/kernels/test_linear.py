@@ -9,11 +9,11 @@ from tritonllm.kernels import linear, linear_ref, rms_norm_ref, tuning
 from tritonllm.kernels.linear_rows import MAX_ROWS
 from tritonllm.kernels.linear_skinny import ACTIVATIONS, GATED, MAX_M, TORCH, workspace_size
 
-ROWS = {"KERNEL": "rows", "BLOCK_N": 4, "BLOCK_K": 64, "SPLIT_K": 1, "num_warps": 4}
-TILES = {"KERNEL": "tiles", "BLOCK_N": 32, "BLOCK_K": 32, "SPLIT_K": 3, "num_warps": 4, "num_stages": 3}
+ROWS = {"kernel": "rows", "LATE": False, "BLOCK_N": 4, "BLOCK_K": 64, "num_warps": 4}
+TILES = {"kernel": "tiles", "BLOCK_N": 32, "BLOCK_K": 32, "SPLIT_K": 3, "num_warps": 4, "num_stages": 3}
 CONFIGS = {
     "rows": ROWS,
-    "rows, one tile": ROWS | {"BLOCK_K": 256, "BLOCK_N": 2},
+    "rows, one tile": ROWS | {"LATE": True, "BLOCK_K": 256, "BLOCK_N": 2},
     "tiles": TILES,
     "tiles, whole": TILES | {"SPLIT_K": 1},
     "torch": TORCH,
@@ -45,7 +45,7 @@ def make(device, m, n, k, dtype, *, padding=0, std=1.0, gated=False):
 def test_matches_reference(device, config, m, n, k, dtype, out_dtype, std, bias, norm, activation, gated, add, padding):
     """Every kernel, with whatever is fused; where torch computes the product, its result is rounded in between."""
     config = CONFIGS[config]
-    m = min(m, MAX_ROWS) if config["KERNEL"] == "rows" else m
+    m = min(m, MAX_ROWS) if config["kernel"] == "rows" else m
     gated = gated and activation in GATED
     x, weight = make(device, m, n, k, dtype, padding=padding, std=std, gated=gated)
     fused = {
@@ -70,7 +70,7 @@ def test_matches_reference(device, config, m, n, k, dtype, out_dtype, std, bias,
     assert not workspace.any()
 
 
-@pytest.mark.parametrize("config", [ROWS, TILES, TORCH], ids=lambda config: config["KERNEL"])
+@pytest.mark.parametrize("config", [ROWS, TILES, TORCH], ids=lambda config: config["kernel"])
 @pytest.mark.parametrize("shape", [(24,), (2, 24), (0, 24), (1, 2, 24), (2, 0, 24)])
 def test_leading_dimensions(device, config, shape):
     x, weight = torch.randn(shape, device=device), torch.randn(10, 24, device=device)
@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_the_others(device, config):
     assert second[0].isnan().all() and torch.equal(first[1], second[1])
 
 
-@pytest.mark.parametrize("config", [ROWS, TILES, TORCH], ids=lambda config: config["KERNEL"])
+@pytest.mark.parametrize("config", [ROWS, TILES, TORCH], ids=lambda config: config["kernel"])
 def test_large_values(device, config):
     """Squares and sums beyond float16's range, and infinity, which stays."""
     x, weight = make(device, 2, 20, 64, torch.float16)
@@ -198,12 +198,11 @@ def test_offsets_beyond_int32(device, m):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 2, 16, MAX_M])
-def test_a_captured_chain_waits_for_what_it_reads(device, m):
+@pytest.mark.parametrize(("m", "k"), [(1, 1024), (2, 1024), (16, 1024), (MAX_M, 1024), (1, 4096), (1, 6144)])
+def test_a_captured_chain_waits_for_what_it_reads(device, m, k):
     """Products that depend on each other and overwrite each other's inputs, 40 in a row and started early: the same
-    bits as with a wait after each."""
-    k = 1024
-    weights = [torch.randn(k, k, device=device).to(torch.bfloat16) / 32 for _ in range(40)]
+    bits as with a wait after each. Weights of 1, 17 and 38 million elements let the next product start differently."""
+    weights = [torch.randn(k, k, device=device).to(torch.bfloat16) / k**0.5 for _ in range(40)]
     start = torch.randn(m, k, device=device).to(torch.bfloat16)
     norm_weight = torch.ones(k, device=device)
     workspace = torch.zeros(workspace_size(k), dtype=torch.int32, device=device)

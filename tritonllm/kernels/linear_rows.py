@@ -6,7 +6,8 @@ sums, takes longer (4096 x 4096 on an H200: 9.4 us, 10.2 with the best loop, 10.
 in one program nothing has to be merged, and a result depends on its own row of ``x`` alone. Every row multiplies every
 weight once more in the ordinary arithmetic units, so with more rows the tensor cores win (`linear_tiles`).
 
-Weights do not depend on the kernel before, so they are loaded before waiting for it (`dependent_launch`).
+Weights do not depend on the kernel before, so they are loaded before waiting for it (`dependent_launch`): while a
+kernel drains, or attention waits for its own results, the memory reads the next product's weights into registers.
 """
 
 import torch
@@ -41,13 +42,15 @@ def linear_rows_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,  # no kernel in flight writes the weights
+    LATE: tl.constexpr,  # the next kernel may start when the weights are under way, not at once
     TILES: tl.constexpr,  # along K
     EVEN_K: tl.constexpr,  # BLOCK_K divides K
     ROWS: tl.constexpr,  # M rounded up to a power of two
     BLOCK_N: tl.constexpr,  # rows of the weight, two for each column of the output if GATED
     BLOCK_K: tl.constexpr,
 ):
-    let_next_start(PDL)
+    if not LATE:
+        let_next_start(PDL)
     COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     b_col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     m_col = b_col < N
@@ -71,6 +74,8 @@ def linear_rows_kernel(
             weights += (tl.load(p_weight + t * BLOCK_K, mask=at < K, other=0.0, eviction_policy="evict_first"),)
         if norm_ptr is not None:
             norms += (tl.load(norm_ptr + at, mask=at < K, other=0.0),)
+    if LATE:
+        let_next_start(PDL)
     if EARLY:
         wait_for_previous(PDL)
 
@@ -141,6 +146,7 @@ def launch_rows(
         GATED=gated,
         ADD=add,
         EARLY=early,
+        LATE=config["LATE"],
         TILES=triton.cdiv(k, block_k),
         EVEN_K=k % block_k == 0,
         ROWS=triton.next_power_of_2(m),

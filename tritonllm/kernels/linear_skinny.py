@@ -23,38 +23,41 @@ SMALL = 2**23  # elements of a weight; Qwen3-0.6B's have up to 6.3 million, Llam
 MIN_BLOCK_N = 32  # of any configuration of `linear_tiles`
 GATED = ("silu", "gelu", "gelu_tanh")
 _NAMES = ", ".join(ACTIVATIONS)
-TORCH = {"KERNEL": "torch", "BLOCK_N": 0, "BLOCK_K": 0, "SPLIT_K": 0}
+TORCH = {"kernel": "torch"}
 
 
 def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.Config:
     """What was fastest on an H200 among some 20 configurations for each size of Qwen3-0.6B and Llama-3.1-8B.
 
-    One row, and two of a small weight: some 64 weights a thread. Up to 16 rows, and 64 of a small weight: tiles, one
-    program for each processor where the weight is small. Otherwise cuBLAS comes near, and a wrong choice costs most.
+    Chosen in decode steps as a whole, in which a product's weights are loaded while the kernel before it ends. One row,
+    and two of a small weight: fewer weights a thread where the rows are few, more of a small or gated weight. Up to 16
+    rows, and 64 of a small weight: tiles, one program for each processor where the weight is small. Otherwise cuBLAS
+    comes near, and a wrong choice costs most.
     """
     small = n * k <= SMALL
     if m == 1 or (m <= MAX_ROWS and small):
         block_n = 4 if n >= 2048 and k <= 8192 else 2
-        block_k = max(32, triton.next_power_of_2(min(k, 16384)))
-        warps = min(16, max(1, block_n * triton.next_power_of_2(k) // 2048))
-        return {"KERNEL": "rows", "BLOCK_N": block_n, "BLOCK_K": block_k, "SPLIT_K": 1, "num_warps": warps}
+        whole = max(32, triton.next_power_of_2(k))
+        many = m == 1 and itemsize == 2 and (small or gated == "yes")
+        per_thread = 32 if n < 2048 else 128 if many else 64
+        most = 8 if itemsize == 2 and block_n * whole <= 2**15 else 16
+        warps = min(most, max(1, block_n * whole // (32 * per_thread)))
+        tile = {"BLOCK_N": block_n, "BLOCK_K": min(whole, 4096 if k < 4096 else 2048), "num_warps": warps}
+        return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
     if itemsize == 4 or k % 16 or (m > 16 and not small):  # the first two: no tensor cores, no wide loads
         return TORCH
     if n < 6144 or m > 16:
         split = max(1, min(132 * 32 // n, k // 512))
-        block_k, stages = (256, 6) if m <= 16 else (128, 4)
+        block_k = 256 if m <= 16 else 128
+        stages = 6 if m <= 16 or n * split <= 132 * 32 else 4  # 147 kB: one program a processor
         tile = {"BLOCK_N": 32, "BLOCK_K": block_k, "SPLIT_K": split, "num_warps": 4, "num_stages": stages}
-    elif n < 16384:
+    elif n <= 132 * 64:
         tile = {"BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": 1, "num_warps": 4, "num_stages": 6}
+    elif n < 16384:  # 14336 x 4096, 16 rows: 31.9 us with the best tiles, 30.7 with cuBLAS
+        return TORCH
     else:
         tile = {"BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": 1, "num_warps": 8, "num_stages": 3}
-    return {"KERNEL": "tiles"} | tile
-
-
-def _launch_options(weight: torch.Tensor) -> dict[str, bool]:
-    """Dependent launch for small weights, whose products are short. A decode step of Qwen3-0.6B takes 653 us with it
-    and 841 without, but 8 layers of Llama-3.1-8B 1275 and 1197, for a reason not found (H200, batch 1)."""
-    return dependent_launch(weight.device) if weight.numel() <= SMALL else {"PDL": False}
+    return {"kernel": "tiles"} | tile
 
 
 def _reference(
@@ -162,7 +165,7 @@ def _linear(
     if m <= MAX_M:
         key = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k, "itemsize": weight.dtype.itemsize}
         config = tuning.get_config("linear", x.device, default_config, **key, gated="yes" if gated else "no")
-    if config["KERNEL"] == "rows" and m <= MAX_ROWS:
+    if config["kernel"] == "rows" and m <= MAX_ROWS:
         launch_rows(
             x,
             weight,
@@ -177,12 +180,12 @@ def _linear(
             scale=scale,
             early=constant_weight,
             config=config,
-            launch=_launch_options(weight),
+            launch=dependent_launch(weight.device),
         )
         return
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps, weight_offset=norm_offset)
-    if config["KERNEL"] != "tiles":
+    if config["kernel"] != "tiles":
         _by_torch(x, weight, bias, out, activation, gated, add, scale)
         return
     launch_tiles(
@@ -192,7 +195,7 @@ def _linear(
         add=add,
         scale=scale,
         config=config,
-        launch=_launch_options(weight),
+        launch=dependent_launch(weight.device),
     )
 
 
