@@ -106,7 +106,8 @@ class Attention(Problem):
             out = paged_decode_attention(*caches, x["seq_lens"], **scales, workspace=x["workspace"])
         else:
             lengths = (x["cu_seqlens_q"], x["seq_lens"])
-            out = varlen_prefill_attention(*caches, *lengths, max_seqlen_q=self.new, **scales)
+            workspace = x["workspace"]
+            out = varlen_prefill_attention(*caches, *lengths, max_seqlen_q=self.new, **scales, workspace=workspace)
         assert isinstance(out, torch.Tensor)
         return (out,)
 

@@ -1,4 +1,4 @@
-"""Prefill attention: which kernel, its tiles of queries and of keys, and whether its programs stay."""
+"""Prefill attention: which kernel, its tiles of queries and of keys, and how many tiles share fetched keys."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,9 @@ from autotune.paged import paged_cache
 from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import (
     attention_prefill,
+    attention_prefill_portable,
     attention_prefill_sm90,
+    attention_rows_sm90,
     tuning,
     varlen_prefill_attention,
     varlen_prefill_attention_ref,
@@ -39,13 +41,14 @@ class PrefillAttention(Problem):
         cache = paged_cache(new, [length] * self.batch, length, self.block_size, self.kv_heads, self.head_size)
         begins = [self.new * sequence for sequence in range(self.batch + 1)]
         q = new.normal(self.batch * self.new, self.q_heads, self.head_size)
-        return {"q": q, "cu_seqlens_q": new.tensor(begins, torch.int32)} | cache
+        workspace = new.filled(0, 1, dtype=torch.int32)
+        return {"q": q, "cu_seqlens_q": new.tensor(begins, torch.int32), "workspace": workspace} | cache
 
     def _arguments(self, x: Inputs) -> tuple[torch.Tensor, ...]:
         return tuple(x[name] for name in ("q", "k_cache", "v_cache", "block_tables", "cu_seqlens_q", "seq_lens"))
 
     def run(self, x: Inputs) -> tuple[torch.Tensor, ...]:
-        out = varlen_prefill_attention(*self._arguments(x), max_seqlen_q=self.new)
+        out = varlen_prefill_attention(*self._arguments(x), max_seqlen_q=self.new, workspace=x["workspace"])
         assert isinstance(out, torch.Tensor)
         return (out,)
 
@@ -61,22 +64,31 @@ class PrefillAttention(Problem):
 
 
 def space(
-    head_size: int, group: int, tokens: int, max_q: int, capacity: int, dtype: str, cache_dtype: str, arch: str
+    head_size: int,
+    group: int,
+    tokens: int,
+    max_q: int,
+    capacity: int,
+    dtype: str,
+    cache_dtype: str,
+    arch: str,
+    logits: str,
 ) -> list[tuning.Config]:
     rows = max(16, triton.next_power_of_2(max_q * group))
+    if arch == "sm90" and max_q * group >= attention_prefill.SM90_MIN_ROWS:  # two to four times as fast as the other
+        hopper = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
+        narrow = product(BLOCK_N=(64,), PARTS=(1, 2), TILES=(1, 2, 4, 8), num_stages=(4,))
+        wide = product(BLOCK_N=(128,), PARTS=(1, 2), TILES=(1,), num_stages=(2,))
+        return [hopper | tile for tile in [*narrow, *wide]]
     tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2)]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    portable = [{"kernel": "portable"} | dict(zip(names, tile, strict=True)) for tile in tiles if tile[0] <= rows]
-    if arch != "sm90" or max_q * group < attention_prefill.SM90_MIN_ROWS:
-        return portable
-    hopper = product(kernel=("sm90",), BLOCK_M=(128,), BLOCK_N=(64,), PROGRAMS=(0, 132), num_warps=(4,))
-    return portable + [config | {"num_stages": stages} for config in hopper for stages in (2, 3, 4)]
+    return [{"kernel": "portable"} | dict(zip(names, tile, strict=True)) for tile in tiles if tile[0] <= rows]
 
 
 TUNABLE = Tunable(
     op="varlen_prefill_attention",
     module=attention_prefill,
-    also=(attention_prefill_sm90,),
+    also=(attention_prefill_portable, attention_prefill_sm90, attention_rows_sm90),
     default=attention_prefill.default_config,
     problems=(
         # Llama-3.1-8B

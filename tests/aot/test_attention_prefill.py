@@ -61,6 +61,18 @@ def test_hopper_kernel():
     assert_sass(kernels, "UTMALDG", "_prefill_sm90_kernel")
 
 
+def test_hopper_kernel_of_long_prompts():
+    """Tiles of 128 keys, with all that leaves the logits as they are."""
+    heads, factors = torch.empty(64), torch.empty(8)
+    with compile_kernels(90) as kernels:
+        launch(32, 8, 128, 16, BF16, BF16, 4096, apart=True)
+        launch(64, 8, 128, 16, FP16, FP16, 4096, apart=True, sinks=heads, k_scale=factors, v_scale=factors)
+        launch(16, 8, 128, 128, BF16, BF16, 4096, apart=True, causal=False, return_lse=True)
+        launch(64, 8, 64, 16, BF16, BF16, 4096, apart=True, return_lse=True)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 4
+    assert_resources(kernels)
+
+
 def test_hopper_kernel_with_everything():
     options = {"alibi_slopes": torch.empty(64), "sinks": torch.empty(64), "window": 9, "softcap": 30.0}
     with compile_kernels(90) as kernels:

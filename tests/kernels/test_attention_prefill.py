@@ -119,6 +119,7 @@ BAD = [
     ({"window": -1}, "window must be None or at least 1"),
     ({"sinks": torch.zeros(1)}, "sinks must have shape"),
     ({"out": torch.zeros(5, 4, 32)}, "out must have shape"),
+    ({"workspace": torch.zeros(9)}, "workspace must be torch.int32"),
 ]
 
 
@@ -138,7 +139,7 @@ def test_operator(device):
     p = make_problem(device, [3, 1], [20, 3], head_size=16)
     nothing = (None, None, None, None)
     for lse in (None, torch.empty(4, 4, device=device)):
-        args = (*p.prefill, 3, True, torch.zeros(4, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
+        args = (*p.prefill, 3, True, None, torch.zeros(4, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
         torch.library.opcheck(torch.ops.tritonllm.varlen_prefill_attention.default, args)
 
 

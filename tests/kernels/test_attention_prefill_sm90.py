@@ -8,7 +8,7 @@ from support.attention import Problem, make_problem
 from support.compare import assert_close, poisoned
 
 from tritonllm.kernels import attention_prefill_sm90 as sm90
-from tritonllm.kernels import chip, varlen_prefill_attention, varlen_prefill_attention_ref
+from tritonllm.kernels import chip, tuning, varlen_prefill_attention, varlen_prefill_attention_ref
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -99,9 +99,55 @@ def test_matches_reference(device, batch, head_size, block_size, kv_heads, group
     check(make_problem(device, *BATCHES[batch], layout="apart", **shape, **options), causal)
 
 
+HOPPER = {"kernel": "sm90", "BLOCK_M": 128, "num_warps": 4}
+KEY_TILES = [(64, 1, 4), (64, 2, 2), (128, 1, 2), (128, 2, 2)]  # keys, parts, stages
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
-def test_shared_programs(device):
-    """Tables of few keys: the programs stay and take several items each."""
+@pytest.mark.parametrize("programs", [1, 7, 132])
+@pytest.mark.parametrize(("keys", "parts", "stages"), KEY_TILES)
+@pytest.mark.parametrize("tiles", [1, 3, 8])
+def test_bundles(device, tiles, keys, parts, stages, programs):
+    """Keys that stay for several tiles of rows, keys that do not fit, and both in one launch, in few programs."""
+    config = HOPPER | {"TILES": tiles, "BLOCK_N": keys, "PARTS": parts, "num_stages": stages, "PROGRAMS": programs}
+    new, seq_lens = [256, 1, 0, 300, 40, 130], [256, 250, 3, 900, 40, 140]
+    with tuning.override("varlen_prefill_attention", config):
+        for options in ({}, {"window": 33, "sinks": True}):
+            p = make_problem(device, new, seq_lens, layout="apart", group=4, head_size=128, dtype=BF16, **options)
+            check(p, causal=True)
+            check(p, causal=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+def test_workspace_is_zero_again(device):
+    """Many launches may share one workspace, and a graph of them: each leaves it as it was."""
     p = make_problem(device, [256] * 64, [256] * 64, layout="apart", kv_heads=8, group=4, head_size=128, dtype=BF16)
-    check(p, causal=True)
+    workspace = torch.zeros(3, dtype=torch.int32, device=device)
+    want = varlen_prefill_attention(*p.prefill, max_seqlen_q=256)
+    for _ in range(3):
+        assert torch.equal(varlen_prefill_attention(*p.prefill, max_seqlen_q=256, workspace=workspace), want)
+        assert (workspace == 0).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [varlen_prefill_attention(*p.prefill, max_seqlen_q=256, workspace=workspace) for _ in range(4)]
+    for _ in range(2):
+        graph.replay()
+    assert all(torch.equal(out, want) for out in outs)
+    assert (workspace == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+def test_rows_that_bulk_copies_cannot_move(device):
+    """Strides that are no multiple of 16 bytes, and an output with gaps between its heads."""
+    p = make_problem(device, [200, 77], [300, 77], layout="apart", kv_heads=2, group=4, head_size=64, dtype=BF16)
+    q = torch.zeros(277, 8 * 64 + 1, dtype=BF16, device=device)[:, 1:].view(277, 8, 64)
+    q.copy_(p.q)
+    want = varlen_prefill_attention(*p.prefill, max_seqlen_q=200)
+    assert torch.equal(varlen_prefill_attention(q, *p.prefill[1:], max_seqlen_q=200), want)
+    out = torch.full((277, 8, 72), float("nan"), dtype=BF16, device=device)
+    varlen_prefill_attention(*p.prefill, max_seqlen_q=200, out=out[..., :64])
+    assert torch.equal(out[..., :64], want)
+    assert out[..., 64:].isnan().all()

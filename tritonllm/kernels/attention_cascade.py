@@ -130,6 +130,7 @@ def _cascade(
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
     return_lse: bool,
+    workspace: torch.Tensor | None,
     options: dict[str, Any],
 ) -> Any:
     _check_plan(q, plan)
@@ -140,10 +141,11 @@ def _cascade(
         max_seqlen_q=max(1, len(q)),
         causal=False,
         return_lse=True,
+        workspace=workspace,
         **options,
     )
     tables = plan.suffix_tables, plan.suffix_lens
-    suffix = decode(q, k_cache, v_cache, *tables, sinks=sinks, return_lse=True, **options)
+    suffix = decode(q, k_cache, v_cache, *tables, sinks=sinks, return_lse=True, workspace=workspace, **options)
     prefix = prefix_out.view(parts, *q.shape), prefix_lse.view(parts, *q.shape[:2])
     return merge(*prefix, *suffix, use_a=plan.shares, out=out, return_lse=return_lse)
 
@@ -161,6 +163,7 @@ def cascade_decode_attention(
     v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`~tritonllm.kernels.paged_decode_attention` that reads shared leading blocks once for all sequences.
 
@@ -170,6 +173,7 @@ def cascade_decode_attention(
         q: ``[B, H, D]``; dtypes, head sizes, strides and the arguments not listed here as in decode attention.
         plan: where the keys are; made once by :func:`plan_cascade` and good for every layer. One captured launch
             serves any lengths that its tensors may hold at replay.
+        workspace: as in decode attention.
 
     Returns:
         What decode attention would return for the whole sequences, but for the rounding of each set's output to the
@@ -180,7 +184,7 @@ def cascade_decode_attention(
     """
     ops = varlen_prefill_attention, paged_decode_attention, merge_attention_states
     options = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
-    return _cascade(*ops, q, k_cache, v_cache, plan, sinks, out, return_lse, options)
+    return _cascade(*ops, q, k_cache, v_cache, plan, sinks, out, return_lse, workspace, options)
 
 
 def cascade_decode_attention_ref(
@@ -196,8 +200,9 @@ def cascade_decode_attention_ref(
     v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`cascade_decode_attention` in plain torch (it waits for the device to read the lengths)."""
     ops = varlen_prefill_attention_ref, paged_decode_attention_ref, merge_attention_states_ref
     options = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
-    return _cascade(*ops, q, k_cache, v_cache, plan, sinks, out, return_lse, options)
+    return _cascade(*ops, q, k_cache, v_cache, plan, sinks, out, return_lse, workspace, options)

@@ -1,74 +1,29 @@
 """Prefill attention for Hopper: what :mod:`tritonllm.kernels.attention_prefill` computes, with its loads and products
 asynchronous. Written in Gluon, the layer of Triton where layouts, barriers and warps are explicit.
 
-A program has three roles (FlashAttention-3: Shah et al., 2024). One warp copies keys and values: pages of the cache go
-to shared memory by the bulk copy engine, page by page, some tiles ahead. Two groups of four warps each own 64 rows of
-the tile and do products and softmax; while one waits for its products the other has the tensor cores, and within a
-group the products of a tile's values run beside the softmax of the next tile. Keys go from last to first, so that the
-tiles that need a mask come first.
+A program has three roles (FlashAttention-3: Shah et al., 2024). One warp copies queries, keys and values: pages of the
+cache go to shared memory by the bulk copy engine, page by page, some tiles ahead. Two groups of four warps each own 64
+rows of the tile and do products and softmax (:mod:`tritonllm.kernels.attention_rows_sm90`); while one waits for its
+products the other has the tensor cores. Keys go from last to first, so that the tiles that need a mask come first.
 
-On an H200 the bulk of long prompts runs at the chip's power limit (1.76 GHz instead of 1.98), so tile sizes, ping-pong
-barriers between the groups, queries in registers and more copying warps changed nothing beyond noise; docs/kernels.md.
+Programs stay, and draw one bundle of tiles of rows after the other: the copying warp is a tile of rows ahead, and
+results leave by the bulk copy engine, so neither start nor end of a tile keeps the tensor cores waiting for memory.
+Where the keys that a bundle sees fit the ring, they are fetched once and stay for all its tiles.
 """
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tritonllm.kernels import tuning
-from tritonllm.kernels.attention_common import LN2, LOG2E, LOWEST, AttentionArgs
+from tritonllm.kernels.attention_common import LN2, AttentionArgs
+from tritonllm.kernels.attention_rows_sm90 import attend_rows, receive, row_descriptor, visible_tiles
 from tritonllm.kernels.attention_schedule import find_prefill_sequence
-from tritonllm.kernels.attention_tiles_sm90 import clear_stale_values, page_descriptors, pages_fit
+from tritonllm.kernels.attention_tiles_sm90 import page_descriptors, pages_fit
 
 # Of 65,536 registers: 232 for each thread that multiplies, 40 for one that copies (with 240 and 24 that one spills).
 MAX_REGISTERS = 168
-
-
-@gluon.jit
-def _tile_of(item, shape, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr,
-             BLOCK_N: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """An item's rows and keys.
-
-    Returns:
-        ``(rows, keys)``: rows are (valid, key/value head, sequence, its first token in q, its tokens in q, the tile's
-        first (token, head) pair, keys before the tokens, keys); keys are tiles ``lo <= whole_lo``, ``whole_hi <= hi``
-        of BLOCK_N, the first key that a row sees and the first that none does. Tiles of [whole_lo, whole_hi) need no
-        mask.
-    """
-    cu_ptr, len_ptr, batch, window, tiles = shape
-    tile = tiles - 1 - item % tiles  # the last tiles of a sequence see most keys: they start first
-    b_lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    seq = find_prefill_sequence(b_lane, tile, cu_ptr, batch, GROUP, BLOCK_M)
-    begin = gl.load(cu_ptr + seq)
-    q_len = gl.load(cu_ptr + seq + 1) - begin
-    seq_len = gl.load(len_ptr + seq)
-    pair = (tile - (begin.to(gl.int64) * GROUP // BLOCK_M).to(gl.int32) - seq) * BLOCK_M
-    valid = pair < q_len * GROUP
-    cached = seq_len - q_len
-    pos_lo = cached + pair // GROUP
-    pos_hi = cached + gl.minimum((pair + BLOCK_M - 1) // GROUP, q_len - 1)
-    end = seq_len
-    whole_end = seq_len
-    first = 0
-    whole_lo = 0
-    if CAUSAL:
-        end = gl.minimum(pos_hi + 1, seq_len)
-        whole_end = gl.minimum(pos_lo + 1, seq_len)
-    if WINDOW:
-        first = gl.maximum(pos_lo - window + 1, 0)
-        whole_lo = gl.maximum(pos_hi - window + BLOCK_N, 0) // BLOCK_N
-    end = gl.maximum(end, 0)
-    lo = first // BLOCK_N
-    hi = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, lo + 1)  # one tile at least; all of it may be masked
-    whole_hi = gl.maximum(whole_end, 0) // BLOCK_N
-    return (valid, item // tiles, seq, begin, q_len, pair, cached, seq_len), (lo, whole_lo, whole_hi, hi, first, end)
 
 
 @gluon.jit
@@ -87,221 +42,254 @@ def _copy_tile(desc, b_row, column, full, empty, smem, count, BOX: gl.constexpr,
 
 
 @gluon.jit
-def _copy(descs, table, pipes, shape, items, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-          BLOCK_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):  # fmt: skip
-    """The copying warp. A lane holds the id of one page of a tile, loaded one tile ahead."""
-    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
-    PIECES: gl.constexpr = BLOCK_N // BOX
+def _copy_keys(descs, table, pipes, seq, kv_head, keys, count, BLOCK_SIZE: gl.constexpr):
+    """Fetch tiles [lo, hi) of keys and values, the last first. A lane holds the id of one page, loaded a tile ahead."""
     k_desc, v_desc = descs
     table_ptr, stride_table, num_rows = table
+    lo, hi, first, end = keys
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    PIECES: gl.constexpr = BLOCK_N // BOX
+    column = kv_head * k_smem.shape[2]
     b_lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    count = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        rows, keys = _tile_of(item, shape, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N, 1)
-        lo, whole_lo, whole_hi, hi, first, end = keys
-        if rows[0]:
-            p_table = table_ptr + rows[2].to(gl.int64) * stride_table
-            b_key = (hi - 1) * BLOCK_N + b_lane * BOX
-            m_id = (b_lane < PIECES) & (b_key < end) & (b_key + BOX > first)
-            b_id = gl.load(p_table + b_key // BLOCK_SIZE, mask=m_id, other=-1)
-            for _ in range(hi - lo):
-                # a row beyond the cache reads as zeros: pages that no row sees are not looked up
-                b_row = gl.where(b_id >= 0, b_id * BLOCK_SIZE + b_key % BLOCK_SIZE, num_rows)
-                b_key -= BLOCK_N
-                m_id = (b_lane < PIECES) & (b_key >= 0) & (b_key + BOX > first)
-                b_id = gl.load(p_table + b_key // BLOCK_SIZE, mask=m_id, other=-1)
-                _copy_tile(k_desc, b_row, rows[1] * HEAD_SIZE, k_full, k_empty, k_smem, count, BOX, PIECES)
-                _copy_tile(v_desc, b_row, rows[1] * HEAD_SIZE, v_full, v_empty, v_smem, count, BOX, PIECES)
-                count += 1
+    p_table = table_ptr + seq.to(gl.int64) * stride_table
+    b_key = (hi - 1) * BLOCK_N + b_lane * BOX
+    m_id = (b_lane < PIECES) & (b_key < end) & (b_key + BOX > first)
+    b_id = gl.load(p_table + b_key // BLOCK_SIZE, mask=m_id, other=-1)
+    for _ in range(hi - lo):
+        # a row beyond the cache reads as zeros: pages that no row sees are not looked up
+        b_row = gl.where(b_id >= 0, b_id * BLOCK_SIZE + b_key % BLOCK_SIZE, num_rows)
+        b_key -= BLOCK_N
+        m_id = (b_lane < PIECES) & (b_key >= 0) & (b_key + BOX > first)
+        b_id = gl.load(p_table + b_key // BLOCK_SIZE, mask=m_id, other=-1)
+        _copy_tile(k_desc, b_row, column, k_full, k_empty, k_smem, count, BOX, PIECES)
+        _copy_tile(v_desc, b_row, column, v_full, v_empty, v_smem, count, BOX, PIECES)
+        count += 1
+    return count
 
 
 @gluon.jit
-def _logits(count, q_smem, pipes, s_layout: gl.constexpr):
-    """Start the product of the queries with a tile of keys."""
-    k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
-    b_zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
-    b_k = k_smem.index(count % STAGES).permute((1, 0))
-    return warpgroup_mma(q_smem, b_k, b_zero, use_acc=False, is_async=True)
+def _send(mail, queries, sent, rows, place, GROUP: gl.constexpr):
+    """Describe a tile of rows to the groups that multiply, and fetch its queries. No key/value head: the end."""
+    letter, full, empty = mail
+    q_smem, q_desc = queries
+    kv_head, begin, q_len, pair, seq_len = rows
+    count, release, first = place
+    slot = sent % 2
+    mbarrier.wait(empty.index(slot), (sent // 2 & 1) ^ 1)
+    b_field = gl.arange(0, 8, gl.BlockedLayout([8], [32], [1], [0]))
+    b_low = gl.where(b_field == 0, kv_head, gl.where(b_field == 1, begin, gl.where(b_field == 2, q_len, pair)))
+    b_high = gl.where(b_field == 4, seq_len, gl.where(b_field == 5, count, gl.where(b_field == 6, release, first)))
+    letter.index(slot).store(gl.where(b_field < 4, b_low, b_high))
+    if q_desc is not None:
+        if kv_head >= 0:
+            D: gl.constexpr = q_smem.shape[2]
+            mbarrier.expect(full.index(slot), 2 * 64 * D * 2)
+            for half in gl.static_range(2):
+                box = q_smem.index(slot * 2 + half)._reinterpret(q_smem.dtype, [64 // GROUP, GROUP, D], q_desc.layout)
+                corner = [begin + pair // GROUP + half * (64 // GROUP), kv_head * GROUP, 0]
+                tma.async_copy_global_to_shared(q_desc, corner, full.index(slot), box)
+        else:
+            mbarrier.arrive(full.index(slot), count=1)
+    else:
+        mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
-def _softmax(b_s, tile, b_m, b_l, rows, logits, MASKED: gl.constexpr, FLAGS: gl.constexpr):
-    """The weights of a tile, the new maximum and sum, and the factor of what was summed before.
+def _copy_bundle(bundle, kv_head, state, descs, queries, table, pipes, mail, shape, GROUP: gl.constexpr,
+                 CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
+                 TILES: gl.constexpr):  # fmt: skip
+    """Fetch a bundle: up to TILES tiles of rows of one sequence, and the keys that they see.
 
-    FLAGS: (window, softcap, ALiBi).
+    ``state`` is (tiles of keys fetched so far, tiles of rows), which is returned as it is then.
     """
-    BLOCK_N: gl.constexpr = b_s.shape[1]
-    b_begin, b_end, b_pos, b_slope = rows
-    scale, softcap = logits
-    b_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, b_s.type.layout))
-    factor = scale * LOG2E
-    if FLAGS[1]:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
-        b_s = (softcap - 2.0 * softcap / (gl.exp2(b_s * (2.0 * LOG2E * scale / softcap)) + 1.0)) * LOG2E
-        factor = 1.0
-    if FLAGS[2]:
-        b_s = b_s * factor + b_slope[:, None] * (b_key[None, :] - b_pos[:, None]).to(gl.float32)
-        factor = 1.0
-    if MASKED:
-        m_s = b_key[None, :] < b_end[:, None]
-        if FLAGS[0]:
-            m_s = m_s & (b_key[None, :] >= b_begin[:, None])
-        b_s = gl.where(m_s, b_s, float("-inf"))
-    b_m_new = gl.maximum(b_m, gl.max(b_s, 1) * factor)
-    b_alpha = gl.exp2(b_m - b_m_new)
-    b_p = gl.exp2(b_s * factor - b_m_new[:, None])
-    return b_p, b_m_new, b_l * b_alpha + gl.sum(b_p, 1), b_alpha
+    cu_ptr, len_ptr, batch, window = shape
+    count, sent = state
+    STAGES: gl.constexpr = pipes[0].shape[0]
+    BLOCK_N: gl.constexpr = pipes[0].shape[1]
+    b_lane = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    seq = find_prefill_sequence(b_lane, bundle, cu_ptr, batch, GROUP, BLOCK_M * TILES)
+    begin = gl.load(cu_ptr + seq)
+    q_len = gl.load(cu_ptr + seq + 1) - begin
+    seq_len = gl.load(len_ptr + seq)
+    start = (bundle - (begin.to(gl.int64) * GROUP // (BLOCK_M * TILES)).to(gl.int32) - seq) * (BLOCK_M * TILES)
+    n = gl.minimum((q_len * GROUP - start + BLOCK_M - 1) // BLOCK_M, TILES)
+    lowest = visible_tiles(start, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    stop = start + (n - 1) * BLOCK_M
+    highest = visible_tiles(stop, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    stay = highest[3] - lowest[0] <= STAGES
+    base = count
+    for i in range(n):
+        pair = stop - i * BLOCK_M
+        lo, _, _, hi, first, end = visible_tiles(
+            pair, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
+        )  # fmt: skip
+        at = count
+        release = 0
+        if stay:
+            below = visible_tiles(pair - BLOCK_M, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+            release = gl.where(i == n - 1, 0, below[3])
+            at = base + highest[3] - hi
+            lo = lowest[0]
+            first = lowest[4]
+        _send(mail, queries, sent, (kv_head, begin, q_len, pair, seq_len), (at, release, first), GROUP)
+        sent += 1
+        if (i == 0) | (not stay):
+            count = _copy_keys(descs, table, pipes, seq, kv_head, (lo, hi, first, end), count, BLOCK_SIZE)
+    return count, sent
 
 
 @gluon.jit
-def _step(tile, count, state, q_smem, pipes, rows, logits, MASKED: gl.constexpr, FLAGS: gl.constexpr,
-          s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
-    """One tile: its logits and weights, while the values of the tile before are added."""
-    k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
-    b_o, b_m, b_l, b_p = state
-    STAGES: gl.constexpr = k_smem.shape[0]
-    before = count - 1
-    t_s = _logits(count, q_smem, pipes, s_layout)
-    mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
-    t_o = warpgroup_mma(b_p, v_smem.index(before % STAGES), b_o, is_async=True)
-    b_s = warpgroup_mma_wait(1, [t_s])
-    mbarrier.arrive(k_empty.index(count % STAGES), count=1)
-    b_p, b_m, b_l, b_alpha = _softmax(b_s, tile, b_m, b_l, rows, logits, MASKED, FLAGS)
-    b_o = warpgroup_mma_wait(0, [t_o])
-    mbarrier.arrive(v_empty.index(before % STAGES), count=1)
-    b_o *= gl.convert_layout(b_alpha, gl.SliceLayout(1, b_o.type.layout))[:, None]
-    return b_o, b_m, b_l, gl.convert_layout(b_p.to(v_smem.dtype), p_layout)
+def _copy(descs, queries, table, pipes, mail, shape, dealing, draw_ptr, GROUP: gl.constexpr,
+          CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
+          TILES: gl.constexpr):  # fmt: skip
+    """The copying warp. ``dealing``: how many items, bundles and tiles there are, the latter two of each head."""
+    items, bundles, tiles = dealing
+    b_lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    state = (0, 0)
+    item = gl.program_id(0)
+    while item < items:
+        # as a vector, for the result of a scalar is waited for at once
+        b_drawn = gl.atomic_add(draw_ptr + b_lane * 0, b_lane * 0 + 1, mask=b_lane == 0, sem="relaxed")
+        if (TILES == 1) | (item < items - tiles):  # the last rows of a sequence see most keys: they start first
+            state = _copy_bundle(
+                bundles - 1 - item % bundles, item // bundles, state, descs, queries, table, pipes, mail, shape, GROUP,
+                CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M, TILES,
+            )  # fmt: skip
+        elif TILES > 1:  # one head's tiles are dealt out last and one by one, so that the programs end together
+            state = _copy_bundle(
+                items - 1 - item, (items - tiles) // bundles, state, descs, queries, table, pipes, mail, shape, GROUP,
+                CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M, 1,
+            )  # fmt: skip
+        drawn = gl.sum(gl.where(b_lane == 0, b_drawn, 0), 0)
+        if drawn == items - 1:  # every item was followed by a draw: this was the last of all
+            gl.store(draw_ptr, 0)
+        item = gl.num_programs(0) + drawn
+    _send(mail, queries, state[1], (-1, 0, 0, 0, 0), (0, 0, 0), GROUP)
 
 
 @gluon.jit
-def _attend(rows, keys, count, q_smem, pipes, heads, shape, logits, HALF: gl.constexpr, GROUP: gl.constexpr,
-            CAUSAL: gl.constexpr, FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, s_layout: gl.constexpr,
-            o_layout: gl.constexpr):  # fmt: skip
-    """64 rows over all their keys, from the last tile to the first; returns values, maxima, sums and the count."""
-    valid, kv_head, seq, begin, q_len, pair, cached, seq_len = rows
-    lo, whole_lo, whole_hi, hi, first, end = keys
-    k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
-    sink_ptr, slope_ptr, k_scale_ptr, v_scale_ptr = heads
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    HEAD_SIZE: gl.constexpr = v_smem.shape[2]
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    b_pair = pair + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    b_pos = cached + b_pair // GROUP
-    b_slope = b_pos
-    if FLAGS[2]:
-        b_slope = gl.load(slope_ptr + kv_head * GROUP + b_pair % GROUP).to(gl.float32) * LOG2E
-    row_keys = (b_pos - shape[3] + 1, gl.minimum(b_pos + 1, end) if CAUSAL else b_pos * 0 + end, b_pos, b_slope)
-    b_m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
-    b_l = gl.zeros([64], gl.float32, gl.SliceLayout(1, s_layout))
-    if sink_ptr is not None:
-        b_sink = gl.load(sink_ptr + kv_head * GROUP + b_pair % GROUP).to(gl.float32) * LOG2E
-        b_m = gl.maximum(b_sink, LOWEST)
-        b_l = gl.exp2(b_sink - b_m)
-
-    b_s = warpgroup_mma_wait(0, [_logits(count, q_smem, pipes, s_layout)])
-    mbarrier.arrive(k_empty.index(count % STAGES), count=1)
-    b_p, b_m, b_l, b_alpha = _softmax(b_s, hi - 1, b_m, b_l, row_keys, logits, True, FLAGS)
-    if (hi * BLOCK_N > seq_len) & (seq_len % BLOCK_SIZE != 0):  # both groups do it, so neither waits for the other
-        mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
-        clear_stale_values(v_smem.index(count % STAGES), (hi - 1) * BLOCK_N, first, seq_len)
-    b_o = gl.zeros([64, HEAD_SIZE], gl.float32, o_layout)
-    state = (b_o, b_m, b_l, gl.convert_layout(b_p.to(v_smem.dtype), p_layout))
-    count += 1
-    top = gl.maximum(gl.minimum(whole_hi, hi - 1), lo)
-    low = gl.minimum(gl.maximum(whole_lo, lo), top)
-    for i in range(hi - 1 - top):
-        state = _step(hi - 2 - i, count, state, q_smem, pipes, row_keys, logits, True, FLAGS, s_layout, p_layout)
-        count += 1
-    for i in range(top - low):
-        state = _step(top - 1 - i, count, state, q_smem, pipes, row_keys, logits, False, FLAGS, s_layout, p_layout)
-        count += 1
-    if FLAGS[0]:
-        for i in range(low - lo):
-            state = _step(low - 1 - i, count, state, q_smem, pipes, row_keys, logits, True, FLAGS, s_layout, p_layout)
-            count += 1
-    b_o, b_m, b_l, b_p = state
-    last = count - 1
-    mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
-    if FLAGS[0]:
-        if first % BLOCK_SIZE != 0:
-            clear_stale_values(v_smem.index(last % STAGES), lo * BLOCK_N, first, seq_len)
-    b_o = warpgroup_mma_wait(0, [warpgroup_mma(b_p, v_smem.index(last % STAGES), b_o, is_async=True)])
-    mbarrier.arrive(v_empty.index(last % STAGES), count=1)
-    return b_o, b_m, b_l, count
+def _pairs(rows, HALF: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+    """Token in q, head and validity of a group's 64 rows."""
+    kv_head, begin, q_len, pair, seq_len = rows
+    b_pair = pair + HALF * 64 + gl.arange(0, 64, layout)
+    return begin.to(gl.int64) + b_pair // GROUP, kv_head * GROUP + b_pair % GROUP, b_pair < q_len * GROUP
 
 
 @gluon.jit
-def _multiply(tensors, strides, heads, pipes, q_smem, shape, items, factors, HALF: gl.constexpr, GROUP: gl.constexpr,
-              CAUSAL: gl.constexpr, FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
-              BLOCK_N: gl.constexpr):  # fmt: skip
-    """One of the two groups that multiply: rows [64 HALF, 64 HALF + 64) of each item."""
+def _store(b_o, rows, out_ptr, outs, strides, HALF: gl.constexpr, GROUP: gl.constexpr):
+    """Write 64 rows ``[64, D]``; if all of them are the sequence's, the bulk copy engine does, and nobody waits."""
+    kv_head, begin, q_len, pair, seq_len = rows
+    out_smem, out_desc = outs
+    D: gl.constexpr = b_o.shape[1]
+    start = pair + HALF * 64
+    place = out_smem.index(HALF)
+    tma.store_wait(0)  # what was here before has been read
+    gl.thread_barrier()
+    place.store(b_o.to(place.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    whole = False
+    if out_desc is not None:
+        whole = start + 64 <= q_len * GROUP
+        if whole:
+            box = place._reinterpret(place.dtype, [64 // GROUP, GROUP, D], out_desc.layout)
+            tma.async_copy_shared_to_global(out_desc, [begin + start // GROUP, kv_head * GROUP, 0], box)
+    if not whole:
+        wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        b_token, b_head, m_row = _pairs(rows, HALF, GROUP, gl.SliceLayout(1, wide))
+        p_out = out_ptr + (b_token * strides[0] + b_head * strides[1])[:, None]
+        p_out += gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
+        gl.store(p_out, place.load(wide), mask=m_row[:, None])
+
+
+@gluon.jit
+def _load_queries(place, rows, q_ptr, strides, HALF: gl.constexpr, GROUP: gl.constexpr):
+    """Fetch 64 rows of queries where the bulk copy engine cannot."""
+    D: gl.constexpr = place.shape[1]
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    b_token, b_head, m_row = _pairs(rows, HALF, GROUP, gl.SliceLayout(1, wide))
+    p_q = q_ptr + (b_token * strides[0] + b_head * strides[1])[:, None]
+    p_q += gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
+    place.store(gl.load(p_q, mask=m_row[:, None], other=0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _multiply(tensors, strides, heads, pipes, queries, outs, mail, window, factors, HALF: gl.constexpr,
+              GROUP: gl.constexpr, FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
+              PARTS: gl.constexpr):  # fmt: skip
+    """One of the two groups that multiply: rows [64 HALF, 64 HALF + 64) of each tile that is sent."""
     q_ptr, out_ptr, lse_ptr = tensors
-    stride_q_token, stride_q_head, stride_out_token, stride_out_head, num_heads = strides
+    q_strides, out_strides, num_heads = strides
     sink_ptr, slope_ptr, k_scale_ptr, v_scale_ptr = heads
-    HEAD_SIZE: gl.constexpr = q_smem.shape[2]
+    q_smem, q_desc = queries
+    BLOCK_N: gl.constexpr = pipes[0].shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
-    count = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        rows, keys = _tile_of(item, shape, GROUP, CAUSAL, FLAGS[0], BLOCK_M, BLOCK_N, 4)
-        valid, kv_head, seq, begin, q_len, pair, cached, seq_len = rows
-        scale, out_scale, softcap = factors
-        if k_scale_ptr is not None:
-            scale *= gl.load(k_scale_ptr + kv_head)
-        if v_scale_ptr is not None:
-            out_scale *= gl.load(v_scale_ptr + kv_head)
-        if valid:
-            b_pair = pair + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, wide))
-            b_dim = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))
-            m_row = b_pair < q_len * GROUP
-            b_token = begin.to(gl.int64) + b_pair // GROUP
-            b_head = kv_head * GROUP + b_pair % GROUP
-            p_q = q_ptr + (b_token * stride_q_token + b_head * stride_q_head)[:, None] + b_dim[None, :]
-            q_smem.index(HALF).store(gl.load(p_q, mask=m_row[:, None], other=0.0))
-            fence_async_shared()
-            gl.thread_barrier()
-            b_o, b_m, b_l, count = _attend(
-                rows, keys, count, q_smem.index(HALF), pipes, heads, shape, (scale, softcap),
-                HALF, GROUP, CAUSAL, FLAGS, BLOCK_SIZE, s_layout, o_layout,
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_smem.shape[2], 16])
+    got = 0
+    kv_head = 0
+    while kv_head >= 0:
+        slot = got % 2
+        kv_head, begin, q_len, pair, seq_len, count, release, first = receive(mail, got)
+        if kv_head >= 0:
+            scale, out_scale, softcap = factors
+            if k_scale_ptr is not None:
+                scale *= gl.load(k_scale_ptr + kv_head)
+            if v_scale_ptr is not None:
+                out_scale *= gl.load(v_scale_ptr + kv_head)
+            rows = (kv_head, begin, q_len, pair, seq_len)
+            place = q_smem.index(slot * 2 + HALF)
+            if q_desc is None:
+                _load_queries(place, rows, q_ptr, q_strides, HALF, GROUP)
+            b_o, b_m, b_l, rows = attend_rows(
+                rows, (count, release, first), place, mail, got, pipes, heads, window, (scale, softcap),
+                HALF, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, s_layout, o_layout,
             )  # fmt: skip
             b_divisor = gl.where(b_l == 0.0, 1.0, b_l)  # 0 for a row that saw nothing
             b_o *= gl.convert_layout(out_scale / b_divisor, gl.SliceLayout(1, o_layout))[:, None]
-            p_out = out_ptr + (b_token * stride_out_token + b_head * stride_out_head)[:, None] + b_dim[None, :]
-            gl.store(p_out, gl.convert_layout(b_o.to(out_ptr.dtype.element_ty), wide), mask=m_row[:, None])
+            _store(b_o, rows, out_ptr, outs, out_strides, HALF, GROUP)
             if lse_ptr is not None:
-                b_pair = pair + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
                 b_lse = gl.where(b_l == 0.0, float("-inf"), b_m + gl.log2(b_divisor)) * LN2
-                p_lse = lse_ptr + (begin.to(gl.int64) + b_pair // GROUP) * num_heads + kv_head * GROUP + b_pair % GROUP
-                gl.store(p_lse, b_lse, mask=b_pair < q_len * GROUP)
+                layout: gl.constexpr = b_lse.type.layout
+                b_token, b_head, m_row = _pairs(rows, HALF, GROUP, layout)
+                gl.store(lse_ptr + b_token * num_heads + b_head, b_lse, mask=m_row)
+        got += 1
+    tma.store_wait(0)
 
 
 # Arguments whose values and alignment change from step to step: one compilation serves them all.
-@gluon.jit(do_not_specialize=["table_ptr", "cu_ptr", "len_ptr", "window", "batch", "tiles", "items", "stride_table"])
+@gluon.jit(
+    do_not_specialize=[
+        *("table_ptr", "cu_ptr", "len_ptr", "window", "batch", "items", "bundles", "tiles", "stride_table")
+    ]
+)
 def _prefill_sm90_kernel(
     q_ptr,  # [T, H, D]
+    q_desc,  # the same, or None
     k_desc,  # [P * S, K * D]
     v_desc,
     table_ptr,  # [B, M]
     cu_ptr,  # [B + 1]
     len_ptr,  # [B]
     out_ptr,  # [T, H, D]
+    out_desc,  # the same, or None
     lse_ptr,  # [T, H] float32, or None
     sink_ptr,  # [H], or None
     slope_ptr,  # [H], or None
     k_scale_ptr,  # [K], or None
     v_scale_ptr,  # [K], or None
+    draw_ptr,  # int32 zero, which it is again in the end
     scale,
     v_factor,
     window,
     softcap,
     batch,
-    tiles,  # of BLOCK_M rows, for each key/value head
-    items,
+    items,  # to draw
+    bundles,  # of TILES tiles of BLOCK_M rows, for each key/value head
+    tiles,
     num_rows,
     heads,
     stride_q_token,
@@ -317,38 +305,49 @@ def _prefill_sm90_kernel(
     HEAD_SIZE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    PARTS: gl.constexpr,  # of a tile's product with the values
     STAGES: gl.constexpr,
 ):
-    """A program takes items ``program_id, + num_programs, ...``: tiles of BLOCK_M rows of one key/value head."""
+    """A program takes the item of its number, then draws others: bundles of one key/value head."""
     dtype: gl.constexpr = k_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [2, 64, HEAD_SIZE], k_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [4, 64, HEAD_SIZE], k_desc.layout)  # two tiles
+    out_smem = gl.allocate_shared_memory(dtype, [2, 64, HEAD_SIZE], k_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], k_desc.layout)
+    letter = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)  # by both groups
         mbarrier.init(v_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
     tensors = (q_ptr, out_ptr, lse_ptr)
-    strides = (stride_q_token, stride_q_head, stride_out_token, stride_out_head, heads)
+    strides = ((stride_q_token, stride_q_head), (stride_out_token, stride_out_head), heads)
     of_heads = (sink_ptr, slope_ptr, k_scale_ptr, v_scale_ptr)
     pipes = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
-    shape = (cu_ptr, len_ptr, batch, window, tiles)
+    queries = (q_smem, q_desc)
+    outs = (out_smem, out_desc)
+    mail = (letter, q_full, q_empty)
     table = (table_ptr, stride_table, num_rows)
     factors = (scale, v_factor, softcap)
-    FLAGS: gl.constexpr = (WINDOW, SOFTCAP, slope_ptr is not None)
+    FLAGS: gl.constexpr = (WINDOW, SOFTCAP, slope_ptr is not None, CAUSAL)
     gl.warp_specialize(
         [
-            (_multiply, (tensors, strides, of_heads, pipes, q_smem, shape, items, factors,
-                         0, GROUP, CAUSAL, FLAGS, BLOCK_SIZE, BLOCK_M, BLOCK_N)),
-            (_multiply, (tensors, strides, of_heads, pipes, q_smem, shape, items, factors,
-                         1, GROUP, CAUSAL, FLAGS, BLOCK_SIZE, BLOCK_M, BLOCK_N)),
-            (_copy, ((k_desc, v_desc), table, pipes, shape, items,
-                     GROUP, CAUSAL, WINDOW, BLOCK_SIZE, HEAD_SIZE, BLOCK_M, BLOCK_N)),
+            (_multiply, (tensors, strides, of_heads, pipes, queries, outs, mail, window, factors,
+                         0, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS)),
+            (_multiply, (tensors, strides, of_heads, pipes, queries, outs, mail, window, factors,
+                         1, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS)),
+            (_copy, ((k_desc, v_desc), queries, table, pipes, mail, (cu_ptr, len_ptr, batch, window),
+                     (items, bundles, tiles), draw_ptr, GROUP, CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M, TILES)),
         ],
         [4, 1],
         [232, 40],
@@ -370,21 +369,24 @@ def launch(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     causal: bool,
+    workspace: torch.Tensor | None,
     args: AttentionArgs,
     config: tuning.Config,
 ) -> None:
-    """Write ``args.out`` and ``args.lse``; ``PROGRAMS`` share all items, or each has one if that is 0."""
+    """Write ``args.out`` and ``args.lse``."""
     tokens, heads, head_size = q.shape
     blocks, size, kv_heads, _ = k_cache.shape
     config = dict(config)
     group, batch = heads // kv_heads, len(seq_lens)
-    tiles = tokens * group // config["BLOCK_M"] + batch
-    items = tiles * kv_heads
-    programs = min(config.pop("PROGRAMS") or items, items)
-    _prefill_sm90_kernel[(programs,)](
-        *(q, *page_descriptors(k_cache, v_cache, config["BLOCK_N"]), block_tables, cu_seqlens_q, seq_lens),
-        *(args.out, args.lse, args.sinks, args.alibi_slopes, args.k_scale, args.v_scale),
-        *(args.scale, args.v_factor, args.window, args.softcap, batch, tiles, items, blocks * size, heads),
+    bundles, tiles = (tokens * group // (config["BLOCK_M"] * n) + batch for n in (config["TILES"], 1))
+    items = bundles * (kv_heads - 1) + tiles
+    if workspace is None:
+        workspace = torch.zeros(1, dtype=torch.int32, device=q.device)
+    _prefill_sm90_kernel[(min(config.pop("PROGRAMS"), items),)](
+        *(q, row_descriptor(q, group), *page_descriptors(k_cache, v_cache, config["BLOCK_N"]), block_tables),
+        *(cu_seqlens_q, seq_lens, args.out, row_descriptor(args.out, group), args.lse, args.sinks, args.alibi_slopes),
+        *(args.k_scale, args.v_scale, workspace, args.scale, args.v_factor, args.window, args.softcap),
+        *(batch, items, bundles, tiles, blocks * size, heads),
         *(*q.stride()[:2], block_tables.stride(0), *args.out.stride()[:2]),
         GROUP=group,
         CAUSAL=causal,
