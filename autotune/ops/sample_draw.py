@@ -1,19 +1,23 @@
 """Sampling's pass over the logits: how much of a row a program takes."""
 
 from autotune.ops import Tunable, product
+from autotune.ops.rejection_judge import RejectionSampling
 from autotune.ops.sample import MODES, Sampling
 from tritonllm.kernels import sampling_draw, tuning
 
 
 def space(rows: int, vocab: int) -> list[tuning.Config]:
-    return product(TILES=(1, 2, 3, 4, 6, 8), num_warps=(1, 2, 4, 8))
+    return product(TILES=(1, 2, 3, 4, 5, 6, 8), num_warps=(1, 2, 4, 8))
 
 
 TUNABLE = Tunable(
     op="sample_draw",
     module=sampling_draw,
     default=sampling_draw.default_config,
-    # Vocabularies of Qwen3 and Llama 3
-    problems=tuple(Sampling(rows, MODES[:1], vocab) for vocab in (151936, 128256) for rows in (1, 4, 16, 64, 256)),
+    # Vocabularies of Qwen3 and Llama 3; and 320 rows of a speculative step: greedy ones want shorter stretches
+    problems=(
+        *(Sampling(rows, MODES[:1], vocab) for vocab in (151936, 128256) for rows in (1, 4, 16, 64, 256)),
+        RejectionSampling(64, 4, "greedy"),
+    ),
     space=space,
 )

@@ -129,7 +129,7 @@ def test_draw_is_the_row_s_own(device):
     alone = [sample(logits[i : i + 1], *(p[i : i + 1] for p in params)) for i in range(5)]
     assert torch.equal(torch.cat(alone), together)
     order = torch.tensor([3, 1, 4, 0, 2], device=device)
-    for config in ({"TILES": 1, "num_warps": 1}, {"TILES": 3, "num_warps": 2}):
+    for config in ({"TILES": 1, "num_warps": 1}, {"TILES": 3, "num_warps": 2}, {"TILES": 8, "num_warps": 1}):
         with tuning.override("sample_draw", config):
             assert torch.equal(sample(logits[order], *(p[order] for p in params)), together[order])
 

@@ -142,13 +142,14 @@ def test_limits(device, vocab, spread, dtype, top_k, top_p, min_p, temperature, 
 
 @pytest.mark.parametrize("spread", [1.0, 6.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(90, 1.0), (300, 0.6), (0, 0.35), (0, 0.8)])
-def test_passes_that_narrow_the_range(device, spread, top_k, top_p):
+@pytest.mark.parametrize(("capacity", "vocab"), [(16, 900), (256, 4000)])  # samples of one group and of two
+def test_passes_that_narrow_the_range(device, spread, top_k, top_p, capacity, vocab):
     """Ranges that hold more tokens than the buffer, so that passes with pivots come first."""
-    logits = make_rows(3, 900, spread, 7, torch.float32, device)
+    logits = make_rows(3, vocab, spread, 7, torch.float32, device)
     logits = torch.where(logits > 0, logits, logits * 1e-3)  # half of the row close together
     one = torch.ones(3, device=device)
     params = (one, (one * top_k).int(), one * top_p, 0 * one)
-    limits = kernel_limits(logits, *params, capacity=16, tile=2)
+    limits = kernel_limits(logits, *params, capacity=capacity, tile=2)
     assert spread > 1 or not limits[3].any(), "these rows should be searched"
     check_limits(limits, logits, *params)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.random import STREAM_GROUP, STREAM_TOKEN, gumbel
-from tritonllm.kernels.sampling_common import FLOAT_MAX, GROUP, first_max, keep, load_logits, weight
+from tritonllm.kernels.sampling_common import GROUP, keep, load_logits, weight
 
 SMALL = tl.constexpr(256)
 CHUNK = tl.constexpr(32)  # candidates compared with all the others at a time
@@ -159,8 +159,10 @@ def _rank_candidates(p_buffer, found, top, scale):
 
 
 @triton.jit
-def _add_lowest(total_a, low_a, total_b, low_b):
-    return total_a + total_b, tl.minimum(low_a, low_b)
+def _add_and_last(total_a, rank_a, x_a, token_a, total_b, rank_b, x_b, token_b):
+    is_a = rank_a > rank_b
+    x, token = tl.where(is_a, x_a, x_b), tl.where(is_a, token_a, token_b)
+    return total_a + total_b, tl.maximum(rank_a, rank_b), x, token
 
 
 @triton.jit
@@ -182,8 +184,9 @@ def judge_candidates(p_buffer, found, V, total, is_whole, top, scale, top_k, top
         target = top_p * tl.where(is_whole, own, total)
         m_kept &= (b_before < target) | (b_rank == 0)
         found = tl.where(is_whole | (own >= target), found, 0)
-    kept, threshold = tl.reduce((tl.where(m_kept, b_weight, 0.0), tl.where(m_kept, b_x, FLOAT_MAX)), 0, _add_lowest)
-    last_tie = tl.max(tl.where(m_kept & (b_x == threshold), b_token, 0))
+    # In the order of ranks, which all differ, what stays is a beginning: its last token has both limits
+    b_kept = tl.where(m_kept, b_weight, 0.0)
+    kept, _rank, threshold, last_tie = tl.reduce((b_kept, tl.where(m_kept, b_rank, -1), b_x, b_token), 0, _add_and_last)
     return found, threshold, last_tie, kept
 
 
@@ -237,6 +240,17 @@ def limit_candidates(
 
 
 @triton.jit
+def _better_draw(group_score_a, score_a, token_a, group_score_b, score_b, token_b):
+    """By the group's score, then the lower group, then the token's score, then the lower token."""
+    group_a, group_b = token_a // GROUP, token_b // GROUP
+    is_a = (score_a > score_b) | ((score_a == score_b) & (token_a < token_b))
+    is_a = tl.where(group_a == group_b, is_a, group_a < group_b)
+    is_a = tl.where(group_score_a == group_score_b, is_a, group_score_a > group_score_b)
+    group_score, score = tl.where(is_a, group_score_a, group_score_b), tl.where(is_a, score_a, score_b)
+    return group_score, score, tl.where(is_a, token_a, token_b)
+
+
+@triton.jit
 def draw_candidate(p_buffer, found, top, scale, threshold, last_tie, seed, step):
     """The token drawn from the candidates that the limits keep. Overwrites their logits."""
     b_at, b_x = load_candidates(p_buffer, 0, found, SMALL)
@@ -252,7 +266,9 @@ def draw_candidate(p_buffer, found, top, scale, threshold, last_tie, seed, step)
         c_at = first + tl.arange(0, CHUNK)
         c_group, c_weight = load_ids(p_buffer, c_at, found) // GROUP, tl.load(p_buffer + c_at)
         b_sum += tl.where(c_group[:, None] == b_group[None, :], c_weight[:, None], 0.0)
-    b_score = tl.log2(tl.sum(b_sum, 0)) + gumbel(b_group, seed, step, STREAM_GROUP)
-    group = first_max(tl.where(m_kept, b_score, float("-inf")), b_group)
+    # All tokens of a group compute its score, and alike, so one exchange between threads finds group and token
+    b_group_score = tl.log2(tl.sum(b_sum, 0)) + gumbel(b_group, seed, step, STREAM_GROUP)
     b_score = (b_x - top) * scale + gumbel(b_token, seed, step, STREAM_TOKEN)
-    return first_max(tl.where(m_kept & (b_group == group), b_score, float("-inf")), b_token)
+    b_group_score = tl.where(m_kept, b_group_score, float("-inf"))
+    _, _, token = tl.reduce((b_group_score, tl.where(m_kept, b_score, float("-inf")), b_token), 0, _better_draw)
+    return token

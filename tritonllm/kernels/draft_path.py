@@ -25,10 +25,12 @@ def _chain_kernel(
     POSITIONS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     b_position = tl.arange(0, POSITIONS)
-    b_draft = tl.load(draft_ids_ptr + seq * stride_draft + b_position, mask=b_position < G, other=-1)
+    # Before the wait: what gives the tokens has waited for all kernels before it (see `sampling`'s kernel on `.cg`)
+    p_draft = draft_ids_ptr + seq * stride_draft + b_position
+    b_draft = tl.load(p_draft, mask=b_position < G, other=-1, cache_modifier=".cg")
+    wait_for_previous(PDL)
     b_token = tl.load(tokens_ptr + seq * (G + 1) + b_position, mask=b_position <= G, other=0)
     accepted = tl.min(tl.where(b_token == b_draft, _NONE, b_position))
     b_id = tl.where(b_position <= accepted, b_token, -1)

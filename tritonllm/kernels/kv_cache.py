@@ -228,6 +228,9 @@ def store_kv(
 ) -> None:
     """Write each token's key and value into its slot of the cache.
 
+    Inside ``torch.compile`` with torch 2.11, whose Inductor copies a written view in the wrong place if another written
+    argument has the same storage, the two caches must not be views of one tensor (2.13 copies it right).
+
     Args:
         k: ``[T, K, D]`` float16, bfloat16 or float32; only the last dimension must be contiguous (here and in the
             caches), so slices of a fused projection and ``kv[:, 0]`` of a ``[P, 2, S, K, D]`` pool need no copy.

@@ -89,7 +89,7 @@ def _judge_kernel(
     top = tl.max(b_max)
     token = tl.full((), -1, tl.int32)
     if (temperature >= MIN_TEMPERATURE) & (top > float("-inf")):
-        top_k, top_p, min_p = load_limits(top_k_ptr, top_p_ptr, min_p_ptr, seq)
+        top_k, top_p, min_p = load_limits(top_k_ptr, top_p_ptr, min_p_ptr, seq, "")
         seed, step = tl.load(seeds_ptr + seq), tl.load(steps_ptr + seq)
         scale = scale_of(temperature)
         b_weight = b_sum * weight(b_max, top, scale)
@@ -147,7 +147,7 @@ def _judge_kernel(
                     WIDE,
                 )
             else:
-                b_score = group_score(b_max, b_sum, scale, b_group, True, seed, step + position)
+                b_score = group_score(b_max, b_sum, scale, b_group, seed, step + position)
                 token = draw_of_group(p_row, first_max(b_score, b_group), V, scale, True, seed, step + position)
     else:
         token = argmax_token(p_row, b_max, b_group, V)

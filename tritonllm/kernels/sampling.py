@@ -109,12 +109,17 @@ def _limited_kernel(
 
     Two launches, since a search needs many registers, and would leave room for few programs of the usual kind.
     """
-    wait_for_previous(PDL)
-    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     seq, position = row // positions, row % positions
-    temperature = tl.load(temperature_ptr + seq)
-    top_k, top_p, min_p = load_limits(top_k_ptr, top_p_ptr, min_p_ptr, seq)
+    # A trip to memory that need not wait: the pass over the logits, which may still run, has waited for all kernels
+    # before it, so these values are there. In the second-level cache: the first may hold those of the last step.
+    temperature = tl.load(temperature_ptr + seq, cache_modifier=".cg")
+    top_k, top_p, min_p = load_limits(top_k_ptr, top_p_ptr, min_p_ptr, seq, ".cg")
+    offset = position if offsets_ptr is None else tl.load(offsets_ptr + row, cache_modifier=".cg")
+    seed = tl.load(seeds_ptr + seq, cache_modifier=".cg")
+    step = tl.load(steps_ptr + seq, cache_modifier=".cg") + offset
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     is_mine = (temperature >= MIN_TEMPERATURE) & is_limited(V, top_k, top_p, min_p)
     if SEARCH:
         is_mine &= tl.load(out_ptr + row) == _UNSETTLED
@@ -122,8 +127,6 @@ def _limited_kernel(
         p_row = logits_ptr + seq * stride_b + position * stride_n
         p_list, p_buffer = list_ptr + row * n_groups, buffer_ptr + row * CAPACITY
         _b_group, b_max, b_sum = load_scan(max_ptr, sum_ptr, row, n_groups, NG)
-        offset = position if offsets_ptr is None else tl.load(offsets_ptr + row)
-        seed, step = tl.load(seeds_ptr + seq), tl.load(steps_ptr + seq) + offset
         scale = scale_of(temperature)
         top = tl.max(b_max)
         token = tl.zeros((), tl.int32)
@@ -156,11 +159,12 @@ def candidates_config(vocab: int) -> tuning.Config:
 def default_config(vocab: int) -> tuning.Config:
     """A row that is searched holds ``CAPACITY`` logits in registers: 32 for each of 256 threads.
 
-    The batch is no part of the key: a row's sums, hence its result, must not depend on it.
+    The batch is no part of the key: a row's sums, hence its result, must not depend on it. ``maxnreg``: left to itself,
+    the assembler rather spills a few registers than takes more than 80 for the smallest vocabularies.
     """
     groups = triton.next_power_of_2(triton.cdiv(vocab, GROUP.value))
     capacity = min(8192, max(2 * SMALL.value, triton.next_power_of_2(vocab)))
-    return {"CAPACITY": capacity, "TILE": min(32, groups), "num_warps": 8}
+    return {"CAPACITY": capacity, "TILE": min(32, groups), "num_warps": 8, "maxnreg": 255}
 
 
 def log_weights_ref(

@@ -29,16 +29,15 @@ MAX_TEMPERATURE = tl.constexpr(1e30)  # all tokens are equally likely; beyond it
 
 @triton.jit
 def _clean(b_x):
-    """float32 logits: -inf for NaN, the largest float for +inf, 0.0 for -0.0 (whose bits differ)."""
+    """float32 logits: -inf for NaN, the largest float for +inf."""
     b_x = b_x.to(tl.float32)
-    b_x = tl.where(b_x == b_x, b_x, float("-inf"))
-    return tl.minimum(b_x, FLOAT_MAX) + 0.0
+    return tl.minimum(tl.where(b_x == b_x, b_x, float("-inf")), FLOAT_MAX)
 
 
 @triton.jit
 def load_logits(p_row, b_token, m_token):
-    """float32 logits, cleaned of what is no number; -inf where masked."""
-    return _clean(tl.load(p_row + b_token, mask=m_token, other=float("-inf")))
+    """float32 logits, cleaned of what is no number, and 0.0 for -0.0, whose bits differ; -inf where masked."""
+    return _clean(tl.load(p_row + b_token, mask=m_token, other=float("-inf"))) + 0.0
 
 
 @triton.jit
@@ -54,9 +53,27 @@ def weight(b_x, top, scale):
 
 
 @triton.jit
+def _better(score_a, id_a, score_b, id_b):
+    is_a = (score_a > score_b) | ((score_a == score_b) & (id_a < id_b))
+    return tl.where(is_a, score_a, score_b), tl.where(is_a, id_a, id_b)
+
+
+@triton.jit
+def first_best(b_score, b_id):
+    """The highest score, none of which may be NaN, and the lowest id that has it; of blocks [N] or [M, N].
+
+    One exchange between threads: the maximum, and then the lowest id that equals it, are two, one after the other.
+    """
+    if len(b_score.shape) == 2:
+        b_score, b_id = tl.reduce((b_score, b_id), 1, _better)
+    return tl.reduce((b_score, b_id), 0, _better)
+
+
+@triton.jit
 def first_max(b_score, b_id):
     """The lowest id that has the highest score."""
-    return tl.min(tl.where(b_score == tl.max(b_score), b_id, 0x7FFFFFFF))
+    _, best_id = first_best(b_score, b_id)
+    return best_id
 
 
 @triton.jit
@@ -93,7 +110,7 @@ def load_run(p_row, b_group, run, V):
 @triton.jit
 def reduce_runs(b_x0, b_x1, b_x2, b_x3, scale):
     """The largest logit of each group, and the group's weight relative to it; of the group's four runs."""
-    b_max = tl.max(tl.maximum(tl.maximum(b_x0, b_x1), tl.maximum(b_x2, b_x3)), axis=1)
+    b_max = tl.max(tl.maximum(tl.maximum(b_x0, b_x1), tl.maximum(b_x2, b_x3)), axis=1) + 0.0  # as `load_logits`
     b_top = tl.maximum(b_max, -FLOAT_MAX)[:, None]  # finite: -inf - -inf is no number
     b_weight = tl.exp2((b_x0 - b_top) * scale) + tl.exp2((b_x1 - b_top) * scale)
     b_weight += tl.exp2((b_x2 - b_top) * scale) + tl.exp2((b_x3 - b_top) * scale)

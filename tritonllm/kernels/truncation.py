@@ -9,7 +9,8 @@ A group's maximum (see `sampling_common`) is one of its tokens, so the t that th
 of the one wanted, and a tight one unless the distribution is flat: only groups whose maximum reaches it are read again.
 Their tokens above the bound go to a buffer that one program holds in registers, where a step of the bisection is one
 sum. If there are too many (a nucleus of thousands of tokens), passes over the row with three pivots each narrow the
-range first, in the spirit of the pivot search of FlashInfer (Ye et al., 2025). No step waits for the host, and a row's
+range first, in the spirit of the pivot search of FlashInfer (Ye et al., 2025), where the first three come from a sample
+(Floyd and Rivest, "Expected time bounds for selection", 1975). No step waits for the host, and a row's
 result depends on that row alone.
 """
 
@@ -18,9 +19,11 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.candidates import gather, limit_candidates, list_groups, load_listed
-from tritonllm.kernels.sampling_common import FLOAT_MAX, GROUP, weight, weight_ref
+from tritonllm.kernels.sampling_common import FLOAT_MAX, GROUP, load_logits, weight, weight_ref
 
 _COARSE = tl.constexpr(1 << 16)  # bits of the bound that need not be exact: it only has to exclude most groups
+_FINE = tl.constexpr(1 << 12)  # bits of a guess that need not be exact
+_ERRORS = tl.constexpr(2.5)  # of the sample: what is sought lies within, 99 times of 100 where groups are alike
 _ROWS = tl.constexpr(16)  # partial sums of a pass, times GROUP: 8 for each of 256 threads
 _LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
 _REF_WIDTH = 1024  # tokens that the reference sorts first; it sorts the rest if they do not settle every row
@@ -78,15 +81,44 @@ def _sum(b):
 
 
 @triton.jit
-def _narrow(p_row, p_list, n_listed, V, top, scale, target, low, high, above, by_value, TILE: tl.constexpr):
-    """One pass over the listed groups: the quarter of [low, high) that holds the key sought.
+def _quarters(low, high, by_value):
+    """Three keys inside (low, high), in order."""
+    key1 = _pivot(low, high, by_value, 0.25)
+    key2 = tl.maximum(_pivot(low, high, by_value, 0.5), key1)
+    return key1, key2, tl.maximum(_pivot(low, high, by_value, 0.75), key2)
+
+
+@triton.jit
+def _guess(p_row, p_list, n_listed, V, top, scale, part, floor, low, high, CAPACITY: tl.constexpr):
+    """Three keys inside (low, high) that should be just below, at and just above the key sought.
+
+    From a sample, listed groups at equal distances: the key such that the tokens >= it weigh ``part`` of those
+    >= ``floor``, give or take its standard error. A pass over a wrong guess only narrows the range by less.
+    """
+    SAMPLE: tl.constexpr = max(1, CAPACITY // GROUP)
+    b_group = tl.load(p_list + tl.arange(0, SAMPLE) * n_listed // SAMPLE)
+    b_token = b_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    b_x = load_logits(p_row, b_token, b_token < V)
+    b_key = order_key(b_x)
+    b_weight = tl.where(b_key >= floor.to(tl.int32), weight(b_x, top, scale), 0.0)
+    whole = tl.sum(b_weight)
+    error = _ERRORS * tl.sqrt((1.0 / part - 1.0) * tl.sum(b_weight * b_weight)) / whole
+    above = tl.zeros((), tl.float32)
+    key2, _ = _bisect(b_key, b_weight, whole * part, low, high, above, _FINE)
+    key1, _ = _bisect(b_key, b_weight, whole * part * (1.0 + error), low, key2 + _FINE, above, _FINE)
+    key3, _ = _bisect(b_key, b_weight, whole * part * (1.0 - error), key2, high, above, _FINE)
+    key1 = tl.minimum(tl.maximum(key1, low + 1), high - 1)
+    key2 = tl.minimum(tl.maximum(key2, key1), high - 1)
+    return key1, key2, tl.minimum(tl.maximum(key3 + _FINE, key2), high - 1)
+
+
+@triton.jit
+def _narrow(p_row, p_list, n_listed, V, top, scale, target, low, high, above, key1, key2, key3, TILE: tl.constexpr):
+    """One pass over the listed groups: the part of [low, high) between two of these keys that holds the one sought.
 
     Returns ``low, high``, the weight of the tokens >= high, and the number of tokens in [low, high).
     """
     ROWS: tl.constexpr = min(TILE, _ROWS)
-    key1 = _pivot(low, high, by_value, 0.25)
-    key2 = tl.maximum(_pivot(low, high, by_value, 0.5), key1)
-    key3 = tl.maximum(_pivot(low, high, by_value, 0.75), key2)
     b_weight1 = tl.zeros([ROWS, GROUP], tl.float32)
     b_weight2 = tl.zeros([ROWS, GROUP], tl.float32)
     b_weight3 = tl.zeros([ROWS, GROUP], tl.float32)
@@ -118,8 +150,10 @@ def _narrow(p_row, p_list, n_listed, V, top, scale, target, low, high, above, by
 
 
 @triton.jit
-def _search(p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, floor, NG, CAPACITY, TILE):
+def _search(p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, total, floor, NG, CAPACITY, TILE):
     """The largest key t such that the tokens >= t weigh the target or more; ``floor`` if there is none above it.
+
+    ``total`` is about what the tokens >= floor weigh.
 
     Returns t, the weight of the tokens > t, and the number of tokens equal to t.
     """
@@ -135,8 +169,12 @@ def _search(p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, flo
     while (found > CAPACITY) & ((high - low > 1) | (turn == 0)):
         if count > limit:
             before = count
+            key1, key2, key3 = _quarters(low, high, by_value == 1)
+            if turn == 0:
+                part = tl.minimum(target / tl.minimum(total, n_listed * GROUP), 1.0)
+                key1, key2, key3 = _guess(p_row, p_list, n_listed, V, top, scale, part, floor, low, high, CAPACITY)
             low, high, above, count = _narrow(
-                p_row, p_list, n_listed, V, top, scale, target, low, high, above, by_value == 1, TILE
+                p_row, p_list, n_listed, V, top, scale, target, low, high, above, key1, key2, key3, TILE
             )
             # Steps by value suit most rows; a step by key after one that failed bounds the passes for all rows
             by_value = ((by_value == 0) | (2 * count <= before)).to(tl.int32)
@@ -186,11 +224,11 @@ def _nth_tie(p_row, p_list, V, n_groups, b_max, key, n, NG: tl.constexpr, TILE: 
 
 
 @triton.jit
-def load_limits(top_k_ptr, top_p_ptr, min_p_ptr, sequence):
-    """The parameters of one sequence; a pointer that is None stands for no limit."""
-    top_k = tl.load(top_k_ptr + sequence) if top_k_ptr is not None else 0
-    top_p = tl.load(top_p_ptr + sequence) if top_p_ptr is not None else 1.0
-    min_p = tl.load(min_p_ptr + sequence) if min_p_ptr is not None else 0.0
+def load_limits(top_k_ptr, top_p_ptr, min_p_ptr, sequence, CACHE: tl.constexpr):
+    """The parameters of one sequence; a pointer that is None stands for no limit. ``CACHE`` modifies the loads."""
+    top_k = tl.load(top_k_ptr + sequence, cache_modifier=CACHE) if top_k_ptr is not None else 0
+    top_p = tl.load(top_p_ptr + sequence, cache_modifier=CACHE) if top_p_ptr is not None else 1.0
+    min_p = tl.load(min_p_ptr + sequence, cache_modifier=CACHE) if min_p_ptr is not None else 0.0
     return top_k, top_p, min_p
 
 
@@ -235,7 +273,8 @@ def search_limits(
             light = order_key(top + tl.log2((1.0 - top_p) * total / (2.0 * V)) / scale).to(tl.int64)
             floor = tl.where(is_k, key, tl.maximum(key, light))
             found_key, above, ties = _search(
-                p_row, p_list, p_buffer, V, n_groups, b_max, top, own_scale, target, floor, NG, CAPACITY, TILE
+                *(p_row, p_list, p_buffer, V, n_groups, b_max, top, own_scale, target),
+                *(tl.where(is_k, V * 1.0, total), floor, NG, CAPACITY, TILE),
             )
             lightest = weight(key_value(found_key.to(tl.int32)), top, own_scale)
             wanted = tl.ceil(tl.minimum((target - above) / tl.maximum(lightest, 1e-37), V * 1.0)).to(tl.int32)
