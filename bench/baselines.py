@@ -15,8 +15,8 @@ from torch.nn.attention.bias import causal_lower_right
 from autotune.ops.act_and_mul import GatedActivation
 from autotune.ops.apply_rope import Rope
 from autotune.ops.fused_add_rms_norm import AddRmsNorm
+from autotune.ops.fused_moe import FusedMoe
 from autotune.ops.linear import Product
-from autotune.ops.moe_gate_up import FusedMoe
 from autotune.ops.paged_decode_attention import DecodeAttention
 from autotune.ops.rejection_judge import RejectionSampling
 from autotune.ops.sample import Sampling

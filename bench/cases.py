@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from autotune.ops.act_and_mul import GatedActivation
 from autotune.ops.apply_rope import Rope
 from autotune.ops.fused_add_rms_norm import AddRmsNorm
+from autotune.ops.fused_moe import FusedMoe
 from autotune.ops.linear import LAYERS, Product
-from autotune.ops.moe_gate_up import FusedMoe
 from autotune.ops.paged_decode_attention import DecodeAttention
 from autotune.ops.qk_norm_rope_store import QkNormRopeStore
 from autotune.ops.rejection_judge import DRAFTS, RejectionSampling

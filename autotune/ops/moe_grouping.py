@@ -57,7 +57,7 @@ class Grouping(Problem):
 
 def space(pairs: int, experts: int) -> list[tuning.Config]:
     """1 to 16 of the ranked pairs a thread."""
-    configs = product(CHUNK=(32, 128, 256, 512, 1024), COLS=(4, 8, 16), num_warps=(1, 2, 4, 8))
+    configs = product(CHUNK=(32, 64, 128, 256, 512), COLS=(8, 16, 32), num_warps=(1, 2, 4, 8))
     return [config for config in configs if 1 <= config["CHUNK"] // (32 * config["num_warps"]) <= 16]
 
 

@@ -1,11 +1,8 @@
-from contextlib import contextmanager
-from unittest.mock import patch
-
 import pytest
 import torch
 from support.aot import ARCHS, assert_resources, assert_sass
 
-from tritonllm.kernels import fused_moe, moe_gemm
+from tritonllm.kernels import fused_moe, moe_tiles, tuning
 from tritonllm.kernels.aot import compile_kernels
 
 QWEN3_30B = (128, 8, 2048, 768)
@@ -21,11 +18,9 @@ def call(tokens, experts, top_k, n, i, dtype=torch.bfloat16, **kwargs):
     fused_moe(torch.empty(tokens, n, dtype=dtype), w_gate_up, w_down, torch.empty(tokens, top_k), ids, **kwargs)
 
 
-@contextmanager
 def portable():
     """On Hopper too."""
-    with patch.object(moe_gemm, "on_sm90", lambda device: False):
-        yield
+    return tuning.override("fused_moe", lambda **key: moe_tiles.default_config(**key | {"arch": "any"}))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -50,6 +45,7 @@ def test_a_few_tokens_compile(arch):
         call(1, 16, 4, 1000, 90, dtype=torch.float32, activation="gelu", expert_map=torch.empty(32, dtype=torch.int32))
         biases = {"gate_up_bias": torch.empty(32, 5760), "down_bias": torch.empty(32, 2880)}
         call(1, *GPT_OSS_20B, activation="swigluoai", dtype=torch.float16, **biases)
+        call(1, *QWEN3_30B, residual=torch.empty(1, 2048, dtype=torch.bfloat16))
     assert {kernel.name for kernel in kernels} == {"_direct_gate_up_kernel", "_direct_down_kernel"}
     assert_resources(kernels)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.aot import assert_resources
 
-from tritonllm.kernels import fused_moe, moe_gemm, tuning
+from tritonllm.kernels import fused_moe, tuning
 from tritonllm.kernels.aot import compile_kernels
 
 KERNEL = "_grouped_sm90_kernel"
@@ -15,7 +15,7 @@ def call(tokens, experts, top_k, n, i, dtype=torch.bfloat16, **kwargs):
     fused_moe(torch.empty(tokens, n, dtype=dtype), w_gate_up, w_down, torch.empty(tokens, top_k), ids, **kwargs)
 
 
-@pytest.mark.parametrize("tokens", [32, 256])
+@pytest.mark.parametrize("tokens", [32, 100, 250, 400])
 def test_defaults_compile(tokens):
     """Every tile that is a default; products on the matrix unit, copies asynchronous."""
     with compile_kernels(90) as kernels:
@@ -41,8 +41,8 @@ def test_options_compile():
 
 def test_one_compilation_for_all_steps():
     """Numbers of tokens that have a tile in common do not ask for new kernels."""
-    config = {"PAIRS": 32, "TAIL": 0, "WB": 1, "STAGES": 3}
-    with compile_kernels(90) as kernels, tuning.override("moe_sm90", config):
+    config = {"kernel": "sm90", "PAIRS": 32, "TAIL": 0, "STAGES": 3}
+    with compile_kernels(90) as kernels, tuning.override("fused_moe", config):
         for tokens in (17, 100, 256):
             call(tokens, 4, 2, 256, 320)
     assert len({id(kernel.asm) for kernel in kernels if kernel.name == KERNEL}) == 2
@@ -53,8 +53,6 @@ def test_what_is_left_to_the_portable_kernels():
         call(32, 4, 2, 256, 128)  # too few pairs
         call(64, 4, 2, 256, 90)
         call(64, 4, 2, 256, 128, torch.float32)
-        with tuning.override("moe_gate_up", moe_gemm.default_gate_up_config):
-            call(64, 4, 2, 256, 128)
     with compile_kernels(100) as blackwell:
         call(64, 4, 2, 256, 128)
     assert KERNEL not in {kernel.name for kernel in [*kernels, *blackwell]}

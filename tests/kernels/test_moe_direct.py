@@ -12,13 +12,15 @@ from support.compare import FLOATS, assert_close, with_row_padding
 from tritonllm.kernels import fused_moe, fused_moe_ref, moe_gemm, moe_route, tuning
 from tritonllm.kernels.moe_activation import ACTIVATIONS
 
+TILE = {"kernel": "portable", "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 2, "num_warps": 1}
+
 
 @contextmanager
 def direct(**down):
     """Every call takes the direct kernels, with tiles that small shapes cut in several."""
     tile = {"BLOCK_N": 4, "BLOCK_K": 16, "num_warps": 1}
     with ExitStack() as stack:
-        stack.enter_context(patch.object(moe_gemm, "is_direct", lambda *sizes: True))
+        stack.enter_context(tuning.override("fused_moe", {"kernel": "direct"}))
         stack.enter_context(tuning.override("moe_direct_up", tile))
         stack.enter_context(tuning.override("moe_direct_down", {**tile, "EARLY": 3, **down}))
         before = torch.are_deterministic_algorithms_enabled()
@@ -82,6 +84,27 @@ def test_biases_and_experts_elsewhere(device, tokens, global_experts, here, n, i
     assert_close(out, reference(x, w_gate_up, w_down, weights, ids, **kwargs))
 
 
+@given(
+    tokens=st.integers(0, 4),
+    n=st.integers(1, 40),
+    i=st.integers(1, 40),
+    dtype=st.sampled_from(FLOATS),
+    of_itself=st.booleans(),
+    grouped=st.booleans(),
+    padding=st.integers(0, 3),
+)
+def test_addition(device, tokens, n, i, dtype, of_itself, grouped, padding):
+    """In both ways to compute; the residual may be the input, as it is in a decoder."""
+    x, *rest = problem(tokens, 4, 3, n, i, dtype, device)
+    x = with_row_padding(x, padding)
+    residual = x if of_itself else with_row_padding(torch.randn(tokens, n).to(device, dtype), padding)
+    expected = reference(x, *rest, residual=residual.float().clone(), scale=0.7)
+    with tuning.override("fused_moe", TILE) if grouped else direct():
+        out = fused_moe(x, *rest, residual=residual, scale=0.7)
+    assert out is residual
+    assert_close(out, expected)
+
+
 def test_only_what_was_hit_is_read(device):
     """Experts without a token, rows of other tokens, and weights of pairs without an expert may hold anything."""
     x, w_gate_up, w_down, weights, _ = problem(3, 4, 2, 16, 16, torch.float32, device)
@@ -115,7 +138,7 @@ def test_real_shapes(device, dtype, tokens, experts, top_k, n, i):
     w_gate_up = torch.randn(experts, 2 * i, n, device=device, dtype=dtype).div_(n**0.5)
     w_down = torch.randn(experts, n, i, device=device, dtype=dtype).div_(i**0.5)
     logits = torch.randn(tokens, experts, device=device)
-    with patch.object(moe_gemm, "is_direct", lambda *sizes: True):
+    with tuning.override("fused_moe", {"kernel": "direct"}):
         weights, ids = moe_route(logits, top_k)
         out = fused_moe(x, w_gate_up, w_down, weights, ids)
         assert_close(out, fused_moe_ref(x, w_gate_up, w_down, weights, ids).float())
@@ -128,4 +151,6 @@ def test_real_shapes(device, dtype, tokens, experts, top_k, n, i):
         graph.replay()
         weights, ids = moe_route(logits, top_k)
         assert torch.equal(captured, fused_moe(x, w_gate_up, w_down, weights, ids))
+        added = fused_moe(x, w_gate_up, w_down, weights, ids, residual=x.clone())
+        assert_close(added, fused_moe_ref(x, w_gate_up, w_down, weights, ids, residual=x.clone()).float())
     assert_close(captured, fused_moe_ref(x, w_gate_up, w_down, weights, ids).float())

@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from tritonllm.kernels import fused_moe, fused_moe_ref, moe_route, tuning
 from tritonllm.kernels.moe_gemm import ACTIVATIONS
 
-SMALL_TILE = {"BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 2, "num_warps": 1, "num_stages": 1}
+SMALL_TILE = {"kernel": "portable", "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 2, "num_warps": 1}
 
 
 @contextmanager
@@ -30,8 +30,7 @@ def poisoned_memory():
 @contextmanager
 def small_tiles():
     """Many tiles and blocks at small shapes, and loops with and without a remainder."""
-    gate_up = tuning.override("moe_gate_up", {"BLOCK_M": 16, **SMALL_TILE})
-    with gate_up, tuning.override("moe_down", SMALL_TILE):
+    with tuning.override("fused_moe", SMALL_TILE):
         yield
 
 
@@ -274,6 +273,8 @@ GOOD = {
         ({"down_bias": torch.zeros(2, 8)}, r"down_bias must have shape \[3, 8\], got \[2, 8\]"),
         ({"down_bias": torch.zeros(3, 8, device="meta")}, "down_bias must be on cpu"),
         ({"expert_map": torch.zeros(5)}, "expert_map must be torch.int32"),
+        ({"residual": torch.zeros(3, 8)}, r"residual must have shape \[2, 8\], got \[3, 8\]"),
+        ({"residual": torch.zeros(2, 8, dtype=torch.float16)}, "residual must have the dtype of x"),
     ],
 )
 def test_bad_arguments(kwargs, names):
@@ -288,8 +289,8 @@ def test_operator(device):
     biases = random_biases(w_down, torch.bfloat16).values()
     op = torch.ops.tritonllm.fused_moe.default
     args = (x, w_gate_up, w_down, weights, ids)
-    torch.library.opcheck(op, (*args, None, None, None, torch.empty_like(x), "silu"))
-    torch.library.opcheck(op, (*args, *biases, expert_map, torch.empty_like(x), "swigluoai"))
+    torch.library.opcheck(op, (*args, None, None, None, torch.empty_like(x), "silu", False, 1.0))
+    torch.library.opcheck(op, (*args, *biases, expert_map, torch.rand_like(x), "swigluoai", True, 0.5))
 
 
 def real_problem(tokens, experts, top_k, n, i, dtype, device):

@@ -47,7 +47,6 @@ def assert_grouped(ids, experts, block_m, expert_map=None, unit=None):
     behind = blocks.table.as_strided((2 * count + 1,), (1,), blocks.table.numel())
     assert behind[0] == len(table)
     assert behind[1:].view(2, count).T[: len(table)].tolist() == groups
-    assert blocks.block_m == block_m
 
 
 @given(

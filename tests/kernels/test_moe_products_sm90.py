@@ -12,8 +12,8 @@ from tritonllm.kernels import moe_products_sm90 as sm90
 from tritonllm.kernels.moe_activation import ACTIVATIONS
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# (pairs, and so many more; blocks of weights; stages)
-TILES = [(16, 0, 1, 3), (32, 0, 2, 4), (64, 0, 2, 3), (128, 0, 1, 6), (128, 0, 2, 4), (256, 0, 1, 4), (256, 16, 1, 3)]
+# (pairs, and so many more; stages)
+TILES = [(16, 0, 3), (32, 0, 9), (64, 16, 8), (64, 32, 7), (128, 0, 6), (256, 0, 4), (256, 16, 3), (256, 32, 4)]
 
 
 def weights_of(experts=3, n=128, i=64, dtype=BF16):
@@ -48,11 +48,11 @@ def test_layouts():
 
 
 @contextmanager
-def tiles_of(pairs, tail, blocks, stages):
+def tiles_of(pairs, tail, stages):
     """Calls take the Hopper kernel with such tiles; scratch is poisoned."""
-    config = {"PAIRS": pairs, "TAIL": tail, "WB": blocks, "STAGES": stages}
+    config = {"kernel": "sm90", "PAIRS": pairs, "TAIL": tail, "STAGES": stages}
     with ExitStack() as stack:
-        stack.enter_context(tuning.override("moe_sm90", config))
+        stack.enter_context(tuning.override("fused_moe", config))
         launch = stack.enter_context(patch.object(sm90, "launch_down", wraps=sm90.launch_down))
         before = torch.are_deterministic_algorithms_enabled()
         stack.callback(torch.use_deterministic_algorithms, before)
@@ -82,7 +82,8 @@ def check(args, **kwargs):
 @pytest.mark.parametrize("tile", TILES)
 def test_every_number_of_pairs(device, tile):
     """Experts with 0, 1, ... pairs, around every width of a product and beyond one tile."""
-    counts = [0, 1, 15, 16, 17, 31, 33, 63, 0, 64, 65, 95, 97, 127, 129, 191, 193, 255, 257, 272, 273, 0, 401, 1001, 0]
+    counts = [0, 1, 15, 16, 17, 31, 33, 63, 0, 64, 65, 80, 81, 95, 97, 127, 129, 191, 193, 255, 257, 272, 273, 0, 288]
+    counts += [289, 401, 1001, 0]
     with tiles_of(*tile):
         check(problem(counts, 192, 128, BF16, device, top_k=3))
 

@@ -9,19 +9,23 @@ from tritonllm.kernels.activation import activate, gelu_and_mul_ref, silu_and_mu
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
 # GPT-OSS: "gpt-oss-120b & gpt-oss-20b Model Card" (2025), and `swiglu` in the reference implementation beside it.
-SWIGLU_ALPHA = tl.constexpr(1.702)  # x * sigmoid(1.702 x) is close to gelu(x)
-SWIGLU_LIMIT = tl.constexpr(7.0)
+SWIGLU_ALPHA = 1.702  # x * sigmoid(1.702 x) is close to gelu(x)
+SWIGLU_LIMIT = 7.0
 
 
 @triton.jit
-def gated(b_gate, b_up, ACT: tl.constexpr):
-    """The gated activation of float32 blocks."""
+def gated(b_gate, b_up, ACT: tl.constexpr, ALPHA: tl.constexpr = SWIGLU_ALPHA, LIMIT: tl.constexpr = SWIGLU_LIMIT):
+    """The gated activation of float32 blocks.
+
+    The constants are defaults and no globals: with globals a kernel's name in Triton's cache would depend on whether
+    this function had been compiled before (Triton 3.6 looks them up too early).
+    """
     if ACT == "swigluoai":
         # comparisons, because tl.minimum and tl.clamp would turn NaN into the limit
-        b_gate = tl.where(b_gate > SWIGLU_LIMIT, SWIGLU_LIMIT, b_gate)
-        b_up = tl.where(b_up > SWIGLU_LIMIT, SWIGLU_LIMIT, b_up)
-        b_up = tl.where(b_up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, b_up)
-        b_h = b_gate * tl.sigmoid(SWIGLU_ALPHA * b_gate) * (b_up + 1.0)
+        b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
+        b_up = tl.where(b_up > LIMIT, LIMIT, b_up)
+        b_up = tl.where(b_up < -LIMIT, -LIMIT, b_up)
+        b_h = b_gate * tl.sigmoid(ALPHA * b_gate) * (b_up + 1.0)
     else:
         b_h = activate(b_gate, ACT) * b_up
     return b_h
@@ -33,6 +37,6 @@ def gated_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         return silu_and_mul_ref(gate_up)
     if activation == "swigluoai":
         gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=SWIGLU_LIMIT.value), up.clamp(-SWIGLU_LIMIT.value, SWIGLU_LIMIT.value)
-        return gate * (SWIGLU_ALPHA.value * gate).sigmoid() * (up + 1)
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)
     return gelu_and_mul_ref(gate_up, approximate="tanh" if activation == "gelu_tanh" else "none")

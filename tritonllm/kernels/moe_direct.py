@@ -76,9 +76,10 @@ def _direct_down_kernel(
     w_ptr,  # [E, N, I]
     bias_ptr,  # [E, N] or None
     weights_ptr,  # [T, TOP_K]
-    out_ptr,  # [T, N]
+    out_ptr,  # [T, N]; read too if ADD
     ids_ptr,
     map_ptr,
+    scale,
     experts,
     num_ids,
     N,
@@ -87,9 +88,11 @@ def _direct_down_kernel(
     stride_bias,
     stride_weights,
     stride_ids,
+    stride_out,
     I: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,  # tiles of weights that are loaded before the activation is there
     BLOCK_N: tl.constexpr,
@@ -136,7 +139,10 @@ def _direct_down_kernel(
             weight = tl.load(weights_ptr + token * stride_weights + j, mask=here[j], other=0.0).to(tl.float32)
             p_bias = bias_ptr + tl.maximum(expert, 0).to(tl.int64) * stride_bias + column
             b_out += tl.load(p_bias, mask=m_column & here[j], other=0.0).to(tl.float32) * weight
-    tl.store(out_ptr + token * N + column, b_out.to(out_ptr.dtype.element_ty), mask=m_column)
+    p_out = out_ptr + token * stride_out + column
+    if ADD:
+        b_out = tl.load(p_out, mask=m_column, other=0.0).to(tl.float32) + b_out * scale
+    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_column)
 
 
 def _tile(k: int, smallest: int) -> tuning.Config:
@@ -166,6 +172,8 @@ def launch(
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
     activation: str,
+    add: bool,
+    scale: float,
 ) -> None:
     """All of :func:`tritonllm.kernels.fused_moe`."""
     (tokens, top_k), (experts, n, i) = ids.shape, w_down.shape
@@ -187,11 +195,12 @@ def launch(
     )
     config = tuning.get_config("moe_direct_down", x.device, default_down_config, tokens=tokens, n=n, k=i)
     stride_bias = 0 if down_bias is None else down_bias.stride(0)
-    strides = (*w_down.stride()[:2], stride_bias, weights.stride(0), ids.stride(0))
+    strides = (*w_down.stride()[:2], stride_bias, weights.stride(0), ids.stride(0), out.stride(0))
     tiles = triton.cdiv(n, config["BLOCK_N"])
     _direct_down_kernel[(tiles, tokens)](
-        *(h, w_down, down_bias, weights, out, ids, map_or_ids, experts, num_ids, n, *strides),
+        *(h, w_down, down_bias, weights, out, ids, map_or_ids, scale, experts, num_ids, n, *strides),
         **(flags | dependent_launch(x.device, tiles * tokens)),
         I=i,
+        ADD=add,
         **config,
     )

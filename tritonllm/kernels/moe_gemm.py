@@ -1,13 +1,13 @@
 """Mixture of experts, second half: the experts' gated MLPs, and each token's weighted sum of them.
 
-Three ways, by the number of pairs (token, expert):
+Three ways; the configuration's ``kernel`` says which (:func:`tritonllm.kernels.moe_tiles.default_config`):
 
-- for a token or two (:mod:`tritonllm.kernels.moe_direct`) no grouping: a program for some columns of one pair, and of
-  one token for the second product and the sum;
-- from 32 pairs an expert on Hopper (:mod:`tritonllm.kernels.moe_products_sm90`) and
-- otherwise (:mod:`tritonllm.kernels.moe_products`): pairs ordered by expert (:mod:`tritonllm.kernels.moe_grouping`),
-  two grouped products, and a last kernel that adds the ``k`` weighted rows of a token in float32, in the order of the
-  choices, so results do not depend on timing.
+- ``direct`` (:mod:`tritonllm.kernels.moe_direct`), for a token or two: no grouping, a program for some columns of one
+  pair (token, expert), and of one token for the second product and the sum;
+- ``sm90`` (:mod:`tritonllm.kernels.moe_products_sm90`), for many pairs an expert on Hopper, and
+- ``portable`` (:mod:`tritonllm.kernels.moe_products`): pairs ordered by expert
+  (:mod:`tritonllm.kernels.moe_grouping`), two grouped products, and a last kernel that adds the ``k`` weighted rows of
+  a token in float32, in the order of the choices, so results do not depend on timing.
 
 The floor is reading the weights of the experts that were hit (``3 I N`` elements each; all 128 experts of 768 x 2048
 in bfloat16 are 1.2 GB, 250 us at 4.8 TB/s) or, from some hundred tokens an expert, ``6 T k I N`` operations. The gated
@@ -20,17 +20,11 @@ import triton.language as tl
 
 from tritonllm.kernels import moe_direct, moe_products, tuning
 from tritonllm.kernels.checks import check_same_dtype, check_tensor, require
-from tritonllm.kernels.chip import on_sm90, processors
+from tritonllm.kernels.chip import processors
 from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.moe_activation import ACTIVATIONS, gated_reference
 from tritonllm.kernels.moe_grouping import expert_of_pairs, group_by_expert
-from tritonllm.kernels.moe_tiles import (
-    SM90_SHARE,
-    default_down_config,
-    default_gate_up_config,
-    default_sm90_config,
-    is_direct,
-)
+from tritonllm.kernels.moe_tiles import config_key, default_config, eviction_policy
 from tritonllm.kernels.registry import register_op
 
 
@@ -40,14 +34,17 @@ def _sum_kernel(
     weights_ptr,  # [T, TOP_K]
     ids_ptr,
     map_ptr,
-    out_ptr,  # [T, N]
+    out_ptr,  # [T, N]; read too if ADD
+    scale,
     N,
     experts,
     num_ids,
     stride_weights,
     stride_ids,
+    stride_out,
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -63,7 +60,10 @@ def _sum_kernel(
         here = expert_of_pairs(ids_ptr, map_ptr, pair, pair + 1, experts, num_ids, stride_ids, TOP_K, HAS_MAP) >= 0
         weight = tl.load(weights_ptr + token * stride_weights + j, mask=here, other=0.0).to(tl.float32)
         b_sum += tl.load(y_ptr + pair * N + column, mask=m_column & here, other=0.0).to(tl.float32) * weight
-    tl.store(out_ptr + token * N + column, b_sum.to(out_ptr.dtype.element_ty), mask=m_column)
+    p_out = out_ptr + token * stride_out + column
+    if ADD:
+        b_sum = tl.load(p_out, mask=m_column, other=0.0).to(tl.float32) + b_sum * scale
+    tl.store(p_out, b_sum.to(out_ptr.dtype.element_ty), mask=m_column)
 
 
 def _reference(
@@ -77,6 +77,8 @@ def _reference(
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
     activation: str,
+    add: bool,
+    scale: float,
 ) -> None:
     experts = w_gate_up.shape[0]
     local = ids
@@ -94,7 +96,7 @@ def _reference(
             if down_bias is not None:
                 row += down_bias[expert]
             y[token, choice] = row * weights[token, choice, None]
-    out.copy_(y.sum(1))
+    out.copy_(torch.add(out.float(), y.sum(1), alpha=scale) if add else y.sum(1))
 
 
 def _launch_products(
@@ -106,30 +108,25 @@ def _launch_products(
     ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     activation: str,
-    key: dict[str, int],
+    config: tuning.Config,
 ) -> torch.Tensor:
     """The row of each pair that has an expert: ``y [T * k, N]``."""
     (pairs, top_k), (experts, n, i) = (ids.numel(), ids.shape[1]), w_down.shape
     h = torch.empty((pairs, i), dtype=x.dtype, device=x.device)
     y = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
-    portable = tuning.is_overridden("moe_gate_up") or tuning.is_overridden("moe_down")
-    many = pairs >= SM90_SHARE * key["experts"] and not portable
-    if tuning.is_overridden("moe_sm90") or (many and on_sm90(x.device)):
+    keep_h, keep_y = eviction_policy(h, top_k), eviction_policy(y, top_k)
+    config = dict(config)
+    if config.pop("kernel") == "sm90":
         from tritonllm.kernels import moe_products_sm90 as sm90  # Gluon is not there for every GPU
 
-        if sm90.fits(x, w_gate_up, w_down):
-            config = tuning.get_config("moe_sm90", x.device, default_sm90_config, n=n, k=i, **key)
-            blocks = group_by_expert(ids, experts, config["PAIRS"] + config["TAIL"], expert_map, unit=sm90.UNIT)
-            programs = processors(x.device)
-            sm90.launch_gate_up(x, w_gate_up, gate_up_bias, h, blocks, top_k, activation, programs, config)
-            sm90.launch_down(h, w_down, down_bias, y, blocks, programs, config)
-            return y
-    up = tuning.get_config("moe_gate_up", x.device, default_gate_up_config, n=i, k=n, activation=activation, **key)
-    block_m = up["BLOCK_M"]
-    down = tuning.get_config("moe_down", x.device, default_down_config, n=n, k=i, block_m=block_m, **key)
-    blocks = group_by_expert(ids, experts, block_m, expert_map)
-    moe_products.launch_gate_up(x, w_gate_up, gate_up_bias, h, blocks, top_k, activation, up)
-    moe_products.launch_down(h, w_down, down_bias, y, blocks, down)
+        blocks = group_by_expert(ids, experts, config["PAIRS"] + config["TAIL"], expert_map, unit=sm90.UNIT)
+        programs = processors(x.device)
+        sm90.launch_gate_up(x, w_gate_up, gate_up_bias, h, blocks, top_k, activation, keep_h, programs, config)
+        sm90.launch_down(h, w_down, down_bias, y, blocks, keep_y, programs, config)
+    else:
+        blocks = group_by_expert(ids, experts, config["BLOCK_M"], expert_map)
+        moe_products.launch_gate_up(x, w_gate_up, gate_up_bias, h, blocks, top_k, activation, keep_h, config)
+        moe_products.launch_down(h, w_down, down_bias, y, blocks, keep_y, config)
     return y
 
 
@@ -145,29 +142,31 @@ def _fused_moe(
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
     activation: str,
+    add: bool,
+    scale: float,
 ) -> None:
     tokens, top_k = ids.shape
     if tokens == 0:
         return
     experts, n, _ = w_down.shape
     num_ids = experts if expert_map is None else expert_map.shape[0]
-    # experts elsewhere take their share of the pairs
-    key = {"pairs": tokens * top_k, "experts": num_ids, "itemsize": x.element_size()}
+    key = config_key(x, w_gate_up, w_down, top_k, num_ids, activation)
+    config = tuning.get_config("fused_moe", x.device, default_config, **key)
     biases = (gate_up_bias, down_bias)
-    grouped = any(tuning.is_overridden(op) for op in ("moe_gate_up", "moe_down", "moe_sm90"))
-    if is_direct(tokens, tokens * top_k, num_ids) and not grouped:
-        moe_direct.launch(x, w_gate_up, w_down, weights, ids, *biases, expert_map, out, activation)
+    if config["kernel"] == "direct":
+        moe_direct.launch(x, w_gate_up, w_down, weights, ids, *biases, expert_map, out, activation, add, scale)
         return
-    y = _launch_products(x, w_gate_up, w_down, *biases, ids, expert_map, activation, key)
+    y = _launch_products(x, w_gate_up, w_down, *biases, ids, expert_map, activation, config)
     block = min(1024, triton.next_power_of_2(n))
     map_or_ids = ids if expert_map is None else expert_map
-    strides = (weights.stride(0), ids.stride(0))
+    strides = (weights.stride(0), ids.stride(0), out.stride(0))
     parts = triton.cdiv(n, block)
     _sum_kernel[(tokens, parts)](
-        *(y, weights, ids, map_or_ids, out, n, experts, num_ids, *strides),
+        *(y, weights, ids, map_or_ids, out, scale, n, experts, num_ids, *strides),
         **dependent_launch(x.device, tokens * parts),
         TOP_K=top_k,
         HAS_MAP=expert_map is not None,
+        ADD=add,
         BLOCK=block,
         num_warps=max(1, block // 256),
     )
@@ -183,6 +182,7 @@ def _check(
     down_bias: torch.Tensor | None,
     activation: str,
     expert_map: torch.Tensor | None,
+    residual: torch.Tensor | None,
 ) -> None:
     require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     check_tensor("x", x, ("T", "N"))
@@ -203,6 +203,9 @@ def _check(
     check_tensor("weights", weights, ids.shape, like=x)
     if expert_map is not None:
         check_tensor("expert_map", expert_map, ("experts",), dtype=torch.int32, like=x)
+    if residual is not None:
+        check_tensor("residual", residual, x.shape, like=x)
+        check_same_dtype("residual", residual, "x", x)
 
 
 def fused_moe(
@@ -216,6 +219,8 @@ def fused_moe(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """The weighted sum over each token's experts of ``(act(x @ gate.T) * (x @ up.T)) @ down.T``, biases included.
 
@@ -234,16 +239,21 @@ def fused_moe(
         down_bias: ``[E, N]`` of a float dtype; the routing weight multiplies it too.
         expert_map: ``[E_global]`` int32 from an id to one of the ``E`` experts here, or -1 for one that lives elsewhere
             and adds nothing here (expert parallelism); by default ids are experts.
+        residual: ``[T, N]`` of the dtype of ``x``, to which ``scale`` times the result is added in place; may be ``x``.
+        scale: see ``residual``; without effect if there is none.
 
     Returns:
-        ``[T, N]`` of the dtype of ``x``. The same input gives the same bits.
+        ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``. The same input gives the same bits.
 
     Raises:
         ValueError: a wrong shape, dtype or device, or another activation.
     """
-    _check(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, activation, expert_map)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _fused_moe(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, activation)
+    _check(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, activation, expert_map, residual)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    _fused_moe(
+        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, activation),
+        *(residual is not None, scale),
+    )
     return out
 
 
@@ -258,8 +268,13 @@ def fused_moe_ref(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """:func:`fused_moe` in plain torch: one pair of products for each expert that was hit, in float32."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _reference(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, activation)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    _reference(
+        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, activation),
+        *(residual is not None, scale),
+    )
     return out

@@ -71,6 +71,7 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,  # rows of weights: half of them gate, half up
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -100,7 +101,8 @@ def _gate_up_kernel(
         b_up += tl.load(p_bias + I, mask=m_column, other=0.0).to(tl.float32)[None, :]
     b_h = gated(b_gate, b_up, ACT)
     p_h = h_ptr + (first + row)[:, None] * I + column[None, :]
-    tl.store(p_h, b_h.to(h_ptr.dtype.element_ty), mask=m_row[:, None] & m_column[None, :])
+    mask = m_row[:, None] & m_column[None, :]
+    tl.store(p_h, b_h.to(h_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -123,6 +125,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -144,7 +147,8 @@ def _down_kernel(
         b_y += tl.load(bias_ptr + expert * stride_bias + column, mask=m_column, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order_ptr + first + row, mask=m_row, other=0).to(tl.int64)
     p_y = y_ptr + pair[:, None] * N + column[None, :]
-    tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_row[:, None] & m_column[None, :])
+    mask = m_row[:, None] & m_column[None, :]
+    tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 
 def launch_gate_up(
@@ -155,6 +159,7 @@ def launch_gate_up(
     blocks: ExpertBlocks,
     top_k: int,
     activation: str,
+    evict: str,
     config: tuning.Config,
 ) -> None:
     """Write the gated activation of each pair that has an expert to ``h [T * k, I]``, in the order of ``blocks``."""
@@ -162,8 +167,8 @@ def launch_gate_up(
     num_blocks = blocks.table.shape[1]
     tiles = triton.cdiv(i, config["BLOCK_N"] // 2)
     strides = (x.stride(0), *w_gate_up.stride()[:2], 0 if bias is None else bias.stride(0))
-    flags = {"TOP_K": top_k, "ACT": activation, "FULL_K": n % config["BLOCK_K"] == 0}
-    flags |= dependent_launch(h.device, num_blocks * tiles)
+    flags = {"TOP_K": top_k, "ACT": activation, "FULL_K": n % config["BLOCK_K"] == 0, "EVICT": evict}
+    flags |= dependent_launch(h.device)
     _gate_up_kernel[(num_blocks * tiles,)](
         x, w_gate_up, bias, h, blocks.order, blocks.table, i, n, num_blocks, tiles, *strides, **flags, **config
     )
@@ -175,6 +180,7 @@ def launch_down(
     bias: torch.Tensor | None,
     y: torch.Tensor,
     blocks: ExpertBlocks,
+    evict: str,
     config: tuning.Config,
 ) -> None:
     """Write the row of each pair that has an expert to ``y [T * k, N]``, in the order of the pairs."""
@@ -182,8 +188,8 @@ def launch_down(
     num_blocks = blocks.table.shape[1]
     tiles = triton.cdiv(n, config["BLOCK_N"])
     strides = (*w_down.stride()[:2], 0 if bias is None else bias.stride(0))
-    flags = {"BLOCK_M": blocks.block_m, "FULL_K": i % config["BLOCK_K"] == 0}
-    flags |= dependent_launch(h.device, num_blocks * tiles)
+    flags = {"FULL_K": i % config["BLOCK_K"] == 0, "EVICT": evict}
+    flags |= dependent_launch(h.device)
     _down_kernel[(num_blocks * tiles,)](
         h, w_down, bias, y, blocks.order, blocks.table, n, i, num_blocks, tiles, *strides, **flags, **config
     )

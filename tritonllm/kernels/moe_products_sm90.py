@@ -1,14 +1,14 @@
 """The two grouped products of a mixture of experts for Hopper, in Gluon: what :mod:`tritonllm.kernels.moe_products`
 computes, with copies and products asynchronous, by programs that stay and take one tile after the other.
 
-A tile is one or two blocks of 128 rows of an expert's weights by up to 272 of its pairs. The *weights* are the rows of
-the matrix instruction and the pairs its columns, so a tile has 16, 32, 64, 96, 128, 192, 256 or 272 pairs and little is
-multiplied in vain; with pairs as rows it would be multiples of 64. In a block of the first product 8 rows of gate and 8
-of up take turns, which puts a gate and its up into one thread.
+A tile is 128 rows of an expert's weights by up to 288 of its pairs. The *weights* are the rows of the matrix
+instruction and the pairs its columns, so a tile has 16, 32, 64, 80, 96, 128, 192, 256, 272 or 288 pairs and little is
+multiplied in vain; with pairs as rows it would be multiples of 64. In the first product 8 rows of gate and 8 of up take
+turns, which puts a gate and its up into one thread.
 
 Four warps copy: weights by the bulk copy engine, tokens through the order of the pairs (rows from all over, which that
 engine does not gather on this chip) by ordinary asynchronous copies. The activations of the second product lie in order
-and take the engine too. Two groups of four warps multiply, each 64 rows of every block. (Producer and consumer warps
+and take the engine too. Two groups of four warps multiply, each 64 rows of weights. (Producer and consumer warps
 that stay: CUTLASS, NVIDIA; gathering beside bulk copies: FlashAttention-3's paged keys.)
 """
 
@@ -61,7 +61,7 @@ def _rows_of_x(x, first, rows, START: gl.constexpr, LENGTH: gl.constexpr, wide: 
 
 
 @gluon.jit
-def _copy_gate_up(x, descs, pipes, table, shape, WB: gl.constexpr, TAIL: gl.constexpr):
+def _copy_gate_up(x, descs, pipes, table, shape, TAIL: gl.constexpr):
     """The copying warps of the first product."""
     w_desc, x_desc, tail_desc = descs
     w_smem, x_smem, tail_smem, full, empty = pipes
@@ -80,10 +80,8 @@ def _copy_gate_up(x, descs, pipes, table, shape, WB: gl.constexpr, TAIL: gl.cons
             k = step * 64
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, WB * 128 * 128)
-            for i in gl.static_range(WB):
-                at = [expert, (n * WB + i) * 8, 0, 0, k]
-                tma.async_copy_global_to_shared(w_desc, at, bar, w_smem.index(stage * WB + i))
+            mbarrier.expect(bar, 128 * 128)
+            tma.async_copy_global_to_shared(w_desc, [expert, n * 8, 0, 0, k], bar, w_smem.index(stage))
             async_copy.async_copy_global_to_shared(x_smem.index(stage), x[0] + k + b_x, m_x)
             if TAIL:
                 async_copy.async_copy_global_to_shared(tail_smem.index(stage), x[0] + k + b_tail, m_tail)
@@ -100,13 +98,20 @@ def _copy_part(desc, row, k, bar, to, there):
 
 
 @gluon.jit
-def _copy_down(descs, pipes, table, shape, WB: gl.constexpr, TAIL: gl.constexpr):
+def _copy_down(descs, pipes, table, shape, PDL: gl.constexpr, TAIL: gl.constexpr):
     """The copying warps of the second product."""
     w_desc, x_desc, tail_desc = descs
     w_smem, x_smem, tail_smem, full, empty = pipes
     total, n_tiles, steps = shape
     STAGES: gl.constexpr = x_smem.shape[0]
     HALF: gl.constexpr = x_smem.shape[1] // 2
+    early = gl.minimum(steps, STAGES)
+    for tile in range(gl.program_id(0), gl.minimum(total, gl.program_id(0) + 1)):
+        expert, first, rows, n = _tile_of(tile, table, n_tiles)
+        for step in range(early):
+            mbarrier.expect(full.index(step), (128 + HALF) * 128)
+            tma.async_copy_global_to_shared(w_desc, [expert, n * 128, step * 64], full.index(step), w_smem.index(step))
+    wait_for_previous(PDL)  # only now: the first tile's weights do not depend on the kernel before
     count = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, first, rows, n = _tile_of(tile, table, n_tiles)
@@ -114,11 +119,10 @@ def _copy_down(descs, pipes, table, shape, WB: gl.constexpr, TAIL: gl.constexpr)
             stage = count % STAGES
             k = step * 64
             bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, (WB * 128 + HALF) * 128)
-            for i in gl.static_range(WB):
-                at = [expert, (n * WB + i) * 128, k]
-                tma.async_copy_global_to_shared(w_desc, at, bar, w_smem.index(stage * WB + i))
+            if count >= early:
+                mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+                mbarrier.expect(bar, (128 + HALF) * 128)
+                tma.async_copy_global_to_shared(w_desc, [expert, n * 128, k], bar, w_smem.index(stage))
             tma.async_copy_global_to_shared(x_desc, [first, k], bar, x_smem.index(stage).slice(0, HALF))
             _copy_part(x_desc, first + HALF, k, bar, x_smem.index(stage).slice(HALF, HALF), rows > HALF)
             if TAIL:
@@ -129,7 +133,7 @@ def _copy_down(descs, pipes, table, shape, WB: gl.constexpr, TAIL: gl.constexpr)
 @gluon.jit
 def _store(b_out, columns, out, first, rows, column, START: gl.constexpr, BY_PAIR: gl.constexpr):
     """Write columns ``column + [0, WIDTH)`` of pairs ``START + [0, LENGTH)``."""
-    out_ptr, order_ptr = out
+    out_ptr, order_ptr, KEEP = out
     WIDTH: gl.constexpr = b_out.shape[0]
     LENGTH: gl.constexpr = b_out.shape[1]
     turned: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, 4], [0, 1])
@@ -141,12 +145,16 @@ def _store(b_out, columns, out, first, rows, column, START: gl.constexpr, BY_PAI
     if BY_PAIR:
         b_at = gl.load(order_ptr + first + b_row, mask=m_row, other=0).to(gl.int64)
     p_out = out_ptr + b_at[None, :] * columns + b_column[:, None]
-    gl.store(p_out, b_out, mask=m_row[None, :] & (b_column < columns)[:, None])
+    mask = m_row[None, :] & (b_column < columns)[:, None]
+    if KEEP:
+        gl.store(p_out, b_out, mask=mask, eviction_policy="evict_last")
+    else:
+        gl.store(p_out, b_out, mask=mask)
 
 
 @gluon.jit
-def _finish(b_acc, bias_ptr, columns, out, item, BLOCK: gl.constexpr, HALF: gl.constexpr, START: gl.constexpr,
-            ACT: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+def _finish(b_acc, bias_ptr, columns, out, item, HALF: gl.constexpr, START: gl.constexpr, ACT: gl.constexpr,
+            BIAS: gl.constexpr):  # fmt: skip
     """Bias, activation and store of 64 rows: gate and up in turn, 8 rows each, or (no ACT) of the second product."""
     first, rows, tile_column = item
     LENGTH: gl.constexpr = b_acc.shape[1]
@@ -154,7 +162,7 @@ def _finish(b_acc, bias_ptr, columns, out, item, BLOCK: gl.constexpr, HALF: gl.c
         # a thread holds a row of gate and the row of up 8 below it, so they are taken apart in registers
         b_both = gl.permute(gl.reshape(b_acc, [4, 2, 8, LENGTH]), (0, 2, 3, 1))
         b_gate, b_up = gl.split(gl.reshape(b_both, [32, LENGTH, 2]))
-        column = tile_column + BLOCK * 64 + HALF * 32
+        column = tile_column + HALF * 32
         if BIAS:
             b_column = column + gl.arange(0, 32, gl.SliceLayout(1, b_gate.type.layout))
             p_bias = bias_ptr + b_column
@@ -162,30 +170,18 @@ def _finish(b_acc, bias_ptr, columns, out, item, BLOCK: gl.constexpr, HALF: gl.c
             b_up += gl.load(p_bias + columns, mask=b_column < columns, other=0.0).to(gl.float32)[:, None]
         _store(gated(b_gate, b_up, ACT), columns, out, first, rows, column, START, False)
     else:
-        column = tile_column + BLOCK * 128 + HALF * 64
+        column = tile_column + HALF * 64
         if BIAS:
             b_column = column + gl.arange(0, 64, gl.SliceLayout(1, b_acc.type.layout))
             b_acc += gl.load(bias_ptr + b_column, mask=b_column < columns, other=0.0).to(gl.float32)[:, None]
         _store(b_acc, columns, out, first, rows, column, START, True)
 
 
-@gluon.jit
-def _wait(left: gl.constexpr, accs):
-    """Until so many products are still under way."""
-    if len(accs) == 1:
-        return (warpgroup_mma_wait(left, deps=[accs[0]]),)
-    elif len(accs) == 2:
-        return warpgroup_mma_wait(left, deps=[accs[0], accs[1]])
-    else:
-        return warpgroup_mma_wait(left, deps=[accs[0], accs[1], accs[2], accs[3]])
-
-
 @constexpr_function
 def _widths(pairs, tail):
     """The numbers of pairs that a tile may be computed for."""
-    if pairs == 256:
-        return (64, 128, 192, 256, 272)[: 5 if tail else 4]
-    return {16: (16,), 32: (32,), 64: (32, 64), 128: (64, 96, 128)}[pairs]
+    base = {16: (16,), 32: (32,), 64: (32, 64), 128: (64, 96, 128), 256: (64, 128, 192, 256)}[pairs]
+    return base + ((pairs + 16, pairs + 32)[: tail // 16])
 
 
 @constexpr_function
@@ -195,48 +191,48 @@ def _power_of_two(width):
 
 
 @gluon.jit
+def _zeros(N: gl.constexpr):
+    return gl.zeros([64, N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+
+
+@gluon.jit
 def _product(count, steps, pipes, bias_ptr, columns, out, item, HALF: gl.constexpr, ACT: gl.constexpr,
-             BIAS: gl.constexpr, WB: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
-    """One group's share of a tile, computed for WIDTH pairs: 64 rows of each block of weights."""
+             BIAS: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+    """One group's share of a tile, 64 rows of weights, computed for WIDTH pairs in one or two instructions a step."""
     w_smem, x_smem, tail_smem, full, empty = pipes
     STAGES: gl.constexpr = x_smem.shape[0]
     N0: gl.constexpr = _power_of_two(WIDTH)
     N1: gl.constexpr = WIDTH - N0
-    PIECES: gl.constexpr = 2 if N1 else 1
     AT: gl.constexpr = N0 % x_smem.shape[1]  # where the second piece begins; 0: it has a place of its own
-    accs = ()  # type: tuple
-    for _ in gl.static_range(WB):
-        accs += (gl.zeros([64, N0], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N0, 16])),)
-        if N1:
-            accs += (gl.zeros([64, N1], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N1, 16])),)
+    acc = _zeros(N0)
+    more = _zeros(N1 if N1 else 16)
     for step in range(steps):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES & 1)
         if ACT != "":
             fence_async_shared()  # tokens came by ordinary copies, which the matrix unit does not see without
-        more = ()  # type: tuple
-        for i in gl.static_range(WB):
-            w = w_smem.index(stage * WB + i).reshape([128, 64]).slice(HALF * 64, 64)
-            x_0 = x_smem.index(stage).slice(0, N0).permute((1, 0))
-            more += (warpgroup_mma(w, x_0, accs[i * PIECES], is_async=True),)
-            if N1:
-                x_1 = (x_smem if AT else tail_smem).index(stage).slice(AT, N1).permute((1, 0))
-                more += (warpgroup_mma(w, x_1, accs[i * PIECES + 1], is_async=True),)
-        accs = _wait(WB * PIECES, more)
+        w = w_smem.index(stage).reshape([128, 64]).slice(HALF * 64, 64)
+        x_0 = x_smem.index(stage).slice(0, N0).permute((1, 0))
+        acc = warpgroup_mma(w, x_0, acc, is_async=True)
+        if N1:
+            x_1 = (x_smem if AT else tail_smem).index(stage).slice(AT, N1).permute((1, 0))
+            more = warpgroup_mma(w, x_1, more, is_async=True)
+            acc, more = warpgroup_mma_wait(2, deps=[acc, more])
+        else:
+            acc = warpgroup_mma_wait(1, deps=[acc])
         # the products of the step before are done with their stage
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
         count += 1
-    accs = _wait(0, accs)
+    acc, more = warpgroup_mma_wait(0, deps=[acc, more])
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-    for i in gl.static_range(WB):
-        _finish(accs[i * PIECES], bias_ptr, columns, out, item, i, HALF, 0, ACT, BIAS)
-        if N1:
-            _finish(accs[i * PIECES + 1], bias_ptr, columns, out, item, i, HALF, N0, ACT, BIAS)
+    if N1:  # the smaller piece first: the larger then has the registers
+        _finish(more, bias_ptr, columns, out, item, HALF, N0, ACT, BIAS)
+    _finish(acc, bias_ptr, columns, out, item, HALF, 0, ACT, BIAS)
 
 
 @gluon.jit
-def _multiply(args, HALF: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, WB: gl.constexpr, TAIL: gl.constexpr):
-    """One of the two groups that multiply: rows [64 HALF, 64 HALF + 64) of each block."""
+def _multiply(args, HALF: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, TAIL: gl.constexpr):
+    """One of the two groups that multiply: rows [64 HALF, 64 HALF + 64) of each tile."""
     pipes, table, shape, bias, columns, out = args
     PAIRS: gl.constexpr = pipes[1].shape[1]
     bias_ptr, stride_bias = bias
@@ -245,11 +241,11 @@ def _multiply(args, HALF: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, W
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, first, rows, n = _tile_of(tile, table, n_tiles)
         p_bias = bias_ptr + expert.to(gl.int64) * stride_bias
-        item = (first, rows, n * WB * (64 if ACT != "" else 128))
+        item = (first, rows, n * (64 if ACT != "" else 128))
         for i in gl.static_range(len(_widths(PAIRS, TAIL))):
             above = rows > (_widths(PAIRS, TAIL)[i - 1] if i else 0)
             if above & (rows <= _widths(PAIRS, TAIL)[i]):
-                _product(count, steps, pipes, p_bias, columns, out, item, HALF, ACT, BIAS, WB, _widths(PAIRS, TAIL)[i])
+                _product(count, steps, pipes, p_bias, columns, out, item, HALF, ACT, BIAS, _widths(PAIRS, TAIL)[i])
         count += steps
 
 
@@ -276,15 +272,15 @@ def _grouped_sm90_kernel(
     PDL: gl.constexpr,
     PAIRS: gl.constexpr,  # of a tile
     TAIL: gl.constexpr,  # and so many more, which have a place of their own
-    WB: gl.constexpr,  # blocks of 128 rows of weights in a tile
     STAGES: gl.constexpr,
+    KEEP: gl.constexpr,  # results in the second-level cache
 ):
     dtype: gl.constexpr = w_desc.dtype
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     if ACT != "":
-        w_smem = gl.allocate_shared_memory(dtype, [WB * STAGES, 1, 8, 2, 8, 64], w_desc.layout)
+        w_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 8, 2, 8, 64], w_desc.layout)
     else:
-        w_smem = gl.allocate_shared_memory(dtype, [WB * STAGES, 1, 128, 64], w_desc.layout)
+        w_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 128, 64], w_desc.layout)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, PAIRS, 64], x_layout)
     tail_smem = x_smem
     if TAIL:
@@ -294,19 +290,20 @@ def _grouped_sm90_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129 if ACT != "" else (3 if TAIL else 2))
         mbarrier.init(empty.index(i), count=2)  # by both groups
-    wait_for_previous(PDL)
+    if ACT != "":
+        wait_for_previous(PDL)  # the second product's copying warps do it later
     let_next_start(PDL)
     pipes = (w_smem, x_smem, tail_smem, full, empty)
     shape = (gl.load(table_ptr + 3 * num_blocks) * n_tiles, n_tiles, steps)
     table = (table_ptr, num_blocks)
     descs = (w_desc, x_desc, tail_desc)
-    args = (pipes, table, shape, (bias_ptr, stride_bias), columns, (out_ptr, order_ptr))
+    args = (pipes, table, shape, (bias_ptr, stride_bias), columns, (out_ptr, order_ptr, KEEP))
     if ACT != "":
         gl.warp_specialize(
             [
-                (_multiply, (args, 0, ACT, BIAS, WB, TAIL)),
-                (_multiply, (args, 1, ACT, BIAS, WB, TAIL)),
-                (_copy_gate_up, ((x_ptr, stride_x, order_ptr, top_k), descs, pipes, table, shape, WB, TAIL)),
+                (_multiply, (args, 0, ACT, BIAS, TAIL)),
+                (_multiply, (args, 1, ACT, BIAS, TAIL)),
+                (_copy_gate_up, ((x_ptr, stride_x, order_ptr, top_k), descs, pipes, table, shape, TAIL)),
             ],
             [4, 4],
             [224, 56],
@@ -314,9 +311,9 @@ def _grouped_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (args, 0, ACT, BIAS, WB, TAIL)),
-                (_multiply, (args, 1, ACT, BIAS, WB, TAIL)),
-                (_copy_down, (descs, pipes, table, shape, WB, TAIL)),
+                (_multiply, (args, 0, ACT, BIAS, TAIL)),
+                (_multiply, (args, 1, ACT, BIAS, TAIL)),
+                (_copy_down, (descs, pipes, table, shape, PDL, TAIL)),
             ],
             [4, 4],
             [232, 40],
@@ -346,18 +343,19 @@ def _launch(
     rows: int,
     top_k: int,
     activation: str,
+    evict: str,
     programs: int,
     config: tuning.Config,
 ) -> None:
     k, columns = x.shape[1], out.shape[1]
-    num_blocks = blocks.table.shape[1]
-    n_tiles = triton.cdiv(columns, config["WB"] * rows)
+    num_blocks, n_tiles = blocks.table.shape[1], triton.cdiv(columns, rows)
     _grouped_sm90_kernel[(min(programs, num_blocks * n_tiles),)](
         *(x, *descriptors, x if bias is None else bias, out, blocks.order, blocks.table),
         *(num_blocks, n_tiles, k // BLOCK_K, columns),
         *(x.stride(0), 0 if bias is None else bias.stride(0), top_k),
         ACT=activation,
         BIAS=bias is not None,
+        KEEP=evict == "evict_last",
         **dependent_launch(x.device),
         **config,
         num_warps=4,
@@ -373,6 +371,7 @@ def launch_gate_up(
     blocks: ExpertBlocks,
     top_k: int,
     activation: str,
+    evict: str,
     programs: int,
     config: tuning.Config,
 ) -> None:
@@ -381,7 +380,7 @@ def launch_gate_up(
     step = w_gate_up.stride(1)
     strides = [w_gate_up.stride(0), 8 * step, rows // 2 * step, step, 1]
     w_desc = _descriptor(w_gate_up, [experts, rows // 16, 2, 8, n], strides, [1, 8, 2, 8, BLOCK_K])
-    _launch(x, [w_desc] * 3, bias, h, blocks, 64, top_k, activation, programs, config)
+    _launch(x, [w_desc] * 3, bias, h, blocks, 64, top_k, activation, evict, programs, config)
 
 
 def launch_down(
@@ -390,6 +389,7 @@ def launch_down(
     bias: torch.Tensor | None,
     y: torch.Tensor,
     blocks: ExpertBlocks,
+    evict: str,
     programs: int,
     config: tuning.Config,
 ) -> None:
@@ -397,4 +397,4 @@ def launch_down(
     w_desc = _descriptor(w_down, [*w_down.shape], [*w_down.stride()], [1, 128, BLOCK_K])
     boxes = (config["PAIRS"] // 2, config["TAIL"] or 8)
     x_descs = [_descriptor(h, [*h.shape], [*h.stride()], [box, BLOCK_K]) for box in boxes]
-    _launch(h, [w_desc, *x_descs], bias, y, blocks, 128, 1, "", programs, config)
+    _launch(h, [w_desc, *x_descs], bias, y, blocks, 128, 1, "", evict, programs, config)

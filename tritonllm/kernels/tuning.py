@@ -113,11 +113,6 @@ def override(op: str, config: Config | Callable[..., Config]) -> Iterator[list[d
             _overrides[op] = previous
 
 
-def is_overridden(op: str) -> bool:
-    """A configuration is being forced on ``op``, and with it the kernel that takes it."""
-    return op in _overrides
-
-
 def get_config(op: str, device: torch.device, default: Callable[..., Config], **key: int | str) -> Config:
     """The launch configuration of ``op`` for a problem described by ``key``.
 
