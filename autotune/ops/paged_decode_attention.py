@@ -1,6 +1,7 @@
 """Decode attention: which kernel, its tile of keys, and over how many programs the keys of a batch are spread."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import triton
@@ -11,10 +12,14 @@ from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import (
     attention_decode,
     attention_decode_sm90,
+    attention_few,
+    fused_decode_attention,
+    fused_decode_attention_ref,
     paged_decode_attention,
     paged_decode_attention_ref,
     tuning,
 )
+from tritonllm.kernels.rope_cache import build_cos_sin_cache
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,60 @@ class DecodeAttention(Problem):
         )
 
 
+@dataclass(frozen=True)
+class FusedDecode(DecodeAttention):
+    """As in a model: from the rows of the projection, with all else settled, so that one call begins in the other."""
+
+    mutates: ClassVar[tuple[str, ...]] = ("qkv", "k_cache", "v_cache")
+
+    @property
+    def name(self) -> str:
+        return f"fused {super().name}"
+
+    def shared(self, new: TensorFactory) -> Inputs:
+        weights = {name: new.normal(self.head_size, mean=1, std=0.2) for name in ("q_weight", "k_weight")}
+        return {"table": build_cos_sin_cache(self.head_size, self.context, 1e6).to(new.device), **weights}
+
+    def inputs(self, new: TensorFactory) -> Inputs:
+        x = super().inputs(new)
+        positions = new.tensor([length - 1 for length in self.lengths()], torch.int64)
+        blocks = x["block_tables"].gather(1, positions[:, None] // self.block_size)[:, 0]
+        slots = blocks * self.block_size + positions % self.block_size
+        rows = new.normal(self.batch, (self.q_heads + 2 * self.kv_heads) * self.head_size)
+        return x | {"qkv": rows, "positions": positions, "slots": slots}
+
+    def run(self, x: Inputs) -> tuple[torch.Tensor, ...]:
+        weights = {"q_weight": x["q_weight"], "k_weight": x["k_weight"]}
+        tensors = (x["qkv"], x["k_cache"], x["v_cache"], x["slots"], x["block_tables"], x["seq_lens"])
+        rope = (x["positions"], x["table"])
+        out = fused_decode_attention(*tensors, *rope, **weights, workspace=x["workspace"], settled=True)
+        assert isinstance(out, torch.Tensor)
+        return out, x["k_cache"], x["v_cache"]
+
+    def reference(self, x: Inputs) -> tuple[torch.Tensor, ...]:
+        weights = {"q_weight": x["q_weight"], "k_weight": x["k_weight"]}
+        k, v = x["k_cache"].float(), x["v_cache"].float()
+        tensors = (x["qkv"].float(), k, v, x["slots"], x["block_tables"], x["seq_lens"], x["positions"], x["table"])
+        out = fused_decode_attention_ref(*tensors, **weights)
+        assert isinstance(out, torch.Tensor)
+        return out, k, v
+
+
+def few_space(group: int, head_size: int) -> list[tuning.Config]:
+    """How many keys a program reads before it waits, and how many programs there may be. One or two warps (see
+    :mod:`tritonllm.kernels.attention_few_parts`)."""
+    if group > 16 or head_size > 256:
+        return []
+    columns = max(8, triton.next_power_of_2(group))
+    tiles = [(16, 1, 1), (32, 1, 1), (32, 2, 1), (64, 2, 1), (32, 2, 3), (64, 2, 3)]
+    return [
+        {"kernel": "few", "PROGRAMS": programs, "BLOCK_M": columns, "BLOCK_N": block_n, "MIN_TILES": 1}
+        | {"MERGE": max(1, 32 // triton.next_power_of_2(group)), "num_warps": warps, "num_stages": stages}
+        for programs in (264, 528)
+        for block_n, warps, stages in tiles
+    ]
+
+
 def split_space(group: int) -> list[tuning.Config]:
     """Over how many programs the keys are spread."""
     rows = min(64, max(16, triton.next_power_of_2(group)))
@@ -99,13 +158,14 @@ def sm90_space(group: int) -> list[tuning.Config]:
 def space(
     head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str
 ) -> list[tuning.Config]:
-    return split_space(group) + balanced_space(group) + (sm90_space(group) if arch == "sm90" else [])
+    even = balanced_space(group) + (sm90_space(group) if arch == "sm90" else [])
+    return few_space(group, head_size) + split_space(group) + even
 
 
 TUNABLE = Tunable(
     op="paged_decode_attention",
     module=attention_decode,
-    also=(attention_decode_sm90,),
+    also=(attention_decode_sm90, attention_few),
     default=attention_decode.default_config,
     problems=(
         # Llama-3.1-8B
@@ -116,11 +176,17 @@ TUNABLE = Tunable(
         *(DecodeAttention(batch, 32, 4, 128, context) for batch, context in ((1, 8192), (64, 4096))),
         # Qwen3-0.6B
         *(DecodeAttention(batch, 16, 8, 128, context) for batch, context in ((1, 8192), (128, 2048))),
+        # Few sequences in a model; lengths of some hundred keys decide, whatever the tables have room for.
+        *(
+            FusedDecode(batch, *heads, 128, 400, capacity=capacity)
+            for heads in ((16, 8), (32, 8), (32, 4))
+            for batch, capacity in ((1, 4096), (4, 4096), (1, 40960), (1, 131072))
+        ),
         # In an engine the tables have room for the longest context while most sequences are short.
         *(
             DecodeAttention(batch, heads, 8, 128, 2048, ragged=True, capacity=32768)
             for heads in (16, 32)
-            for batch in (1, 16, 256)
+            for batch in (16, 256)
         ),
     ),
     space=space,

@@ -8,6 +8,9 @@ from tritonllm.kernels.aot import compile_kernels
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 CASES = [
     # batch, heads, kv heads, head size, block size, dtype, cache dtype
+    (1, 32, 8, 128, 16, BF16, BF16),
+    (1, 16, 1, 64, 128, FP16, FP16),
+    (2, 8, 4, 256, 16, BF16, BF16),
     (8, 32, 8, 128, 16, BF16, BF16),
     (64, 32, 8, 128, 16, BF16, BF16),
     (256, 32, 8, 128, 16, BF16, BF16),
@@ -38,10 +41,10 @@ def test_compiles(arch):
                 continue
             launch(*case)
         everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
-        for batch in (8, 40):
+        for batch in (1, 8, 40):
             launch(batch, 32, 8, 80, 16, BF16, BF16, **everything, k_scale=torch.empty(8), return_lse=True)
     assert_resources(kernels)
-    assert {kernel.name for kernel in kernels} == {"balanced_kernel", "_decode_kernel", "_merge_kernel"}
+    assert {kernel.name for kernel in kernels} == {"balanced_kernel", "few_kernel", "_decode_kernel", "_merge_kernel"}
 
 
 @pytest.mark.parametrize("cache_dtype", [BF16, FP8], ids=str)
@@ -64,7 +67,8 @@ def test_hopper_kernel(cache_dtype):
 BATCHES = {
     "balanced_kernel": ((0, 17, 512, 128), (1, 30, 100, 1), (3, 32, 33, 100), (7, 132, 16, 4096)),
     "decode_sm90_kernel": ((0, 17, 512, 128), (1, 30, 100, 1), (3, 32, 33, 100), (7, 132, 16, 4096)),
-    "_decode_kernel": ((0, 1, 512, 128), (1, 3, 100, 200), (3, 5, 33, 400), (7, 4, 16, 4096)),
+    "_decode_kernel": ((0, 3, 512, 128), (1, 4, 100, 200), (3, 5, 33, 400), (7, 7, 16, 4096)),
+    "few_kernel": ((0, 1, 512, 128), (1, 2, 100, 200), (3, 1, 33, 400), (7, 2, 16, 4096)),
 }
 
 

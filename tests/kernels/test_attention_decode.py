@@ -26,6 +26,9 @@ TINY = {
 
 SPLIT = {"kernel": "split", "BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_TO": 8, "num_warps": 4, "num_stages": 2}
 
+FEW = {"kernel": "few", "BLOCK_M": 8, "BLOCK_N": 16, "PROGRAMS": 12, "MIN_TILES": 1, "MERGE": 4}
+FEW |= {"num_warps": 4, "num_stages": 2}
+
 
 def check(p: Problem) -> None:
     out = poisoned(*p.q.shape, dtype=p.q.dtype, device=p.q.device)
@@ -65,19 +68,42 @@ def test_split_kernel_matches_reference(device, seq_lens, shape, options, dtype,
         check(p)
 
 
+@settings(max_examples=40)
+@given(
+    seq_lens=st.lists(st.integers(0, 100), max_size=3),
+    shape=shapes(),
+    options=options(),
+    dtype=st.sampled_from(FLOATS),
+    programs=st.sampled_from([1, 5, 30]),
+    min_tiles=st.sampled_from([1, 2, 4]),
+    settled=st.booleans(),
+)
+def test_few_kernel_matches_reference(device, seq_lens, shape, options, dtype, programs, min_tiles, settled):
+    p = make_problem(device, [1] * len(seq_lens), seq_lens, dtype=dtype, **shape, **options)
+    p.options["settled"] = settled
+    with tuning.override("paged_decode_attention", {**FEW, "PROGRAMS": programs, "MIN_TILES": min_tiles}):
+        check(p)
+
+
 def test_which_kernel_by_default():
-    """The split one with few and with very many programs, never for a float8 cache; else Hopper's, up to 32 rows."""
-    for programs, split in ((8, True), (132, True), (133, False), (1056, False), (1057, True)):
-        for cache_dtype, arch, group in product(("bfloat16", "float8_e4m3fn"), ("any", "sm90"), (4, 32, 33)):
-            key = {"head_size": 128, "capacity": 4096, "dtype": "bfloat16", "cache_dtype": cache_dtype}
-            config = default_config(**key, programs=programs, arch=arch, group=group)
-            even = "sm90" if arch == "sm90" and group <= 32 else "balanced"
-            assert config["kernel"] == ("split" if split and cache_dtype == "bfloat16" else even)
+    """The few one for few programs with short tables, Hopper's up to 32 rows, balanced, the split one outside of it."""
+    for programs, few, split in ((8, True, True), (16, True, True), (17, False, True), (132, False, True),
+                                 (133, False, False), (1056, False, False), (1057, False, True)):  # fmt: skip
+        for arch, group, capacity in product(("any", "sm90"), (4, 17, 33), (4096, 32768)):
+            key = {"head_size": 128, "capacity": capacity, "dtype": "bfloat16", "programs": programs}
+            config = default_config(**key, arch=arch, group=group, cache_dtype="bfloat16")
+            sm90 = arch == "sm90" and group <= 32
+            expected = "split" if split and not (sm90 and programs <= 1056) else "sm90" if sm90 else "balanced"
+            if few and capacity < 32768 and group <= 16:
+                expected = "few"
+            assert config["kernel"] == expected
+            float8 = default_config(**key, arch=arch, group=group, cache_dtype="float8_e4m3fn")
+            assert float8["kernel"] == ("sm90" if sm90 else "balanced")
 
 
 @pytest.mark.parametrize("group", [1, 17, 40])
 def test_group_larger_than_a_tile(device, group):
-    for config in (TINY, SPLIT):
+    for config in (TINY, SPLIT, FEW):
         with tuning.override("paged_decode_attention", config):
             check(make_problem(device, [1, 1], [20, 3], group=group, head_size=16))
 
@@ -86,12 +112,13 @@ def test_group_larger_than_a_tile(device, group):
 def test_workspace_is_zero_again(device, size):
     """Whatever its size, and used for one launch after the other; the counts of tiles must not be left in it."""
     workspace = torch.zeros(size, dtype=torch.int32, device=device)
-    with tuning.override("paged_decode_attention", TINY):
-        for seq_lens in ([90, 1, 0, 33], [5, 64, 64, 130]):
-            p = make_problem(device, [1] * 4, seq_lens, head_size=16)
-            out = paged_decode_attention(*p.decode, workspace=workspace)
-            assert_close(out, paged_decode_attention_ref(*p.decode))
-            assert (workspace == 0).all()
+    for config in (TINY, FEW | {"PROGRAMS": 30}):
+        with tuning.override("paged_decode_attention", config):
+            for seq_lens in ([90, 1, 0, 33], [5, 64, 64, 130]):
+                p = make_problem(device, [1] * 4, seq_lens, head_size=16)
+                out = paged_decode_attention(*p.decode, workspace=workspace)
+                assert_close(out, paged_decode_attention_ref(*p.decode))
+                assert (workspace == 0).all()
 
 
 def test_default_config(device):
@@ -185,7 +212,7 @@ def test_operator(device):
     p = make_problem(device, [1, 1], [20, 3], head_size=16)
     nothing = (None, None, None, None)
     for lse in (None, torch.empty(2, 4, device=device)):
-        args = (*p.decode, None, torch.empty(2, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
+        args = (*p.decode, None, False, torch.empty(2, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
         torch.library.opcheck(torch.ops.tritonllm.paged_decode_attention.default, args)
 
 

@@ -53,11 +53,13 @@ def test_launches_only_what_there_is(device, num_decodes, chunks):
     cache = KVCacheView(*torch.full((2, 8, BLOCK, 1, HEAD), float("nan"), device=device))
     x = torch.randn(tokens, 24, device=device)
     with (
+        patch.object(attention, "fused_decode_attention", wraps=attention.fused_decode_attention) as fused,
         patch.object(attention, "paged_decode_attention", wraps=attention.paged_decode_attention) as decode,
         patch.object(attention, "varlen_prefill_attention", wraps=attention.varlen_prefill_attention) as prefill,
     ):
         out = layer(x, positions, torch.cat((angles.cos(), angles.sin()), -1), metadata, cache)
-    assert decode.call_count == (num_decodes > 0)
+    assert fused.call_count == (len(chunks) == 0)
+    assert decode.call_count == (num_decodes > 0 and len(chunks) > 0)
     assert prefill.call_count == (len(chunks) > 0)
     assert out.shape == (tokens, 24) and out.isfinite().all()
     assert int(cache.k.isfinite().all(-1).sum()) == tokens  # every key stored, nothing else
@@ -75,15 +77,18 @@ def test_the_norm_of_queries_and_keys(device, kind, over, fused):
     layer = Attention(24, spec, dtype=torch.float32, device=device)
     for p in layer.parameters():
         p.normal_(0, 0.2)
-    metadata, x = batch(3, [], device), torch.randn(3, 24, device=device)
+    metadata, x = batch(2, [1], device), torch.randn(3, 24, device=device)
     positions, table = metadata.slot_mapping % BLOCK, rope.table(BLOCK, device)
     cache = KVCacheView(*torch.zeros(2, 8, BLOCK, 2, HEAD, device=device))
     with (
         patch.object(attention, "qk_norm_rope_store", wraps=attention.qk_norm_rope_store) as store,
         patch.object(attention, "paged_attention", wraps=attention.paged_attention) as attend,
     ):
-        layer(x, positions, table, metadata, cache)
+        out = layer(x, positions, table, metadata, cache)
     assert ("q_weight" in store.call_args.kwargs) == fused
+    another = KVCacheView(*torch.zeros(2, 8, BLOCK, 2, HEAD, device=device))
+    torch.testing.assert_close(layer(x, positions, table, batch(3, [], device), another), out)
+    torch.testing.assert_close((another.k, another.v), (cache.k, cache.v))
 
     q, k, v = layer.qkv(x).unflatten(1, (8, HEAD)).split((4, 2, 2), dim=1)
     for module, heads in ((layer.q_norm, q), (layer.k_norm, k)):

@@ -14,6 +14,7 @@ _HOME = {
     "copy_blocks": "kv_cache",
     "paged_decode_attention": "attention_decode",
     "paged_verify_attention": "attention_verify",
+    "fused_decode_attention": "attention_fused",
     "varlen_prefill_attention": "attention_prefill",
     "cascade_decode_attention": "attention_cascade",
     "merge_attention_states": "attention_merge",

@@ -1,9 +1,9 @@
 """Decode attention: one query token per sequence against a cache in blocks.
 
-Three kernels compute it. :mod:`tritonllm.kernels.attention_decode_sm90`, for Hopper, and
-:mod:`tritonllm.kernels.attention_balanced`, where the floor is, deal the keys of the whole batch out evenly;
-:mod:`tritonllm.kernels.attention_split` has a program for each sequence and head, or part of it. A configuration's
-``kernel`` says which.
+Four kernels compute it. :mod:`tritonllm.kernels.attention_decode_sm90`, for Hopper, and
+:mod:`tritonllm.kernels.attention_balanced` deal the keys of the whole batch out evenly;
+:mod:`tritonllm.kernels.attention_split` has a program for each sequence and head, or part of it, and so has
+:mod:`tritonllm.kernels.attention_few`, which does with one launch. A configuration's ``kernel`` says which.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from tritonllm.kernels.attention_common import (
     require_float8,
     visible_keys,
 )
+from tritonllm.kernels.attention_few import few_config, launch_few
 from tritonllm.kernels.attention_split import launch_split, split_config
 from tritonllm.kernels.checks import check_tensor, require
 from tritonllm.kernels.registry import register_op
@@ -63,6 +64,7 @@ def sm90_config(head_size: int, group: int, cache_dtype: str) -> tuning.Config:
 
 
 SM90_ROWS = 32  # more leave its accumulators too few registers
+FEW_PROGRAMS = 16  # up to which the latency of one launch decides at a few hundred keys
 
 
 def default_config(
@@ -71,14 +73,18 @@ def default_config(
     """A configuration of the kernel that is faster.
 
     ``programs``: sequences times key/value heads; ``arch``: ``"sm90"`` where its kernel can be had. Hopper's, balanced
-    and split on an H200, in microseconds: with 8 programs 42, 46.6, 40.3 (b1 x 32768), 64 71.5, 70.9, 68.8 (b8 x 8192),
-    512 248, 261, 269 (b64 x 4096), with lengths 1 to 8192 262, 268, 370, 1024 249, 263, 266 (b128 x 2048), 2048 257,
-    267, 246 (b256 x 1024), with lengths 1 to 300 58, 70, 50. With a float8 cache Hopper's is the fastest everywhere,
-    then balanced: split has no loop of its own for it.
+    and split on an H200, in microseconds: with 8 programs 39.4, 46.6, 42.8 (b1 x 32768), 64 67.4, 70.9, 68.8 (b8 x
+    8192), 512 246, 261, 269 (b64 x 4096), with lengths 1 to 8192 262, 268, 370, 1024 241, 263, 266 (b128 x 2048), 2048
+    242, 267, 246 (b256 x 1024), with lengths 1 to 300 58, 70, 50. With a float8 cache Hopper's is the fastest
+    everywhere, then balanced: split has no loop of its own for it. Few programs: :func:`attention_few.few_config`.
     """
-    if 132 < programs <= 1056 or cache_dtype.startswith("float8"):
-        if arch == "sm90" and group <= SM90_ROWS:
-            return sm90_config(head_size, group, cache_dtype)
+    float8 = cache_dtype.startswith("float8")
+    small = group <= 16 and head_size <= 256 and dtype != "float32" and not float8
+    if programs <= FEW_PROGRAMS and capacity < 32768 and small:
+        return few_config(head_size, group)
+    if arch == "sm90" and group <= SM90_ROWS and (programs <= 1056 or float8):
+        return sm90_config(head_size, group, cache_dtype)
+    if 132 < programs <= 1056 or float8:
         return balanced_config(head_size, group, dtype, cache_dtype)
     return split_config(head_size, group, programs, dtype)
 
@@ -172,13 +178,34 @@ def launch_balanced(
     )
 
 
-def _reference(
+def launch_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     workspace: torch.Tensor | None,
+    settled: bool,
+    args: AttentionArgs,
+    config: tuning.Config,
+) -> None:
+    """Launch the configuration's kernel for ``q[B, H, D]``."""
+    if config["kernel"] == "few":
+        launch_few(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, args, config)
+    elif config["kernel"] == "split":
+        launch_split(q, k_cache, v_cache, block_tables, seq_lens, args, config)
+    else:
+        launch_balanced(q, k_cache, v_cache, block_tables, None, seq_lens, 1, None, workspace, args, config)
+
+
+def decode_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: torch.Tensor | None,
+    settled: bool,
     *rest: Any,
 ) -> None:
     args = AttentionArgs(*rest)
@@ -191,7 +218,7 @@ def _reference(
         args.lse.copy_(lse[:, 0])
 
 
-@register_op(mutates=("workspace", "out", "lse"), reference=_reference)
+@register_op(mutates=("workspace", "out", "lse"), reference=decode_reference)
 def _paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -199,6 +226,7 @@ def _paged_decode_attention(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     workspace: torch.Tensor | None,
+    settled: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
@@ -216,11 +244,7 @@ def _paged_decode_attention(
     args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
     key = config_key(q, k_cache, v_cache, block_tables, len(q), 1)
     config = tuning.get_config("paged_decode_attention", q.device, default_config, **key)
-    if config["kernel"] == "split":
-        launch_split(q, k_cache, v_cache, block_tables, seq_lens, args, config)
-    else:
-        tensors = (q, k_cache, v_cache, block_tables, None, seq_lens)
-        launch_balanced(*tensors, 1, None, workspace, args, config)
+    launch_decode(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, args, config)
 
 
 def paged_decode_attention(
@@ -240,6 +264,7 @@ def paged_decode_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     workspace: torch.Tensor | None = None,
+    settled: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token per sequence, the last, over the sequence's keys and values in blocks.
 
@@ -265,6 +290,8 @@ def paged_decode_attention(
         return_lse: also return the logarithm of the softmax's denominator.
         workspace: ``[WORKSPACE_SIZE]`` int32 (of this module), zeros, and zeros again
             afterwards, so that all launches on one stream may share it. None: a new one, filled by a launch of its own.
+        settled: no kernel that may still run writes ``block_tables``, ``seq_lens``, or any key or value but the last of
+            each sequence (true while a model is served): they are read before the kernel before this one ends.
 
     Returns:
         ``out``, or ``(out, lse)`` with lse ``[B, H]`` float32: natural, sinks included, -inf for an empty sum.
@@ -278,7 +305,7 @@ def paged_decode_attention(
         batch=len(q),
     )
     check_workspace(workspace, q)
-    _paged_decode_attention(q, k_cache, v_cache, block_tables, seq_lens, workspace, *args)
+    _paged_decode_attention(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, *args)
     return args.out if args.lse is None else (args.out, args.lse)
 
 
@@ -299,6 +326,7 @@ def paged_decode_attention_ref(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     workspace: torch.Tensor | None = None,
+    settled: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`paged_decode_attention` in plain torch (it waits for the device to read the longest length)."""
     args = check_attention(
@@ -307,5 +335,5 @@ def paged_decode_attention_ref(
         batch=len(q),
     )
     check_workspace(workspace, q)
-    _reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, *args)
+    decode_reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, *args)
     return args.out if args.lse is None else (args.out, args.lse)

@@ -33,7 +33,8 @@ def _make_plan(lengths, heads, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, MIN_
     Returns:
         ``(plan, place)``: the plan is (the program's stretch of the list, tiles a stretch, tiles a part, pairs to draw
         or 0, programs), the place (head, sequence, where the pair's first tile is in the list). A program that draws
-        takes the pair at its place, whatever its stretch.
+        takes the pair at its place, whatever its stretch. Pairs are drawn sequence by sequence: a block's heads lie
+        side by side, and so are read at about the same time (128 x 2048, heads 16/8: 240.5 us, head by head 244.4).
     """
     len_ptr, cu_ptr, batch, row_tiles, window = lengths
     b_lane = gl.arange(0, BLOCK_B, gl.BlockedLayout([1], [32], [4], [0]))
@@ -49,8 +50,8 @@ def _make_plan(lengths, heads, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, MIN_
     pair = begin - at + before
     items = batch * heads
     if gl.cdiv(items, programs) * longest * 16 <= 17 * share:
-        head = gl.program_id(0) // batch
-        seq = gl.program_id(0) % batch
+        head = gl.program_id(0) % heads
+        seq = gl.program_id(0) // heads
         pair = 0
         begin = 0
         end = (gl.program_id(0) < items).to(gl.int32)
@@ -121,6 +122,7 @@ def _copy(descs, table, pipe, mail, lengths, plan, place, draw_ptr, WINDOW: gl.c
     head, seq, pair = place
     BLOCK_N: gl.constexpr = pipe[0].shape[1]
     HEAD_SIZE: gl.constexpr = pipe[0].shape[2]
+    heads = items // batch
     count = 0
     sent = 0
     while pair < end:
@@ -138,8 +140,8 @@ def _copy(descs, table, pipe, mail, lengths, plan, place, draw_ptr, WINDOW: gl.c
             item = programs + drawn
             _send(mail, sent, item)
             sent += 1
-            head = item // batch
-            seq = item % batch
+            head = item % heads
+            seq = item // heads
             pair = (item >= items).to(gl.int32)
         else:
             pair += tiles
@@ -157,6 +159,7 @@ def _multiply(tensors, strides, factors, parts, buffers, mail, lengths, plan, pl
     begin, end, share, unit, items, programs = plan
     head, seq, pair = place
     BLOCK_N: gl.constexpr = buffers[1].shape[0]
+    heads = items // batch
     count = 0
     received = 0
     while pair < end:
@@ -170,8 +173,8 @@ def _multiply(tensors, strides, factors, parts, buffers, mail, lengths, plan, pl
         if items > 0:
             item = _receive(mail, received)
             received += 1
-            head = item // batch
-            seq = item % batch
+            head = item % heads
+            seq = item // heads
             pair = (item >= items).to(gl.int32)
         else:
             pair += tiles

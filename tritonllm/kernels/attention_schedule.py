@@ -68,16 +68,21 @@ def find_sequence(b_lane, tile, len_ptr, cu_ptr, batch, window, WINDOW: tl.const
 def divide(all_tiles, programs, MIN_TILES: tl.constexpr):
     """Each program's share of the list, and the least tiles of a pair's part.
 
-    To cut a pair costs as much as some tiles: a program with few cuts only where long parts remain.
+    To cut a pair costs as much as some tiles: a program with few cuts only where long parts remain. MIN_TILES is a
+    power of two, and so is what is returned: cuts are found many times.
     """
     share = tl.cdiv(all_tiles, programs)
-    return share, tl.minimum(tl.maximum(MIN_TILES * MIN_TILES // share, 1), MIN_TILES)
+    unit = share * 0 + 1
+    for doubling in tl.static_range(5):
+        if 2 << doubling <= MIN_TILES:
+            unit = tl.where(share * (2 << doubling) <= MIN_TILES * MIN_TILES, 2 << doubling, unit)
+    return share, unit
 
 
 @triton.jit
 def cut(at, tiles, unit):
     """Where a pair of ``tiles`` tiles is cut if the programs' border is at its tile ``at``: no part under ``unit``."""
-    b_cut = (at + unit // 2) // unit * unit
+    b_cut = (at + (unit >> 1)) & -unit
     b_cut = tl.where((at >= tiles) | (tiles - b_cut < unit), tiles, b_cut)
     return tl.where(at <= 0, 0, b_cut)
 
@@ -97,31 +102,35 @@ def merge_parts(
     BLOCK_M: tl.constexpr,
 ):
     """The parts of a pair as one, in the order of their keys: ``(out [R, D'], logarithm of the denominator [R])``."""
-    PARTS: tl.constexpr = max(1, min(8, 4096 // (b_row.shape[0] * b_dim.shape[0])))
+    PARTS: tl.constexpr = max(1, min(16, 8192 // (b_row.shape[0] * b_dim.shape[0])))
     m_part = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
     begin = pair // share  # the programs whose stretches touch the pair
     end = (pair + tiles - 1) // share + 1
     b_m = b_row * 0.0 + LOWEST
-    lo = pair * 0
-    for start in tl.range(begin, end, 16, num_stages=1):
-        for i in tl.static_range(16):  # the loads of all these parts wait together
-            hi = cut((start + i + 1) * share - pair, tiles, unit)
-            p_lse = part_lse_ptr + ((start + i) * 2 + (lo == 0).to(tl.int32)) * BLOCK_M + b_row
-            b_m = tl.maximum(b_m, tl.load(p_lse, mask=m_row & (lo < hi), other=float("-inf")))
-            lo = hi
     b_l = b_row * 0.0
     b_acc = b_row[:, None] * 0.0 + b_dim[None, :] * 0.0
     lo = pair * 0
     for start in tl.range(begin, end, PARTS, num_stages=1):
-        for i in tl.static_range(PARTS):
+        lses: tl.tuple = ()
+        parts: tl.tuple = ()
+        b_m_new = b_m
+        for i in tl.static_range(PARTS):  # all these loads wait together
             hi = cut((start + i + 1) * share - pair, tiles, unit)
-            slot = (start + i) * 2 + (lo == 0).to(tl.int32)
-            b_lse = tl.load(part_lse_ptr + slot * BLOCK_M + b_row, mask=m_row & (lo < hi), other=float("-inf"))
-            p_part = part_ptr + (slot * BLOCK_M + b_row).to(tl.int64)[:, None] * HEAD_SIZE + b_dim[None, :]
-            b_weight = tl.exp2(b_lse - b_m)
-            b_l += b_weight
-            b_acc += b_weight[:, None] * tl.load(p_part, mask=m_part & (lo < hi), other=0.0)
+            b_at = ((start + i) * 2 + (lo == 0).to(tl.int32)) * BLOCK_M + b_row
+            lses += (tl.load(part_lse_ptr + b_at, mask=m_row & (lo < hi), other=float("-inf")),)
+            p_part = part_ptr + b_at.to(tl.int64)[:, None] * HEAD_SIZE + b_dim[None, :]
+            parts += (tl.load(p_part, mask=m_part & (lo < hi), other=0.0),)
             lo = hi
+        for i in tl.static_range(PARTS):
+            b_m_new = tl.maximum(b_m_new, lses[i])
+        b_alpha = tl.exp2(b_m - b_m_new)
+        b_l *= b_alpha
+        b_acc *= b_alpha[:, None]
+        for i in tl.static_range(PARTS):
+            b_weight = tl.exp2(lses[i] - b_m_new)
+            b_l += b_weight
+            b_acc += b_weight[:, None] * parts[i]
+        b_m = b_m_new
     return finish_softmax(b_acc, b_m, b_l)
 
 

@@ -110,7 +110,7 @@ def _paged_verify_attention(
     config = tuning.get_config("paged_verify_attention", q.device, default_config, **key)
     tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
     if config["kernel"] == "prefill":
-        launch_prefill(*tensors, max_seqlen_q, True, args)
+        launch_prefill(*tensors, max_seqlen_q, True, workspace, args)
         return
     launch_balanced(*tensors, max_seqlen_q, tree_mask, workspace, args, config)
 

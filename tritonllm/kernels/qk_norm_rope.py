@@ -12,87 +12,12 @@ import triton.language as tl
 from tritonllm.kernels import tuning
 from tritonllm.kernels.attention_common import check_cache_dtype, check_caches, check_scale, require_float8, split_scale
 from tritonllm.kernels.checks import check_tensor, require
-from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.dependent_launch import dependent_launch, wait_for_previous
 from tritonllm.kernels.kv_cache import inverse_scale, store_reference
 from tritonllm.kernels.norm import norm_reference
+from tritonllm.kernels.prepare_heads import load_weights, prepare_heads
 from tritonllm.kernels.registry import register_op
-from tritonllm.kernels.rope import check_rope, load_angles, load_pairs, rope_reference, store_pairs
-
-
-@triton.jit
-def _rounded(b_x, dtype):
-    """As a kernel of its own would store it."""
-    return b_x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _load_weights(p_weight, m_row, HEAD_SIZE: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """A norm's weights as :func:`_prepare_heads` takes them: ``[heads, 1]`` pointers, or None -> three blocks."""
-    b_a = tl.zeros(m_row.shape, tl.float32)
-    b_b = b_a
-    b_rest = b_a
-    if p_weight is not None:
-        if HALF:
-            b_a, b_b = load_pairs(p_weight, m_row, HALF, PAIRS)
-        if HEAD_SIZE > 2 * HALF:
-            rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(HEAD_SIZE - 2 * HALF))[None, :]
-            b_rest = tl.load(p_weight + rest, mask=m_row & (rest < HEAD_SIZE), other=0.0).to(tl.float32)
-    return b_a, b_b, b_rest
-
-
-@triton.jit
-def _prepare_heads(
-    p_in,  # [heads, 1]: first element of each head
-    p_out,  # [heads, 1], may be p_in
-    m_in,  # [heads, 1]
-    m_out,
-    b_wa,  # the norm's weights, if NORM
-    b_wb,
-    b_wr,
-    p_table,  # the row of the token's position: HALF cosines, HALF sines
-    b_inverse,  # [heads, 1]: multiplies what is stored, if SCALED
-    eps,
-    weight_offset,
-    HEAD_SIZE: tl.constexpr,
-    HALF: tl.constexpr,  # half of the elements that turn
-    PAIRS: tl.constexpr,
-    NORM: tl.constexpr,
-    SCALED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Normalise, turn and store some heads of one token."""
-    REST: tl.constexpr = HEAD_SIZE - 2 * HALF
-    b_squares = tl.zeros(m_in.shape, tl.float32)
-    # All loads before the first wait for one.
-    if HALF:
-        b_a, b_b = load_pairs(p_in, m_in, HALF, PAIRS)
-        b_cos, b_sin = load_angles(p_table, m_in, HALF)
-    if REST:
-        rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(REST))[None, :]
-        b_rest = tl.load(p_in + rest, mask=m_in & (rest < HEAD_SIZE), other=0.0).to(tl.float32)
-    let_next_start(PDL)
-    if NORM:
-        if HALF:
-            b_squares += tl.sum(b_a * b_a + b_b * b_b, axis=1)[:, None]
-        if REST:
-            b_squares += tl.sum(b_rest * b_rest, axis=1)[:, None]
-        b_rstd = tl.rsqrt(b_squares / HEAD_SIZE + eps)
-        if HALF:
-            b_a = _rounded(b_a * b_rstd * (b_wa + weight_offset), p_in.dtype.element_ty)
-            b_b = _rounded(b_b * b_rstd * (b_wb + weight_offset), p_in.dtype.element_ty)
-        if REST:
-            b_rest = _rounded(b_rest * b_rstd * (b_wr + weight_offset), p_in.dtype.element_ty)
-    if HALF:
-        b_first = _rounded(b_a * b_cos - b_b * b_sin, p_in.dtype.element_ty)
-        b_second = _rounded(b_b * b_cos + b_a * b_sin, p_in.dtype.element_ty)
-        if SCALED:
-            b_first *= b_inverse
-            b_second *= b_inverse
-        store_pairs(p_out, m_out, b_first, b_second, HALF, PAIRS)
-    if REST:
-        if SCALED:
-            b_rest *= b_inverse
-        tl.store(p_out + rest, b_rest.to(p_out.dtype.element_ty), mask=m_out & (rest < HEAD_SIZE))
+from tritonllm.kernels.rope import check_rope, rope_reference
 
 
 # Arguments whose alignment changes from step to step: one compilation serves them all.
@@ -146,10 +71,10 @@ def _qk_norm_rope_store_kernel(
         p_q = p_token + q_head * HEAD_SIZE
         p_weight = q_weight_ptr + q_head * (HEAD_SIZE if PER_HEAD else 0) if NORM else None
         wait_for_previous(PDL and not CONSTANT)
-        b_wa, b_wb, b_wr = _load_weights(p_weight, m_q, HEAD_SIZE, HALF, PAIRS)
+        b_wa, b_wb, b_wr = load_weights(p_weight, m_q, HEAD_SIZE, HALF, PAIRS)
         wait_for_previous(PDL and CONSTANT)
         p_table = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * stride_table if HALF else table_ptr
-        _prepare_heads(
+        prepare_heads(
             *(p_q, p_q, m_q, m_q, b_wa, b_wb, b_wr, p_table, m_q, eps, weight_offset),
             *(HEAD_SIZE, HALF, PAIRS, NORM, False, PDL),
         )
@@ -160,14 +85,14 @@ def _qk_norm_rope_store_kernel(
     if program < Q_PROGRAMS + KV_PROGRAMS:
         p_k_weight = k_weight_ptr + kv_head * (HEAD_SIZE if PER_HEAD else 0) if NORM else None
         wait_for_previous(PDL and not CONSTANT)
-        b_ka, b_kb, b_kr = _load_weights(p_k_weight, m_kv, HEAD_SIZE, HALF, PAIRS)
+        b_ka, b_kb, b_kr = load_weights(p_k_weight, m_kv, HEAD_SIZE, HALF, PAIRS)
         wait_for_previous(PDL and CONSTANT)
         p_k_table = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * stride_table if HALF else table_ptr
         slot = tl.load(slot_ptr + token)
         at = slot // BLOCK_SIZE * stride_kc_block + slot % BLOCK_SIZE * stride_kc_slot
         p_k_out = k_cache_ptr + at + kv_head.to(tl.int64) * stride_kc_head
         b_k_inverse = inverse_scale(k_scale_ptr, k_inverse, kv_head, m_kv)
-        _prepare_heads(
+        prepare_heads(
             *(p_k, p_k_out, m_kv, m_kv & (slot >= 0), b_ka, b_kb, b_kr, p_k_table, b_k_inverse, eps, weight_offset),
             *(HEAD_SIZE, HALF, PAIRS, NORM, SCALED, PDL),
         )
@@ -178,7 +103,7 @@ def _qk_norm_rope_store_kernel(
         p_v_out = v_cache_ptr + at + kv_head.to(tl.int64) * stride_vc_head
         b_v_inverse = inverse_scale(v_scale_ptr, v_inverse, kv_head, m_kv)
         p_v = p_k + KV_HEADS * HEAD_SIZE
-        _prepare_heads(
+        prepare_heads(
             *(p_v, p_v_out, m_kv, m_kv & (slot >= 0), m_kv, m_kv, m_kv, table_ptr, b_v_inverse, eps, weight_offset),
             *(HEAD_SIZE, 0, PAIRS, False, SCALED, PDL),
         )
@@ -191,7 +116,7 @@ def default_config(heads: int, head_size: int, tokens: int) -> tuning.Config:
     return {"BLOCK_H": min(block, triton.next_power_of_2(heads)), "num_warps": 1 if many else 4}
 
 
-def _reference(
+def qk_norm_rope_store_reference(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -209,7 +134,7 @@ def _reference(
     interleaved: bool,
     constant_weight: bool,
 ) -> None:
-    q, k, v = _split(qkv, k_cache)
+    q, k, v = split_heads(qkv, k_cache)
     k = k.clone()
     if q_weight is not None and k_weight is not None:
         norm_reference(q, None, q_weight, None, q, None, eps, weight_offset, 1.0, False)
@@ -219,14 +144,14 @@ def _reference(
     store_reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_factor, v_factor)
 
 
-def _split(qkv: torch.Tensor, k_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def split_heads(qkv: torch.Tensor, k_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values ``[T, heads, D]``, views of the rows."""
     kv_heads, head_size = k_cache.shape[2:]
     heads = qkv.unflatten(1, (qkv.shape[1] // head_size, head_size))
     return heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
 
 
-@register_op(mutates=("qkv", "k_cache", "v_cache"), reference=_reference)
+@register_op(mutates=("qkv", "k_cache", "v_cache"), reference=qk_norm_rope_store_reference)
 def _qk_norm_rope_store(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,
@@ -328,12 +253,14 @@ def qk_norm_rope_store(
         ValueError: a shape, dtype, device or number that does not fit, an argument without its partner, or a float8
             cache on a GPU without float8.
     """
-    scales = _check(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale)
+    scales = check_projection(
+        qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale
+    )
     _qk_norm_rope_store(
         *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, *scales),
         *(eps, weight_offset, interleaved, constant_weight),
     )
-    return _split(qkv, k_cache)[0]
+    return split_heads(qkv, k_cache)[0]
 
 
 def qk_norm_rope_store_ref(
@@ -354,15 +281,17 @@ def qk_norm_rope_store_ref(
     constant_weight: bool = False,
 ) -> torch.Tensor:
     """:func:`qk_norm_rope_store` in plain torch."""
-    scales = _check(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale)
-    _reference(
+    scales = check_projection(
+        qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale
+    )
+    qk_norm_rope_store_reference(
         *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, *scales),
         *(eps, weight_offset, interleaved, constant_weight),
     )
-    return _split(qkv, k_cache)[0]
+    return split_heads(qkv, k_cache)[0]
 
 
-def _check(
+def check_projection(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,

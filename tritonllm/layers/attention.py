@@ -8,6 +8,7 @@ from torch import nn
 
 from tritonllm.kernels import (
     cascade_decode_attention,
+    fused_decode_attention,
     paged_decode_attention,
     qk_norm_rope_store,
     varlen_prefill_attention,
@@ -100,39 +101,40 @@ class Attention(nn.Module):
         norm: Norm | None = None,
         residual: torch.Tensor | None = None,
         scale: float = 1.0,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend from ``x[T, hidden]`` at ``positions[T]``; writes the new keys and values into ``kv_cache``.
 
         Args:
             cos_sin_cache: the table of the spec's ``rope``; ``None`` without one.
             norm: of ``x`` first.
-            residual: ``[T, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
+            residual: ``[R, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
+            rows: ``[R]`` int64, the tokens whose results are wanted; ``None`` for all T.
 
         Returns:
-            ``[T, hidden]``.
+            ``[R, hidden]``.
         """
         qkv = self.qkv(x, norm=norm)
-        q = qk_norm_rope_store(
-            qkv,
-            kv_cache.k,
-            kv_cache.v,
-            metadata.slot_mapping,
-            None if cos_sin_cache is None else positions,
-            cos_sin_cache,
-            interleaved=self.spec.rope is not None and self.spec.rope.interleaved,
-            **self._norm_weights(qkv),
-        )
-        out = paged_attention(
-            q,
-            metadata,
-            kv_cache,
-            scale=self.spec.scale,
-            window=self.spec.window,
-            softcap=self.spec.softcap,
-            sinks=self.sinks,
-            alibi_slopes=self.alibi_slopes,
-        )
-        return self.o(out.flatten(1), residual=residual, scale=scale)
+        cache = kv_cache.k, kv_cache.v
+        rope = (None if cos_sin_cache is None else positions, cos_sin_cache)
+        heads = {"interleaved": self.spec.rope is not None and self.spec.rope.interleaved, **self._norm_weights(qkv)}
+        options: dict[str, Any] = {
+            "scale": self.spec.scale,
+            "window": self.spec.window,
+            "softcap": self.spec.softcap,
+            "sinks": self.sinks,
+            "alibi_slopes": self.alibi_slopes,
+        }
+        if metadata.cascade is None and metadata.num_decodes == len(qkv):
+            tables = metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
+            state = {"workspace": kv_cache.workspace, "settled": True}  # within a step only qkv is new to a layer
+            out = fused_decode_attention(qkv, *cache, *tables, *rope, **heads, **options, **state)
+        else:
+            constant = "q_weight" in heads
+            q = qk_norm_rope_store(qkv, *cache, metadata.slot_mapping, *rope, **heads, constant_weight=constant)
+            out = paged_attention(q, metadata, kv_cache, **options)
+        out = out.flatten(1)
+        return self.o(out if rows is None else out.index_select(0, rows), residual=residual, scale=scale)
 
     def _norm_weights(self, qkv: torch.Tensor) -> dict[str, Any]:
         """The q/k norm as the fused kernel takes it; one that it does not know is done here, in place."""
@@ -141,7 +143,7 @@ class Attention(nn.Module):
         norm = self.q_norm.spec
         if norm.kind == "rms" and self.spec.qk_norm_over != "all":
             weights = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
-            return {**weights, "eps": norm.eps, "weight_offset": norm.weight_offset, "constant_weight": True}
+            return {**weights, "eps": norm.eps, "weight_offset": norm.weight_offset}
         q, k, _ = qkv.unflatten(1, (sum(self.heads), self.spec.head_size)).split(self.heads, dim=1)
         for module, x in ((self.q_norm, q), (self.k_norm, k)):
             x = x.view(x.shape[0], -1) if self.spec.qk_norm_over == "all" else x
@@ -170,7 +172,9 @@ def paged_attention(
     everywhere = {"scale": scale, "softcap": softcap, "sinks": sinks}
     by_position = {"window": window, "alibi_slopes": alibi_slopes}
     if metadata.cascade is not None and window is None and alibi_slopes is None:
-        cascade_decode_attention(q[:n], *cache, metadata.cascade, out=out[:n], **everywhere)
+        cascade_decode_attention(
+            q[:n], *cache, metadata.cascade, out=out[:n], workspace=kv_cache.workspace, **everywhere
+        )
     elif n > 0:
         tables = metadata.block_tables[:n], metadata.seq_lens[:n]
         paged_decode_attention(
@@ -185,6 +189,7 @@ def paged_attention(
             metadata.seq_lens[n:],
             max_seqlen_q=metadata.max_seqlen_q,
             out=out[n:],
+            workspace=kv_cache.workspace,
             **everywhere,
             **by_position,
         )
