@@ -11,11 +11,12 @@ from bench.engine_workloads import WORKLOADS, checksum, requests
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
-FEW_BLOCKS = ["--options", '{"num_blocks": 512}']  # beside whatever else is on the GPU
+# Beside whatever else is on the GPU; and a start with few sizes to compile and capture takes half as long.
+SMALL = ["--options", '{"num_blocks": 512, "max_num_seqs": 4, "max_num_batched_tokens": 512}']
 
 
 def result_of(module, out, *more):
-    command = [sys.executable, "-m", module, "--out", str(out), *FEW_BLOCKS, *more]
+    command = [sys.executable, "-m", module, "--out", str(out), *SMALL, *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text()), done.stdout

@@ -118,20 +118,11 @@ def start(model, kernels, cache_folder):
 def test_a_start_with_the_folder_compiles_nothing(tmp_path, monkeypatch, record_property):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_0_6B))
     options = ["--max-model-len", "4096", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024"]
-    command = [
-        sys.executable,
-        "-m",
-        "tritonllm",
-        "precompile",
-        str(tmp_path),
-        "-o",
-        str(tmp_path / "kernels"),
-        *options,
-    ]
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # as on a machine without a GPU
     capability = torch.cuda.get_device_capability()
     target = ["--target", f"sm_{capability[0]}{capability[1]}", "--gpu", torch.cuda.get_device_name()]
-    command = [sys.executable, "-m", "tritonllm", "precompile", str(tmp_path), *options, *target]
+    where = [str(tmp_path), "-o", str(tmp_path / "kernels")]
+    command = [sys.executable, "-m", "tritonllm", "precompile", *where, *options, *target]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # as on a machine without a GPU
     subprocess.run(command, check=True, env=environ, timeout=200)
     compiled, loaded, later = start(str(tmp_path), str(tmp_path / "kernels"), tmp_path / "cache")
     record_property("kernels", loaded)

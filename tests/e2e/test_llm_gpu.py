@@ -48,7 +48,7 @@ def test_graphs_chunks_and_preemption_do_not_change_greedy_tokens(folder):
 
 
 def test_planning_ahead_does_not_change_tokens(folder):
-    """Of any kind of request: those that stop early, wait for the host to count tokens, or want log-probabilities."""
+    """Of any kind of request: those that stop early, count their tokens on the device, or want log-probabilities."""
     kinds = [
         greedy(40),
         SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
@@ -60,13 +60,15 @@ def test_planning_ahead_does_not_change_tokens(folder):
         SamplingParams(temperature=1.0, seed=6, max_tokens=33, allowed_token_ids=list(range(500))),
     ]
     params = [kinds[i % len(kinds)] for i in range(2 * len(PROMPTS))]
-    for settings in ({}, {"max_num_seqs": 3, "num_blocks": 120}, {"enforce_eager": True}):
+    few_blocks = {"max_num_seqs": 6, "block_size": 4, "num_blocks": 240, "max_model_len": 960}
+    for settings in ({}, few_blocks, {"enforce_eager": True}):
         results = []
         for ahead in (False, True):
             llm = make(folder, async_scheduling=ahead, **settings)
             outputs = llm.generate(PROMPTS + PROMPTS[::-1], params, use_tqdm=False)
             results.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs])
             assert llm.engine.stats.num_free_blocks == llm.engine.stats.num_blocks
+            assert (llm.engine.stats.preemptions > 0) == (settings is few_blocks)
         assert results[0] == results[1], settings
         assert {reason for _, reason in results[0]} == {"length", "stop"}
 

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tritonllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 SEATS = 8
+ADMISSIONS = itertools.count()
 
 
 def item(request_id, tokens, blocks, start, count, *, seat=0, pending=False, **params):
@@ -24,6 +27,7 @@ def item(request_id, tokens, blocks, start, count, *, seat=0, pending=False, **p
         block_ids=blocks,
         seed=len(tokens),
         seat=seat,
+        admission=next(ADMISSIONS),
     )
     return ScheduledRequest(request, start, count, start + count == len(tokens) + pending, pending)
 
@@ -62,11 +66,13 @@ def test_a_mixed_step():
     in_flight = item("p", [5, 6], [7], 2, 1, seat=0, pending=True, temperature=0)
     last_chunk = item("b", [10, 11, 12], [0], 1, 2, seat=2, temperature=0)
     first_chunk = item("c", [20, 21, 22, 23], [2, 4], 0, 3, seat=1)
-    host = build(decode, in_flight, last_chunk, first_chunk)
+    seats = SeatTable(SEATS, 40)
+    seats.drawn[:] = 7
+    host = build(decode, in_flight, last_chunk, first_chunk, seats=seats)
     batch = upload_batch(host, CPU)
     metadata = batch.metadata
     rows, sampling = upload_sampling(host, CPU)
-    assert batch.input_ids.tolist() == [9, -1, 11, 12, 20, 21, 22]
+    assert batch.input_ids.tolist() == [9, -8, 11, 12, 20, 21, 22]
     assert batch.positions.tolist() == [4, 2, 1, 2, 0, 1, 2]
     assert metadata.slot_mapping.tolist() == [4, 30, 1, 2, 8, 9, 10]
     assert metadata.block_tables.tolist() == [[3, 1], [7, 0], [0, 0], [2, 4]]
@@ -74,7 +80,7 @@ def test_a_mixed_step():
     assert metadata.cu_seqlens_q.tolist() == [0, 2, 5]
     assert (metadata.num_decodes, metadata.max_seqlen_q) == (2, 3)
     assert rows.tolist() == [0, 1, 3]  # the first chunk of `c` samples nothing
-    assert sampling.seats.tolist() == [5, 0, 2]
+    assert seats.drawn.tolist() == [1, 7, 2, 7, 7, 0, 7, 7]  # of a, p and b, for the next step
     assert sampling.temperature.tolist() == [0.5, 0.0, 0.0]
     assert sampling.top_k.tolist() == [7, 0, 0]
     assert torch.allclose(sampling.top_p, torch.tensor([0.9, 1.0, 1.0]))
@@ -100,7 +106,7 @@ def test_a_seat_is_told_of_new_blocks_a_new_request_and_a_preemption():
     batch = build(second, seats=seats)
     assert batch.block_tables.tolist() == [[8, 7]]
     assert (batch.temperature.tolist(), batch.top_p.tolist()) == ([0.0], [0.5])
-    second.request.num_preemptions += 1
+    second.request.admission = next(ADMISSIONS)
     second.request.block_ids = [2, 6]  # as many as before, but others
     assert build(second, seats=seats).block_tables.tolist() == [[2, 6]]
 

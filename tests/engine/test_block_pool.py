@@ -38,9 +38,9 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.integers(0, len(self.users) - 1))
         if block in self.free and block not in self.labels:
             with pytest.raises(RuntimeError, match="nothing to keep"):
-                self.pool.retain(block)
+                self.pool.retain([block])
             return
-        self.pool.retain(block)
+        self.pool.retain([block])
         if block in self.free:
             self.free.remove(block)
         self.users[block] += 1
@@ -119,7 +119,7 @@ def test_a_label_lasts_until_its_block_is_reused():
     pool.label(block, b"x")
     pool.release([block])
     assert pool.find(b"x") == block
-    pool.retain(block)
+    pool.retain([block])
     assert (pool.ref_count(block), pool.num_free) == (1, 1)
     pool.release([block])
     pool.allocate_many(2)

@@ -38,8 +38,8 @@ class NoModel:
     def __init__(self, model):
         self.spec, self.dtype, self.supports_graphs = model.spec, model.dtype, False
 
-    def __call__(self, input_ids, positions, metadata, kv_cache):
-        return torch.zeros(len(input_ids), 1)
+    def __call__(self, input_ids, positions, metadata, kv_cache, rows=None):
+        return torch.zeros(len(input_ids if rows is None else rows), 1)
 
     def compute_logits(self, hidden):
         return torch.zeros(len(hidden), 50)

@@ -1,6 +1,6 @@
 """What a captured step with prompt tokens computes, without a GPU: graphs that run the captured step again."""
 
-from contextlib import contextmanager
+import dataclasses
 
 import numpy as np
 import pytest
@@ -10,12 +10,34 @@ from hypothesis import strategies as st
 
 from tritonllm.engine import mixed_graphs
 from tritonllm.engine.batch import HostBatch, upload_batch
-from tritonllm.engine.mixed_graphs import MixedGraphs, decode_sizes
+from tritonllm.engine.mixed_graphs import MixedGraphs, decode_sizes, token_sizes
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
 
 CPU, BLOCK, WIDTH, SEATS = torch.device("cpu"), 4, 6, 10
-LAST_TOKENS = torch.arange(SEATS + 1) + 30
+DRAWN = torch.arange(SEATS) + 30
+
+
+@pytest.mark.parametrize(("seats", "sizes"), [(1, [1]), (8, [8]), (9, [8, 9]), (256, [8, 64, 256])])
+def test_decode_sizes(seats, sizes):
+    assert decode_sizes(seats, 1024) == sizes
+    assert decode_sizes(seats, 1025) == [seats]
+
+
+@pytest.mark.parametrize(
+    ("budget", "elements", "sizes"),
+    [
+        (8192, 15_000_000, [64, 256, 1024, 4096, 8192]),  # Qwen3-0.6B
+        (8192, 50_000_000, [64, 256, 1024, 4096]),
+        (8192, 218_000_000, [64, 256, 1024]),  # Llama-3.1-8B
+        (2048, 0, [64, 256, 1024, 2048]),
+        (1024, 1, [64, 256, 1024]),
+        (100, 1, [64]),
+        (16, 1, []),
+    ],
+)
+def test_token_sizes(budget, elements, sizes):
+    assert token_sizes(budget, elements) == sizes
 
 
 class Model:
@@ -27,40 +49,39 @@ class Model:
         self.cache = KVCacheView(*torch.randn(2, 100, BLOCK, 1, 16, generator=generator))
         self.calls = []
 
-    def __call__(self, input_ids, positions, metadata, seats):
+    def __call__(self, input_ids, positions, metadata, rows):
         n = metadata.num_decodes
         ids = input_ids.clone()
-        ids[:n] = torch.where(ids[:n] < 0, LAST_TOKENS[seats].int(), ids[:n])
+        ids[:n] = torch.where(ids[:n] < 0, DRAWN[-1 - ids[:n].clamp_max(-1)].int(), ids[:n])
         attended = paged_attention(self.table[ids.long()], metadata, self.cache)
         hidden = attended.flatten(1) + positions[:, None]
-        self.calls.append((input_ids, positions, metadata, seats, hidden))
-        return hidden
+        wanted = hidden[rows]
+        self.calls.append((input_ids, positions, metadata, rows, hidden, wanted))
+        return wanted
 
 
 @pytest.fixture(scope="module")
 def graphs():
-    """With room for 2, 5 or 10 decodes and for 8 or 20 tokens of at most three chunks."""
+    """With room for 2, 5 or 10 decodes and 8 tokens of three chunks, or 10 decodes and 20 tokens of five chunks."""
     model = Model()
 
     class Graph:
-        def replay(self):
-            *inputs, hidden = self.step
-            hidden.copy_(model(*inputs))
+        def __init__(self):
+            *self.inputs, _, self.wanted = model.calls[-1]
 
-    @contextmanager
-    def capture(graph, pool):
-        yield
-        graph.step = model.calls[-1]
+        def replay(self):
+            self.wanted.copy_(model(*self.inputs))
+
+    def capture(work):
+        outputs = work()
+        return Graph(), outputs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "CUDAGraph", Graph)
-        patch.setattr(torch.cuda, "graph", capture)
-        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        patch.setattr(torch.cuda, "synchronize", lambda device: None)
-        patch.setattr(mixed_graphs, "TOKENS", (8, 20, 100))  # the last is more than a sequence may have
-        patch.setattr(mixed_graphs, "CHUNKS", 4)
-        patch.setattr(mixed_graphs, "decode_sizes", lambda seats: [2, 5, seats])
-        yield MixedGraphs(model, SEATS, 1000, WIDTH, BLOCK, CPU), model
+        patch.setattr(mixed_graphs, "SMALL", (8,))
+        patch.setattr(mixed_graphs, "chunk_capacity", lambda tokens: 4 if tokens == 8 else 6)
+        patch.setattr(mixed_graphs, "decode_sizes", lambda seats, tokens: [2, 5, seats] if tokens == 8 else [seats])
+        sizes = (8, 20, 200)  # the last is more padding than fits the longest sequences
+        yield MixedGraphs(model, SEATS, sizes, WIDTH, BLOCK, CPU, capture), model
 
 
 def batch_of(decodes, chunks, seed=0):
@@ -70,8 +91,11 @@ def batch_of(decodes, chunks, seed=0):
     width = max(-(-(start + count) // BLOCK) for start, count in spans)
     positions = np.concatenate([np.arange(start, start + count) for start, count in spans])
     ids = rng.integers(0, 50, len(positions)).astype(np.int32)
-    ids[: len(decodes)][np.array(decodes, dtype=int) < 0] = -1
+    in_flight = np.array(decodes, dtype=int) < 0
+    ids[: len(decodes)][in_flight] = -1 - rng.permutation(SEATS)[: len(decodes)][in_flight]
     none = np.zeros(len(decodes))
+    ends = np.cumsum([count for _, count in spans]) - 1
+    ends = ends[(np.arange(len(spans)) < len(decodes)) | (rng.random(len(spans)) < 0.5)]  # not all prompts end here
     return HostBatch(
         input_ids=ids,
         positions=positions,
@@ -79,20 +103,20 @@ def batch_of(decodes, chunks, seed=0):
         block_tables=rng.permutation(100)[: len(spans) * width].reshape(len(spans), width).astype(np.int32),
         seq_lens=np.array([start + count for start, count in spans], dtype=np.int32),
         cu_seqlens_q=np.cumsum([0, *(count for _, count in chunks)]).astype(np.int32),
-        logit_rows=none,
-        seats=rng.permutation(SEATS)[: len(decodes)],
+        logit_rows=ends,
         **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seeds", "steps"), none),
         num_decodes=len(decodes),
         max_seqlen_q=max((count for _, count in chunks), default=0),
         cascade=None,
         sampled=[],
         plain=True,
+        whole=False,
     )
 
 
 @given(
     decodes=st.lists(st.integers(-20, 20).filter(bool), max_size=SEATS),
-    chunks=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=3),
+    chunks=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=5),
     seed=st.integers(0, 99),
 )
 def test_replays_equal_steps_without_graphs(graphs, decodes, chunks, seed):
@@ -102,26 +126,27 @@ def test_replays_equal_steps_without_graphs(graphs, decodes, chunks, seed):
     if sum(count for _, count in chunks) > 20:
         assert room is None
         return
-    hidden = captured.run(batch, room).clone()
-    ids, positions, metadata, *_, padded = model.calls[-1]
+    wanted = captured.run(batch, room).clone()
+    ids, positions, metadata, *_, padded, _ = model.calls[-1]
     assert (metadata.num_decodes, len(ids)) == (room[0], sum(room))
     used = [*range(len(decodes)), *range(room[0], room[0] + len(positions[room[0] :]))][: len(batch.input_ids)]
     assert sorted(metadata.slot_mapping[metadata.slot_mapping >= 0].tolist()) == batch.slot_mapping.tolist()
     assert metadata.slot_mapping[used].tolist() == batch.slot_mapping.tolist()
+    assert metadata.cu_seqlens_q[-1] == room[1]
     assert padded.isfinite().all()
     eager = upload_batch(batch, CPU)
-    seats = torch.from_numpy(batch.seats)
-    torch.testing.assert_close(hidden, model(eager.input_ids, eager.positions, eager.metadata, seats))
+    rows = torch.from_numpy(batch.logit_rows)
+    torch.testing.assert_close(wanted, model(eager.input_ids, eager.positions, eager.metadata, rows))
 
 
 def test_what_has_no_room(graphs):
     captured, _ = graphs
     assert captured.room_for(batch_of([3], [(0, 8)])) == (2, 8)
-    assert captured.room_for(batch_of([3] * 3, [(0, 9)])) == (5, 20)
-    assert captured.room_for(batch_of([3], [(0, 2)] * 4)) is None  # as many chunks as there is room for, and padding
+    assert captured.room_for(batch_of([3] * 3, [(0, 8)])) == (5, 8)
+    assert captured.room_for(batch_of([3], [(0, 9)])) == (10, 20)
+    assert captured.room_for(batch_of([3], [(0, 1)] * 4)) == (10, 20)  # there must be a chunk for the padding
+    assert captured.room_for(batch_of([3], [(0, 2)] * 6)) is None
     assert captured.room_for(batch_of([3], [])) is None
-
-
-@pytest.mark.parametrize(("seats", "sizes"), [(1, [1]), (8, [8]), (9, [8, 9]), (256, [8, 64, 256])])
-def test_decode_sizes(seats, sizes):
-    assert decode_sizes(seats) == sizes
+    assert captured.room_for(batch_of([3], [(0, 21)])) is None
+    whole = dataclasses.replace(batch_of([3], [(0, 8)]), whole=True)
+    assert captured.room_for(whole) is None

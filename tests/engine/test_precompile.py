@@ -13,7 +13,7 @@ from triton.runtime import driver
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine import precompile
-from tritonllm.engine.precompile import BackgroundCompiler, Target, compile_kernels_of, distinct_layers, kernels_of
+from tritonllm.engine.precompile import BackgroundCompiler, Target, compile_kernels_of, kernels_of
 from tritonllm.kernels import tuning
 from tritonllm.kernels.compilation import Specialization
 from tritonllm.models.families import spec_from_config
@@ -63,10 +63,9 @@ def test_the_tables_of_the_named_gpu_hold(monkeypatch):
 
 def test_distinct_layers_keep_the_first_and_each_kind():
     spec = spec_from_config(tiny_config("gemma2", num_hidden_layers=6))  # every second layer has a window
-    kinds = distinct_layers(spec).layers
-    assert kinds[0] == spec.layers[0]
-    assert set(map(str, kinds[1:])) == set(map(str, spec.layers[1:]))
-    assert len(kinds) == 3
+    assert spec.distinct_layers() == [0, 1, 2]
+    same = spec_from_config(tiny_config("llama", num_hidden_layers=6))
+    assert same.distinct_layers() == [0, 1]
 
 
 @pytest.fixture

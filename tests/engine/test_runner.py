@@ -41,7 +41,8 @@ def test_steps_before_the_first_request_leave_the_cache_alone(monkeypatch, token
             layer.k.fill_(7.0)
             layer.v.fill_(7.0)
         runner.warm_up().prefill_step(tokens)
-        runner.warm_up().decode_step(min(tokens, 8))
+        for kind in ({}, {"shared": True}, {"prompt_token": True}):
+            runner.warm_up().decode_step(min(tokens, 8), 4, **kind)
     assert all((t == 7.0).all() for layer in runner._cache for t in (layer.k, layer.v))
 
 
@@ -53,13 +54,10 @@ def test_steps_before_the_first_request_include_shared_prefixes(monkeypatch, set
     monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 7 * 16 * make_runner().block_bytes // 3)
     runner = make_runner(**settings)
     runner.start(num_blocks=3, max_model_len=64)
-    with patch.object(attention, "cascade_decode_attention", wraps=attention.cascade_decode_attention) as cascade:
-        with torch.inference_mode():
-            runner.warm_up().decode_step(7)
-        assert cascade.call_count == 0
-        with torch.inference_mode():
-            runner.warm_up().decode_step(8)
-        assert cascade.call_count == calls
+    spy = patch.object(attention, "cascade_decode_attention", wraps=attention.cascade_decode_attention)
+    with spy as cascade, torch.inference_mode():
+        runner.warm_up().run()
+    assert cascade.call_count == calls
 
 
 def test_block_bytes_and_the_blocks_that_fit():

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from tritonllm.sampling_params import SamplingParams
 
 VOCAB = 12
 CPU = torch.device("cpu")
+ADMISSIONS = itertools.count()
 
 
 def request(prompt=(1, 2), output=(), bad_words=(), seed=0, **params):
@@ -23,6 +26,7 @@ def request(prompt=(1, 2), output=(), bad_words=(), seed=0, **params):
         eos_token_ids=frozenset([0]),
         seed=seed,
         bad_words=bad_words,
+        admission=next(ADMISSIONS),
     )
     made.output_token_ids.extend(output)
     return made
@@ -171,7 +175,7 @@ def test_a_seat_is_written_anew_after_a_preemption():
     sampler, made = Sampler(1, VOCAB, CPU), request(frequency_penalty=2.0, temperature=0)
     logits = torch.zeros(1, VOCAB)
     sample_from(logits, [made], sampler)  # token 0, which the host never hears of
-    made.num_preemptions += 1
+    made.admission = next(ADMISSIONS)
     made.output_token_ids += [1, 2]
     assert sample_from(logits, [made], sampler)[0] == [0]
     made.output_token_ids += [0]

@@ -256,7 +256,7 @@ def test_several_are_preempted_in_one_step_and_each_gives_its_place_up():
 
 def test_a_victim_whose_blocks_have_other_users_is_not_enough():
     scheduler, (a, b, c), _ = short_of_blocks()
-    scheduler.pool.retain(c.block_ids[0])
+    scheduler.pool.retain(c.block_ids[:1])
     plan = scheduler.schedule()
     assert [item.request for item in plan.scheduled] == [a]
     assert plan.preempted == (c, b)

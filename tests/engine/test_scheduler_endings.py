@@ -1,7 +1,7 @@
 """What the prefix cache saves a request, and how a request ends."""
 
 import pytest
-from support.scheduling import add, make_scheduler, short_of_blocks, step, steps
+from support.scheduling import add, has_unfinished, make_scheduler, short_of_blocks, step, steps
 
 from tritonllm.engine import prefix_cache
 from tritonllm.engine.request import RequestStatus
@@ -78,7 +78,7 @@ def test_each_block_is_hashed_once(monkeypatch):
     scheduler = make_scheduler(tokens=9)
     add(scheduler, "a", 37, 60)
     steps(scheduler, 40)
-    assert not scheduler.has_unfinished
+    assert not has_unfinished(scheduler)
     assert len(hashed) == 59 // 4
 
 
@@ -108,7 +108,7 @@ def test_stop_conditions(tokens, params, output, reason, stop_reason):
         if request.status.is_finished:
             break
     assert (request.output_token_ids, request.finish_reason, request.stop_reason) == (output, reason, stop_reason)
-    assert (scheduler.has_unfinished, scheduler.num_running, scheduler.pool.num_free) == (False, 0, 100)
+    assert (has_unfinished(scheduler), scheduler.num_running, scheduler.pool.num_free) == (False, 0, 100)
 
 
 def test_update_returns_the_new_tokens_in_the_order_of_the_plan():
@@ -148,7 +148,7 @@ def test_abort_frees_everything_at_once(state):
     assert scheduler.abort("c") is None
     for other in ("a", "b"):
         scheduler.abort(other)
-    assert (scheduler.num_waiting, scheduler.num_running, scheduler.has_unfinished) == (0, 0, False)
+    assert (scheduler.num_waiting, scheduler.num_running, has_unfinished(scheduler)) == (0, 0, False)
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     assert scheduler.schedule().scheduled == ()
 
@@ -184,7 +184,7 @@ def test_finish_with_a_stop_string():
     step(scheduler)
     scheduler.finish("r", RequestStatus.FINISHED_STOPPED, "END")
     assert (request.finish_reason, request.stop_reason) == ("stop", "END")
-    assert (scheduler.has_unfinished, scheduler.pool.num_free) == (False, 100)
+    assert (has_unfinished(scheduler), scheduler.pool.num_free) == (False, 100)
 
 
 def test_a_stop_string_in_the_last_token_outranks_the_length():

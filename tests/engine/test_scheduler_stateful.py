@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.scheduling import has_unfinished
 
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.request import Request, RequestStatus
@@ -284,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert contents.setdefault(block, prefix) == prefix, f"block {block} has two meanings"
         assert [pool.ref_count(block) for block in range(self.num_blocks)] == [uses[b] for b in range(self.num_blocks)]
         assert pool.num_free + len(uses) == self.num_blocks
-        assert self.scheduler.has_unfinished == bool(self.live)
+        assert has_unfinished(self.scheduler) == bool(self.live)
 
     def teardown(self):
         """Every request ends, within the bound of the scheduler's argument: each step the first request in order gains

@@ -1,4 +1,7 @@
-"""Steps of few rows fuse the norms and additions into the products. On a GPU they always do; here they are made to."""
+"""Steps of few rows fuse the norms and additions into the products. On a GPU they always do; here they are made to.
+
+And the last layer computes only the rows that are wanted, be they few or many.
+"""
 
 import pytest
 import torch
@@ -39,10 +42,41 @@ def test_same_logits(monkeypatch, device, family):
     assert relative_error(logits(model, prompts), want) < 3 * RELATIVE_ERROR[torch.float32]  # of 3 layers
 
 
+def last_layer_only_few(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    for module in (linear, mlp, decoder):
+        monkeypatch.setattr(module, "few_rows", lambda x: x.shape[0] <= limit)
+
+
+@pytest.mark.parametrize("limit", [0, 3, 100])  # no step has few rows; the last layer's are few; all have
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_wanted_rows(monkeypatch, device, family, limit):
+    """The hidden states of some tokens are those that all together would give."""
+    model = Decoder(spec_from_config(tiny_config(family)), dtype=torch.float32, device=device, max_model_len=64)
+    dummy_weights(model, 0)
+    runner, forward = PagedRunner(model), model.forward
+    prompts = [random_tokens(n, 101, seed=n) for n in (9, 4)]
+    hidden: list[torch.Tensor] = []
+
+    def both(*args):
+        last_layer_only_few(monkeypatch, 0)
+        hidden.append(forward(*args))
+        last_layer_only_few(monkeypatch, limit)
+        for rows in ([8, 12], [12, 0, 5], []):
+            wanted = forward(*args, torch.tensor(rows, dtype=torch.int64, device=device))
+            assert wanted.shape == (len(rows), model.spec.hidden_size)
+            if rows:
+                assert relative_error(wanted, hidden[-1][rows]) < 3 * RELATIVE_ERROR[torch.float32]
+        return hidden[-1]
+
+    monkeypatch.setattr(model, "forward", both)
+    runner.step([(PagedSequence(), prompt) for prompt in prompts])
+    assert len(hidden) == 1
+
+
 @pytest.mark.parametrize(
     ("family", "adding", "norms"),
     # norms that are kernels of their own: the last one, and of layer norms all
-    [("qwen3", 6, 1), ("granite", 6, 1), ("qwen3_moe", 3, 6), ("opt", 6, 7), ("gemma2", 0, 13), ("falcon", 0, 4)],
+    [("qwen3", 6, 1), ("granite", 6, 1), ("qwen3_moe", 3, 4), ("opt", 6, 7), ("gemma2", 0, 13), ("falcon", 0, 4)],
 )
 def test_pre_norm_layers_add_and_normalise_in_their_products(monkeypatch, device, family, adding, norms):
     """Three layers: how many products add to the stream, and how many norms are left."""

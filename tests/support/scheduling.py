@@ -38,6 +38,10 @@ def add(scheduler, *args, **kwargs):
     return request
 
 
+def has_unfinished(scheduler):
+    return scheduler.num_running + scheduler.num_waiting > 0
+
+
 def step(scheduler, token=7):
     """One step in which every sampled token is `token`; returns the plan as {name: tokens in the step}."""
     plan = scheduler.schedule()

@@ -20,13 +20,12 @@ class HostBatch:
     """Inputs of one forward pass over T tokens of B sequences, R of which get a new token, in host memory.
 
     Attributes:
-        input_ids: ``[T]`` int32; -1 stands for the token that the sequence's seat was given last.
+        input_ids: ``[T]`` int32; -1 - i stands for the token that row i of the step before draws.
         positions, slot_mapping: ``[T]`` int64.
         block_tables: ``[B, M]`` int32.
         seq_lens: ``[B]`` int32.
         cu_seqlens_q: ``[B - num_decodes + 1]`` int32.
         logit_rows: ``[R]`` int64, the tokens whose logits are sampled from.
-        seats: ``[R]`` int64, where the new tokens go.
         temperature, top_p, min_p: ``[R]`` float32.
         top_k: ``[R]`` int32.
         seeds, steps: ``[R]`` int64; a request's seed and the index of the token it is about to get.
@@ -34,6 +33,7 @@ class HostBatch:
         cascade: what the decodes share, in host memory; ``None`` if it does not pay.
         sampled: the R items of the plan that get a token, in the order of the rows.
         plain: the draw alone serves all of them: no logits are edited or reported.
+        whole: the hidden states of all tokens are wanted, for prompt log-probabilities.
     """
 
     input_ids: np.ndarray
@@ -43,7 +43,6 @@ class HostBatch:
     seq_lens: np.ndarray
     cu_seqlens_q: np.ndarray
     logit_rows: np.ndarray
-    seats: np.ndarray
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
@@ -55,6 +54,7 @@ class HostBatch:
     cascade: CascadePlan | None
     sampled: Sequence[ScheduledRequest]
     plain: bool
+    whole: bool
 
 
 def empty_batch() -> HostBatch:
@@ -68,7 +68,6 @@ def empty_batch() -> HostBatch:
         seq_lens=int32,
         cu_seqlens_q=np.zeros(1, dtype=np.int32),
         logit_rows=int64,
-        seats=int64,
         temperature=float32,
         top_k=int32,
         top_p=float32,
@@ -80,6 +79,7 @@ def empty_batch() -> HostBatch:
         cascade=None,
         sampled=(),
         plain=True,
+        whole=False,
     )
 
 
@@ -87,7 +87,6 @@ def empty_batch() -> HostBatch:
 class SamplingInputs:
     """What the sampling kernels read, on the device; see :class:`HostBatch`."""
 
-    seats: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -109,7 +108,7 @@ def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: Casc
     """The arrays of a plan that is not empty: decodes first, as the plan orders them.
 
     Args:
-        seats: of the runner.
+        seats: of the runner; told which rows this step will draw.
         planner: finds what the decodes share; ``None`` does not look for it.
     """
     items, n = plan.scheduled, plan.num_decodes
@@ -126,22 +125,25 @@ def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: Casc
     tokens: list[int] = []
     for item in items:
         tokens += (-1,) if item.pending else item.request.token_ids(item.start, item.start + item.num_tokens)
+    input_ids = np.array(tokens, dtype=np.int32)
+    pending = np.flatnonzero(input_ids[:n] < 0)  # all are decodes, and were sampled from in the step before
+    input_ids[pending] = -1 - seats.drawn[rows[pending]]
 
     samples = np.array([item.samples for item in items], dtype=bool)
     sampled = [item for item in items if item.samples]
     at = rows[samples]
+    seats.drawn[at] = np.arange(len(at))
     steps = np.array([item.output_index for item in sampled], dtype=np.int64)
     seq_lens = ends.astype(np.int32)
     chunks = counts[n:]
     return HostBatch(
-        input_ids=np.array(tokens, dtype=np.int32),
+        input_ids=input_ids,
         positions=positions,
         slot_mapping=slots,
         block_tables=tables,
         seq_lens=seq_lens,
         cu_seqlens_q=np.concatenate(([0], np.cumsum(chunks))).astype(np.int32),
         logit_rows=last_tokens[samples] - 1,
-        seats=at,
         temperature=seats.temperature[at],
         top_k=seats.top_k[at],
         top_p=seats.top_p[at],
@@ -153,6 +155,7 @@ def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: Casc
         cascade=None if planner is None else planner.plan(tables[:n], seq_lens[:n]),
         sampled=sampled,
         plain=not (seats.special[at] | (steps < seats.min_tokens[at])).any(),
+        whole=any(item.request.params.prompt_logprobs is not None for item in items[n:]),
     )
 
 

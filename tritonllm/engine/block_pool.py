@@ -37,6 +37,11 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
+    def count_used(self, blocks: Iterable[int]) -> int:
+        """How many of them have a user."""
+        refs = self._refs
+        return sum(1 for block in blocks if refs[block])
+
     def allocate(self) -> int:
         """Take the least recently used free block; its label and contents are lost.
 
@@ -61,13 +66,14 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def retain(self, block: int) -> None:
-        """Add a user to a block that has some, or that is free but labelled."""
-        if self._refs[block] == 0:
-            if self._labels[block] is None:
-                raise RuntimeError(f"block {block} is free and holds nothing to keep")
-            self._unlink(block)
-        self._refs[block] += 1
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Add a user to each block; they have some, or are free but labelled."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                if self._labels[block] is None:
+                    raise RuntimeError(f"block {block} is free and holds nothing to keep")
+                self._unlink(block)
+            self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Take one user from each block, in the order given; a block without users becomes free.
@@ -94,6 +100,16 @@ class BlockPool:
     def find(self, label: bytes) -> int | None:
         """The block that carries this label, in use or free."""
         return self._block_of.get(label)
+
+    def find_leading(self, labels: Iterable[bytes]) -> list[int]:
+        """The blocks that carry these labels, up to the first that no block carries."""
+        blocks = []
+        for label in labels:
+            block = self._block_of.get(label)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def clear_labels(self) -> None:
         for block in self._block_of.values():

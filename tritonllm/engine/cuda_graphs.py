@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tritonllm.engine.batch import HostBatch, SamplingInputs, upload, upload_cascade
+from tritonllm.engine.graph_capture import GraphCapture
 from tritonllm.engine.input_buffer import InputBuffer
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention_cascade import cascade_parts
@@ -25,7 +26,6 @@ Step = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, SamplingInputs],
 _COLUMNS = {  # one number a sequence
     "positions": torch.int64,
     "slot_mapping": torch.int64,
-    "seats": torch.int64,
     "seeds": torch.int64,
     "steps": torch.int64,
     "input_ids": torch.int32,
@@ -62,12 +62,12 @@ class DecodeGraphs:
     """Captured decode steps.
 
     Args:
-        step: ``(input_ids, positions, metadata, sampling) -> (hidden, tokens)``; seat ``max_num_seqs`` belongs to the
-            padding.
+        step: ``(input_ids, positions, metadata, sampling) -> (hidden, tokens)``.
         max_num_seqs: the largest batch.
         max_blocks: the widest block table.
         device: a CUDA device.
         may_share: whether a step of so many sequences can come with a plan for their shared prefix.
+        capture: what captures.
     """
 
     def __init__(
@@ -77,10 +77,11 @@ class DecodeGraphs:
         max_blocks: int,
         device: torch.device,
         may_share: Callable[[int], bool],
+        capture: GraphCapture,
     ) -> None:
         self._device = device
         self._columns = InputBuffer({name: (dtype, max_num_seqs) for name, dtype in _COLUMNS.items()}, device)
-        self._padding = {"slot_mapping": -1, "seats": max_num_seqs, "top_p": 1.0}  # and 0 in the other columns
+        self._padding = {"slot_mapping": -1, "top_p": 1.0}  # and 0 in the other columns
         self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._loaded = np.empty((0, 0), dtype=np.int32)
         self._no_prefill = torch.zeros(1, dtype=torch.int32, device=device)
@@ -91,18 +92,14 @@ class DecodeGraphs:
         self._plans = {size: self._plan(size) for size in self._sizes if may_share(size)}
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._step = step
-        self._pool = torch.cuda.graph_pool_handle()
+        self._capture_graph = capture
         for size in reversed(self._sizes):  # the largest first: the others then fit into its memory
             self._graphs[size, False] = self._capture(size, shared=False)
 
     def _capture(self, size: int, *, shared: bool) -> _Captured:
         """Run the step on what is in the buffers, and capture it. Run again on the same inputs, it changes nothing."""
         inputs = self._inputs(size, self._plans[size] if shared else None)
-        self._step(*inputs)  # loads whatever the capture must not
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            hidden, tokens = self._step(*inputs)
+        graph, (hidden, tokens) = self._capture_graph(lambda: self._step(*inputs))
         return _Captured(graph, hidden, tokens)
 
     def _plan(self, size: int) -> CascadePlan:

@@ -67,7 +67,7 @@ class SeatEdits:
         self._size = seats, vocab
         self._device = device
         self._state: LogitEdits | None = None
-        self._occupants: list[tuple[Request, int] | None] = [None] * seats  # and how often it was preempted before
+        self._admissions = [-1] * seats  # of whom the state holds
 
     def of(self, items: Sequence[ScheduledRequest]) -> tuple[LogitEdits, torch.Tensor]:
         """The state, and for each item its seat, or -1 if nothing is to be edited, ``[R]`` int32 on the device."""
@@ -79,9 +79,8 @@ class SeatEdits:
             if seat is None or not is_edited(item):
                 continue
             seats[row] = seat
-            occupant = self._occupants[seat]
-            if occupant is None or occupant[0] is not request or occupant[1] != request.num_preemptions:
-                self._occupants[seat] = request, request.num_preemptions
+            if self._admissions[seat] != request.admission:
+                self._admissions[seat] = request.admission
                 self._write(self._state, request, seat)
         return self._state, upload([seats], self._device)[0]
 

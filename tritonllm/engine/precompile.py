@@ -47,7 +47,8 @@ class Target(NamedTuple):
 def kernels_of(spec: ModelSpec, config: EngineConfig, target: Target) -> list[Specialization]:
     """What an engine with this model and configuration launches. Nothing else may launch kernels meanwhile."""
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
-        model = Decoder(distinct_layers(spec), dtype=target.dtype, device=META, max_model_len=target.max_model_len)
+        small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+        model = Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len)
         runner = ModelRunner(model, config, META, target.max_model_len)
         runner.start(NUM_BLOCKS, target.max_model_len)
         runner.warm_up().run()
@@ -69,15 +70,6 @@ def compile_kernels_of(
     missing = [kernel for kernel in kernels if not kernel.is_cached()]
     compile_in_parallel([*missing, driver_extension()], jobs)
     return len(kernels), len(missing)
-
-
-def distinct_layers(spec: ModelSpec) -> ModelSpec:
-    """The same model with each kind of layer once: the first, where the stream begins, and those that differ after."""
-    kinds = [spec.layers[0]]
-    for layer in spec.layers[1:]:
-        if layer not in kinds[1:]:
-            kinds.append(layer)
-    return dataclasses.replace(spec, layers=tuple(kinds))
 
 
 class BackgroundCompiler:
@@ -111,9 +103,9 @@ class BackgroundCompiler:
             if self._process.exitcode != 0:
                 warnings.warn("compiling kernels in parallel failed: they are compiled one by one", stacklevel=2)
         if self._process.is_alive() and self._process.pid is not None:
-            self._process.terminate()
+            self._process.kill()  # not SIGTERM, which LLVM handles, and may wait in for a lock that a fork has left
             with suppress(ProcessLookupError):  # it had no time to begin a group: then it has no workers
-                os.killpg(self._process.pid, signal.SIGTERM)
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.join()
         self._pipe.close()
 

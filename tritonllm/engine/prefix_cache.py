@@ -42,15 +42,9 @@ class PrefixCache:
         The last known token is never covered: it must run through the model, or there would be nothing to sample
         from. A request that wants ``prompt_logprobs`` matches nothing, since it needs every position's logits.
         """
-        blocks: list[int] = []
         if request.params.prompt_logprobs is not None:
-            return blocks
-        for index in range((request.num_tokens - 1) // self.block_size):
-            block = self.pool.find(self._digest(request, index))
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+            return []
+        return self.pool.find_leading(self._digests(request, (request.num_tokens - 1) // self.block_size))
 
     def insert(self, request: Request) -> None:
         """Make those of the request's blocks available whose tokens are all known and computed.
@@ -59,10 +53,11 @@ class PrefixCache:
         all keys and values before it reads any, so whoever finds the block, even in the same step, reads what is there.
         """
         full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
-        while request.num_labelled_blocks < full:
-            index = request.num_labelled_blocks
-            self.pool.label(request.block_ids[index], self._digest(request, index))
-            request.num_labelled_blocks += 1
+        done = request.num_labelled_blocks
+        if full > done:
+            for block, digest in zip(request.block_ids[done:full], self._digests(request, full)[done:], strict=True):
+                self.pool.label(block, digest)
+            request.num_labelled_blocks = full
 
     def count(self, request: Request) -> None:
         """Add a request's first admission to the statistics. Later ones find its own work: that is no merit."""
@@ -83,15 +78,17 @@ class PrefixCache:
             )
         self.pool.clear_labels()
 
-    def _digest(self, request: Request, index: int) -> bytes:
-        """Digest of the request's full block ``index``; each one is computed once in a request's life."""
+    def _digests(self, request: Request, count: int) -> list[bytes]:
+        """Digests of the request's first ``count`` full blocks; each one is computed once in a request's life."""
         hashes, size = request.block_hashes, self.block_size
-        while len(hashes) <= index:
-            start = len(hashes) * size
+        if len(hashes) < count:
+            tokens = array("q", request.token_ids(len(hashes) * size, count * size))
+            data, step = tokens.tobytes(), size * tokens.itemsize
             parent = hashes[-1] if hashes else self._root(request)
-            tokens = array("q", request.token_ids(start, start + size))
-            hashes.append(xxh3_128_digest(parent + tokens.tobytes()))
-        return hashes[index]
+            for start in range(0, len(data), step):
+                parent = xxh3_128_digest(parent + data[start : start + step])
+                hashes.append(parent)
+        return hashes[:count]
 
     @staticmethod
     def _root(request: Request) -> bytes:

@@ -53,6 +53,7 @@ class Request:
         block_hashes: digests of the leading full blocks, as far as they were needed.
         num_labelled_blocks: leading blocks that the prefix cache knows.
         seat: its row in the runner's arrays while it runs, below ``max_num_seqs``.
+        admission: a number for each time that a request was given a seat; no two of any requests are equal.
         status: where the request is.
         stop_reason: the stop token or stop string that ended it; ``None`` for the end-of-sequence token.
         num_preemptions: how often it lost its blocks and started again.
@@ -80,6 +81,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_labelled_blocks: int = 0
     seat: int | None = None
+    admission: int = 0
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | str | None = None
     num_preemptions: int = 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ import torch
 from tritonllm.config import EngineConfig
 from tritonllm.engine.batch import HostBatch, SamplingInputs, build_batch, upload, upload_batch, upload_sampling
 from tritonllm.engine.cuda_graphs import DecodeGraphs
-from tritonllm.engine.mixed_graphs import TOKENS, MixedGraphs
+from tritonllm.engine.graph_capture import GraphCapture
+from tritonllm.engine.mixed_graphs import MixedGraphs, token_sizes
 from tritonllm.engine.sampler import LogprobTensors, Sampler, TokenLogprobs
 from tritonllm.engine.scheduler import StepPlan
 from tritonllm.engine.seats import SeatTable
@@ -87,7 +89,7 @@ class RunningStep:
 def _to_host(values: torch.Tensor) -> torch.Tensor:
     """Begin to copy to pinned memory."""
     if not values.is_cuda:
-        return values
+        return values.clone()  # the next step may overwrite it
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
 
@@ -150,8 +152,8 @@ class ModelRunner:
         warm_up.prefill_step(scheduler.max_num_batched_tokens)  # its memory stays with the allocator, for later steps
         captured = 0
         if self._model.supports_graphs and not self._config.enforce_eager:  # two kinds, each with memory of its own
-            largest = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs + TOKENS[-1])
-            captured = sum(self._peak(warm_up, tokens) for tokens in (scheduler.max_num_seqs, largest))
+            sizes = (0, *self._captured_tokens()[-1:])
+            captured = sum(self._peak(warm_up, scheduler.max_num_seqs + tokens) for tokens in sizes)
         self._cache = []
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
@@ -161,6 +163,12 @@ class ModelRunner:
                 f"cache, less than a block ({self.block_bytes / 1e9:.3f} GB): raise it, or lower max_num_batched_tokens"
             )
         return granted // self.block_bytes
+
+    def _captured_tokens(self) -> list[int]:
+        """Room for prompt tokens in captured steps."""
+        if not self._model.supports_graphs or self._config.enforce_eager:
+            return []
+        return token_sizes(self._config.scheduler.max_num_batched_tokens, self._model.layer_elements)
 
     def _peak(self, warm_up: WarmUp, tokens: int) -> int:
         """Bytes that a step of so many tokens needs for itself."""
@@ -177,8 +185,14 @@ class ModelRunner:
         workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=self._device)
         self._cache = [KVCacheView(layer[0], layer[1], workspace) for layer in pool]
 
-    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        return self._model(input_ids, positions, metadata, self._cache)
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._model(input_ids, positions, metadata, self._cache, rows)
 
     def warm_up(self) -> WarmUp:
         """The steps that are run before the first request."""
@@ -191,6 +205,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            padded=[scheduler.max_num_seqs + tokens for tokens in self._captured_tokens()[-1:]],
             may_share=self._may_share,
         )
 
@@ -215,44 +230,53 @@ class ModelRunner:
         self._seats = SeatTable(self._config.scheduler.max_num_seqs, self._max_blocks)
         if self._device.type != "cuda":
             return
-        self.warm_up().run()
+        with self._model.rehearsal():
+            self.warm_up().run()
         if self._model.supports_graphs and not self._config.enforce_eager:
+            capture = partial(GraphCapture, self._model.rehearsal, self._device)  # each kind with memory of its own
             seats = self._config.scheduler.max_num_seqs
-            self._graphs = DecodeGraphs(self._decode, seats, self._max_blocks, self._device, self._may_share)
-            budget = self._config.scheduler.max_num_batched_tokens
-            size = seats, budget, self._max_blocks, self._block_size
-            self._mixed = MixedGraphs(self._forward_pending, *size, self._device)
+            self._graphs = DecodeGraphs(self._decode, seats, self._max_blocks, self._device, self._may_share, capture())
+            size = seats, self._captured_tokens(), self._max_blocks, self._block_size
+            self._mixed = MixedGraphs(self._forward_pending, *size, self._device, capture())
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> RunningStep:
         """Start one step; its results can be waited for, and the next one may be launched before."""
         host = build_batch(plan, self._seats, self._block_size, self._planner)
         tokens = logprobs = None
+        prompt_logprobs: list[tuple[str, int, LogprobTensors]] = []
         if self._graphs is not None and plan.num_decodes == len(plan.scheduled):
-            hidden, tokens = self._graphs.run(host)
-            rows, inputs = hidden, self._graphs.sampling_inputs(len(host.sampled))
+            rows, tokens = self._graphs.run(host)
+            inputs = self._graphs.sampling_inputs(len(host.sampled))
         else:
             at, inputs = upload_sampling(host, self._device)
-            hidden = self._mixed_step(host, inputs.seats)
-            rows = hidden[at]
+            rows = self._mixed_step(host, None if host.whole else at)
+            if host.whole:
+                prompt_logprobs = self._prompt_logprobs(plan, rows)
+                rows = rows[at]
         if host.sampled and (tokens is None or not host.plain):
             tokens, logprobs = self._sampler.sample(self._model.compute_logits(rows), inputs, host.sampled)
-        return RunningStep(plan, tokens, logprobs, self._prompt_logprobs(plan, hidden), self._device)
+        return RunningStep(plan, tokens, logprobs, prompt_logprobs, self._device)
 
-    def _mixed_step(self, host: HostBatch, seats: torch.Tensor) -> torch.Tensor:
-        """Hidden states of a step that was not captured whole; its decodes sit in the first of these seats."""
+    def _mixed_step(self, host: HostBatch, rows: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states of these tokens, or all, of a step that was not captured whole."""
         room = None if self._mixed is None else self._mixed.room_for(host)
         if self._mixed is not None and room is not None:
             return self._mixed.run(host, room)
         batch = upload_batch(host, self._device)
-        return self._forward_pending(batch.input_ids, batch.positions, batch.metadata, seats[: host.num_decodes])
+        everyone = len(host.logit_rows) == len(host.input_ids)  # then the rows are in their order already
+        return self._forward_pending(batch.input_ids, batch.positions, batch.metadata, None if everyone else rows)
 
     def _forward_pending(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, seats: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """:meth:`_forward` after the decodes in these seats got their last tokens."""
-        self._sampler.fill_pending(input_ids[: metadata.num_decodes], seats)
-        return self._forward(input_ids, positions, metadata)
+        """:meth:`_forward` after the decodes got what the step before drew for them."""
+        self._sampler.fill_pending(input_ids[: metadata.num_decodes])
+        return self._forward(input_ids, positions, metadata, rows)
 
     def _decode(
         self,
@@ -262,7 +286,7 @@ class ModelRunner:
         inputs: SamplingInputs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is captured of a decode step: from the last tokens to the next ones."""
-        hidden = self._forward_pending(input_ids, positions, metadata, inputs.seats)
+        hidden = self._forward_pending(input_ids, positions, metadata)
         return hidden, self._sampler.draw(self._model.compute_logits(hidden), inputs)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[str, int, LogprobTensors]]:

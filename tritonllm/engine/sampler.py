@@ -34,30 +34,29 @@ LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the three of
 
 
 class Sampler:
-    """Draws tokens, and remembers on the device what each seat was given last.
+    """Draws tokens, and remembers on the device what the last step drew.
 
     Args:
-        seats: most requests running at once; seat number ``seats`` belongs to the padding of captured steps.
+        seats: most requests running at once.
         vocab: size of the vocabulary.
         device: where the logits are.
     """
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
-        self._last_tokens = torch.zeros(seats + 1, dtype=torch.int64, device=device)
+        self._drawn = torch.zeros(seats, dtype=torch.int64, device=device)
         self._workspace = torch.zeros(seats, dtype=torch.int32, device=device)
         self._edits = SeatEdits(seats, vocab, device)
 
-    def fill_pending(self, input_ids: torch.Tensor, seats: torch.Tensor) -> None:
-        """Put the last tokens of ``seats[N]`` in the place of -1 in ``input_ids[N]``."""
-        fill_pending_tokens(input_ids, seats, self._last_tokens)
+    def fill_pending(self, input_ids: torch.Tensor) -> None:
+        """Put what row i drew last in the place of -1 - i in ``input_ids[N]`` int32."""
+        fill_pending_tokens(input_ids, self._drawn)
 
     def draw(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-        """One token for each row of ``logits[R, V]`` float32 -> ``[R]`` int64. Can be captured in a graph."""
-        i = inputs
+        """One token for each row of ``logits[R, V]`` float32 -> ``[R]`` int64, valid until the next draw. Can be
+        captured in a graph."""
+        i, out = inputs, self._drawn[: len(logits)]
         limits = i.temperature, i.top_k, i.top_p, i.min_p
-        tokens = sample(logits, *limits, i.seeds, i.steps, workspace=self._workspace)
-        self._last_tokens.index_copy_(0, i.seats, tokens)
-        return tokens
+        return sample(logits, *limits, i.seeds, i.steps, workspace=self._workspace, out=out)
 
     def sample(
         self, logits: torch.Tensor, inputs: SamplingInputs, items: Sequence[ScheduledRequest]
@@ -69,19 +68,18 @@ class Sampler:
             items: the R requests.
 
         Returns:
-            ``[R]`` int64, and log-probabilities (of the model's own distribution, before edits) if a request wants
-            them.
+            ``[R]`` int64, valid until the next draw, and log-probabilities (of the model's own distribution, before
+            edits) if a request wants them.
         """
         wanted = [item.request.params.logprobs for item in items if item.request.params.logprobs is not None]
         raw = logits
         if any(is_edited(item) for item in items):
             raw = logits.clone() if wanted else logits  # edits are made in place
-            i = inputs
+            i, more = inputs, {"workspace": self._workspace, "out": self._drawn[: len(logits)]}
             limits = i.temperature, i.top_k, i.top_p, i.min_p
             edits, seats = self._edits.of(items)
-            tokens = sample(logits, *limits, i.seeds, i.steps, edits=edits, seats=seats, workspace=self._workspace)
+            tokens = sample(logits, *limits, i.seeds, i.steps, edits=edits, seats=seats, **more)
             count_tokens(edits, seats, tokens)
-            self._last_tokens.index_copy_(0, i.seats, tokens)
         else:
             tokens = self.draw(logits, inputs)
         return tokens, token_logprobs(raw, tokens, max(wanted)) if wanted else None
@@ -97,6 +95,6 @@ class Sampler:
         for edited in ({}, {"edits": edits, "seats": seats}):
             tokens = sample(logits, *limits, index, index, workspace=self._workspace, **edited)
         count_tokens(edits, seats, tokens)
-        self.fill_pending(index.int(), index)
+        self.fill_pending(index.int())
         for top in (0, 5):
             token_logprobs(logits, tokens, top)

@@ -130,17 +130,13 @@ class Scheduler:
         self.prefix_cache = PrefixCache(cache.block_size, self.pool) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
         self._longest = num_blocks * cache.block_size + 1
-        self._counter = itertools.count()
+        self._counter, self._admissions = itertools.count(), itertools.count(1)
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._just_ended: dict[str, Request] = {}  # by the last update
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
         self._free_seats = list(range(config.max_num_seqs))
         self._preemptions = 0
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._requests)
 
     @property
     def num_waiting(self) -> int:
@@ -323,7 +319,7 @@ class Scheduler:
                 return
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING
-            request.seat = self._free_seats.pop()
+            request.seat, request.admission = self._free_seats.pop(), next(self._admissions)
             insort(self._running, request, key=_ORDER)
             end = min(request.num_tokens, request.num_computed_tokens + budget)
             scheduled.append(self._advance(request, end))
@@ -335,11 +331,10 @@ class Scheduler:
         if spare < 1:  # at least one block is never a cached one: no need to look
             return False
         cached = self.prefix_cache.match(request) if self.prefix_cache else []
-        shared = sum(self.pool.ref_count(block) > 0 for block in cached)  # the other cached ones are in the free list
+        shared = self.pool.count_used(cached)  # the other cached ones are in the free list
         if total - shared > spare:
             return False
-        for block in cached:  # before anything is allocated, which could evict them
-            self.pool.retain(block)
+        self.pool.retain(cached)  # before anything is allocated, which could evict them
         request.block_ids = cached + self.pool.allocate_many(total - len(cached))
         request.num_computed_tokens = len(cached) * self.block_size
         request.num_labelled_blocks = len(cached)

@@ -25,15 +25,16 @@ class SeatTable:
         seeds: ``[seats]`` int64.
         special: ``[seats]`` bool: logits are edited or reported at every token.
         min_tokens: ``[seats]`` int64: they are edited up to this token.
+        drawn: ``[seats]`` int64: which row of the step before drew the request's token.
     """
 
     def __init__(self, seats: int, max_blocks: int) -> None:
         self.tables = np.zeros((seats, max_blocks), dtype=np.int32)
         self.temperature, self.top_p, self.min_p = np.zeros((3, seats), dtype=np.float32)
         self.top_k = np.zeros(seats, dtype=np.int32)
-        self.seeds, self.min_tokens = np.zeros((2, seats), dtype=np.int64)
+        self.seeds, self.min_tokens, self.drawn = np.zeros((3, seats), dtype=np.int64)
         self.special = np.zeros(seats, dtype=bool)
-        self._occupants: list[tuple[Request, int] | None] = [None] * seats  # and how often it was preempted before
+        self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
 
     def rows(self, requests: Sequence[Request]) -> np.ndarray:
@@ -43,8 +44,7 @@ class SeatTable:
             seat = request.seat
             assert seat is not None  # it runs
             seats[i] = seat
-            occupant = self._occupants[seat]
-            if occupant is None or occupant[0] is not request or occupant[1] != request.num_preemptions:
+            if self._admissions[seat] != request.admission:
                 self._seat(request, seat)
             known, blocks = self._num_blocks[seat], request.block_ids
             if len(blocks) != known:
@@ -54,7 +54,7 @@ class SeatTable:
 
     def _seat(self, request: Request, seat: int) -> None:
         params = request.params
-        self._occupants[seat] = request, request.num_preemptions
+        self._admissions[seat] = request.admission
         self._num_blocks[seat] = 0
         self.temperature[seat] = 0.0 if params.greedy else params.temperature
         self.top_k[seat] = max(params.top_k, 0)

@@ -5,7 +5,7 @@ with the width of the block table. The steps below visit all of those once. They
 values, so the same steps on meta tensors list the kernels without a GPU (:mod:`tritonllm.engine.precompile`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -13,7 +13,8 @@ import torch
 from tritonllm.kernels import CascadePlan, plan_cascade
 from tritonllm.layers.metadata import AttentionMetadata
 
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
+# (input_ids, positions, metadata, the rows that are wanted) -> hidden
+Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
 
 
 def warm_up_sizes(budget: int) -> list[int]:
@@ -25,13 +26,14 @@ class WarmUp:
     """Dummy steps on one device.
 
     Args:
-        forward: ``(input_ids[T], positions[T], metadata) -> hidden[T, hidden]``.
+        forward: ``(input_ids[T], positions[T], metadata, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
         sample: ``hidden[R, hidden]`` to tokens: logits and every kind of sampling that requests may ask for.
         device: where the steps run.
         block_size: tokens of a cache block.
         max_model_len: the longest sequence that may come.
         max_num_seqs: most sequences of a step.
         max_num_batched_tokens: most tokens of a step.
+        padded: tokens of larger steps, which captured ones have by their padding.
         may_share: whether a step of so many decodes can come with a plan for their shared prefix.
     """
 
@@ -45,6 +47,7 @@ class WarmUp:
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        padded: Sequence[int],
         may_share: Callable[[int], bool],
     ) -> None:
         self._forward = forward
@@ -54,51 +57,66 @@ class WarmUp:
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._padded = padded
         self._may_share = may_share
 
     def run(self) -> None:
         """Every step."""
-        for tokens in warm_up_sizes(self._max_num_batched_tokens):
+        widest = -(-self._max_model_len // self._block_size)
+        for tokens in (*warm_up_sizes(self._max_num_batched_tokens), *self._padded):
             self.prefill_step(tokens)
+            self.prefill_step(tokens, widest)
         for sequences in warm_up_sizes(self._max_num_seqs):
-            self.decode_step(sequences)
+            for width in (1, widest):
+                self.decode_step(sequences, width)
+                self.decode_step(sequences, width, prompt_token=True)
+                if self._may_share(sequences):
+                    self.decode_step(sequences, width, shared=True)
 
-    def prefill_step(self, tokens: int) -> None:
-        """``tokens`` prompt tokens, with logits for as many seats as they could fill."""
+    def prefill_step(self, tokens: int, width: int = 1) -> None:
+        """``tokens`` prompt tokens, with logits for as many seats as they could fill.
+
+        Args:
+            width: blocks that a sequence has room for, if that is more than it needs: before the tokens could come
+                others, cached. Kernels for many keys are other ones.
+        """
         length = min(tokens, self._max_model_len)
         ends = [*range(0, tokens, length), tokens]
         lengths = [end - start for start, end in pairwise(ends)]
-        device = self._device
+        device, width = self._device, max(width, -(-length // self._block_size))
         metadata = AttentionMetadata(
             slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(len(lengths), -(-length // self._block_size), dtype=torch.int32, device=device),
+            block_tables=torch.zeros(len(lengths), width, dtype=torch.int32, device=device),
             seq_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
             cu_seqlens_q=torch.tensor(ends, dtype=torch.int32).to(device),
             num_decodes=0,
             max_seqlen_q=length,
         )
         positions = (torch.arange(tokens) % length).to(device)
-        hidden = self._forward(torch.zeros(tokens, dtype=torch.int32, device=device), positions, metadata)
-        self._sample(hidden[: min(self._max_num_seqs, tokens)])
+        rows = torch.arange(min(self._max_num_seqs, tokens)).to(device)
+        ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._sample(self._forward(ids, positions, metadata, None if len(rows) == tokens else rows))
 
-    def decode_step(self, sequences: int) -> None:
-        """Decodes of empty sequences, with the narrowest and the widest block table: short sequences are not split,
-        and the kernels for that are other ones. With a shared prefix and without."""
-        device = self._device
+    def decode_step(self, sequences: int, width: int, *, shared: bool = False, prompt_token: bool = False) -> None:
+        """Decodes of empty sequences.
+
+        Args:
+            width: of the block table: short sequences are not split, and the kernels for that are other ones.
+            shared: with a plan for a shared prefix.
+            prompt_token: beside a prompt of one token: a step of decodes alone has kernels of its own.
+        """
+        device, tokens = self._device, sequences + prompt_token
         lengths = torch.zeros(sequences, dtype=torch.int32)
-        empty = lengths.to(device)
-        for width in (1, -(-self._max_model_len // self._block_size)):
-            tables = torch.zeros(sequences, width, dtype=torch.int32)
-            plan = plan_cascade(tables, lengths, lengths.bool(), width, self._block_size)  # on the host, as in service
-            shared = CascadePlan(*(part.to(device) for part in plan))
-            for cascade in (None, shared) if self._may_share(sequences) else (None,):
-                metadata = AttentionMetadata(
-                    slot_mapping=torch.full((sequences,), -1, dtype=torch.int64, device=device),
-                    block_tables=tables.to(device),
-                    seq_lens=empty,
-                    cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=device),
-                    num_decodes=sequences,
-                    max_seqlen_q=0,
-                    cascade=cascade,
-                )
-                self._forward(empty, empty.long(), metadata)
+        tables = torch.zeros(tokens, width, dtype=torch.int32)
+        plan = plan_cascade(tables, lengths, lengths.bool(), width, self._block_size) if shared else None  # on the host
+        metadata = AttentionMetadata(
+            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+            block_tables=tables.to(device),
+            seq_lens=torch.tensor([0] * sequences + [1] * prompt_token, dtype=torch.int32).to(device),
+            cu_seqlens_q=torch.arange(1 + prompt_token, dtype=torch.int32).to(device),
+            num_decodes=sequences,
+            max_seqlen_q=int(prompt_token),
+            cascade=None if plan is None else CascadePlan(*(part.to(device) for part in plan)),
+        )
+        empty = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._forward(empty, empty.long(), metadata, None)

@@ -69,6 +69,10 @@ def _embedding(weight: torch.Tensor, ids: torch.Tensor, *_: Any) -> torch.Tensor
     return _empty((*ids.shape, weight.shape[1]), weight.dtype)
 
 
+def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    return _empty((*x.shape[:dim], len(index), *x.shape[dim + 1 :]), x.dtype)
+
+
 def _repeat(x: torch.Tensor, times: list[int]) -> torch.Tensor:
     shape = (1,) * (len(times) - x.dim()) + tuple(x.shape)
     return _empty([n * size for n, size in zip(times, shape, strict=True)], x.dtype)
@@ -90,6 +94,7 @@ _SHAPES: dict[Any, Callable[..., torch.Tensor]] = {
     aten.addmm.default: _product_plus,
     aten.linear.default: _linear,
     aten.embedding.default: _embedding,
+    aten.index_select.default: _index_select,
 }
 
 

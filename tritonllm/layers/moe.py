@@ -9,6 +9,7 @@ from torch import nn
 from tritonllm.kernels import fused_moe, moe_route
 from tritonllm.layers.linear import Linear, empty_parameter, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
+from tritonllm.layers.norm import Norm
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
@@ -85,8 +86,22 @@ class MoE(nn.Module):
         if spec.shared_gate:
             self.shared_gate = Linear(hidden_size, 1, bias=False, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x[T, hidden]`` -> ``[T, hidden]``."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """``x[T, hidden]`` -> ``[T, hidden]``.
+
+        Args:
+            norm: of ``x`` first.
+            residual: ``[T, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
+        """
+        if norm is not None:
+            x = norm.normalize(x)
         spec = self.spec
         grouped = spec.num_groups > 1
         # in float32: two experts that bfloat16 takes for equal would be chosen by their number
@@ -109,10 +124,12 @@ class MoE(nn.Module):
             activation=spec.activation,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
+            residual=residual,
+            scale=scale,
         )
         if self.shared is None:
             return out
-        shared = self.shared(x)
-        if self.shared_gate is not None:
-            shared = shared * self.shared_gate(x).sigmoid()
-        return out.add_(shared)
+        if self.shared_gate is None:
+            return self.shared(x, residual=out, scale=1.0 if residual is None else scale)
+        shared = self.shared(x) * self.shared_gate(x).sigmoid()
+        return out.add_(shared, alpha=1.0 if residual is None else scale)

@@ -1,6 +1,7 @@
 """The one decoder: every supported architecture is a :class:`ModelSpec` over this module."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -57,19 +58,21 @@ class DecoderLayer(nn.Module):
         cos_sin_cache: torch.Tensor | None,
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """``x[T, hidden]``, not yet added to the stream, and the stream -> the same two of the next layer.
 
-        ``None`` in the place of either: no stream yet, or nothing to add to it.
+        ``None`` in the place of either: no stream yet, or nothing to add to it. All T tokens are attended to, but with
+        ``rows`` only theirs are the results.
         """
-        if self.fusable and few_rows(positions):
-            return self._forward_few(x, stream, positions, cos_sin_cache, metadata, kv_cache)
+        if self.fusable and few_rows(positions if rows is None else rows):
+            return self._forward_few(x, stream, positions, cos_sin_cache, metadata, kv_cache, rows)
         assert x is not None
         x, stream = self._enter(self.attention_norm, x, stream)
-        attended = self.attention(x, positions, cos_sin_cache, metadata, kv_cache)
+        attended = self.attention(x, positions, cos_sin_cache, metadata, kv_cache, rows=rows)
+        stream = _of_rows(stream, rows)
         if self.parallel:
-            if self.mlp_norm is not None:
-                x = self.mlp_norm.normalize(stream)
+            x = _of_rows(x, rows) if self.mlp_norm is None else self.mlp_norm.normalize(stream)
             return attended.add_(self.mlp(x)), stream
         x, stream = self._enter(self.mlp_norm, _after(self.attention_post_norm, attended), stream)
         return _after(self.mlp_post_norm, self.mlp(x)), stream
@@ -82,19 +85,20 @@ class DecoderLayer(nn.Module):
         cos_sin_cache: torch.Tensor | None,
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """:meth:`forward` for few rows: the products of a block normalise before it and add to the stream after it."""
         norm = self.attention_norm
         assert norm is not None and self.mlp_norm is not None
         if x is None or stream is None:
             x = stream = x if stream is None else stream
-        else:  # experts came before: their output is not added yet
+        else:  # layers with many rows came before: the output of the last one is not added yet
             (x, stream), norm = norm(x, stream, self.multiplier), None
+        assert x is not None and stream is not None
         step = positions, cos_sin_cache, metadata, kv_cache
-        stream = self.attention(x, *step, norm=norm, residual=stream, scale=self.multiplier)
-        if isinstance(self.mlp, MLP):
-            return None, self.mlp(stream, norm=self.mlp_norm, residual=stream, scale=self.multiplier)
-        return self.mlp(self.mlp_norm.normalize(stream)), stream
+        stream = _of_rows(stream, rows)
+        stream = self.attention(x, *step, norm=norm, residual=stream, scale=self.multiplier, rows=rows)
+        return None, self.mlp(stream, norm=self.mlp_norm, residual=stream, scale=self.multiplier)
 
     def _enter(
         self, norm: Norm | None, x: torch.Tensor, stream: torch.Tensor | None
@@ -109,6 +113,10 @@ class DecoderLayer(nn.Module):
 
 def _after(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
     return x if norm is None else norm.normalize(x, out=x)
+
+
+def _of_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
 class Decoder(nn.Module):
@@ -148,6 +156,7 @@ class Decoder(nn.Module):
         if spec.logit_bias:
             self.logit_bias = empty_parameter(spec.vocab_size, dtype=dtype, device=device)
         self._tables, self._table_of_layer = _rope_tables(spec, max_model_len, device)
+        self._running: Sequence[int] = range(spec.num_layers)
 
     def forward(
         self,
@@ -155,6 +164,7 @@ class Decoder(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_cache: Sequence[KVCacheView],
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step.
 
@@ -163,14 +173,25 @@ class Decoder(nn.Module):
             positions: ``[T]`` int64, each token's place in its sequence.
             metadata: the batch.
             kv_cache: one view per layer; the step's keys and values are written into it.
+            rows: ``[R]`` int64, the tokens whose hidden states are wanted. What the last layer computes behind its
+                attention is computed for them alone: of a long prompt one row of thousands, 3% of Llama-3.1-8B's time.
 
         Returns:
-            ``[T, hidden]`` after the last norm, for :meth:`compute_logits`.
+            ``[R, hidden]`` after the last norm, for :meth:`compute_logits`; without ``rows`` ``[T, hidden]``.
+
+        Raises:
+            ValueError: another number of caches than of layers.
         """
+        if len(kv_cache) != self.spec.num_layers:
+            raise ValueError(
+                f"kv_cache must have one view for each of {self.spec.num_layers} layers, got {len(kv_cache)}"
+            )
         x: torch.Tensor | None = self._embed(input_ids, positions)
         stream: torch.Tensor | None = None
-        for layer, table, layer_cache in zip(self.layers, self._table_of_layer, kv_cache, strict=True):
-            x, stream = layer(x, stream, positions, self._tables[table], metadata, layer_cache)
+        for place in self._running:
+            wanted = rows if place == self._running[-1] else None
+            table = self._tables[self._table_of_layer[place]]
+            x, stream = self.layers[place](x, stream, positions, table, metadata, kv_cache[place], wanted)
         assert stream is not None  # there is a layer
         if x is None:
             return stream if self.norm is None else self.norm.normalize(stream)
@@ -178,6 +199,16 @@ class Decoder(nn.Module):
         if self.norm is not None:
             return self.norm(x, stream, multiplier)[0]
         return stream.add_(x, alpha=multiplier)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside the block a step runs one layer of each kind: it launches every kernel of a whole one, and gives
+        nothing of use."""
+        self._running = self.spec.distinct_layers()
+        try:
+            yield
+        finally:
+            self._running = range(self.spec.num_layers)
 
     def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
@@ -188,6 +219,11 @@ class Decoder(nn.Module):
         if self.positions is not None:
             x += self.positions(positions + self.spec.position_offset)
         return x
+
+    @property
+    def layer_elements(self) -> int:
+        """Weights of the largest layer."""
+        return max(sum(p.numel() for p in layer.parameters()) for layer in self.layers)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class TransformersDecoder(nn.Module):
     """
 
     supports_graphs = False
+    layer_elements = 0  # nobody asks
 
     def __init__(self, lm: Any, spec: FallbackSpec, *, dtype: torch.dtype, max_model_len: int) -> None:
         super().__init__()
@@ -85,9 +87,11 @@ class TransformersDecoder(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_cache: Sequence[KVCacheView],
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step; arguments and result as in :meth:`tritonllm.models.decoder.Decoder.forward`."""
-        return self._run(input_ids, positions, PagedStep(metadata, kv_cache, self.windows))
+        hidden = self._run(input_ids, positions, PagedStep(metadata, kv_cache, self.windows))
+        return hidden if rows is None else hidden[rows]
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | Recording) -> torch.Tensor:
         output = self.base(
@@ -98,6 +102,10 @@ class TransformersDecoder(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""
         return self.head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Of whole steps: transformers runs all its layers."""
+        return nullcontext()
 
     def _separate(self, spec: FallbackSpec, max_model_len: int) -> FallbackSpec:
         """Take the base model out of the language model and probe both; returns the spec with what the layers use."""

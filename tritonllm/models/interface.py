@@ -1,6 +1,7 @@
 """What the engine sees of a model, and all it sees."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -39,6 +40,8 @@ class CausalLM(Protocol):
 
     @property
     def spec(self) -> ModelFacts: ...
+    @property
+    def layer_elements(self) -> int: ...
 
     def __call__(
         self,
@@ -46,6 +49,9 @@ class CausalLM(Protocol):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_cache: Sequence[KVCacheView],
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def rehearsal(self) -> AbstractContextManager[None]: ...

@@ -82,6 +82,14 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def distinct_layers(self) -> list[int]:
+        """Places of one layer of each kind: the first, where the stream begins, and those that differ after it."""
+        places = [0]
+        for place, layer in enumerate(self.layers):
+            if place > 0 and all(layer != self.layers[other] for other in places[1:]):
+                places.append(place)
+        return places
+
     @property
     def num_kv_heads(self) -> int:
         return self.layers[0].attention.num_kv_heads

@@ -1,0 +1,54 @@
+"""The steps before the first request load every kernel that steps of other sizes launch."""
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+from support.mechanism_configs import MECHANISMS
+from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
+
+from tritonllm.config import EngineConfig
+from tritonllm.engine.precompile import META, NUM_BLOCKS, list_kernels, pretend, target_of
+from tritonllm.engine.runner import ModelRunner
+from tritonllm.kernels.compilation import Specialization
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.families import spec_from_config
+
+MODELS = {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B, **MECHANISMS}
+LENGTH = 2304
+
+
+def described(kernel: Specialization) -> str:
+    source = kernel.source
+    return str((kernel.name, *(sorted(map(str, d.items())) for d in (source.signature, source.constants)), source.attrs,
+                kernel.options))  # fmt: skip
+
+
+@pytest.mark.parametrize(("seats", "gpu"), [(16, "NVIDIA H200"), (256, "NVIDIA H200"), (256, None)])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
+    """Prompts, decodes and rows of logits of sizes that the warm-up leaves out, with tables of any width."""
+    spec = spec_from_config(MODELS[model])
+    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    config = EngineConfig.from_kwargs(
+        model="m", max_num_seqs=seats, max_num_batched_tokens=32 * seats, max_model_len=LENGTH
+    )
+    with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
+        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=LENGTH)
+        runner = ModelRunner(decoder, config, META, LENGTH)
+        runner.start(NUM_BLOCKS, LENGTH)
+        steps = runner.warm_up()
+        steps.run()
+        loaded = {described(kernel) for kernel in found}
+        assert len(loaded) > 10
+        found.clear()
+        kinds = [{}, {"prompt_token": True}, {"shared": True}]
+        for sequences, width, kind in product((1, 2, 3, 7, seats - 1), (1, 3, 45, 100), kinds):
+            if "shared" not in kind or runner._may_share(sequences):
+                steps.decode_step(sequences, width, **kind)
+        for tokens, width in product((3, 17, 33, 65, 100, 300, 20 * seats, 32 * seats - 1), (1, 100)):
+            steps.prefill_step(tokens, width)
+        for rows in range(1, seats + 1):
+            runner.sample_hidden(torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=META))
+    assert {described(kernel) for kernel in found} <= loaded
