@@ -427,7 +427,9 @@ def test_ctrl_c_while_generating(tmp_path):
     write_checkpoint(tmp_path, config)
     save_tokenizer(Path(tmp_path))
     argv = ["generate", str(tmp_path), "--prompt", "the", "--ignore-eos", "--max-tokens", str(length)]
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored, in a shell's background jobs
     process = subprocess.Popen([sys.executable, "-m", "tritonllm", *argv], stdout=-1, stderr=-1, text=True)
+    signal.signal(signal.SIGINT, ours)
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)

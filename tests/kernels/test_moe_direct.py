@@ -121,7 +121,7 @@ def test_only_what_was_hit_is_read(device):
 
 def test_taken_where_pairs_hardly_share_experts(device):
     with patch.object(moe_gemm.moe_direct, "launch") as launch:
-        for tokens, experts, calls in ((1, 4, 1), (2, 8, 1), (3, 96, 2), (4, 96, 2)):
+        for tokens, experts, calls in ((1, 4, 1), (2, 8, 1), (3, 128, 2), (4, 96, 2)):
             fused_moe(*problem(tokens, experts, 2, 8, 8, torch.float32, device))
             assert launch.call_count == calls
 
