@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.attention import make_problem, tree_masks
 from support.compare import assert_close, poisoned
+from support.marks import hopper
 
 from tritonllm.kernels import attention_decode_sm90 as sm90
 from tritonllm.kernels import (
@@ -18,9 +19,6 @@ from tritonllm.kernels import (
 from tritonllm.kernels.attention_decode import WORKSPACE_SIZE
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper"
-)
 
 
 def config(rows=16, programs=264):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.attention import Problem, make_problem
 from support.compare import assert_close, poisoned
+from support.marks import hopper
 
 from tritonllm.kernels import attention_prefill_sm90 as sm90
 from tritonllm.kernels import chip, tuning, varlen_prefill_attention, varlen_prefill_attention_ref
@@ -73,7 +74,7 @@ BATCHES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@hopper
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,7 +105,7 @@ KEY_TILES = [(64, 1, 4), (64, 2, 2), (128, 1, 2), (128, 2, 2)]  # keys, parts, s
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@hopper
 @pytest.mark.parametrize("programs", [1, 7, 132])
 @pytest.mark.parametrize(("keys", "parts", "stages"), KEY_TILES)
 @pytest.mark.parametrize("tiles", [1, 3, 8])
@@ -120,7 +121,7 @@ def test_bundles(device, tiles, keys, parts, stages, programs):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@hopper
 def test_workspace_is_zero_again(device):
     """Many launches may share one workspace, and a graph of them: each leaves it as it was."""
     p = make_problem(device, [256] * 64, [256] * 64, layout="apart", kv_heads=8, group=4, head_size=128, dtype=BF16)
@@ -139,7 +140,7 @@ def test_workspace_is_zero_again(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+@hopper
 def test_rows_that_bulk_copies_cannot_move(device):
     """Strides that are no multiple of 16 bytes, and an output with gaps between its heads."""
     p = make_problem(device, [200, 77], [300, 77], layout="apart", kv_heads=2, group=4, head_size=64, dtype=BF16)

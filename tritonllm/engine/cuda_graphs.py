@@ -97,7 +97,11 @@ class DecodeGraphs:
             self._graphs[size, False] = self._capture(size, shared=False)
 
     def _capture(self, size: int, *, shared: bool) -> _Captured:
-        """Run the step on what is in the buffers, and capture it. Run again on the same inputs, it changes nothing."""
+        """Capture the step on what is in the buffers.
+
+        The rehearsal before it may come in the middle of service. It puts tokens in the place of pending ids, as the
+        replay would have; what else it writes (keys, values, drawn tokens) the replay that follows writes again.
+        """
         inputs = self._inputs(size, self._plans[size] if shared else None)
         graph, (hidden, tokens) = self._capture_graph(lambda: self._step(*inputs))
         return _Captured(graph, hidden, tokens)
