@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 from autotune import ops, table
+from autotune.ahead import CompiledAhead, write_list
 from autotune.search import Compilers, Result, Task, prepare, tune
 from autotune.worker import Failed, Worker
 from tritonllm.kernels import tuning
+from tritonllm.kernels.aot import SHARED_MEMORY_LIMIT
+from tritonllm.kernels.cache_folder import keep_binaries
 
 START_SECONDS = 120.0  # importing torch on a cold machine
 COMPILER_ENVIRON = {"TRITONLLM_CPU_BACKEND": "compile", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -27,6 +30,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--check", action="store_true", help="report tables that do not fit the kernels any more")
     parser.add_argument("--gpu-table-dir", type=Path, default=tuning.TABLES, metavar="DIR", help="where tables lie")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, metavar="S", help="end within about S seconds")
+    ahead = parser.add_mutually_exclusive_group()
+    ahead.add_argument("--compile-only", type=Path, metavar="DIR", help="compile all candidates into DIR; needs no GPU")
+    ahead.add_argument("--compiled", type=Path, metavar="DIR", help="do not compile again what --compile-only did")
+    targets = [f"sm_{arch}" for arch in SHARED_MEMORY_LIMIT]
+    parser.add_argument("--target", choices=targets, default="sm_90", help="for --compile-only (default: %(default)s)")
     jobs = max(1, (os.cpu_count() or 1) - 2)
     parser.add_argument("--jobs", type=int, default=jobs, help="processes that compile (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -69,11 +77,32 @@ def report(task: Task, result: Result | Failed) -> None:
     print(f"{task.name}: {result.default_us:.2f} -> {result.us:.2f} us {result.config} ({tried}{failed})", flush=True)
 
 
-def tune_ops(names: list[str], folder: Path, limit: float, jobs: int) -> int:
+def compile_ops(names: list[str], folder: Path, arch: int, jobs: int) -> int:
+    """Compile every candidate into ``folder``; returns how many problems cannot be described."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = {"kernels": str(folder)}
+    compilers = Compilers(jobs, lambda: Worker("autotune.measure:Compiler", COMPILER_ENVIRON, kernels))
+    try:
+        tasks, errors = prepare([ops.load(name) for name in names], compilers, arch, SHARED_MEMORY_LIMIT[arch])
+        for what in errors:
+            print(f"FAILED: {what}", flush=True)
+        for task, failures in write_list(folder, tasks, arch):
+            print(f"{task.name}: {len(task.compiled)} candidates, {failures} failed", flush=True)
+    finally:
+        compilers.close()
+    keep_binaries(folder)
+    return len(errors)
+
+
+def tune_ops(names: list[str], folder: Path, limit: float, jobs: int, compiled: Path | None) -> int:
     """Tune, write a table for each operation as it ends, print a summary; returns how many problems failed."""
     until = time.monotonic() + limit
-    gpu = Worker("autotune.measure:Gpu")
-    compilers = Compilers(jobs, lambda: Worker("autotune.measure:Compiler", COMPILER_ENVIRON))
+
+    def compiler() -> Worker:
+        return Worker("autotune.measure:Compiler", COMPILER_ENVIRON)
+
+    compilers = Compilers(jobs, compiler) if compiled is None else CompiledAhead(compiled, jobs, compiler)
+    gpu = Worker("autotune.measure:Gpu", arguments={} if compiled is None else {"kernels": str(compiled)})
     summary: list[str] = []
     try:
         machine = gpu.call("info", START_SECONDS)
@@ -112,8 +141,13 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(wrong) or "every table fits its kernels")
         return 1 if wrong else 0
     names = ops.names() if args.all else list(dict.fromkeys(args.op))
+    if args.compile_only:
+        return 1 if compile_ops(names, args.compile_only, int(args.target.removeprefix("sm_")), args.jobs) else 0
     try:
-        failures = tune_ops(names, args.gpu_table_dir, args.limit_seconds, args.jobs)
+        failures = tune_ops(names, args.gpu_table_dir, args.limit_seconds, args.jobs, args.compiled)
+    except ValueError as reason:
+        print(reason, file=sys.stderr)
+        return 1
     except Failed as reason:
         print(f"no GPU to tune on: {reason}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autotune.verify import Prepared, prepare, verify
 from autotune.worker import Failed
 from tritonllm.kernels import tuning
 from tritonllm.kernels.aot import CompiledKernel, compile_kernels, pretend, target_of
+from tritonllm.kernels.cache_folder import read_kernels_from, write_kernels_to
 
 # What Triton, ptxas and the CUDA runtime raise for a configuration that does not work on the chip.
 CANDIDATE_ERRORS = (TritonError, RuntimeError, subprocess.CalledProcessError)
@@ -43,10 +45,13 @@ def launches_skipped() -> Iterator[None]:
 class Compiler:
     """Compiles for a GPU that need not be there; needs ``TRITONLLM_CPU_BACKEND=compile``.
 
-    The results lie in Triton's cache on disk, where the process that measures finds them.
+    The results lie in Triton's cache on disk, where the process that measures finds them, or in ``kernels``: a folder
+    of :mod:`tritonllm.kernels.cache_folder`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: str | None = None) -> None:
+        if kernels is not None:
+            write_kernels_to(Path(kernels), binary_only=False)  # whether it spills is asked of the stage before
         self._inputs: tuple[Problem, Inputs] | None = None
         self._usage: dict[str, tuple[int, int]] = {}
 
@@ -87,9 +92,16 @@ class Compiler:
 
 
 class Gpu:
-    """Checks and times on the GPU of this process (on another device, with another timer, in tests)."""
+    """Checks and times on the GPU of this process (on another device, with another timer, in tests).
 
-    def __init__(self, device: str = "cuda", timer: Callable[..., float] = median_us) -> None:
+    Kernels that the folder ``kernels`` holds are not compiled.
+    """
+
+    def __init__(
+        self, device: str = "cuda", timer: Callable[..., float] = median_us, kernels: str | None = None
+    ) -> None:
+        if kernels is not None:
+            read_kernels_from(Path(kernels))
         self._device = torch.device(device)
         self._timer = timer
         self._prepared: Prepared | None = None

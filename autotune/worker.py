@@ -25,12 +25,16 @@ class Worker:
     """The parent's side.
 
     Args:
-        handler: ``module:Class``, made once in each child, without arguments.
+        handler: ``module:Class``, made once in each child.
         environ: variables to set in the child.
+        arguments: keyword arguments of the handler; what JSON can hold.
     """
 
-    def __init__(self, handler: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, handler: str, environ: Mapping[str, str] | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self._handler = handler
+        self._arguments = json.dumps(dict(arguments or {}))
         self._environ = dict(environ or {})
         self._child: subprocess.Popen[bytes] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (what the child prints, for when it dies)
@@ -39,7 +43,7 @@ class Worker:
         self._log.seek(0)
         self._log.truncate()
         return subprocess.Popen(
-            [sys.executable, "-c", "from autotune.worker import serve; serve()", self._handler],
+            [sys.executable, "-c", "from autotune.worker import serve; serve()", self._handler, self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -91,7 +95,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     module, _, name = sys.argv[1].partition(":")
-    handler = getattr(importlib.import_module(module), name)()
+    handler = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
     for line in sys.stdin:
         request = json.loads(line)
         try:

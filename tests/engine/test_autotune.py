@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autotune import __main__ as cli
-from autotune import measure, ops, search, table
+from autotune import ahead, measure, ops, search, table
 from autotune.ops import Tunable, product
 from autotune.problem import Problem, TensorFactory, Work, make_sets
 from autotune.search import Compilers, candidates, prepare, tune
@@ -155,6 +155,60 @@ def test_finalist_that_fails_the_second_check_is_dropped():
     assert result.failed == ["{'BLOCK': 200}: output 0: error 0.5 > 0.01"]
 
 
+class Asked(InProcess):
+    """Notes what it is asked to compile."""
+
+    blocks: ClassVar[list[int]] = []
+
+    def call(self, method, timeout, **args):
+        if method == "compile":
+            self.blocks.append(args["config"]["BLOCK"])
+        return super().call(method, timeout, **args)
+
+
+def test_what_a_folder_lists_is_not_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(Asked, "blocks", [])
+    monkeypatch.setattr(ops, "load", lambda op: blocks(8, 16, 128))
+    compilers = Compilers(2, Asked)
+    tasks, _ = prepare([blocks(8, 16, 128)], compilers, 90, 232448)
+    assert [failures for _, failures in ahead.write_list(tmp_path, tasks, 90)] == [1]
+    compilers.close()
+    assert sorted(Asked.blocks) == [8, 16, 64, 128]
+
+    def tried(arch, *space):
+        Asked.blocks.clear()
+        compilers = ahead.CompiledAhead(tmp_path, 2, Asked)
+        tasks, _ = prepare([blocks(*space)], compilers, arch, 232448)
+        ((_, result),) = tune(tasks, InProcess(), time.monotonic() + 60)
+        compilers.close()
+        return result.tried, result.failed, sorted(Asked.blocks)
+
+    spills = ["{'BLOCK': 8}: spills"]
+    assert tried(90, 8, 16, 128) == (4, spills, [])
+    assert tried(90, 8, 32, 128) == (4, spills, [32])
+    assert tried(80, 8, 128) == (3, spills, [8, 64, 128])
+    monkeypatch.setattr(table, "kernel_hash", lambda *modules: "changed")
+    assert tried(90, 8, 128) == (3, spills, [8, 64, 128])
+
+
+def test_command_line_compiles_without_a_gpu(capsys, tmp_path):
+    """The real compiler, for a GPU that is not there; the folder is one that the engine's workers read, too."""
+    assert cli.main(["--op", "copy_blocks", "--compile-only", str(tmp_path), "--jobs", "2"]) == 0
+    out = capsys.readouterr().out
+    counts = re.findall(r"copy_blocks: .*: (\d+) candidates, 0 failed", out)
+    listed = [json.loads(line) for line in (tmp_path / ahead.LIST).read_text().splitlines()]
+    assert len(counts) == 2 and sum(map(int, counts)) == len(listed) > 10
+    kernels = [path for path in tmp_path.glob("*/*") if not path.name.startswith("__grp__")]
+    assert {path.suffix for path in kernels} == {".cubin", ".json"} and len(kernels) > 10
+    for group in tmp_path.glob("*/__grp__*.json"):
+        assert all((group.parent / name).is_file() for name in json.loads(group.read_text())["child_paths"])
+
+
+def test_folder_without_a_list_is_refused(capsys, tmp_path):
+    assert cli.main(["--op", "copy_blocks", "--compiled", str(tmp_path), "--jobs", "1"]) == 1
+    assert "make it with --compile-only" in capsys.readouterr().err
+
+
 def test_order_is_fixed_and_begins_with_the_default():
     orders = [InProcess(), InProcess()]
     for gpu in orders:
@@ -268,6 +322,8 @@ def test_shipped_tables_name_what_their_kernels_know():
         (["--op", "unknown"], 2, "invalid choice: 'unknown'"),
         ([], 2, "one of the arguments"),
         (["--all", "--check"], 2, "not allowed with"),
+        (["--all", "--compile-only", "a", "--compiled", "b"], 2, "not allowed with"),
+        (["--all", "--compile-only", "a", "--target", "sm_91"], 2, "invalid choice: 'sm_91'"),
     ],
 )
 def test_command_line(capsys, argv, code, says):
@@ -293,7 +349,7 @@ def test_command_line_tunes_and_writes(capsys, monkeypatch, tmp_path):
         def call(self, method, timeout, **args):
             return MACHINE if method == "info" else super().call(method, timeout, **args)
 
-    monkeypatch.setattr(cli, "Worker", lambda handler, environ=None: Fake())
+    monkeypatch.setattr(cli, "Worker", lambda *args, **kwargs: Fake())
     monkeypatch.setattr(ops, "load", lambda op: blocks(8, 16, 128))
     assert cli.main(["--op", "act_and_mul", "--gpu-table-dir", str(tmp_path), "--jobs", "2"]) == 0
     written = json.loads((tmp_path / "nvidia_test" / "double.json").read_text())

@@ -36,14 +36,24 @@ def describe() -> dict[str, str]:
     return {"triton": triton.__version__, "compiler": portable_triton_key()}
 
 
-def write_kernels_to(folder: Path) -> None:
-    """From now on, this process compiles into ``folder``."""
+def write_kernels_to(folder: Path, *, binary_only: bool = True) -> None:
+    """From now on, this process compiles into ``folder``; unless ``binary_only``, with the stages before the binary."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).write_text(json.dumps(describe(), indent=1) + "\n")
     cache.triton_key = portable_triton_key
     knobs.cache.dir = str(folder.resolve())
     knobs.cache.manager_class = _manager(folder.resolve())
-    knobs.compilation.store_binary_only = True  # without the stages before it: 13 MB instead of 31 for a model
+    knobs.compilation.store_binary_only = binary_only  # 13 MB instead of 31 for a model
+
+
+def keep_binaries(folder: Path) -> None:
+    """Remove the stages before the binary from what ``folder`` holds."""
+    for group in folder.glob("*/__grp__*.json"):
+        files = json.loads(group.read_text())["child_paths"]
+        kept = {name: path for name, path in files.items() if name.endswith((".cubin", ".hsaco", ".json"))}
+        group.write_text(json.dumps({"child_paths": kept}))
+        for name in files.keys() - kept.keys():
+            (group.parent / name).unlink(missing_ok=True)
 
 
 def read_kernels_from(folder: Path) -> None:
