@@ -136,7 +136,10 @@ class Gpu:
                     raise Failed(f"the launch asks for {asked}, not for {key}")
                 if not verdict.ok:
                     raise Failed(f"output {verdict.output}: error {verdict.error:.3g} > {verdict.limit:.3g}")
-                return self._timer(lambda i: task.run(ready.sets[i]), len(ready.sets), samples=20 if careful else 5)
+                samples, sample_ms = (12, 3.0) if careful else (3, 1.0)
+                return self._timer(
+                    lambda i: task.run(ready.sets[i]), len(ready.sets), samples=samples, sample_ms=sample_ms
+                )
         except CANDIDATE_ERRORS as error:
             if self._device.type == "cuda":
                 torch.cuda.synchronize()  # raises, and so ends this process, if the CUDA context is lost

@@ -239,7 +239,7 @@ def test_only_right_results_are_timed(monkeypatch, block, why):
     monkeypatch.setattr(ops, "load", lambda op: blocks())
     timed = []
 
-    def timer(call, sets, samples):
+    def timer(call, sets, samples, sample_ms):
         timed.append(sets)
         call(0)
         return 3.0
