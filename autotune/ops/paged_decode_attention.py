@@ -142,12 +142,15 @@ def balanced_space(group: int) -> list[tuning.Config]:
     ]
 
 
-def sm90_space(group: int) -> list[tuning.Config]:
-    """Tiles of keys, and how many of them are on their way."""
-    rows = max(16, triton.next_power_of_2(group))
+def sm90_space(group: int, cache_dtype: str) -> list[tuning.Config]:
+    """Tiles of keys, and how many of them are on their way. Up to 8 rows each warp works on its own."""
+    rows = 8 if group <= 8 else max(16, triton.next_power_of_2(group))
     if rows > attention_decode.SM90_ROWS:
         return []
     rings = [(64, 2, 2), (64, 3, 2), (64, 4, 2), (64, 6, 2), (64, 4, 1), (64, 6, 1), (128, 2, 1), (128, 3, 1)]
+    if rows == 8:
+        float8 = [(128, 2, 2), (128, 3, 2), (64, 2, 2), (64, 3, 2)]
+        rings = float8 if cache_dtype.startswith("float8") else [(64, 2, 2), (64, 3, 2)]
     return [
         {"kernel": "sm90", "BLOCK_M": rows, "BLOCK_N": block_n, "PROGRAMS": 132 * held, "num_warps": 4}
         | {"num_stages": stages, "maxnreg": 128 if held == 2 else 248}
@@ -158,7 +161,7 @@ def sm90_space(group: int) -> list[tuning.Config]:
 def space(
     head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str
 ) -> list[tuning.Config]:
-    even = balanced_space(group) + (sm90_space(group) if arch == "sm90" else [])
+    even = balanced_space(group) + (sm90_space(group, cache_dtype) if arch == "sm90" else [])
     return few_space(group, head_size) + split_space(group) + even
 
 

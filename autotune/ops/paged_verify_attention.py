@@ -65,7 +65,7 @@ def space(
     head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str, tree: str
 ) -> list[tuning.Config]:
     prefill = [] if tree == "yes" else [{"kernel": "prefill"}]
-    return prefill + balanced_space(group) + (sm90_space(group) if arch == "sm90" else [])
+    return prefill + balanced_space(group) + (sm90_space(group, cache_dtype) if arch == "sm90" else [])
 
 
 TUNABLE = Tunable(

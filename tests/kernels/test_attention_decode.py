@@ -88,17 +88,23 @@ def test_few_kernel_matches_reference(device, seq_lens, shape, options, dtype, p
 def test_which_kernel_by_default():
     """The few one for few programs with short tables, Hopper's up to 32 rows, balanced, the split one outside of it."""
     for programs, few, split in ((8, True, True), (16, True, True), (17, False, True), (132, False, True),
-                                 (133, False, False), (1056, False, False), (1057, False, True)):  # fmt: skip
+                                 (133, False, False), (1056, False, False), (1057, False, True),
+                                 (2113, False, True)):  # fmt: skip
         for arch, group, capacity in product(("any", "sm90"), (4, 17, 33), (4096, 32768)):
             key = {"head_size": 128, "capacity": capacity, "dtype": "bfloat16", "programs": programs}
             config = default_config(**key, arch=arch, group=group, cache_dtype="bfloat16")
             sm90 = arch == "sm90" and group <= 32
-            expected = "split" if split and not (sm90 and programs <= 1056) else "sm90" if sm90 else "balanced"
+            expected = "split" if split and not (sm90 and programs <= 2112) else "sm90" if sm90 else "balanced"
             if few and capacity < 32768 and group <= 16:
                 expected = "few"
             assert config["kernel"] == expected
             float8 = default_config(**key, arch=arch, group=group, cache_dtype="float8_e4m3fn")
             assert float8["kernel"] == ("sm90" if sm90 else "balanced")
+
+
+def test_few_refuses_what_the_assembler_gets_wrong(device):
+    with tuning.override("paged_decode_attention", FEW | {"BLOCK_M": 16}), pytest.raises(ValueError, match="num_warps"):
+        check(make_problem(device, [1], [20], group=4, head_size=16))
 
 
 @pytest.mark.parametrize("group", [1, 17, 40])

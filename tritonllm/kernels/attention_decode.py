@@ -50,17 +50,20 @@ def balanced_config(head_size: int, group: int, dtype: str, cache_dtype: str) ->
 
 
 def sm90_config(head_size: int, group: int, cache_dtype: str) -> tuning.Config:
-    """Two programs on each processor with up to 16 rows, else one.
+    """Two programs on each processor with up to 16 rows, else one; up to 8 rows each warp works on its own.
 
-    More tiles on their way than needed do harm: b64 x 4096 248 us with two, 252 with three, 269 with six and one
-    program; float8, of half the bytes, 138 with four and 147 with six.
+    More tiles on their way than needed do harm: b64 x 4096 238 us with two, 239.5 with three; float8 127 with two of
+    128 keys, 131 with three (with three of 64 the same 127, but b256 x 1024 135 instead of 130).
     """
-    block_m = max(16, triton.next_power_of_2(group))
+    float8 = cache_dtype.startswith("float8")
+    block_m = 8 if group <= 8 else max(16, triton.next_power_of_2(group))
     config = {"kernel": "sm90", "BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 4}
     if block_m > 16:
         return config | {"PROGRAMS": 132, "num_stages": 4, "maxnreg": 248}
-    stages = 4 if cache_dtype.startswith("float8") else 3 if head_size == 64 else 2
-    return config | {"PROGRAMS": 264, "num_stages": stages, "maxnreg": 128}
+    config |= {"PROGRAMS": 264, "maxnreg": 128}
+    if float8 and block_m == 8:
+        return config | {"BLOCK_N": 128, "num_stages": 4 if head_size == 64 else 2}
+    return config | {"num_stages": 4 if float8 else 3 if head_size == 64 else 2}
 
 
 SM90_ROWS = 32  # more leave its accumulators too few registers
@@ -73,16 +76,16 @@ def default_config(
     """A configuration of the kernel that is faster.
 
     ``programs``: sequences times key/value heads; ``arch``: ``"sm90"`` where its kernel can be had. Hopper's, balanced
-    and split on an H200, in microseconds: with 8 programs 39.4, 46.6, 42.8 (b1 x 32768), 64 67.4, 70.9, 68.8 (b8 x
-    8192), 512 246, 261, 269 (b64 x 4096), with lengths 1 to 8192 262, 268, 370, 1024 241, 263, 266 (b128 x 2048), 2048
-    242, 267, 246 (b256 x 1024), with lengths 1 to 300 58, 70, 50. With a float8 cache Hopper's is the fastest
-    everywhere, then balanced: split has no loop of its own for it. Few programs: :func:`attention_few.few_config`.
+    and split on an H200, in microseconds: with 8 programs 38.0, 46.6, 42.8 (b1 x 32768), 64 66.4, 70.9, 68.8 (b8 x
+    8192), 512 238, 261, 269 (b64 x 4096), 1024 238, 263, 266 (b128 x 2048), 2048 240, 267, 246 (b256 x 1024), with
+    lengths 1 to 300 51, 70, 50. With a float8 cache Hopper's is the fastest everywhere, then balanced: split has no
+    loop of its own for it. Few programs: :func:`attention_few.few_config`.
     """
     float8 = cache_dtype.startswith("float8")
     small = group <= 16 and head_size <= 256 and dtype != "float32" and not float8
     if programs <= FEW_PROGRAMS and capacity < 32768 and small:
         return few_config(head_size, group)
-    if arch == "sm90" and group <= SM90_ROWS and (programs <= 1056 or float8):
+    if arch == "sm90" and group <= SM90_ROWS and (programs <= 2112 or float8):
         return sm90_config(head_size, group, cache_dtype)
     if 132 < programs <= 1056 or float8:
         return balanced_config(head_size, group, dtype, cache_dtype)

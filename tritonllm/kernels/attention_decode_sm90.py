@@ -2,8 +2,9 @@
 products asynchronous. Written in Gluon, the layer of Triton where layouts, barriers and warps are explicit.
 
 One warp of a program copies keys and values, page by page, into a ring of tiles in shared memory, by the bulk copy
-engine; it runs ahead from one pair of sequence and head to the next, so memory is never idle between them. Four warps
-multiply (:mod:`tritonllm.kernels.attention_part_sm90`; FlashAttention-3's division of work: Shah et al., 2024).
+engine; it runs ahead from one pair of sequence and head to the next, so memory is never idle between them
+(FlashAttention-3's division of work: Shah et al., 2024). Four warps multiply: up to eight rows each on its own
+(:mod:`tritonllm.kernels.attention_apart_sm90`), more together (:mod:`tritonllm.kernels.attention_part_sm90`).
 
 Processors are not equally fast: on an H200, programs with equal stretches of keys end between 213 and 272 us. So where
 lengths are so equal that whole pairs make as even shares as stretches do, a program draws one pair after the other, and
@@ -18,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tritonllm.kernels import tuning
+from tritonllm.kernels.attention_apart_sm90 import attend_apart
 from tritonllm.kernels.attention_common import AttentionArgs
 from tritonllm.kernels.attention_part_sm90 import attend_to_part
 from tritonllm.kernels.attention_schedule import count_tiles, cut, describe_sequence, divide, find_sequence
@@ -37,26 +39,27 @@ def _make_plan(lengths, heads, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, MIN_
         side by side, and so are read at about the same time (128 x 2048, heads 16/8: 240.5 us, head by head 244.4).
     """
     len_ptr, cu_ptr, batch, row_tiles, window = lengths
-    b_lane = gl.arange(0, BLOCK_B, gl.BlockedLayout([1], [32], [4], [0]))
+    b_lane = gl.arange(0, BLOCK_B, gl.BlockedLayout([BLOCK_B // 32], [32], [4], [0]))  # all in each warp: no barrier
     head_tiles, longest = count_tiles(b_lane, len_ptr, cu_ptr, batch, window, WINDOW, BLOCK_N)
     all_tiles = head_tiles * heads
     programs = gl.num_programs(0)
     share, unit = divide(all_tiles, programs, MIN_TILES)
     begin = gl.program_id(0) * share
     end = gl.minimum(begin + share, all_tiles)
-    head = begin // head_tiles
-    at = begin - head * head_tiles
-    seq, before = find_sequence(b_lane, at, len_ptr, cu_ptr, batch, window, WINDOW, BLOCK_N)
-    pair = begin - at + before
     items = batch * heads
+    head = begin // head_tiles
+    seq = 0
+    pair = 0
     if gl.cdiv(items, programs) * longest * 16 <= 17 * share:
         head = gl.program_id(0) % heads
         seq = gl.program_id(0) // heads
-        pair = 0
         begin = 0
         end = (gl.program_id(0) < items).to(gl.int32)
     else:
         items = 0
+        at = begin - head * head_tiles
+        seq, before = find_sequence(b_lane, at, len_ptr, cu_ptr, batch, window, WINDOW, BLOCK_N)
+        pair = begin - at + before
     return (begin, end, share, unit, items, programs), (head, seq, pair)
 
 
@@ -152,13 +155,14 @@ def _copy(descs, table, pipe, mail, lengths, plan, place, draw_ptr, WINDOW: gl.c
 
 
 @gluon.jit
-def _multiply(tensors, strides, factors, parts, buffers, mail, lengths, plan, place, GROUP: gl.constexpr,
-              ROWS: gl.constexpr, FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # fmt: skip
-    """The warps that multiply."""
+def _multiply(tensors, strides, factors, parts, pipe, buffers, mail, lengths, plan, place, DTYPE: gl.constexpr,
+              GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, FLAGS: gl.constexpr,
+              BLOCK_SIZE: gl.constexpr):  # fmt: skip
+    """The warps that multiply: for up to eight rows each on its own."""
     len_ptr, cu_ptr, batch, row_tiles, window = lengths
     begin, end, share, unit, items, programs = plan
     head, seq, pair = place
-    BLOCK_N: gl.constexpr = buffers[1].shape[0]
+    BLOCK_N: gl.constexpr = pipe[0].shape[1]
     heads = items // batch
     count = 0
     received = 0
@@ -166,10 +170,17 @@ def _multiply(tensors, strides, factors, parts, buffers, mail, lengths, plan, pl
         seq_len, q_len, first, tiles = describe_sequence(seq, True, len_ptr, cu_ptr, window, FLAGS[1], BLOCK_N)
         part_lo, part_hi = _part_of((head, seq, pair), plan, tiles)
         if part_lo < part_hi:
-            count = attend_to_part(
-                (head, seq, pair), part_lo, part_hi, (first, seq_len, seq_len - q_len), tiles, count, tensors, strides,
-                factors, parts, buffers, lengths, plan, GROUP, ROWS, FLAGS, BLOCK_SIZE,
-            )  # fmt: skip
+            sequence = (first, seq_len, seq_len - q_len)
+            if BLOCK_M <= 8:
+                count = attend_apart(
+                    (head, seq, pair), part_lo, part_hi, sequence, tiles, count, tensors, strides, factors, parts, pipe,
+                    lengths, plan, DTYPE, GROUP, ROWS, BLOCK_M, FLAGS, BLOCK_SIZE,
+                )  # fmt: skip
+            else:
+                count = attend_to_part(
+                    (head, seq, pair), part_lo, part_hi, sequence, tiles, count, tensors, strides, factors, parts,
+                    buffers + (pipe,), lengths, plan, GROUP, ROWS, FLAGS, BLOCK_SIZE,
+                )  # fmt: skip
         if items > 0:
             item = _receive(mail, received)
             received += 1
@@ -235,10 +246,13 @@ def decode_sm90_kernel(
     BLOCK_B: gl.constexpr = 256,
 ):
     """One program: a stretch of the list of tiles, as many pairs as it touches, or the pairs that it draws."""
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_SIZE], DTYPE)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], DTYPE)
-    q_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_M, HEAD_SIZE], q_layout)
-    p_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], p_layout)
+    buffers = ()
+    if BLOCK_M > 8:  # queries and weights, for products of four warps together
+        q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_SIZE], DTYPE)
+        p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], DTYPE)
+        q_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_M, HEAD_SIZE], q_layout)
+        p_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_M], p_layout)
+        buffers = (q_smem, p_smem)  # type: ignore[assignment]
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, HEAD_SIZE], k_desc.layout)
     v_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, HEAD_SIZE], k_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -264,7 +278,7 @@ def decode_sm90_kernel(
     gl.warp_specialize(
         [
             (_multiply, (tensors, strides, (scale, v_factor, softcap), (part_ptr, part_lse_ptr, count_ptr),
-                         (q_smem, p_smem, pipe), mail, lengths, plan, place, GROUP, ROWS, FLAGS, BLOCK_SIZE)),
+                         pipe, buffers, mail, lengths, plan, place, DTYPE, GROUP, ROWS, BLOCK_M, FLAGS, BLOCK_SIZE)),
             (_copy, ((k_desc, v_desc), (table_ptr, stride_table, num_rows), pipe, mail, lengths, plan, place,
                      count_ptr + gl.num_programs(0), WINDOW, BLOCK_SIZE)),
         ],

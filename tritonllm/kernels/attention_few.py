@@ -24,6 +24,7 @@ from tritonllm.kernels import tuning
 from tritonllm.kernels.attention_common import LN2, AttentionArgs
 from tritonllm.kernels.attention_few_parts import attend_to_newest, attend_to_part, merge_parts
 from tritonllm.kernels.attention_projection import Projection, projection_arguments
+from tritonllm.kernels.checks import require
 from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
 
@@ -183,8 +184,7 @@ def few_config(head_size: int, group: int) -> tuning.Config:
 
     Tiles of 64 keys for two warps: 28 layers of Qwen3-0.6B at batch 1, with the products around attention, take 475 us
     at 170 keys, 504 at 600 and 762 at 4000; tiles of 16 for one warp 450, 590 and 950 (the split kernel and its merge
-    547, 579 and 697; without attention 336). Four warps and more let Hopper's asynchronous products be chosen for 16
-    columns, whose results were wrong with Triton 3.6.
+    547, 579 and 697; without attention 336). Four warps and 16 columns: see :func:`launch_few`.
     """
     columns = min(64, max(8, triton.next_power_of_2(group)))
     merge = max(1, min(16, 32 * 128 // (triton.next_power_of_2(group) * triton.next_power_of_2(head_size))))
@@ -209,7 +209,17 @@ def launch_few(
     config: tuning.Config,
     projection: Projection | None = None,
 ) -> None:
-    """Launch for ``q[B, H, D]``, or for a projection, and then ``q`` is its ``qkv``."""
+    """Launch for ``q[B, H, D]``, or for a projection, and then ``q`` is its ``qkv``.
+
+    Raises:
+        ValueError: for 16 columns or more and four warps. Hopper's asynchronous products would be chosen. Each alone is
+            right, but where the weights take the keys' place in shared memory, ptxas 12.8 (of Triton 3.6) reads the
+            weights' address from registers that it never wrote, and results are wrong, or the access illegal.
+    """
+    require(
+        config["num_warps"] < 4 or config["BLOCK_M"] < 16,
+        f"num_warps must be 1 or 2 with BLOCK_M={config['BLOCK_M']}, got {config['num_warps']}: use BLOCK_M=8",
+    )
     config = {name: value for name, value in config.items() if name != "kernel"}
     batch, heads, head_size = args.out.shape
     size, kv_heads = k_cache.shape[1:3]

@@ -1,8 +1,8 @@
-"""What four warps of a Hopper program compute: attention of a few queries to part of a sequence's keys. In Gluon.
+"""What four warps of a Hopper program compute together: attention of 9 to 32 queries to part of a sequence's keys.
 
 The products are transposed: their rows are keys and dimensions, of which there are always 64 or more, their columns
 queries, of which there may be 16. A float8 tile is then a left operand, which the tensor cores take from registers,
-where it is converted.
+where it is converted. In Gluon. (Fewer queries: :mod:`tritonllm.kernels.attention_apart_sm90`.)
 """
 
 from triton.experimental import gluon
@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tritonllm.kernels.attention_common import LN2, LOG2E, LOWEST
+from tritonllm.kernels.attention_pairs_sm90 import describe_rows, rows_of_pair
 from tritonllm.kernels.attention_schedule import merge_parts
 from tritonllm.kernels.attention_tiles_sm90 import (
     clear_stale_values,
@@ -31,7 +32,7 @@ def _softmax(b_s, b_key, b_m, b_l, rows, seq_len, cached, softcap, FLAGS: gl.con
 
     FLAGS: (rows see different keys, window, softcap, ALiBi, tree).
     """
-    b_begin, b_end, b_pos, b_tree, b_scale, b_slope = rows
+    b_begin, b_end, b_pos, b_tree, b_slope, b_scale = rows
     if FLAGS[2]:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
         b_z = b_s * (b_scale * (2.0 * LOG2E / softcap))[None, :]
         b_s = (softcap - 2.0 * softcap / (gl.exp2(b_z) + 1.0)) * LOG2E
@@ -103,27 +104,12 @@ def _attend(tiles, sequence, rows, b_m, count, q_smem, p_smem, pipe, softcap, FL
 
 
 @gluon.jit
-def _rows(place, lengths, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
-    """A pair's first ROWS rows: token in ``q``, query head, token in the sequence, and whether there is one."""
-    head, seq, pair = place
-    len_ptr, cu_ptr, batch, row_tiles, window = lengths
-    b_pair = head % row_tiles * BLOCK_M + gl.arange(0, ROWS, layout)
-    b_new = b_pair // GROUP
-    token = seq
-    q_len = 1
-    if cu_ptr is not None:
-        token = gl.load(cu_ptr + seq)
-        q_len = gl.load(cu_ptr + seq + 1) - token
-    return token.to(gl.int64) + b_new, head // row_tiles * GROUP + b_pair % GROUP, b_new, b_new < q_len
-
-
-@gluon.jit
 def _load_queries(place, lengths, q_ptr, strides, q_smem, GROUP: gl.constexpr, FLOAT8: gl.constexpr, mma: gl.constexpr):
     """Put a pair's queries into shared memory, and return the factor of their logits, ``[R]``."""
     ROWS: gl.constexpr = q_smem.shape[0]
     HEAD_SIZE: gl.constexpr = q_smem.shape[1]
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
-    b_token, b_head, _, m_row = _rows(place, lengths, GROUP, ROWS, ROWS, gl.SliceLayout(1, wide))
+    b_token, b_head, _, m_row = rows_of_pair(place, lengths, GROUP, ROWS, ROWS, gl.SliceLayout(1, wide))
     b_dim = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))
     p_q = q_ptr + (b_token * strides[0] + b_head * strides[1])[:, None] + b_dim[None, :]
     b_q = gl.load(p_q, mask=m_row[:, None], other=0.0)
@@ -142,26 +128,6 @@ def _load_queries(place, lengths, q_ptr, strides, q_smem, GROUP: gl.constexpr, F
 
 
 @gluon.jit
-def _describe_rows(place, lengths, cached, seq_len, b_scale, slope_ptr, tree_ptr, GROUP: gl.constexpr,
-                   ROWS: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """What :func:`_softmax` must know of each row: the keys it sees, its position, its factors."""
-    b_token, b_head, b_new, m_row = _rows(place, lengths, GROUP, ROWS, ROWS, layout)
-    b_slope = b_scale
-    if slope_ptr is not None:
-        b_slope = gl.load(slope_ptr + b_head, mask=m_row, other=0.0).to(gl.float32) * LOG2E
-    b_pos = cached + b_new
-    b_end = b_pos + 1
-    b_tree = b_new
-    if tree_ptr is not None:
-        b_tree = gl.load(tree_ptr + b_token, mask=m_row, other=0)
-        b_end = b_new * 0 + seq_len
-        b_pos = b_new * 0 + (cached - 1)
-        for bit in gl.static_range(32):  # a token sees its ancestors
-            b_pos += (b_tree >> bit) & 1
-    return b_pos + 1 - lengths[4], b_end, b_pos, b_tree, b_scale, b_slope
-
-
-@gluon.jit
 def _merge(place, tiles, out_scale, tensors, strides, parts, lengths, plan, GROUP: gl.constexpr, ROWS: gl.constexpr,
            HEAD_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
     """Merge all parts of a pair and store the result."""
@@ -172,7 +138,7 @@ def _merge(place, tiles, out_scale, tensors, strides, parts, lengths, plan, GROU
     wide: gl.constexpr = gl.BlockedLayout([1, 4], [128 // HEAD_SIZE, HEAD_SIZE // 4], [4, 1], [1, 0])
     b_row = gl.arange(0, ROWS, gl.SliceLayout(1, wide))
     b_dim = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))
-    b_token, b_head, _, m_row = _rows(place, lengths, GROUP, BLOCK_M, ROWS, gl.SliceLayout(1, wide))
+    b_token, b_head, _, m_row = rows_of_pair(place, lengths, GROUP, BLOCK_M, ROWS, gl.SliceLayout(1, wide))
     b_out, b_lse = merge_parts(
         part_ptr, part_lse_ptr, place[2], tiles, share, unit, b_row, m_row, b_dim, HEAD_SIZE, BLOCK_M
     )
@@ -209,8 +175,9 @@ def attend_to_part(place, part_lo, part_hi, sequence, tiles, count, tensors, str
     if v_scale_ptr is not None:
         out_scale *= gl.load(v_scale_ptr + head // lengths[3])
     b_scale *= logit_scale
-    rows = _describe_rows(place, lengths, cached, seq_len, b_scale, slope_ptr, tree_ptr, GROUP, BLOCK_M, across)
-    b_token, b_head, _, m_row = _rows(place, lengths, GROUP, BLOCK_M, BLOCK_M, across)
+    rows = describe_rows(place, lengths, cached, seq_len, slope_ptr, tree_ptr, GROUP, BLOCK_M, across)
+    rows += (b_scale,)
+    b_token, b_head, _, m_row = rows_of_pair(place, lengths, GROUP, BLOCK_M, BLOCK_M, across)
     b_m = gl.full([BLOCK_M], LOWEST, gl.float32, across)
     b_sum = gl.zeros([BLOCK_M], gl.float32, across)
     if sink_ptr is not None:  # it counts once, in the part with the first keys
