@@ -1,4 +1,4 @@
-"""Prefill attention: which kernel, its tiles of queries and of keys, and how many tiles share fetched keys."""
+"""Prefill attention: which kernel, its tiles of queries and of keys, and how its loops are cut."""
 
 from dataclasses import dataclass
 
@@ -77,8 +77,8 @@ def space(
     rows = max(16, triton.next_power_of_2(max_q * group))
     if arch == "sm90" and max_q * group >= attention_prefill.SM90_MIN_ROWS:  # two to four times as fast as the other
         hopper = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
-        narrow = product(BLOCK_N=(64,), PARTS=(1, 2), TILES=(1, 2, 4, 8), num_stages=(4,))
-        wide = product(BLOCK_N=(128,), PARTS=(1, 2), TILES=(1,), num_stages=(2,))
+        narrow = product(BLOCK_N=(64,), PARTS=(1, 2), MERGED=(False, True), num_stages=(4,))
+        wide = product(BLOCK_N=(128,), PARTS=(1, 2), MERGED=(False,), num_stages=(2,))
         return [hopper | tile for tile in [*narrow, *wide]]
     tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2)]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")

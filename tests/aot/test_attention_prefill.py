@@ -17,12 +17,12 @@ CASES = [
 ]
 
 
-def launch(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, apart=False, **options):
-    """``apart`` caches are what the Hopper kernel takes."""
+def launch(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, apart=False, width=512, **options):
+    """``apart`` caches are what the Hopper kernel takes; ``width``: blocks that a sequence may have."""
     pool = torch.empty(4, 2, block_size, kv_heads, head_size, dtype=cache_dtype)
     if apart:
         pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
-    tables, lens = torch.empty(8, 512, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+    tables, lens = torch.empty(8, width, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
     q, cu = torch.empty(4096, heads, head_size, dtype=dtype), torch.empty(9, dtype=torch.int32)
     varlen_prefill_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, max_seqlen_q=longest, **options)
 
@@ -71,6 +71,20 @@ def test_hopper_kernel_of_long_prompts():
         launch(64, 8, 64, 16, BF16, BF16, 4096, apart=True, return_lse=True)
     assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 4
     assert_resources(kernels)
+
+
+def test_hopper_kernel_of_short_prompts():
+    """The loops do the last tile of keys, so products with values stand in two loops and not in a third place too."""
+    heads, factors = torch.empty(64), torch.empty(8)
+    with compile_kernels(90) as kernels:
+        launch(32, 8, 128, 16, BF16, BF16, 256, apart=True, width=16)
+        launch(32, 8, 128, 16, BF16, BF16, 256, apart=True, width=64)
+        launch(64, 8, 128, 16, FP16, FP16, 256, apart=True, width=16, sinks=heads, k_scale=factors, v_scale=factors)
+        launch(64, 8, 64, 16, BF16, BF16, 256, apart=True, width=16, alibi_slopes=heads, softcap=5.0, return_lse=True)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 4
+    assert_resources(kernels)
+    short, longer = (len(kernel.asm["ptx"]) for kernel in kernels[:2])
+    assert short < 0.9 * longer
 
 
 def test_hopper_kernel_with_everything():

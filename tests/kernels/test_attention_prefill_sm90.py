@@ -101,17 +101,17 @@ def test_matches_reference(device, batch, head_size, block_size, kv_heads, group
 
 
 HOPPER = {"kernel": "sm90", "BLOCK_M": 128, "num_warps": 4}
-KEY_TILES = [(64, 1, 4), (64, 2, 2), (128, 1, 2), (128, 2, 2)]  # keys, parts, stages
+NARROW = [(64, 1, False, 4), (64, 2, False, 2), (64, 1, True, 3), (64, 2, True, 4)]  # keys, parts, merged, stages
+WIDE = [(128, 1, False, 2), (128, 2, False, 2)]
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("programs", [1, 7, 132])
-@pytest.mark.parametrize(("keys", "parts", "stages"), KEY_TILES)
-@pytest.mark.parametrize("tiles", [1, 3, 8])
-def test_bundles(device, tiles, keys, parts, stages, programs):
-    """Keys that stay for several tiles of rows, keys that do not fit, and both in one launch, in few programs."""
-    config = HOPPER | {"TILES": tiles, "BLOCK_N": keys, "PARTS": parts, "num_stages": stages, "PROGRAMS": programs}
+@pytest.mark.parametrize(("keys", "parts", "merged", "stages"), [*NARROW, *WIDE])
+def test_configurations(device, keys, parts, merged, stages, programs):
+    """Many tiles of rows in few programs, of sequences with more and fewer keys than the ring holds."""
+    config = HOPPER | {"BLOCK_N": keys, "PARTS": parts, "MERGED": merged, "num_stages": stages, "PROGRAMS": programs}
     new, seq_lens = [256, 1, 0, 300, 40, 130], [256, 250, 3, 900, 40, 140]
     with tuning.override("varlen_prefill_attention", config):
         for options in ({}, {"window": 33, "sinks": True}):

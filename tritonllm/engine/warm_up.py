@@ -18,7 +18,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor 
 
 
 def warm_up_sizes(budget: int) -> list[int]:
-    """Token counts of the steps: the powers of two below ``budget``, and ``budget``."""
+    """Token counts of the steps, or widths: the powers of two below ``budget``, and ``budget``."""
     return [*(1 << bit for bit in range(budget.bit_length()) if 1 << bit < budget), budget]
 
 
@@ -62,23 +62,26 @@ class WarmUp:
 
     def run(self) -> None:
         """Every step."""
-        widest = -(-self._max_model_len // self._block_size)
+        widths = warm_up_sizes(-(-self._max_model_len // self._block_size))
         for tokens in (*warm_up_sizes(self._max_num_batched_tokens), *self._padded):
             self.prefill_step(tokens)
-            self.prefill_step(tokens, widest)
+            for width in widths:
+                if width * self._block_size > tokens:
+                    self.prefill_step(tokens, width, sample=False)
         for sequences in warm_up_sizes(self._max_num_seqs):
-            for width in (1, widest):
+            for width in widths:
                 self.decode_step(sequences, width)
                 self.decode_step(sequences, width, prompt_token=True)
                 if self._may_share(sequences):
                     self.decode_step(sequences, width, shared=True)
 
-    def prefill_step(self, tokens: int, width: int = 1) -> None:
+    def prefill_step(self, tokens: int, width: int = 1, *, sample: bool = True) -> None:
         """``tokens`` prompt tokens, with logits for as many seats as they could fill.
 
         Args:
             width: blocks that a sequence has room for, if that is more than it needs: before the tokens could come
                 others, cached. Kernels for many keys are other ones.
+            sample: end with the sampling, which is the same for every width.
         """
         length = min(tokens, self._max_model_len)
         ends = [*range(0, tokens, length), tokens]
@@ -95,7 +98,9 @@ class WarmUp:
         positions = (torch.arange(tokens) % length).to(device)
         rows = torch.arange(min(self._max_num_seqs, tokens)).to(device)
         ids = torch.zeros(tokens, dtype=torch.int32, device=device)
-        self._sample(self._forward(ids, positions, metadata, None if len(rows) == tokens else rows))
+        hidden = self._forward(ids, positions, metadata, None if len(rows) == tokens else rows)
+        if sample:
+            self._sample(hidden)
 
     def decode_step(self, sequences: int, width: int, *, shared: bool = False, prompt_token: bool = False) -> None:
         """Decodes of empty sequences.

@@ -6,9 +6,8 @@ cache go to shared memory by the bulk copy engine, page by page, some tiles ahea
 rows of the tile and do products and softmax (:mod:`tritonllm.kernels.attention_rows_sm90`); while one waits for its
 products the other has the tensor cores. Keys go from last to first, so that the tiles that need a mask come first.
 
-Programs stay, and draw one bundle of tiles of rows after the other: the copying warp is a tile of rows ahead, and
-results leave by the bulk copy engine, so neither start nor end of a tile keeps the tensor cores waiting for memory.
-Where the keys that a bundle sees fit the ring, they are fetched once and stay for all its tiles.
+Programs stay, and draw one tile of rows after the other: the copying warp is a tile of rows ahead, and results leave by
+the bulk copy engine, so neither start nor end of a tile keeps the tensor cores waiting for memory.
 """
 
 import torch
@@ -42,10 +41,20 @@ def _copy_tile(desc, b_row, column, full, empty, smem, count, BOX: gl.constexpr,
 
 
 @gluon.jit
-def _copy_keys(descs, table, pipes, seq, kv_head, keys, count, BLOCK_SIZE: gl.constexpr):
-    """Fetch tiles [lo, hi) of keys and values, the last first. A lane holds the id of one page, loaded a tile ahead."""
-    k_desc, v_desc = descs
+def _page_ids(table, b_lane, seq, tile, first, end, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Keys with which the pages of a tile begin, or its parts of one page, and the pages' ids, one a lane."""
     table_ptr, stride_table, num_rows = table
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    b_key = tile * BLOCK_N + b_lane * BOX
+    m_id = (b_lane < BLOCK_N // BOX) & (b_key >= 0) & (b_key < end) & (b_key + BOX > first)
+    p_id = table_ptr + seq.to(gl.int64) * stride_table + b_key // BLOCK_SIZE
+    return b_key, gl.load(p_id, mask=m_id, other=-1)
+
+
+@gluon.jit
+def _copy_keys(descs, table, pipes, seq, kv_head, keys, pages, count, BLOCK_SIZE: gl.constexpr):
+    """Fetch tiles [lo, hi) of keys and values, the last first. A tile's ``pages`` are looked up a tile ahead."""
+    k_desc, v_desc = descs
     lo, hi, first, end = keys
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -53,16 +62,11 @@ def _copy_keys(descs, table, pipes, seq, kv_head, keys, count, BLOCK_SIZE: gl.co
     PIECES: gl.constexpr = BLOCK_N // BOX
     column = kv_head * k_smem.shape[2]
     b_lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    p_table = table_ptr + seq.to(gl.int64) * stride_table
-    b_key = (hi - 1) * BLOCK_N + b_lane * BOX
-    m_id = (b_lane < PIECES) & (b_key < end) & (b_key + BOX > first)
-    b_id = gl.load(p_table + b_key // BLOCK_SIZE, mask=m_id, other=-1)
-    for _ in range(hi - lo):
+    for i in range(hi - lo):
+        b_key, b_id = pages
         # a row beyond the cache reads as zeros: pages that no row sees are not looked up
-        b_row = gl.where(b_id >= 0, b_id * BLOCK_SIZE + b_key % BLOCK_SIZE, num_rows)
-        b_key -= BLOCK_N
-        m_id = (b_lane < PIECES) & (b_key >= 0) & (b_key + BOX > first)
-        b_id = gl.load(p_table + b_key // BLOCK_SIZE, mask=m_id, other=-1)
+        b_row = gl.where(b_id >= 0, b_id * BLOCK_SIZE + b_key % BLOCK_SIZE, table[2])
+        pages = _page_ids(table, b_lane, seq, hi - 2 - i, first, end, BLOCK_SIZE, BLOCK_N)
         _copy_tile(k_desc, b_row, column, k_full, k_empty, k_smem, count, BOX, PIECES)
         _copy_tile(v_desc, b_row, column, v_full, v_empty, v_smem, count, BOX, PIECES)
         count += 1
@@ -70,17 +74,16 @@ def _copy_keys(descs, table, pipes, seq, kv_head, keys, count, BLOCK_SIZE: gl.co
 
 
 @gluon.jit
-def _send(mail, queries, sent, rows, place, GROUP: gl.constexpr):
+def _send(mail, queries, sent, rows, count, GROUP: gl.constexpr):
     """Describe a tile of rows to the groups that multiply, and fetch its queries. No key/value head: the end."""
     letter, full, empty = mail
     q_smem, q_desc = queries
     kv_head, begin, q_len, pair, seq_len = rows
-    count, release, first = place
     slot = sent % 2
     mbarrier.wait(empty.index(slot), (sent // 2 & 1) ^ 1)
     b_field = gl.arange(0, 8, gl.BlockedLayout([8], [32], [1], [0]))
     b_low = gl.where(b_field == 0, kv_head, gl.where(b_field == 1, begin, gl.where(b_field == 2, q_len, pair)))
-    b_high = gl.where(b_field == 4, seq_len, gl.where(b_field == 5, count, gl.where(b_field == 6, release, first)))
+    b_high = gl.where(b_field == 4, seq_len, count)
     letter.index(slot).store(gl.where(b_field < 4, b_low, b_high))
     if q_desc is not None:
         if kv_head >= 0:
@@ -97,76 +100,40 @@ def _send(mail, queries, sent, rows, place, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _copy_bundle(bundle, kv_head, state, descs, queries, table, pipes, mail, shape, GROUP: gl.constexpr,
-                 CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
-                 TILES: gl.constexpr):  # fmt: skip
-    """Fetch a bundle: up to TILES tiles of rows of one sequence, and the keys that they see.
-
-    ``state`` is (tiles of keys fetched so far, tiles of rows), which is returned as it is then.
-    """
-    cu_ptr, len_ptr, batch, window = shape
-    count, sent = state
-    STAGES: gl.constexpr = pipes[0].shape[0]
+def _copy(descs, queries, table, pipes, mail, shape, tiles, draw_ptr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+          WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
+    """The copying warp: draws tiles of rows, of which each key/value head has ``tiles``, and fetches what they need."""
+    cu_ptr, len_ptr, batch, window, kv_heads = shape
     BLOCK_N: gl.constexpr = pipes[0].shape[1]
-    b_lane = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
-    seq = find_prefill_sequence(b_lane, bundle, cu_ptr, batch, GROUP, BLOCK_M * TILES)
-    begin = gl.load(cu_ptr + seq)
-    q_len = gl.load(cu_ptr + seq + 1) - begin
-    seq_len = gl.load(len_ptr + seq)
-    start = (bundle - (begin.to(gl.int64) * GROUP // (BLOCK_M * TILES)).to(gl.int32) - seq) * (BLOCK_M * TILES)
-    n = gl.minimum((q_len * GROUP - start + BLOCK_M - 1) // BLOCK_M, TILES)
-    lowest = visible_tiles(start, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    stop = start + (n - 1) * BLOCK_M
-    highest = visible_tiles(stop, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    stay = highest[3] - lowest[0] <= STAGES
-    base = count
-    for i in range(n):
-        pair = stop - i * BLOCK_M
-        lo, _, _, hi, first, end = visible_tiles(
-            pair, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
-        )  # fmt: skip
-        at = count
-        release = 0
-        if stay:
-            below = visible_tiles(pair - BLOCK_M, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-            release = gl.where(i == n - 1, 0, below[3])
-            at = base + highest[3] - hi
-            lo = lowest[0]
-            first = lowest[4]
-        _send(mail, queries, sent, (kv_head, begin, q_len, pair, seq_len), (at, release, first), GROUP)
-        sent += 1
-        if (i == 0) | (not stay):
-            count = _copy_keys(descs, table, pipes, seq, kv_head, (lo, hi, first, end), count, BLOCK_SIZE)
-    return count, sent
-
-
-@gluon.jit
-def _copy(descs, queries, table, pipes, mail, shape, dealing, draw_ptr, GROUP: gl.constexpr,
-          CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
-          TILES: gl.constexpr):  # fmt: skip
-    """The copying warp. ``dealing``: how many items, bundles and tiles there are, the latter two of each head."""
-    items, bundles, tiles = dealing
     b_lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    state = (0, 0)
+    b_seq = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    items = tiles * kv_heads
+    count = 0
+    sent = 0
     item = gl.program_id(0)
     while item < items:
         # as a vector, for the result of a scalar is waited for at once
         b_drawn = gl.atomic_add(draw_ptr + b_lane * 0, b_lane * 0 + 1, mask=b_lane == 0, sem="relaxed")
-        if (TILES == 1) | (item < items - tiles):  # the last rows of a sequence see most keys: they start first
-            state = _copy_bundle(
-                bundles - 1 - item % bundles, item // bundles, state, descs, queries, table, pipes, mail, shape, GROUP,
-                CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M, TILES,
+        tile = tiles - 1 - item % tiles  # the last rows of a sequence see most keys: they start first
+        kv_head = item // tiles
+        seq = find_prefill_sequence(b_seq, tile, cu_ptr, batch, GROUP, BLOCK_M)
+        begin = gl.load(cu_ptr + seq)
+        q_len = gl.load(cu_ptr + seq + 1) - begin
+        seq_len = gl.load(len_ptr + seq)
+        pair = (tile - (begin.to(gl.int64) * GROUP // BLOCK_M).to(gl.int32) - seq) * BLOCK_M
+        if pair < q_len * GROUP:
+            lo, _, _, hi, first, end = visible_tiles(
+                pair, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
             )  # fmt: skip
-        elif TILES > 1:  # one head's tiles are dealt out last and one by one, so that the programs end together
-            state = _copy_bundle(
-                items - 1 - item, (items - tiles) // bundles, state, descs, queries, table, pipes, mail, shape, GROUP,
-                CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M, 1,
-            )  # fmt: skip
+            pages = _page_ids(table, b_lane, seq, hi - 1, first, end, BLOCK_SIZE, BLOCK_N)
+            _send(mail, queries, sent, (kv_head, begin, q_len, pair, seq_len), count, GROUP)
+            sent += 1
+            count = _copy_keys(descs, table, pipes, seq, kv_head, (lo, hi, first, end), pages, count, BLOCK_SIZE)
         drawn = gl.sum(gl.where(b_lane == 0, b_drawn, 0), 0)
         if drawn == items - 1:  # every item was followed by a draw: this was the last of all
             gl.store(draw_ptr, 0)
         item = gl.num_programs(0) + drawn
-    _send(mail, queries, state[1], (-1, 0, 0, 0, 0), (0, 0, 0), GROUP)
+    _send(mail, queries, sent, (-1, 0, 0, 0, 0), 0, GROUP)
 
 
 @gluon.jit
@@ -220,7 +187,7 @@ def _load_queries(place, rows, q_ptr, strides, HALF: gl.constexpr, GROUP: gl.con
 @gluon.jit
 def _multiply(tensors, strides, heads, pipes, queries, outs, mail, window, factors, HALF: gl.constexpr,
               GROUP: gl.constexpr, FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
-              PARTS: gl.constexpr):  # fmt: skip
+              PARTS: gl.constexpr, MERGED: gl.constexpr):  # fmt: skip
     """One of the two groups that multiply: rows [64 HALF, 64 HALF + 64) of each tile that is sent."""
     q_ptr, out_ptr, lse_ptr = tensors
     q_strides, out_strides, num_heads = strides
@@ -233,7 +200,7 @@ def _multiply(tensors, strides, heads, pipes, queries, outs, mail, window, facto
     kv_head = 0
     while kv_head >= 0:
         slot = got % 2
-        kv_head, begin, q_len, pair, seq_len, count, release, first = receive(mail, got)
+        kv_head, begin, q_len, pair, seq_len, count = receive(mail, got)
         if kv_head >= 0:
             scale, out_scale, softcap = factors
             if k_scale_ptr is not None:
@@ -245,8 +212,8 @@ def _multiply(tensors, strides, heads, pipes, queries, outs, mail, window, facto
             if q_desc is None:
                 _load_queries(place, rows, q_ptr, q_strides, HALF, GROUP)
             b_o, b_m, b_l, rows = attend_rows(
-                rows, (count, release, first), place, mail, got, pipes, heads, window, (scale, softcap),
-                HALF, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, s_layout, o_layout,
+                rows, count, place, mail, got, pipes, heads, window, (scale, softcap),
+                HALF, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, MERGED, s_layout, o_layout,
             )  # fmt: skip
             b_divisor = gl.where(b_l == 0.0, 1.0, b_l)  # 0 for a row that saw nothing
             b_o *= gl.convert_layout(out_scale / b_divisor, gl.SliceLayout(1, o_layout))[:, None]
@@ -261,11 +228,7 @@ def _multiply(tensors, strides, heads, pipes, queries, outs, mail, window, facto
 
 
 # Arguments whose values and alignment change from step to step: one compilation serves them all.
-@gluon.jit(
-    do_not_specialize=[
-        *("table_ptr", "cu_ptr", "len_ptr", "window", "batch", "items", "bundles", "tiles", "stride_table")
-    ]
-)
+@gluon.jit(do_not_specialize=["table_ptr", "cu_ptr", "len_ptr", "window", "batch", "tiles", "stride_table"])
 def _prefill_sm90_kernel(
     q_ptr,  # [T, H, D]
     q_desc,  # the same, or None
@@ -287,9 +250,7 @@ def _prefill_sm90_kernel(
     window,
     softcap,
     batch,
-    items,  # to draw
-    bundles,  # of TILES tiles of BLOCK_M rows, for each key/value head
-    tiles,
+    tiles,  # of BLOCK_M rows, for each key/value head
     num_rows,
     heads,
     stride_q_token,
@@ -305,8 +266,8 @@ def _prefill_sm90_kernel(
     HEAD_SIZE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    TILES: gl.constexpr,
     PARTS: gl.constexpr,  # of a tile's product with the values
+    MERGED: gl.constexpr,  # all tiles of keys in the same loops
     STAGES: gl.constexpr,
 ):
     """A program takes the item of its number, then draws others: bundles of one key/value head."""
@@ -343,11 +304,11 @@ def _prefill_sm90_kernel(
     gl.warp_specialize(
         [
             (_multiply, (tensors, strides, of_heads, pipes, queries, outs, mail, window, factors,
-                         0, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS)),
+                         0, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, MERGED)),
             (_multiply, (tensors, strides, of_heads, pipes, queries, outs, mail, window, factors,
-                         1, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS)),
-            (_copy, ((k_desc, v_desc), queries, table, pipes, mail, (cu_ptr, len_ptr, batch, window),
-                     (items, bundles, tiles), draw_ptr, GROUP, CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M, TILES)),
+                         1, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, MERGED)),
+            (_copy, ((k_desc, v_desc), queries, table, pipes, mail, (cu_ptr, len_ptr, batch, window, heads // GROUP),
+                     tiles, draw_ptr, GROUP, CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M)),
         ],
         [4, 1],
         [232, 40],
@@ -378,15 +339,14 @@ def launch(
     blocks, size, kv_heads, _ = k_cache.shape
     config = dict(config)
     group, batch = heads // kv_heads, len(seq_lens)
-    bundles, tiles = (tokens * group // (config["BLOCK_M"] * n) + batch for n in (config["TILES"], 1))
-    items = bundles * (kv_heads - 1) + tiles
+    tiles = tokens * group // config["BLOCK_M"] + batch
     if workspace is None:
         workspace = torch.zeros(1, dtype=torch.int32, device=q.device)
-    _prefill_sm90_kernel[(min(config.pop("PROGRAMS"), items),)](
+    _prefill_sm90_kernel[(min(config.pop("PROGRAMS"), tiles * kv_heads),)](
         *(q, row_descriptor(q, group), *page_descriptors(k_cache, v_cache, config["BLOCK_N"]), block_tables),
         *(cu_seqlens_q, seq_lens, args.out, row_descriptor(args.out, group), args.lse, args.sinks, args.alibi_slopes),
         *(args.k_scale, args.v_scale, workspace, args.scale, args.v_factor, args.window, args.softcap),
-        *(batch, items, bundles, tiles, blocks * size, heads),
+        *(batch, tiles, blocks * size, heads),
         *(*q.stride()[:2], block_tables.stride(0), *args.out.stride()[:2]),
         GROUP=group,
         CAUSAL=causal,
@@ -395,6 +355,8 @@ def launch(
         BLOCK_SIZE=size,
         HEAD_SIZE=head_size,
         STAGES=config.pop("num_stages"),
+        # with a window the last step clears stale keys; without causality nobody has measured it
+        MERGED=config.pop("MERGED") and causal and args.window == 0,
         maxnreg=MAX_REGISTERS,
         **config,
     )

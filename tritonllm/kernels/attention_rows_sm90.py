@@ -57,12 +57,13 @@ def visible_tiles(pair, q_len, seq_len, window, GROUP: gl.constexpr, CAUSAL: gl.
 
 
 @gluon.jit
-def _logits(count, q_smem, pipes, s_layout: gl.constexpr):
-    """Start the product of the queries with the tile of keys at place ``count`` of the ring."""
+def _logits(count, there, q_smem, pipes, s_layout: gl.constexpr):
+    """Start the product of the queries with the tile of keys at place ``count`` of the ring; with what is there, of no
+    use, where none will be."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
-    mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
+    mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1, pred=there)
     b_zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     b_k = k_smem.index(count % STAGES).permute((1, 0))
     return warpgroup_mma(q_smem, b_k, b_zero, use_acc=False, is_async=True)
@@ -122,21 +123,21 @@ def _add_values(b_x, b_alpha, b_o, b_l, v_place, v_full, phase, PARTS: gl.conste
 
 
 @gluon.jit
-def _step(tile, count, release, state, q_smem, pipes, rows, logits, MASKED: gl.constexpr, FLAGS: gl.constexpr,
+def _step(tile, count, more, state, q_smem, pipes, rows, logits, MASKED: gl.constexpr, FLAGS: gl.constexpr,
           PARTS: gl.constexpr, s_layout: gl.constexpr):  # fmt: skip
-    """Add a tile whose logits are there, while those of the next are computed."""
+    """Add a tile whose logits are there, while those of the next are computed, if there are ``more``."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
     b_o, b_s, b_m, b_l = state
     STAGES: gl.constexpr = k_smem.shape[0]
     stage = count % STAGES
     b_x, b_m, b_alpha = _exponents(b_s, tile, b_m, rows, logits, MASKED, FLAGS)
-    t_s = _logits(count + 1, q_smem, pipes, s_layout)
+    t_s = _logits(count + 1, more, q_smem, pipes, s_layout)
     t_o, b_l = _add_values(
         b_x, b_alpha, b_o, b_l, v_smem.index(stage), v_full.index(stage), count // STAGES & 1, PARTS
     )  # fmt: skip
     b_s, b_o = warpgroup_mma_wait(0, [t_s, t_o])
-    mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1, pred=tile - 1 >= release)
-    mbarrier.arrive(v_empty.index(stage), count=1, pred=tile >= release)
+    mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1, pred=more)
+    mbarrier.arrive(v_empty.index(stage), count=1)
     return b_o, b_s, b_m, b_l
 
 
@@ -158,88 +159,93 @@ def _describe_rows(rows, heads, HALF: gl.constexpr, GROUP: gl.constexpr, ALIBI: 
 
 @gluon.jit
 def receive(mail, got):
-    """A tile of rows as the copying warp described it: the fields of ``rows`` and ``place`` of :func:`attend_rows`."""
+    """A tile of rows as the copying warp described it: the fields of ``rows`` and ``count`` of :func:`attend_rows`."""
     letter, full, empty = mail
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     mbarrier.wait(full.index(got % 2), got // 2 & 1)
     b_letter = letter.index(got % 2).load(layout)
     b_field = gl.arange(0, 8, layout)
     fields = ()
-    for i in gl.static_range(8):
+    for i in gl.static_range(6):
         fields += (gl.sum(gl.where(b_field == i, b_letter, 0), 0),)  # type: ignore[assignment]
     return fields
 
 
 @gluon.jit
-def attend_rows(rows, place, q_smem, mail, got, pipes, heads, window, logits, HALF: gl.constexpr, GROUP: gl.constexpr,
+def attend_rows(rows, count, q_smem, mail, got, pipes, heads, window, logits, HALF: gl.constexpr, GROUP: gl.constexpr,
                 FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
-                s_layout: gl.constexpr, o_layout: gl.constexpr):  # fmt: skip
+                MERGED: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr):  # fmt: skip
     """64 rows over all their keys.
+
+    The last tile of keys has a step of its own, in which no product of logits starts. MERGED: the loops do it, and that
+    product for nothing. It is a sixth less code: where keys are few, rows run through all of it, and waited for it.
 
     Args:
         rows: (key/value head, first token in q, new tokens, first pair, keys) of the tile of rows.
-        place: (where in the ring the last tile of keys is, the first tile that no later tile of rows needs, the first
-            key in the ring).
+        count: where in the ring the last tile of keys is.
         mail: (letter, full, empty), of which the ``got``-th described the tile.
         logits: (scale, softcap).
 
     Returns:
         Weighted sums of values ``[64, D]``, maxima and sums of weights ``[64]``, and ``rows``, received again.
     """
-    count, release, first = place
     seq_len = rows[4]
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     HEAD_SIZE: gl.constexpr = v_smem.shape[2]
-    lo, whole_lo, whole_hi, hi, _, end = visible_tiles(
+    lo, whole_lo, whole_hi, hi, first, end = visible_tiles(
         rows[3], rows[2], seq_len, window, GROUP, FLAGS[3], FLAGS[0], BLOCK_M, BLOCK_N
     )  # fmt: skip
     b_deep = gl.zeros([64, BLOCK_N], gl.float32, s_layout).reshape([64, BLOCK_N // 8, 8])
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, b_deep.type.layout))
     b_pos, b_slope, b_sink = _describe_rows(rows, heads, HALF, GROUP, FLAGS[2], layout)
     of_rows = (b_pos, b_slope, end, window)
-    b_s = warpgroup_mma_wait(0, [_logits(count, q_smem, pipes, s_layout)])
-    mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=hi > release)
+    b_s = warpgroup_mma_wait(0, [_logits(count, True, q_smem, pipes, s_layout)])
+    mbarrier.arrive(k_empty.index(count % STAGES), count=1)
     if (hi * BLOCK_N > seq_len) & (seq_len % BLOCK_SIZE != 0):  # both groups do it, so neither waits for the other
         mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
         clear_stale_values(v_smem.index(count % STAGES), (hi - 1) * BLOCK_N, first, seq_len)
     state = (gl.zeros([64, HEAD_SIZE], gl.float32, o_layout), b_s, gl.maximum(b_sink, LOWEST), gl.sum(b_deep, 1))
-    top = gl.minimum(gl.maximum(whole_hi, lo + 1), hi)
-    low = gl.minimum(gl.maximum(whole_lo, lo + 1), top)
+    least = lo + (0 if MERGED else 1)  # the last tile has a step of its own
+    top = gl.minimum(gl.maximum(whole_hi, least), hi)
+    low = gl.minimum(gl.maximum(whole_lo, least), top)
     for i in range(hi - top):
-        state = _step(
-            hi - 1 - i, count + i, release, state, q_smem, pipes, of_rows, logits, True, FLAGS, PARTS, s_layout
-        )
+        tile = hi - 1 - i
+        at = count + i
+        more = tile > lo if MERGED else True
+        state = _step(tile, at, more, state, q_smem, pipes, of_rows, logits, True, FLAGS, PARTS, s_layout)
     count += hi - top
     for i in range(top - low):
-        state = _step(
-            top - 1 - i, count + i, release, state, q_smem, pipes, of_rows, logits, False, FLAGS, PARTS, s_layout
-        )
+        tile = top - 1 - i
+        at = count + i
+        more = tile > lo if MERGED else True
+        state = _step(tile, at, more, state, q_smem, pipes, of_rows, logits, False, FLAGS, PARTS, s_layout)
     count += top - low
     if FLAGS[0]:
         for i in range(low - lo - 1):
             state = _step(
-                low - 1 - i, count + i, release, state, q_smem, pipes, of_rows, logits, True, FLAGS, PARTS, s_layout
+                low - 1 - i, count + i, True, state, q_smem, pipes, of_rows, logits, True, FLAGS, PARTS, s_layout
             )
         count += low - lo - 1
     # received and worked out again: kept through the loops, it would take registers that those have not
-    kv_head, begin, q_len, pair, seq_len, _, release, first = receive(mail, got)
+    kv_head, begin, q_len, pair, seq_len, _ = receive(mail, got)
     rows = (kv_head, begin, q_len, pair, seq_len)
     mbarrier.arrive(mail[2].index(got % 2), count=1)
-    lo, _, _, _, _, end = visible_tiles(pair, q_len, seq_len, window, GROUP, FLAGS[3], FLAGS[0], BLOCK_M, BLOCK_N)
+    lo, _, _, _, first, end = visible_tiles(pair, q_len, seq_len, window, GROUP, FLAGS[3], FLAGS[0], BLOCK_M, BLOCK_N)
     b_pos, b_slope, b_sink = _describe_rows(rows, heads, HALF, GROUP, FLAGS[2], layout)
     of_rows = (b_pos, b_slope, end, window)
-    stage = count % STAGES
-    if FLAGS[0]:
-        if first % BLOCK_SIZE != 0:
-            mbarrier.wait(v_full.index(stage), count // STAGES & 1)
-            clear_stale_values(v_smem.index(stage), lo * BLOCK_N, first, seq_len)
     b_o, b_s, b_m, b_l = state
-    b_x, b_m, b_alpha = _exponents(b_s, lo, b_m, of_rows, logits, True, FLAGS)
-    t_o, b_l = _add_values(
-        b_x, b_alpha, b_o, b_l, v_smem.index(stage), v_full.index(stage), count // STAGES & 1, PARTS
-    )  # fmt: skip
-    b_o = warpgroup_mma_wait(0, [t_o])
-    mbarrier.arrive(v_empty.index(stage), count=1, pred=lo >= release)
+    if not MERGED:
+        stage = count % STAGES
+        if FLAGS[0]:
+            if first % BLOCK_SIZE != 0:
+                mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+                clear_stale_values(v_smem.index(stage), lo * BLOCK_N, first, seq_len)
+        b_x, b_m, b_alpha = _exponents(b_s, lo, b_m, of_rows, logits, True, FLAGS)
+        t_o, b_l = _add_values(
+            b_x, b_alpha, b_o, b_l, v_smem.index(stage), v_full.index(stage), count // STAGES & 1, PARTS
+        )  # fmt: skip
+        b_o = warpgroup_mma_wait(0, [t_o])
+        mbarrier.arrive(v_empty.index(stage), count=1)
     return b_o, b_m, gl.sum(b_l, 1) + gl.exp2(b_sink - b_m), rows
