@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.aot import ARCHS, assert_resources, assert_sass
 
-from tritonllm.kernels import fused_moe, moe_tiles, tuning
+from tritonllm.kernels import fused_moe, moe_from_logits, moe_tiles, tuning
 from tritonllm.kernels.aot import compile_kernels
 
 QWEN3_30B = (128, 8, 2048, 768)
@@ -46,6 +46,24 @@ def test_a_few_tokens_compile(arch):
         biases = {"gate_up_bias": torch.empty(32, 5760), "down_bias": torch.empty(32, 2880)}
         call(1, *GPT_OSS_20B, activation="swigluoai", dtype=torch.float16, **biases)
         call(1, *QWEN3_30B, residual=torch.empty(1, 2048, dtype=torch.bfloat16))
+    assert {kernel.name for kernel in kernels} == {"_direct_gate_up_kernel", "_direct_down_kernel"}
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_one_token_from_logits_compiles(arch):
+    correction = {"scoring": "sigmoid", "correction_bias": torch.empty(256)}
+    biases = {"gate_up_bias": torch.empty(4, 120), "down_bias": torch.empty(4, 100)}
+    qwen2 = (60, 4, 2048, 1408), {"renormalize": False}
+    cases = ((QWEN3_30B, {}), qwen2, ((256, 8, 2048, 512), correction), ((4, 2, 100, 60), biases))
+    with compile_kernels(arch) as kernels:
+        for (experts, top_k, n, i), options in cases:
+            w_gate_up = torch.empty(2 * i, n, dtype=torch.bfloat16).expand(experts, -1, -1)
+            w_down = torch.empty(n, i, dtype=torch.bfloat16).expand(experts, -1, -1)
+            x = torch.empty(1, n, dtype=torch.bfloat16)
+            moe_from_logits(x, torch.empty(1, experts), w_gate_up, w_down, top_k, residual=x, **options)
+        w_gate_up, w_down = torch.empty(128, 1536, 2048), torch.empty(128, 2048, 768)
+        moe_from_logits(x.new_empty(1, 2048).float(), torch.empty(1, 128), w_gate_up, w_down, 8)
     assert {kernel.name for kernel in kernels} == {"_direct_gate_up_kernel", "_direct_down_kernel"}
     assert_resources(kernels)
 

@@ -3,8 +3,10 @@ import torch
 from support.compare import assert_close
 from torch.nn import functional as F
 
+from tritonllm.layers import moe as moe_layer
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoE, MoESpec
+from tritonllm.layers.norm import Norm, NormSpec
 
 SIZE, INNER = 8, 6
 
@@ -74,6 +76,25 @@ def test_matches_the_definition(device, axes):
     before = x.clone()
     assert_close(moe(x), want(moe, before))
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("few", [0, 2 * 4 * SIZE])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5])
+def test_norm_before_and_addition_after(monkeypatch, device, tokens, few, kind):
+    """Of few tokens the router normalises; the stream is what it was plus the result."""
+    monkeypatch.setattr(moe_layer, "MAX_ROUTED_AT_ONCE", few)
+    torch.manual_seed(0)
+    moe = make(device, shared=SHARED, router_bias=True)
+    norm = Norm((SIZE,), NormSpec(kind=kind, eps=1e-5), dtype=torch.float32, device=device)
+    assert norm.weight is not None
+    norm.weight.normal_(1, 0.1)
+    stream = torch.randn(tokens, SIZE, device=device)
+    expected = stream.clone()
+    if tokens:
+        expected += 0.5 * want(moe, norm.normalize(stream))
+    assert moe(stream, norm=norm, residual=stream, scale=0.5) is stream
+    assert_close(stream, expected)
 
 
 def test_no_tokens(device):

@@ -14,9 +14,12 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
+from tritonllm.kernels import fused_moe
 from tritonllm.layers import moe
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.spec import ModelSpec
+
+EXPERT_OPTIONS = ("activation", "gate_up_bias", "down_bias", "residual", "scale")
 
 
 def can_be_forced(spec: ModelSpec) -> bool:
@@ -60,10 +63,13 @@ def forced_on_ours(choices: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside the block, our layers choose ``choices``, ``[tokens, k]`` a call; exactly so many calls must come."""
     calls = iter(choices)
 
-    def route(logits: torch.Tensor, top_k: int, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forced(
+        x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, **kwargs: Any
+    ):
         ids = next(calls)
-        return _weights(logits, ids), ids.to(torch.int32)
+        of_experts = {name: kwargs[name] for name in EXPERT_OPTIONS}
+        return fused_moe(x, gate_up, down, _weights(logits, ids), ids.to(torch.int32), **of_experts)
 
-    with patch.object(moe, "moe_route", route):
+    with patch.object(moe, "moe_from_logits", forced):
         yield
     assert next(calls, None) is None

@@ -154,7 +154,8 @@ def _fused_moe(
     config = tuning.get_config("fused_moe", x.device, default_config, **key)
     biases = (gate_up_bias, down_bias)
     if config["kernel"] == "direct":
-        moe_direct.launch(x, w_gate_up, w_down, weights, ids, *biases, expert_map, out, activation, add, scale)
+        choice = moe_direct.Choice(weights, ids, expert_map)
+        moe_direct.launch(x, w_gate_up, w_down, choice, *biases, out, activation, add, scale)
         return
     y = _launch_products(x, w_gate_up, w_down, *biases, ids, expert_map, activation, config)
     block = min(1024, triton.next_power_of_2(n))
@@ -172,21 +173,19 @@ def _fused_moe(
     )
 
 
-def _check(
+def check_experts(
     x: torch.Tensor,
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     activation: str,
-    expert_map: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> None:
+    """All but the choice."""
     require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     check_tensor("x", x, ("T", "N"))
-    tokens, n = x.shape
+    n = x.shape[1]
     check_tensor("w_down", w_down, ("E", n, "I"), like=x)
     experts, _, i = w_down.shape
     check_tensor("w_gate_up", w_gate_up, (experts, 2 * i, n), like=x)
@@ -197,15 +196,18 @@ def _check(
         check_tensor("gate_up_bias", gate_up_bias, (experts, 2 * i), like=x)
     if down_bias is not None:
         check_tensor("down_bias", down_bias, (experts, n), like=x)
-    check_tensor("ids", ids, (tokens, "k"), dtype=(torch.int32, torch.int64), like=x)
+    if residual is not None:
+        check_tensor("residual", residual, x.shape, like=x)
+        check_same_dtype("residual", residual, "x", x)
+
+
+def _check_choice(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None) -> None:
+    check_tensor("ids", ids, (len(x), "k"), dtype=(torch.int32, torch.int64), like=x)
     require(ids.shape[1] > 0, "ids must have at least one expert for each token, got none")
     require(ids.numel() < 2**31, f"ids must have fewer than 2^31 elements, got {ids.numel()}; split the tokens")
     check_tensor("weights", weights, ids.shape, like=x)
     if expert_map is not None:
         check_tensor("expert_map", expert_map, ("experts",), dtype=torch.int32, like=x)
-    if residual is not None:
-        check_tensor("residual", residual, x.shape, like=x)
-        check_same_dtype("residual", residual, "x", x)
 
 
 def fused_moe(
@@ -248,7 +250,8 @@ def fused_moe(
     Raises:
         ValueError: a wrong shape, dtype or device, or another activation.
     """
-    _check(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, activation, expert_map, residual)
+    check_experts(x, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual)
+    _check_choice(x, weights, ids, expert_map)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     _fused_moe(
         *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, activation),

@@ -42,65 +42,112 @@ def _only_best_groups(
     return tl.reshape(tl.where(b_taken[:, :, None] > 0, b_grouped, float("-inf")), b_choice.shape)
 
 
+@triton.jit
+def _largest_first(b_choice, lane, TOP_K: tl.constexpr):
+    """``[ROWS, LANES]`` float32 without NaN -> the place of each among the row's ``TOP_K`` largest, or ``TOP_K``.
+
+    Of equals the lowest lane goes first. Floats are compared as integers of the same order, whose maximum over a warp
+    is one instruction.
+    """
+    b_bits = tl.where(b_choice == 0.0, 0.0, b_choice).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    b_key = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+    b_rank = tl.full(b_choice.shape, TOP_K, tl.int32)
+    for i in range(TOP_K):
+        b_hits = tl.where(b_key == tl.max(b_key, axis=1)[:, None], lane, 0x7FFFFFFF)
+        hit = lane == tl.min(b_hits, axis=1)[:, None]
+        b_rank = tl.where(hit, i, b_rank)
+        b_key = tl.where(hit, -0x80000000, b_key)  # less than -inf
+    return b_rank
+
+
+@triton.jit
+def choose_experts(p_logits, m_row, bias_ptr, TOP_K: tl.constexpr, ROUTING: tl.constexpr):
+    """The ``TOP_K`` experts of each row of logits.
+
+    Args:
+        p_logits: ``[ROWS, 1]`` pointers to rows of logits; m_row: ``[ROWS, 1]`` which of them there are.
+        bias_ptr: ``[E]`` added to the scores for the choice, or None.
+        ROUTING: of :func:`routing_constants`.
+
+    Returns:
+        experts ``[1, LANES]``, their logits ``[ROWS, LANES]`` in float32 (-inf in lanes without an expert), and the
+        place ``[ROWS, LANES]`` of each among the chosen, or ``TOP_K``.
+    """
+    SOFTMAX: tl.constexpr = ROUTING[0]
+    NUM_GROUPS: tl.constexpr = ROUTING[2]
+    GROUP_SIZE: tl.constexpr = ROUTING[3]
+    TOP_K_GROUPS: tl.constexpr = ROUTING[4]
+    GROUPS: tl.constexpr = ROUTING[5]
+    GROUP: tl.constexpr = ROUTING[6]
+    # each group has its own lanes, so that a reshape finds it; lanes are in the order of the experts
+    lane = tl.arange(0, GROUPS * GROUP)[None, :]
+    expert = lane // GROUP * GROUP_SIZE + lane % GROUP
+    m_expert = (lane // GROUP < NUM_GROUPS) & (lane % GROUP < GROUP_SIZE)
+    b_logits = tl.load(p_logits + expert, mask=m_row & m_expert, other=float("-inf")).to(tl.float32)
+    b_choice = b_logits
+    if bias_ptr is not None:
+        b_bias = tl.load(bias_ptr + expert, mask=m_expert, other=0.0).to(tl.float32)
+        b_choice = _scores(b_logits, SOFTMAX) + b_bias
+    b_choice = tl.where(b_choice > LOWEST, b_choice, LOWEST)  # also where it is NaN
+    b_choice = tl.where(m_expert, b_choice, float("-inf"))
+    if TOP_K_GROUPS < NUM_GROUPS:
+        b_choice = _only_best_groups(b_choice, bias_ptr is not None, GROUP_SIZE, TOP_K_GROUPS, GROUPS, GROUP)
+    return expert, b_logits, _largest_first(b_choice, lane, TOP_K)
+
+
+@triton.jit
+def _scores(b_logits, SOFTMAX: tl.constexpr):
+    if SOFTMAX:
+        b_exp = tl.exp(b_logits - tl.max(b_logits, axis=1)[:, None])
+        b_scores = b_exp / tl.sum(b_exp, axis=1)[:, None]
+    else:
+        b_scores = tl.sigmoid(b_logits)
+    return b_scores
+
+
+@triton.jit
+def weigh_experts(b_logits, b_rank, scale, TOP_K: tl.constexpr, ROUTING: tl.constexpr):
+    """The weights ``[ROWS, LANES]`` of the chosen experts; 0 for the others."""
+    SOFTMAX: tl.constexpr = ROUTING[0]
+    RENORMALIZE: tl.constexpr = ROUTING[1]
+    b_weights = tl.where(b_rank < TOP_K, _scores(b_logits, SOFTMAX), 0.0)
+    if RENORMALIZE:
+        b_weights = b_weights / (tl.sum(b_weights, axis=1)[:, None] + 1e-20)  # sigmoids may all be 0
+    return b_weights * scale
+
+
 @triton.jit(do_not_specialize=["T"])
 def _moe_route_kernel(
     logits_ptr,  # [T, E]
-    bias_ptr,  # [E] if HAS_BIAS
+    bias_ptr,  # [E] or None
     weights_ptr,  # [T, TOP_K]
     ids_ptr,  # [T, TOP_K]
     T,
     stride_logits,
     scale,
     TOP_K: tl.constexpr,
-    SOFTMAX: tl.constexpr,  # else sigmoid
-    RENORMALIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TOP_K_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,  # power of two, >= NUM_GROUPS
-    GROUP: tl.constexpr,  # power of two, >= GROUP_SIZE
-    K_BLOCK: tl.constexpr,  # power of two, >= TOP_K
+    ROUTING: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     wait_for_previous(PDL)
     let_next_start(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    # each group has its own lanes, so that a reshape finds it; lanes are in the order of the experts
-    lane = tl.arange(0, GROUPS * GROUP)[None, :]
-    expert = lane // GROUP * GROUP_SIZE + lane % GROUP
-    m_expert = (lane // GROUP < NUM_GROUPS) & (lane % GROUP < GROUP_SIZE)
-    p_logits = logits_ptr + row * stride_logits + expert
-    b_logits = tl.load(p_logits, mask=(row < T) & m_expert, other=float("-inf")).to(tl.float32)
-    if SOFTMAX:
-        b_exp = tl.exp(b_logits - tl.max(b_logits, axis=1)[:, None])
-        b_scores = b_exp / tl.sum(b_exp, axis=1)[:, None]
-    else:
-        b_scores = tl.sigmoid(b_logits)
-    b_choice = b_logits
-    if HAS_BIAS:
-        b_choice = b_scores + tl.load(bias_ptr + expert, mask=m_expert, other=0.0).to(tl.float32)
-    b_choice = tl.where(b_choice > LOWEST, b_choice, LOWEST)  # also where it is NaN
-    b_choice = tl.where(m_expert, b_choice, float("-inf"))
-    if TOP_K_GROUPS < NUM_GROUPS:
-        b_choice = _only_best_groups(b_choice, HAS_BIAS, GROUP_SIZE, TOP_K_GROUPS, GROUPS, GROUP)
+    expert, b_logits, b_rank = choose_experts(logits_ptr + row * stride_logits, row < T, bias_ptr, TOP_K, ROUTING)
+    b_weights = weigh_experts(b_logits, b_rank, scale, TOP_K, ROUTING)
+    place = row * TOP_K + b_rank
+    m_chosen = (row < T) & (b_rank < TOP_K)
+    tl.store(weights_ptr + place, b_weights, mask=m_chosen)
+    tl.store(ids_ptr + place, expert, mask=m_chosen)
 
-    column = tl.arange(0, K_BLOCK)[None, :]
-    b_weights = tl.zeros([ROWS, K_BLOCK], tl.float32)
-    b_ids = tl.zeros([ROWS, K_BLOCK], tl.int32)
-    for i in range(TOP_K):
-        best = tl.argmax(b_choice, axis=1)[:, None]  # the lowest lane of equals
-        hit = lane == best
-        b_weight = tl.sum(tl.where(hit, b_scores, 0.0), axis=1)[:, None]
-        b_weights = tl.where(column == i, b_weight, b_weights)
-        b_ids = tl.where(column == i, best // GROUP * GROUP_SIZE + best % GROUP, b_ids)
-        b_choice = tl.where(hit, float("-inf"), b_choice)
-    if RENORMALIZE:
-        b_weights = b_weights / (tl.sum(b_weights, axis=1)[:, None] + 1e-20)  # sigmoids may all be 0
-    mask = (row < T) & (column < TOP_K)
-    tl.store(weights_ptr + row * TOP_K + column, b_weights * scale, mask=mask)
-    tl.store(ids_ptr + row * TOP_K + column, b_ids, mask=mask)
+
+def routing_constants(
+    experts: int, renormalize: bool, scoring: str, num_groups: int, top_k_groups: int
+) -> tuple[bool | int, ...]:
+    """What the kernels know of a routing when they are compiled, as they take it."""
+    group_size = experts // num_groups
+    lanes = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
+    return (scoring == "softmax", renormalize, num_groups, group_size, top_k_groups, *lanes)
 
 
 def default_route_config(experts: int, tokens: int) -> tuning.Config:
@@ -152,35 +199,20 @@ def _moe_route(
     scale: float,
 ) -> None:
     tokens, experts = router_logits.shape
-    top_k, group_size = ids.shape[1], experts // num_groups
     if tokens == 0:
         return
     config = tuning.get_config("moe_route", router_logits.device, default_route_config, experts=experts, tokens=tokens)
     programs = triton.cdiv(tokens, config["ROWS"])
     _moe_route_kernel[(programs,)](
-        router_logits,
-        router_logits if bias is None else bias,
-        weights,
-        ids,
-        tokens,
-        router_logits.stride(0),
-        scale,
-        TOP_K=top_k,
-        SOFTMAX=scoring == "softmax",
-        RENORMALIZE=renormalize,
-        HAS_BIAS=bias is not None,
-        NUM_GROUPS=num_groups,
-        GROUP_SIZE=group_size,
-        TOP_K_GROUPS=top_k_groups,
-        GROUPS=triton.next_power_of_2(num_groups),
-        GROUP=triton.next_power_of_2(group_size),
-        K_BLOCK=triton.next_power_of_2(top_k),
+        *(router_logits, bias, weights, ids, tokens, router_logits.stride(0), scale),
+        TOP_K=ids.shape[1],
+        ROUTING=routing_constants(experts, renormalize, scoring, num_groups, top_k_groups),
         **dependent_launch(router_logits.device, programs),
         **config,
     )
 
 
-def _check_route(
+def check_routing(
     logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None, groups: int, top_k_groups: int
 ) -> None:
     check_tensor("router_logits", logits, ("T", "E"))
@@ -206,7 +238,7 @@ def _prepare(
     require((num_groups is None) == (top_k_groups is None), "num_groups and top_k_groups must be given together")
     groups = 1 if num_groups is None else num_groups
     best_groups = 1 if top_k_groups is None else top_k_groups
-    _check_route(router_logits, top_k, scoring, bias, groups, best_groups)
+    check_routing(router_logits, top_k, scoring, bias, groups, best_groups)
     weights = torch.empty((router_logits.shape[0], top_k), dtype=torch.float32, device=router_logits.device)
     return weights, torch.empty_like(weights, dtype=torch.int32), groups, best_groups
 
