@@ -9,7 +9,7 @@ from tritonllm.models.families import spec_from_config
 from tritonllm.models.weights import dummy_weights
 
 
-@pytest.mark.parametrize(("family", "places"), [("llama", [0, 1]), ("gemma2", [0, 1, 2])])
+@pytest.mark.parametrize(("family", "places"), [("llama", [0, 1, 1]), ("gemma2", [0, 1, 2, 2])])
 def test_one_layer_of_each_kind(monkeypatch, device, family, places):
     spec = spec_from_config(tiny_config(family, num_hidden_layers=6))
     model = Decoder(spec, dtype=torch.float32, device=device, max_model_len=64)

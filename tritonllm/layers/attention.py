@@ -114,7 +114,18 @@ class Attention(nn.Module):
         Returns:
             ``[R, hidden]``.
         """
-        qkv = self.qkv(x, norm=norm)
+        out = self.attend(self.qkv(x, norm=norm), positions, cos_sin_cache, metadata, kv_cache)
+        return self.o(out if rows is None else out.index_select(0, rows), residual=residual, scale=scale)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor | None,
+        metadata: AttentionMetadata,
+        kv_cache: KVCacheView,
+    ) -> torch.Tensor:
+        """What lies between the two projections of :meth:`forward`: ``qkv[T, (H + 2 K) D]`` -> ``[T, H D]``."""
         cache = kv_cache.k, kv_cache.v
         rope = (None if cos_sin_cache is None else positions, cos_sin_cache)
         heads = {"interleaved": self.spec.rope is not None and self.spec.rope.interleaved, **self._norm_weights(qkv)}
@@ -133,8 +144,7 @@ class Attention(nn.Module):
             constant = "q_weight" in heads
             q = qk_norm_rope_store(qkv, *cache, metadata.slot_mapping, *rope, **heads, constant_weight=constant)
             out = paged_attention(q, metadata, kv_cache, **options)
-        out = out.flatten(1)
-        return self.o(out if rows is None else out.index_select(0, rows), residual=residual, scale=scale)
+        return out.flatten(1)
 
     def _norm_weights(self, qkv: torch.Tensor) -> dict[str, Any]:
         """The q/k norm as the fused kernel takes it; one that it does not know is done here, in place."""

@@ -1,7 +1,8 @@
 """Linear maps and the embedding table: weights, and the product with them.
 
 Many rows go to cuBLAS, with nothing fused. Few rows, whose product is bound by reading the weights, go to
-:func:`tritonllm.kernels.linear`, which takes the norm before, and the activation or the addition after, along.
+:func:`tritonllm.kernels.linear`, which takes the norm before, and the activation or the addition after, along. With
+some hundred rows one product can leave the norm after it to the next (:mod:`tritonllm.kernels.linear_medium`).
 Parameters are for inference only (no gradient) and are left uninitialised: a loader writes every element once.
 """
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tritonllm.kernels import linear
+from tritonllm.kernels.linear_medium import Unnormed, add_linear, linear_unnormed
 from tritonllm.kernels.linear_skinny import MAX_M, workspace_size
 
 if TYPE_CHECKING:
@@ -99,6 +101,26 @@ class Linear(nn.Module):
             residual=residual,
             scale=scale,
             workspace=self.workspace,
+            constant_weight=True,
+        )
+
+    def of_unnormed(self, x: Unnormed, *, activation: str | None = None, gated: bool = False) -> torch.Tensor:
+        """:meth:`forward` of rows ``[T, in]`` that :meth:`add_to` left to be normalised."""
+        return linear_unnormed(x, self.weight, self.bias, activation=activation, gated=gated, constant_weight=True)
+
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor, norm: Norm, *, scale: float) -> Unnormed:
+        """Add ``scale`` times the result for ``x[T, in]`` to ``stream[T, out]``; returns what is left of ``norm``, an
+        RMS norm of the stream, to the product that follows."""
+        assert norm.weight is not None
+        return add_linear(
+            x,
+            self.weight,
+            self.bias,
+            stream,
+            norm.weight,
+            norm_eps=norm.spec.eps,
+            norm_weight_offset=norm.spec.weight_offset,
+            scale=scale,
             constant_weight=True,
         )
 

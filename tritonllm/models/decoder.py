@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tritonllm.kernels import cap_logits
+from tritonllm.kernels.linear_medium import Unnormed, leaves_norms
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.linear import Embedding, Linear, empty_parameter, few_rows
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
@@ -21,7 +22,9 @@ class DecoderLayer(nn.Module):
 
     With many rows, what a block computed is added to the stream by the norm that comes next, so it travels beside the
     stream until then; a layer hands the next one its MLP's output, not yet added. With few rows a block's last product
-    adds to the stream, and its first one normalises: then nothing travels, and a step is half as many kernels.
+    adds to the stream, and its first one normalises: then nothing travels, and a step is half as many kernels. With
+    some hundred rows (on Hopper) a block's last product adds to the stream, too, and leaves the next norm to the
+    product that follows; between two layers it is that which travels.
     """
 
     def __init__(self, spec: ModelSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -52,21 +55,29 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor | None,
+        x: torch.Tensor | Unnormed | None,
         stream: torch.Tensor | None,
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor | None,
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
         rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        following: Norm | None = None,
+    ) -> tuple[torch.Tensor | Unnormed | None, torch.Tensor]:
         """``x[T, hidden]``, not yet added to the stream, and the stream -> the same two of the next layer.
 
-        ``None`` in the place of either: no stream yet, or nothing to add to it. All T tokens are attended to, but with
-        ``rows`` only theirs are the results.
+        ``None`` in the place of either: no stream yet, or nothing to add to it. Instead of ``x``, what is left of this
+        layer's first norm, where the layer before has begun it; ``following`` is the norm that the next one begins
+        with. All T tokens are attended to, but with ``rows`` only theirs are the results.
         """
+        if rows is None and self._leaves_norms(positions):
+            return self._forward_medium(x, stream, positions, cos_sin_cache, metadata, kv_cache, following)
+        if isinstance(x, Unnormed):
+            x = None
         if self.fusable and few_rows(positions if rows is None else rows):
             return self._forward_few(x, stream, positions, cos_sin_cache, metadata, kv_cache, rows)
+        if x is None:
+            x, stream = stream, None
         assert x is not None
         x, stream = self._enter(self.attention_norm, x, stream)
         attended = self.attention(x, positions, cos_sin_cache, metadata, kv_cache, rows=rows)
@@ -99,6 +110,44 @@ class DecoderLayer(nn.Module):
         stream = _of_rows(stream, rows)
         stream = self.attention(x, *step, norm=norm, residual=stream, scale=self.multiplier, rows=rows)
         return None, self.mlp(stream, norm=self.mlp_norm, residual=stream, scale=self.multiplier)
+
+    def _leaves_norms(self, rows: torch.Tensor) -> bool:
+        mlp, norm = self.mlp, self.mlp_norm
+        if not self.fusable or not isinstance(mlp, MLP) or norm is None or norm.spec.kind != "rms":
+            return False
+        layers = self.attention.qkv, self.attention.o, mlp.up, mlp.down
+        return leaves_norms(rows, *(layer.weight for layer in layers))
+
+    def _forward_medium(
+        self,
+        x: torch.Tensor | Unnormed | None,
+        stream: torch.Tensor | None,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor | None,
+        metadata: AttentionMetadata,
+        kv_cache: KVCacheView,
+        following: Norm | None,
+    ) -> tuple[Unnormed | None, torch.Tensor]:
+        """:meth:`forward` for some hundred rows: a product that adds to the stream begins the norm after it, and the
+        one that follows ends it."""
+        attention, mlp, norm, scale = self.attention, self.mlp, self.mlp_norm, self.multiplier
+        assert isinstance(mlp, MLP) and norm is not None and self.attention_norm is not None
+        if isinstance(x, Unnormed):
+            qkv = attention.qkv.of_unnormed(x)
+        elif x is None or stream is None:
+            stream = x if stream is None else stream
+            assert stream is not None
+            qkv = attention.qkv(stream, norm=self.attention_norm)
+        else:
+            x, stream = self.attention_norm(x, stream, scale)
+            qkv = attention.qkv(x)
+        assert stream is not None
+        attended = attention.attend(qkv, positions, cos_sin_cache, metadata, kv_cache)
+        left = attention.o.add_to(stream, attended, norm, scale=scale)
+        inner = mlp.up.of_unnormed(left, activation=mlp.spec.activation, gated=mlp.spec.gated)
+        if following is None or following.spec.kind != "rms":
+            return None, mlp.down(inner, residual=stream, scale=scale)
+        return mlp.down.add_to(stream, inner, following, scale=scale), stream
 
     def _enter(
         self, norm: Norm | None, x: torch.Tensor, stream: torch.Tensor | None
@@ -186,14 +235,14 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"kv_cache must have one view for each of {self.spec.num_layers} layers, got {len(kv_cache)}"
             )
-        x: torch.Tensor | None = self._embed(input_ids, positions)
+        x: torch.Tensor | Unnormed | None = self._embed(input_ids, positions)
         stream: torch.Tensor | None = None
-        for place in self._running:
-            wanted = rows if place == self._running[-1] else None
+        for place, after in zip(self._running, [*self._running[1:], None], strict=True):
+            wanted, following = (rows, None) if after is None else (None, self.layers[after].attention_norm)
             table = self._tables[self._table_of_layer[place]]
-            x, stream = self.layers[place](x, stream, positions, table, metadata, kv_cache[place], wanted)
+            x, stream = self.layers[place](x, stream, positions, table, metadata, kv_cache[place], wanted, following)
         assert stream is not None  # there is a layer
-        if x is None:
+        if x is None or isinstance(x, Unnormed):
             return stream if self.norm is None else self.norm.normalize(stream)
         multiplier = self.spec.residual_multiplier
         if self.norm is not None:
@@ -202,9 +251,10 @@ class Decoder(nn.Module):
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Inside the block a step runs one layer of each kind: it launches every kernel of a whole one, and gives
-        nothing of use."""
-        self._running = self.spec.distinct_layers()
+        """Inside the block a step runs one layer of each kind, the last one twice, for the end of a step may want
+        fewer rows: it launches every kernel of a whole one, and gives nothing of use."""
+        places = self.spec.distinct_layers()
+        self._running = (*places, places[-1])
         try:
             yield
         finally:
