@@ -1,4 +1,4 @@
-"""Rejection sampling with draft probabilities: how the program of a row searches limits and reads a row whole."""
+"""Rejection sampling with draft probabilities: how the program of a row reads a row whole, and its registers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +64,11 @@ class RejectionSampling(Problem):
 
 
 def space(vocab: int) -> list[tuning.Config]:
-    few = product(CAPACITY=(4096, 8192), TILE=(16, 32), WIDE=(16, 32), num_warps=(8,), maxnreg=(255,))
-    return few + product(CAPACITY=(4096, 8192), TILE=(16, 32), WIDE=(32, 64), num_warps=(16,))
+    """Registers decide how many of a step's rows are judged at a time: at 80, with 8 warps, three a multiprocessor."""
+    narrow = product(WIDE=(16,), num_warps=(8,), maxnreg=(80, 96, 128)) + product(
+        WIDE=(8, 16), num_warps=(4,), maxnreg=(128,)
+    )
+    return narrow + product(WIDE=(32,), num_warps=(8, 16), maxnreg=(128,))
 
 
 TUNABLE = Tunable(

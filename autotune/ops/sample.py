@@ -7,7 +7,7 @@ import torch
 
 from autotune.ops import Tunable, product
 from autotune.problem import Inputs, Problem, TensorFactory, Work
-from tritonllm.kernels import sample, sample_ref, sampling, tuning
+from tritonllm.kernels import sample, sample_ref, sampling_limited, tuning
 
 MODES = ("temperature", "top_p", "top_k_top_p")
 
@@ -78,8 +78,8 @@ class FlatSampling(Sampling):
 
 TUNABLE = Tunable(
     op="sample",
-    module=sampling,
-    default=sampling.default_config,
+    module=sampling_limited,
+    default=sampling_limited.default_config,
     problems=(FlatSampling(64, MODES[1:2]),),  # the batch is no part of the key, so one stands for all
     space=space,
 )

@@ -14,7 +14,7 @@ TUNABLE = Tunable(
     op="sample_draw",
     module=sampling_draw,
     default=sampling_draw.default_config,
-    # Vocabularies of Qwen3 and Llama 3; and 320 rows of a speculative step: greedy ones want shorter stretches
+    # Vocabularies of Qwen3 and Llama 3; and 320 rows of a speculative step
     problems=(
         *(Sampling(rows, MODES[:1], vocab) for vocab in (151936, 128256) for rows in (1, 4, 16, 64, 256)),
         RejectionSampling(64, 4, "greedy"),

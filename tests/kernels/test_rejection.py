@@ -119,8 +119,11 @@ def test_verdict_is_the_sequence_s_own(device):
     ids, probs, logits, params = make_case(4, 2, 500, 6, device)
     together = rejection_sample(ids, probs, logits, *params)
     order = torch.tensor([2, 0, 3], device=device)
-    config = {"CAPACITY": 512, "TILE": 4, "WIDE": 1, "num_warps": 4}
-    with tuning.override("rejection_judge", config), tuning.override("sample_draw", {"TILES": 1, "num_warps": 1}):
+    with (
+        tuning.override("rejection_judge", {"WIDE": 1, "num_warps": 4}),
+        tuning.override("sample", {"CAPACITY": 512, "TILE": 4, "num_warps": 4}),
+        tuning.override("sample_draw", {"TILES": 1, "num_warps": 1}),
+    ):
         got = rejection_sample(ids[order], probs[order], logits[order], *(p[order] for p in params))
     assert torch.equal(got[0], together[0][order]) and torch.equal(got[1], together[1][order])
 

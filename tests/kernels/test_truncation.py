@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
+from support.limits import check_limits
 
-from tritonllm.kernels.candidates import SMALL
+from tritonllm.kernels.candidates import SMALL, limit_candidates
 from tritonllm.kernels.sampling_common import clean_ref, keep_ref, load_scan, scale_of, scale_ref, scan
-from tritonllm.kernels.truncation import limit_or_search, limits_ref
+from tritonllm.kernels.truncation import limits_ref, search_limits
 
 
 @triton.jit
@@ -37,23 +38,16 @@ def _limits_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     _, b_max, b_sum = load_scan(max_ptr, sum_ptr, row, n_groups, NG)
-    found, threshold, last_tie, total = limit_or_search(
-        logits_ptr + row * stride,
-        list_ptr + row * n_groups,
-        buffer_ptr + row * BUFFER,
-        V,
-        n_groups,
-        b_max,
-        b_sum,
-        tl.max(b_max),
-        scale_of(tl.load(temperature_ptr + row)),
-        tl.load(top_k_ptr + row),
-        tl.load(top_p_ptr + row),
-        tl.load(min_p_ptr + row),
-        NG,
-        CAPACITY,
-        TILE,
+    p_row, p_list, p_buffer = logits_ptr + row * stride, list_ptr + row * n_groups, buffer_ptr + row * BUFFER
+    top, scale = tl.max(b_max), scale_of(tl.load(temperature_ptr + row))
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    found, threshold, last_tie, total, whole = limit_candidates(
+        p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, TILE
     )
+    if found == 0:
+        threshold, last_tie, total = search_limits(
+            p_row, p_list, p_buffer, V, n_groups, b_max, whole, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE
+        )
     tl.store(threshold_ptr + row, threshold)
     tl.store(last_tie_ptr + row, last_tie)
     tl.store(total_ptr + row, total)
@@ -79,34 +73,6 @@ def kernel_limits(logits, temperature, top_k, top_p, min_p, *, capacity, tile, n
         num_warps=num_warps,
     )
     return threshold[:, 0], last_tie, total[:, 0], found
-
-
-def check_limits(limits, logits, temperature, top_k, top_p, min_p):
-    """The limits keep a beginning of the order by logit and id, as long as a float64 computation says."""
-    x = clean_ref(logits)
-    kept = (keep_ref(x, limits[0], limits[1]) & (x > -torch.inf)).cpu()
-    x = x.double().cpu()
-    for row in range(len(x)):
-        order = torch.sort(x[row], descending=True, stable=True).indices
-        n = int(kept[row].sum())
-        assert n >= 1 and kept[row][order[:n]].all(), "not the first tokens of the order"
-        values = x[row][order]
-        values = values[values > -torch.inf]
-        k = int(top_k[row])
-        probs = torch.softmax(values / float(temperature[row]), 0)
-        shortest, longest = [], []
-        for counts, error in ((shortest, -1e-5), (longest, 1e-5)):  # rounding may move an edge by one token
-            m = len(values)
-            if min_p[row] > 0:
-                m = int((probs >= float(min_p[row]) * (1 - error) * probs[0]).sum())
-            m = min(m, k) if k > 0 else m
-            if top_p[row] < 1:
-                cumulated = probs[:m].cumsum(0) / probs[:m].sum()
-                m = min(m, int((cumulated < float(top_p[row]) * (1 + error)).sum()) + 1)
-            counts.append(max(m, 1))
-        assert shortest[0] <= n <= longest[0], f"kept {n} tokens, not {shortest[0]} to {longest[0]}"
-        weights = torch.exp((values[:n] - values[0]) / float(temperature[row]))
-        torch.testing.assert_close(limits[2][row].cpu().double(), weights.sum(), rtol=1e-5, atol=0)
 
 
 def make_rows(rows, vocab, spread, seed, dtype, device):

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dependent_launch import dependent_launch, wait_for_previous
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
 _NONE = tl.constexpr(0x7FFFFFFF)
 
@@ -31,6 +31,7 @@ def _chain_kernel(
     p_draft = draft_ids_ptr + seq * stride_draft + b_position
     b_draft = tl.load(p_draft, mask=b_position < G, other=-1, cache_modifier=".cg")
     wait_for_previous(PDL)
+    let_next_start(PDL)
     b_token = tl.load(tokens_ptr + seq * (G + 1) + b_position, mask=b_position <= G, other=0)
     accepted = tl.min(tl.where(b_token == b_draft, _NONE, b_position))
     b_id = tl.where(b_position <= accepted, b_token, -1)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.candidates import (
-    CHUNK,
     SMALL,
     bound_groups,
     gather,
@@ -44,6 +43,7 @@ from tritonllm.kernels.truncation import key_value, order_key
 # 256 (42.8 us, and 44.8): H200, V = 151936, N = 0.
 _GROUPS = 16
 MOST_SELECTED = 32  # beyond it torch's topk finds the most likely tokens
+_CHUNK = tl.constexpr(32)  # candidates compared with all the others at a time
 _LN2 = tl.constexpr(LN2)
 _NO_KEY = tl.constexpr(-(1 << 63))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
@@ -106,9 +106,9 @@ def _ranks(p_buffer, found):
     """For each of up to ``SMALL`` candidates, how many others come before it."""
     b_at, b_x = load_candidates(p_buffer, 0, found, SMALL)
     b_token = load_ids(p_buffer, b_at, found)
-    b_rank = tl.zeros([CHUNK, SMALL], tl.int32)  # summed over its rows, which a thread holds for itself
-    for first in range(0, found, CHUNK):
-        c_at, c_x = load_candidates(p_buffer, first, found, CHUNK)
+    b_rank = tl.zeros([_CHUNK, SMALL], tl.int32)  # summed over its rows, which a thread holds for itself
+    for first in range(0, found, _CHUNK):
+        c_at, c_x = load_candidates(p_buffer, first, found, _CHUNK)
         c_token = load_ids(p_buffer, c_at, found)
         m_before = (c_token[:, None] < b_token[None, :]) & (c_x[:, None] == b_x[None, :])
         b_rank += (m_before | (c_x[:, None] > b_x[None, :])).to(tl.int32)

@@ -20,6 +20,34 @@ from tritonllm.kernels.registry import register_op
 from tritonllm.kernels.rope import check_rope, rope_reference
 
 
+@triton.jit
+def _weights_and_table(
+    weight_ptr,
+    head,
+    m_head,
+    positions_ptr,
+    token,
+    table_ptr,
+    stride_table,
+    HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    CONSTANT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The norm's weights of these heads, and where the cosines of the token's position lie.
+
+    Waits for the kernels before this one: after the weights if these are constant.
+    """
+    p_weight = weight_ptr + head * (HEAD_SIZE if PER_HEAD else 0) if weight_ptr is not None else None
+    wait_for_previous(PDL and not CONSTANT)
+    b_wa, b_wb, b_wr = load_weights(p_weight, m_head, HEAD_SIZE, HALF, PAIRS)
+    wait_for_previous(PDL and CONSTANT)
+    p_table = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * stride_table if HALF else table_ptr
+    return b_wa, b_wb, b_wr, p_table
+
+
 # Arguments whose alignment changes from step to step: one compilation serves them all.
 @triton.jit(do_not_specialize=["slot_ptr", "positions_ptr"])
 def _qk_norm_rope_store_kernel(
@@ -69,11 +97,10 @@ def _qk_norm_rope_store_kernel(
         q_head = program * BLOCK_H + rows
         m_q = q_head < Q_HEADS
         p_q = p_token + q_head * HEAD_SIZE
-        p_weight = q_weight_ptr + q_head * (HEAD_SIZE if PER_HEAD else 0) if NORM else None
-        wait_for_previous(PDL and not CONSTANT)
-        b_wa, b_wb, b_wr = load_weights(p_weight, m_q, HEAD_SIZE, HALF, PAIRS)
-        wait_for_previous(PDL and CONSTANT)
-        p_table = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * stride_table if HALF else table_ptr
+        b_wa, b_wb, b_wr, p_table = _weights_and_table(
+            *(q_weight_ptr, q_head, m_q, positions_ptr, token, table_ptr, stride_table),
+            *(HEAD_SIZE, HALF, PAIRS, PER_HEAD, CONSTANT, PDL),
+        )
         prepare_heads(
             *(p_q, p_q, m_q, m_q, b_wa, b_wb, b_wr, p_table, m_q, eps, weight_offset),
             *(HEAD_SIZE, HALF, PAIRS, NORM, False, PDL),
@@ -83,11 +110,10 @@ def _qk_norm_rope_store_kernel(
     m_kv = kv_head < KV_HEADS
     p_k = p_token + (Q_HEADS + kv_head) * HEAD_SIZE
     if program < Q_PROGRAMS + KV_PROGRAMS:
-        p_k_weight = k_weight_ptr + kv_head * (HEAD_SIZE if PER_HEAD else 0) if NORM else None
-        wait_for_previous(PDL and not CONSTANT)
-        b_ka, b_kb, b_kr = load_weights(p_k_weight, m_kv, HEAD_SIZE, HALF, PAIRS)
-        wait_for_previous(PDL and CONSTANT)
-        p_k_table = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * stride_table if HALF else table_ptr
+        b_ka, b_kb, b_kr, p_k_table = _weights_and_table(
+            *(k_weight_ptr, kv_head, m_kv, positions_ptr, token, table_ptr, stride_table),
+            *(HEAD_SIZE, HALF, PAIRS, PER_HEAD, CONSTANT, PDL),
+        )
         slot = tl.load(slot_ptr + token)
         at = slot // BLOCK_SIZE * stride_kc_block + slot % BLOCK_SIZE * stride_kc_slot
         p_k_out = k_cache_ptr + at + kv_head.to(tl.int64) * stride_kc_head

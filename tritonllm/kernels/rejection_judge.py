@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels import tuning
-from tritonllm.kernels.candidates import SMALL
 from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.random import (
     STREAM_ACCEPT,
@@ -19,6 +18,7 @@ from tritonllm.kernels.random import (
     uniform_ref,
 )
 from tritonllm.kernels.rejection_residual import REMNANT, draw_exhaustively, thin, thin_ref
+from tritonllm.kernels.row_limits import find_row_limits
 from tritonllm.kernels.sampling_common import (
     GROUP,
     MIN_TEMPERATURE,
@@ -37,7 +37,7 @@ from tritonllm.kernels.sampling_common import (
     weight_ref,
 )
 from tritonllm.kernels.sampling_draw import draw_of_group, group_score
-from tritonllm.kernels.truncation import find_limits, is_limited, limits_ref, load_limits
+from tritonllm.kernels.truncation import limits_ref
 
 # Of each sequence: temperature, top_k, top_p, min_p, seed, step
 Parameters = tuple[
@@ -45,13 +45,75 @@ Parameters = tuple[
 ]
 
 
+@triton.jit
+def _load_row_limits(limits, row, V, b_weight):
+    """Threshold, last tie and weight of what stays of a row."""
+    if limits is None:
+        return float("-inf"), V, tl.sum(b_weight)
+    else:
+        return tl.load(limits.threshold + row), tl.load(limits.last_tie + row), tl.load(limits.total + row)
+
+
+@triton.jit
+def _is_accepted(p_row, p_probs, draft, position, top, scale, threshold, last_tie, total, seed, step):
+    x, q = load_logits(p_row, draft, draft >= 0), tl.load(p_probs + draft).to(tl.float32)
+    likely = tl.where(keep(x, draft, threshold, last_tie), weight(x, top, scale), 0.0)
+    return uniform(position, seed, step, STREAM_ACCEPT) * q * total < likely
+
+
+@triton.jit
+def _judge_random(
+    p_row,
+    p_probs,
+    p_max,
+    p_sum,
+    p_list,
+    limits,
+    row,
+    position,
+    draft,
+    V,
+    n_groups,
+    b_group,
+    b_max,
+    b_sum,
+    top,
+    scale,
+    seed,
+    step,
+    NG: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The verdict on a row that is drawn from: the draft, a proposal in its place, or what a draw of the row gives."""
+    b_weight = b_sum * weight(b_max, top, scale)
+    threshold, last_tie, total = _load_row_limits(limits, row, V, b_weight)
+    has_draft = (draft >= 0) & (draft < V)
+    token = tl.full((), -1, tl.int32)
+    at = step + position
+    if has_draft:
+        if _is_accepted(p_row, p_probs, draft, position, top, scale, threshold, last_tie, total, seed, step):
+            token = draft.to(tl.int32)
+        else:
+            token = thin(
+                *(p_row, p_probs, p_max, p_sum, V, n_groups, b_weight, top, scale),
+                *(threshold, last_tie, total, seed, at, NG),
+            )
+    if token < 0:
+        if has_draft | (threshold > float("-inf")):
+            token = draw_exhaustively(
+                *(p_row, p_probs, p_list, V, n_groups, b_max, top, scale, threshold, last_tie, total),
+                *(has_draft, seed, at, NG, WIDE),
+            )
+        else:
+            b_score = group_score(b_max, b_sum, scale, b_group, seed, at)
+            token = draw_of_group(p_row, first_max(b_score, b_group), V, scale, True, seed, at)
+    return token
+
+
 @triton.jit(do_not_specialize=["draft_ids_ptr", "G", "stride_draft"])
 def _judge_kernel(
     logits_ptr,  # [B, G + 1, V]
     temperature_ptr,  # [B]
-    top_k_ptr,  # [B] or None
-    top_p_ptr,  # [B] or None
-    min_p_ptr,  # [B] or None
     seeds_ptr,  # [B]
     steps_ptr,  # [B]
     draft_ids_ptr,  # [B, G]
@@ -59,7 +121,7 @@ def _judge_kernel(
     max_ptr,  # [B * (G + 1), n_groups]
     sum_ptr,  # [B * (G + 1), n_groups]
     list_ptr,  # scratch [B * (G + 1), n_groups]
-    buffer_ptr,  # scratch [B * (G + 1), CAPACITY]
+    limits,  # RowLimits of B * (G + 1), or None
     tokens_ptr,  # [B * (G + 1)] int64
     V,
     n_groups,
@@ -70,8 +132,6 @@ def _judge_kernel(
     stride_probs_b,
     stride_probs_n,
     NG: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    TILE: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -81,87 +141,31 @@ def _judge_kernel(
     row = tl.program_id(0).to(tl.int64)
     seq, position = row // (G + 1), row % (G + 1)
     p_row = logits_ptr + seq * stride_logits_b + position * stride_logits_n
-    p_list = list_ptr + row * n_groups
     draft = tl.load(draft_ids_ptr + seq * stride_draft + position, mask=position < G, other=-1).to(tl.int64)
-    has_draft = (draft >= 0) & (draft < V)
     b_group, b_max, b_sum = load_scan(max_ptr, sum_ptr, row, n_groups, NG)
     temperature = tl.load(temperature_ptr + seq)
+    scale = scale_of(temperature)
     top = tl.max(b_max)
-    token = tl.full((), -1, tl.int32)
     if (temperature >= MIN_TEMPERATURE) & (top > float("-inf")):
-        top_k, top_p, min_p = load_limits(top_k_ptr, top_p_ptr, min_p_ptr, seq, "")
-        seed, step = tl.load(seeds_ptr + seq), tl.load(steps_ptr + seq)
-        scale = scale_of(temperature)
-        b_weight = b_sum * weight(b_max, top, scale)
-        threshold = tl.full((), float("-inf"), tl.float32)
-        last_tie = tl.full((), V, tl.int32)
-        total = tl.sum(b_weight)
-        if is_limited(V, top_k, top_p, min_p):
-            p_buffer = buffer_ptr + row * CAPACITY
-            threshold, last_tie, total = find_limits(
-                p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE
-            )
-        p_probs = draft_probs_ptr + seq * stride_probs_b + position * stride_probs_n
-        if has_draft:
-            x, q = load_logits(p_row, draft, has_draft), tl.load(p_probs + draft).to(tl.float32)
-            likely = tl.where(keep(x, draft, threshold, last_tie), weight(x, top, scale), 0.0)
-            if uniform(position, seed, step, STREAM_ACCEPT) * q * total < likely:
-                token = draft.to(tl.int32)
-            else:
-                p_max, p_sum = max_ptr + row * n_groups, sum_ptr + row * n_groups
-                token = thin(
-                    p_row,
-                    p_probs,
-                    p_max,
-                    p_sum,
-                    V,
-                    n_groups,
-                    b_weight,
-                    top,
-                    scale,
-                    threshold,
-                    last_tie,
-                    total,
-                    seed,
-                    step + position,
-                    NG,
-                )
-        if token < 0:
-            if has_draft | is_limited(V, top_k, top_p, min_p):
-                token = draw_exhaustively(
-                    p_row,
-                    p_probs,
-                    p_list,
-                    V,
-                    n_groups,
-                    b_max,
-                    top,
-                    scale,
-                    threshold,
-                    last_tie,
-                    total,
-                    has_draft,
-                    seed,
-                    step + position,
-                    NG,
-                    WIDE,
-                )
-            else:
-                b_score = group_score(b_max, b_sum, scale, b_group, seed, step + position)
-                token = draw_of_group(p_row, first_max(b_score, b_group), V, scale, True, seed, step + position)
+        token = _judge_random(
+            *(p_row, draft_probs_ptr + seq * stride_probs_b + position * stride_probs_n),
+            *(max_ptr + row * n_groups, sum_ptr + row * n_groups, list_ptr + row * n_groups),
+            *(limits, row, position, draft, V, n_groups, b_group, b_max, b_sum, top, scale),
+            *(tl.load(seeds_ptr + seq), tl.load(steps_ptr + seq), NG, WIDE),
+        )
     else:
         token = argmax_token(p_row, b_max, b_group, V)
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
 def default_config(vocab: int) -> tuning.Config:
-    """``CAPACITY`` and ``TILE`` as of `sample`; a row that is read whole is so by ``WIDE`` groups at a time.
+    """A row that is read whole is so by ``WIDE`` groups at a time.
 
-    ``maxnreg``: left to itself, the assembler rather spills a few registers than takes more than 64.
+    ``maxnreg``: for two programs a multiprocessor. Left to itself the assembler takes 138 registers where rows have
+    limits, which makes 320 rows 6 us slower (H200), and spills some of the 64 that it takes for small vocabularies.
     """
     groups = triton.next_power_of_2(triton.cdiv(vocab, GROUP.value))
-    capacity = min(8192, max(2 * SMALL.value, triton.next_power_of_2(vocab)))
-    return {"CAPACITY": capacity, "TILE": min(32, groups), "WIDE": min(32, groups), "num_warps": 8, "maxnreg": 255}
+    return {"WIDE": min(16, groups), "num_warps": 8, "maxnreg": 128}
 
 
 def judge(
@@ -171,7 +175,7 @@ def judge(
     parameters: Parameters,
     tokens: torch.Tensor,
 ) -> None:
-    """Write each row's token to ``tokens [B, G + 1]`` int64: two launches, the scan and the judges.
+    """Write each row's token to ``tokens [B, G + 1]`` int64: the scan, the limits if there are any, the judges.
 
     ``parameters`` are temperature, top_k, top_p, min_p, seeds, steps; the others as of ``rejection_sample``.
     """
@@ -181,9 +185,9 @@ def judge(
     n_groups = group_max.shape[1]
     config = tuning.get_config("rejection_judge", device, default_config, vocab=vocab)
     groups = torch.empty(rows, n_groups, dtype=torch.int32, device=device)
-    limited_rows = 0 if all(limit is None for limit in parameters[1:4]) else rows
-    buffer = torch.empty(limited_rows, config["CAPACITY"], dtype=torch.float32, device=device)
-    given = (target_logits, *parameters, draft_ids, draft_probs, group_max, group_sum, groups, buffer, tokens)
+    limits = find_row_limits(target_logits, parameters, group_max, group_sum, groups)
+    drafts = (draft_ids, draft_probs)
+    given = (target_logits, parameters[0], *parameters[4:], *drafts, group_max, group_sum, groups, limits, tokens)
     strides = (*target_logits.stride()[:2], draft_ids.stride(0), *draft_probs.stride()[:2])
     flags = {"NG": triton.next_power_of_2(n_groups), **dependent_launch(device)}
     _judge_kernel[(rows,)](*given, vocab, n_groups, positions - 1, *strides, **flags, **config)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels import tuning
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.random import gumbel_ref
 
 GROUP = tl.constexpr(128)  # tokens in a group
@@ -130,7 +131,10 @@ def _scan_kernel(
     stride_n,
     GROUPS: tl.constexpr,
     TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     p_row = logits_ptr + (row // positions) * stride_b + (row % positions) * stride_n
     scale = scale_of(tl.load(temperature_ptr + row // positions))
@@ -170,7 +174,8 @@ def scan(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor,
     groups = 4 * config["num_warps"]  # a fixed ratio: the threads that share a group are always the same eight
     grid = (rows, triton.cdiv(n_groups, groups * config["TILES"]))
     sizes = (vocab, n_groups, positions, *logits.stride()[:2])
-    _scan_kernel[grid](logits, temperature, group_max, group_sum, *sizes, GROUPS=groups, **config)
+    flags = config | dependent_launch(logits.device)
+    _scan_kernel[grid](logits, temperature, group_max, group_sum, *sizes, GROUPS=groups, **flags)
     return group_max, group_sum
 
 

@@ -126,6 +126,17 @@ def _reduce_stretch(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, scale, GROUPS
 
 
 @triton.jit
+def _finish_row(score_ptr, group_ptr, out_ptr, row, parts, p_row, V, scale, is_random, seed, step, PARTS: tl.constexpr):
+    """The row's token, once all programs of the row have stored the best group of their stretch."""
+    b_part = tl.arange(0, PARTS)
+    b_part_best = tl.load(score_ptr + row * parts + b_part, mask=b_part < parts, other=float("-inf"))
+    b_part_group = tl.load(group_ptr + row * parts + b_part, mask=b_part < parts, other=0)
+    best, best_group = first_best(b_part_best, b_part_group)
+    token = draw_of_group(p_row, best_group, V, scale, is_random, seed, step)
+    tl.store(out_ptr + row, tl.where(best > float("-inf"), token, 0).to(tl.int64))
+
+
+@triton.jit
 def _draw_kernel(
     logits_ptr,  # [B, N, V]
     temperature_ptr,  # [B]
@@ -195,12 +206,7 @@ def _draw_kernel(
         tl.debug_barrier()  # both are stored before this program is counted
         if tl.atomic_add(count_ptr + row, 1) == parts - 1:
             tl.store(count_ptr + row, 0)
-            b_part = tl.arange(0, PARTS)
-            b_part_best = tl.load(score_ptr + row * parts + b_part, mask=b_part < parts, other=float("-inf"))
-            b_part_group = tl.load(group_ptr + row * parts + b_part, mask=b_part < parts, other=0)
-            best, best_group = first_best(b_part_best, b_part_group)
-            token = draw_of_group(p_row, best_group, V, scale, is_random, seed, step)
-            tl.store(out_ptr + row, tl.where(best > float("-inf"), token, 0).to(tl.int64))
+            _finish_row(score_ptr, group_ptr, out_ptr, row, parts, p_row, V, scale, is_random, seed, step, PARTS)
 
 
 def default_config(rows: int, vocab: int) -> tuning.Config:
@@ -254,9 +260,10 @@ def draw_rows(
     sizes = (vocab, n_groups, positions, parts, *logits.stride()[:2])
     scratch = (group_max, group_sum, scores, best_groups, workspace)
     flags = {"PARTS": triton.next_power_of_2(parts), "ENTRIES": entries, "LONGEST": longest}
+    # With dependent launch whatever the number of programs: each reads for longer than it takes to start the next
     _draw_kernel[(rows, parts)](
         *(logits, *parameters, offsets, seats, edits, *scratch, out, *sizes),
-        **(config | flags | dependent_launch(device, most * parts)),
+        **(config | flags | dependent_launch(device)),
         GROUPS=groups,
     )
     return group_max, group_sum

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.candidates import gather, limit_candidates, list_groups, load_listed
+from tritonllm.kernels.candidates import gather, list_groups, load_listed
 from tritonllm.kernels.sampling_common import FLOAT_MAX, GROUP, load_logits, weight, weight_ref
 
 _COARSE = tl.constexpr(1 << 16)  # bits of the bound that need not be exact: it only has to exclude most groups
@@ -240,13 +240,13 @@ def is_limited(V, top_k, top_p, min_p):
 @triton.jit
 def search_limits(
     p_row,
-    p_list,
-    p_buffer,
+    p_list,  # scratch [n_groups] int32
+    p_buffer,  # scratch [CAPACITY] float32
     V,
     n_groups,
-    b_max,
+    b_max,  # [NG] of the scan; -inf after n_groups
     total,  # the weight of all tokens
-    top,
+    top,  # the largest logit, finite
     scale,
     top_k,
     top_p,
@@ -255,7 +255,7 @@ def search_limits(
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """As `find_limits`, for any row."""
+    """Threshold and last id among the tokens equal to it, for `keep`; and the weight of what they keep."""
     key = tl.full((), _LOWEST_KEY, tl.int64)
     outside = key  # tokens with larger keys stay, and `quota` of those whose key is `key`
     quota = tl.full((), V, tl.int32)
@@ -291,60 +291,6 @@ def search_limits(
     return key_value(key.to(tl.int32)), last_tie, total
 
 
-@triton.jit
-def limit_or_search(
-    p_row,
-    p_list,  # scratch [n_groups] int32
-    p_buffer,  # scratch [CAPACITY] float32
-    V,
-    n_groups,
-    b_max,  # [NG] of the scan; -inf after n_groups
-    b_sum,  # [NG] of the scan
-    top,  # the largest logit, finite
-    scale,
-    top_k,
-    top_p,
-    min_p,
-    NG: tl.constexpr,
-    CAPACITY: tl.constexpr,  # at least 2 * SMALL
-    TILE: tl.constexpr,
-):
-    """The limits, as `find_limits`, after how many candidates the buffer holds; 0 if the row was searched."""
-    found, threshold, last_tie, total, whole = limit_candidates(
-        p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, TILE
-    )
-    if found == 0:
-        threshold, last_tie, total = search_limits(
-            p_row, p_list, p_buffer, V, n_groups, b_max, whole, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE
-        )
-    return found, threshold, last_tie, total
-
-
-@triton.jit
-def find_limits(
-    p_row,
-    p_list,
-    p_buffer,
-    V,
-    n_groups,
-    b_max,
-    b_sum,
-    top,
-    scale,
-    top_k,
-    top_p,
-    min_p,
-    NG: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Threshold and last id among the tokens equal to it, for `keep`; and the weight of what they keep."""
-    _, threshold, last_tie, total = limit_or_search(
-        p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE
-    )
-    return threshold, last_tie, total
-
-
 def limits_ref(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -352,7 +298,7 @@ def limits_ref(
     top_p: torch.Tensor | None,
     min_p: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`find_limits` in torch.
+    """:func:`search_limits` in torch.
 
     Args:
         x: ``[R, V]`` float32, cleaned.
