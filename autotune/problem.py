@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from tritonllm.testing import RELATIVE_ERROR
+
 Inputs = dict[str, Any]
 
 
@@ -90,6 +92,10 @@ class Problem(ABC):
     @abstractmethod
     def work(self, x: Inputs) -> Work:
         """The least work for these inputs."""
+
+    def error_allowed(self, dtype: torch.dtype) -> float:
+        """The relative error that a float output of this dtype may have."""
+        return RELATIVE_ERROR[dtype]
 
     def mismatches_allowed(self) -> float:
         """The fraction of an integer output that may differ: 0, but for ties that rounding decides."""

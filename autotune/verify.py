@@ -12,7 +12,7 @@ import torch
 
 from autotune.problem import Inputs, Problem, Work, make_sets, without_effects
 from autotune.timing import sets_needed
-from tritonllm.testing import RELATIVE_ERROR, relative_error
+from tritonllm.testing import relative_error
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def compare(problem: Problem, outputs: Sequence[torch.Tensor], expected: Sequenc
     verdicts = []
     for index, (out, ref) in enumerate(zip(outputs, expected, strict=True)):
         if out.dtype.is_floating_point:
-            error, limit = relative_error(out, ref), RELATIVE_ERROR[out.dtype]
+            error, limit = relative_error(out, ref), problem.error_allowed(out.dtype)
         else:
             error, limit = float((out != ref).double().mean()), problem.mismatches_allowed()
         verdicts.append(Verdict(error, limit, index))

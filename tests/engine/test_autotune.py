@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 import time
@@ -164,6 +165,16 @@ class Asked(InProcess):
         if method == "compile":
             self.blocks.append(args["config"]["BLOCK"])
         return super().call(method, timeout, **args)
+
+
+def test_long_sums_in_float32_may_be_as_wrong_as_tensor_cores_make_them():
+    """Only where the result is float32, and K is long."""
+    product = ops.load("linear").problems[0]
+    allowed = {k: dataclasses.replace(product, k=k).error_allowed(torch.float32) for k in (512, 1024, 4096)}
+    assert allowed == {512: 2e-6, 1024: 2.048e-6, 4096: 8.192e-6}
+    assert dataclasses.replace(product, k=14336).error_allowed(torch.bfloat16) == Doubling(1).error_allowed(
+        torch.bfloat16
+    )
 
 
 def test_what_a_folder_lists_is_not_compiled_again(monkeypatch, tmp_path):

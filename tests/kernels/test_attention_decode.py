@@ -86,16 +86,16 @@ def test_few_kernel_matches_reference(device, seq_lens, shape, options, dtype, p
 
 
 def test_which_kernel_by_default():
-    """The few one for few programs with short tables, Hopper's up to 32 rows, balanced, the split one outside of it."""
-    for programs, few, split in ((8, True, True), (16, True, True), (17, False, True), (132, False, True),
+    """The few one for few programs whose sequences are likely short, Hopper's up to 32 rows, balanced, else split."""
+    for programs, few, split in ((8, True, True), (32, True, True), (33, False, True), (132, False, True),
                                  (133, False, False), (1056, False, False), (1057, False, True),
                                  (2113, False, True)):  # fmt: skip
-        for arch, group, capacity in product(("any", "sm90"), (4, 17, 33), (4096, 32768)):
+        for arch, group, capacity in product(("any", "sm90"), (4, 17, 33), (4096, 8192, 32768, 40960)):
             key = {"head_size": 128, "capacity": capacity, "dtype": "bfloat16", "programs": programs}
             config = default_config(**key, arch=arch, group=group, cache_dtype="bfloat16")
             sm90 = arch == "sm90" and group <= 32
             expected = "split" if split and not (sm90 and programs <= 2112) else "sm90" if sm90 else "balanced"
-            if few and capacity < 32768 and group <= 16:
+            if few and capacity in (4096, 40960) and group <= 16:
                 expected = "few"
             assert config["kernel"] == expected
             float8 = default_config(**key, arch=arch, group=group, cache_dtype="float8_e4m3fn")

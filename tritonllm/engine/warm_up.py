@@ -62,14 +62,14 @@ class WarmUp:
 
     def run(self) -> None:
         """Every step."""
-        widths = warm_up_sizes(-(-self._max_model_len // self._block_size))
+        widest = -(-self._max_model_len // self._block_size)
         for tokens in (*warm_up_sizes(self._max_num_batched_tokens), *self._padded):
             self.prefill_step(tokens)
-            for width in widths:
+            for width in (*warm_up_sizes(widest)[::2], widest):  # every width: 0.2 s more, for no more kernels
                 if width * self._block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
         for sequences in warm_up_sizes(self._max_num_seqs):
-            for width in widths:
+            for width in (1, widest):
                 self.decode_step(sequences, width)
                 self.decode_step(sequences, width, prompt_token=True)
                 if self._may_share(sequences):

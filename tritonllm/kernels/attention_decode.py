@@ -67,7 +67,14 @@ def sm90_config(head_size: int, group: int, cache_dtype: str) -> tuning.Config:
 
 
 SM90_ROWS = 32  # more leave its accumulators too few registers
-FEW_PROGRAMS = 16  # up to which the latency of one launch decides at a few hundred keys
+FEW_PROGRAMS = 32  # up to which the latency of one launch decides at a few hundred keys
+
+
+def likely_short(capacity: int) -> bool:
+    """Lengths are on the device, so the room in the tables must do: few sequences may fill 4096 to 32768 keys (8192 keys
+    of 4 heads of groups of 8: the few kernel 36.8 us, Hopper's 14.2); more room is there for the rare long one (400
+    keys in tables for 4096, 40960 or 131072: the few kernel 4 to 7 us, Hopper's with two more launches 9 to 10)."""
+    return not 4096 < capacity <= 32768
 
 
 def default_config(
@@ -83,7 +90,7 @@ def default_config(
     """
     float8 = cache_dtype.startswith("float8")
     small = group <= 16 and head_size <= 256 and dtype != "float32" and not float8
-    if programs <= FEW_PROGRAMS and capacity < 32768 and small:
+    if programs <= FEW_PROGRAMS and likely_short(capacity) and small:
         return few_config(head_size, group)
     if arch == "sm90" and group <= SM90_ROWS and (programs <= 2112 or float8):
         return sm90_config(head_size, group, cache_dtype)
