@@ -72,7 +72,7 @@ FEW_PROGRAMS = 32  # up to which the latency of one launch decides at a few hund
 
 def likely_short(capacity: int) -> bool:
     """Lengths are on the device, so the room in the tables must do. Few sequences may fill 4096 to 32768 keys (8192
-    keys, 4 heads of groups of 8: the few kernel 36.8 us, Hopper's 14.2); more room is there for the rare long one (400
+    keys, 4 heads of groups of 8: the few kernel 36.8 us, split 14.2); more room is there for the rare long one (400
     keys in tables for 4096, 40960 or 131072: the few kernel 4 to 7 us, Hopper's with what prepares it 9 to 10)."""
     return not 4096 < capacity <= 32768
 
