@@ -117,8 +117,9 @@ def prepare(
     return tasks, errors
 
 
-def search(task: Task, gpu: Caller, until: float) -> Result:
-    """Measure a task's candidates until the time ``until``; the default always has its turn.
+def search(task: Task, gpu: Caller, seconds: float) -> Result:
+    """Measure a task's candidates for so long after the default's turn, which waits for inputs and reference (the first
+    one of a process for all of CUDA, too).
 
     Raises:
         Failed: the default configuration does not compile, gives a wrong result, or breaks the process.
@@ -134,8 +135,9 @@ def search(task: Task, gpu: Caller, until: float) -> Result:
     default, compiled = task.compiled[0]
     compiled.result()
     measure(default, careful=False)
+    until = time.monotonic() + seconds
     for config, compiled in task.compiled[1:]:
-        if time.monotonic() > until:
+        if time.monotonic() >= until:
             break
         try:
             compiled.result()
@@ -161,7 +163,7 @@ def tune(tasks: Sequence[Task], gpu: Caller, until: float) -> Iterator[tuple[Tas
     for index, task in enumerate(tasks):
         now = time.monotonic()
         try:
-            yield task, search(task, gpu, now + max(0.0, until - now) / (len(tasks) - index))
+            yield task, search(task, gpu, max(0.0, until - now) / (len(tasks) - index))
         except Failed as reason:
             yield task, reason
         finally:

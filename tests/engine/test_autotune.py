@@ -235,6 +235,15 @@ def test_time_limit_leaves_the_default():
     assert (result.config, result.tried, result.cut_short) == ({"BLOCK": 64}, 1, True)
 
 
+def test_what_the_default_waits_for_does_not_count():
+    def slow_at_first(config, careful):
+        if config["BLOCK"] == 64 and not careful:
+            time.sleep(0.5)
+        return 1000 / config["BLOCK"]
+
+    assert tune_one(blocks(100, 200), InProcess(slow_at_first), seconds=0.3).tried == 3
+
+
 def test_failing_default_is_an_error():
     def broken(config, careful):
         raise Failed("wrong")
