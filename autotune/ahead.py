@@ -23,15 +23,11 @@ def _identity(op: str, kernel_hash: str, arch: int, key: tuning.Key, config: Map
     return json.dumps([op, kernel_hash, arch, key, config], sort_keys=True)
 
 
-def _hash_of(op: str) -> str:
-    tunable = ops.load(op)
-    return table.kernel_hash(tunable.module, *tunable.also)
-
-
 def write_list(folder: Path, tasks: Iterable[Task], arch: int) -> Iterator[tuple[Task, int]]:
     """Wait for the compilations of each task and list them; yields the task and how many of them failed."""
     with (folder / LIST).open("a") as lines:
         for task in tasks:
+            about = {"op": task.tunable.op, "kernel_hash": table.hash_of(task.tunable), "arch": arch, "key": task.key}
             failures = 0
             for config, compiled in task.compiled:
                 try:
@@ -39,8 +35,7 @@ def write_list(folder: Path, tasks: Iterable[Task], arch: int) -> Iterator[tuple
                     failed = None
                 except Failed as reason:
                     failed, failures = str(reason), failures + 1
-                about = {"op": task.tunable.op, "kernel_hash": _hash_of(task.tunable.op), "arch": arch}
-                lines.write(json.dumps(about | {"key": task.key, "config": config, "failed": failed}) + "\n")
+                lines.write(json.dumps(about | {"config": config, "failed": failed}) + "\n")
             yield task, failures
 
 
@@ -52,10 +47,10 @@ class CompiledAhead(Compilers):
     """
 
     def __init__(self, folder: Path, count: int, make: Callable[[], Caller]) -> None:
-        super().__init__(count, make)
         path = folder / LIST
         if not path.is_file():
             raise ValueError(f"--compiled {folder}: it has no {LIST}; make it with --compile-only")
+        super().__init__(count, make)
         self._failed: dict[str, str | None] = {}
         for line in path.read_text().splitlines():
             known = json.loads(line)
@@ -68,7 +63,7 @@ class CompiledAhead(Compilers):
             return super().submit(method, **args)
         op = args["op"]
         if op not in self._hashes:
-            self._hashes[op] = _hash_of(op)
+            self._hashes[op] = table.hash_of(ops.load(op))
         identity = _identity(op, self._hashes[op], args["arch"], args["key"], args["config"])
         if identity not in self._failed:
             return super().submit(method, **args)

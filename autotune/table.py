@@ -32,6 +32,11 @@ def kernel_hash(*modules: ModuleType) -> str:
     return hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def hash_of(tunable: Tunable) -> str:
+    """:func:`kernel_hash` of all that the operation launches."""
+    return kernel_hash(tunable.module, *tunable.also)
+
+
 def commit() -> str | None:
     """The commit that is checked out, with ``-dirty`` if files differ from it; without git what the file ``.commit``
     of an exported tree says, or None."""
@@ -52,7 +57,7 @@ def build(tunable: Tunable, machine: Mapping[str, Any], entries: Iterable[Mappin
         "arch": machine["arch"],
         "triton": machine["triton"],
         "torch": machine["torch"],
-        "kernel_hash": kernel_hash(tunable.module, *tunable.also),
+        "kernel_hash": hash_of(tunable),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "entries": list(entries),
@@ -72,7 +77,7 @@ def write(table: Mapping[str, Any], folder: Path) -> Path:
 def problems(table: Mapping[str, Any], tunable: Tunable) -> list[str]:
     """What is wrong with a table: kernels that changed since, and names that its operation does not know."""
     found = []
-    if table["kernel_hash"] != kernel_hash(tunable.module, *tunable.also):
+    if table["kernel_hash"] != hash_of(tunable):
         found.append(f"the kernels changed since {table['date']}: tune again")
     for entry in table["entries"]:
         try:

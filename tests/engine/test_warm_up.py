@@ -9,7 +9,7 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.precompile import META, NUM_BLOCKS, list_kernels, pretend, target_of
+from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.kernels.compilation import Specialization
 from tritonllm.models.decoder import Decoder
@@ -38,17 +38,35 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
         decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=LENGTH)
         runner = ModelRunner(decoder, config, META, LENGTH)
         runner.start(NUM_BLOCKS, LENGTH)
-        steps = runner.warm_up()
-        steps.run()
-        loaded = {described(kernel) for kernel in found}
-        assert len(loaded) > 10
-        found.clear()
-        kinds = [{}, {"prompt_token": True}, {"shared": True}]
-        for sequences, width, kind in product((1, 2, 3, 7, seats - 1), (1, 3, 45, 100), kinds):
-            if "shared" not in kind or runner._may_share(sequences):
-                steps.decode_step(sequences, width, **kind)
-        for tokens, width in product((3, 17, 33, 65, 100, 300, 20 * seats, 32 * seats - 1), (1, 100)):
-            steps.prefill_step(tokens, width)
-        for rows in range(1, seats + 1):
-            runner.sample_hidden(torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=META))
+        with decoder.rehearsal():
+            steps = runner.warm_up()
+            steps.run()
+            loaded = {described(kernel) for kernel in found}
+            assert len(loaded) > 10
+            found.clear()
+            kinds = [{}, {"prompt_token": True}, {"shared": True}]
+            for sequences, width, kind in product((1, 2, 3, 7, seats - 1), (1, 3, 45, 100), kinds):
+                if "shared" not in kind or runner._may_share(sequences):
+                    steps.decode_step(sequences, width, **kind)
+            for tokens, width in product((3, 17, 33, 65, 100, 300, 20 * seats, 32 * seats - 1), (1, 100)):
+                steps.prefill_step(tokens, width)
+            for rows in range(1, seats + 1):
+                runner.sample_hidden(torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=META))
     assert {described(kernel) for kernel in found} <= loaded
+
+
+@pytest.mark.parametrize("seats", [16, 256])
+def test_precompiled_are_the_kernels_of_all_layers(seats):
+    """Not only those of a model that is as small as its kinds of layers: what one layer leaves, the next one takes."""
+    spec = spec_from_config(QWEN3_0_6B)
+    config = EngineConfig.from_kwargs(model="m", max_num_seqs=seats, max_num_batched_tokens=512, max_model_len=LENGTH)
+    target = Target(arch=90, name="NVIDIA H200", dtype=torch.bfloat16, max_model_len=LENGTH)
+    precompiled = {described(kernel) for kernel in kernels_of(spec, config, target)}
+    spec = dataclasses.replace(spec, layers=spec.layers[:4])
+    with pretend(target_of(90)), list_kernels("NVIDIA H200") as found, torch.inference_mode():
+        runner = ModelRunner(
+            Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=LENGTH), config, META, LENGTH
+        )
+        runner.start(NUM_BLOCKS, LENGTH)
+        runner.warm_up().run()
+    assert {described(kernel) for kernel in found} == precompiled

@@ -51,7 +51,8 @@ def kernels_of(spec: ModelSpec, config: EngineConfig, target: Target) -> list[Sp
         model = Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len)
         runner = ModelRunner(model, config, META, target.max_model_len)
         runner.start(NUM_BLOCKS, target.max_model_len)
-        runner.warm_up().run()
+        with model.rehearsal():  # as the engine warms up
+            runner.warm_up().run()
     return found
 
 
