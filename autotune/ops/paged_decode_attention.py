@@ -107,17 +107,17 @@ class FusedDecode(DecodeAttention):
 
 
 def few_space(group: int, head_size: int) -> list[tuning.Config]:
-    """How many keys a program reads before it waits, and how many programs there may be. One or two warps (see
+    """How many heads and keys a program has, and how many programs there may be. One or two warps (see
     :mod:`tritonllm.kernels.attention_few_parts`)."""
     if group > 16 or head_size > 256:
         return []
-    columns = max(8, triton.next_power_of_2(group))
-    tiles = [(16, 1, 1), (32, 1, 1), (32, 2, 1), (64, 2, 1), (32, 2, 3), (64, 2, 3)]
     return [
-        {"kernel": "few", "PROGRAMS": programs, "BLOCK_M": columns, "BLOCK_N": block_n, "MIN_TILES": 1}
-        | {"MERGE": max(1, 32 // triton.next_power_of_2(group)), "num_warps": warps, "num_stages": stages}
-        for programs in (264, 528)
-        for block_n, warps, stages in tiles
+        {"kernel": "few", "PROGRAMS": programs, "BLOCK_M": heads, "BLOCK_N": block_n, "MIN_TILES": 1}
+        | {"MERGE": min(16, 32 // heads), "num_warps": warps, "num_stages": 1}
+        for programs in (528, 1056)
+        for heads in (1, 2, 4, 8)
+        for block_n, warps in ((16, 1), (32, 1), (32, 2), (64, 2))
+        if heads < 2 * group
     ]
 
 

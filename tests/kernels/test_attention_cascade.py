@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, make_problem
-from support.compare import FLOATS, assert_close, poisoned
+from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
 
 from tritonllm.kernels import (
     cascade_decode_attention,
@@ -39,7 +39,7 @@ def check(p: Problem, shares: torch.Tensor, shared: int, parts: int | None = Non
     assert got is out
     want, want_lse = paged_decode_attention_ref(*p.exact().decode, **p.options, return_lse=True)
     assert_close(out, want, p.q.dtype)
-    assert_close(lse, want_lse, p.q.dtype, "lse")
+    assert_logs_close(lse, want_lse, p.q.dtype)
 
 
 def cases(**more):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import LAYOUTS, Problem, make_problem, options, shapes
-from support.compare import FLOATS, assert_close, poisoned
+from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
 
 from tritonllm.kernels import paged_decode_attention, paged_decode_attention_ref, tuning
 from tritonllm.kernels.attention_decode import WORKSPACE_SIZE, default_config
@@ -36,7 +36,7 @@ def check(p: Problem) -> None:
     assert got is out
     want, want_lse = paged_decode_attention_ref(*p.exact().decode, **p.options, return_lse=True)
     assert_close(out, want, p.q.dtype)
-    assert_close(lse, want_lse, p.q.dtype, "lse")
+    assert_logs_close(lse, want_lse, p.q.dtype)
 
 
 @settings(max_examples=50)
@@ -75,13 +75,13 @@ def test_split_kernel_matches_reference(device, seq_lens, shape, options, dtype,
     options=options(),
     dtype=st.sampled_from(FLOATS),
     programs=st.sampled_from([1, 5, 30]),
-    min_tiles=st.sampled_from([1, 2, 4]),
+    tile=st.sampled_from([{"MIN_TILES": 1}, {"MIN_TILES": 2, "BLOCK_M": 2}, {"MIN_TILES": 4, "BLOCK_M": 4}]),
     settled=st.booleans(),
 )
-def test_few_kernel_matches_reference(device, seq_lens, shape, options, dtype, programs, min_tiles, settled):
+def test_few_kernel_matches_reference(device, seq_lens, shape, options, dtype, programs, tile, settled):
     p = make_problem(device, [1] * len(seq_lens), seq_lens, dtype=dtype, **shape, **options)
     p.options["settled"] = settled
-    with tuning.override("paged_decode_attention", {**FEW, "PROGRAMS": programs, "MIN_TILES": min_tiles}):
+    with tuning.override("paged_decode_attention", FEW | {"PROGRAMS": programs} | tile):
         check(p)
 
 
@@ -104,12 +104,12 @@ def test_which_kernel_by_default():
 
 def test_few_refuses_what_the_assembler_gets_wrong(device):
     with tuning.override("paged_decode_attention", FEW | {"BLOCK_M": 16}), pytest.raises(ValueError, match="num_warps"):
-        check(make_problem(device, [1], [20], group=4, head_size=16))
+        check(make_problem(device, [1], [20], group=16, head_size=16))
 
 
 @pytest.mark.parametrize("group", [1, 17, 40])
 def test_group_larger_than_a_tile(device, group):
-    for config in (TINY, SPLIT, FEW):
+    for config in (TINY, SPLIT, FEW, FEW | {"BLOCK_M": 1}):
         with tuning.override("paged_decode_attention", config):
             check(make_problem(device, [1, 1], [20, 3], group=group, head_size=16))
 

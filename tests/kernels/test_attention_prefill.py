@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, make_problem, options, shapes
-from support.compare import FLOATS, assert_close, poisoned
+from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
 
 from tritonllm.kernels import (
     paged_decode_attention,
@@ -28,7 +28,7 @@ def check(p: Problem, *, causal: bool = True, padding: int = 0) -> None:
     assert got is out
     want, want_lse = varlen_prefill_attention_ref(*p.exact().prefill, **keywords)
     assert_close(out[:tokens], want[:tokens], p.q.dtype)
-    assert_close(lse[:tokens], want_lse[:tokens], p.q.dtype, "lse")
+    assert_logs_close(lse[:tokens], want_lse[:tokens], p.q.dtype)
     assert out[tokens:].isnan().all(), "padding tokens were written"
 
 

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.attention import Problem, make_problem
-from support.compare import assert_close, poisoned
+from support.compare import assert_close, assert_logs_close, poisoned
 from support.marks import hopper
 
 from tritonllm.kernels import attention_prefill_sm90 as sm90
@@ -58,7 +58,7 @@ def check(p: Problem, causal: bool) -> None:
     assert launch.call_count == 1
     want, want_lse = varlen_prefill_attention_ref(*p.exact().prefill, **keywords)
     assert_close(out, want, p.q.dtype)
-    assert_close(lse, want_lse, p.q.dtype, "lse")
+    assert_logs_close(lse, want_lse, p.q.dtype)
     with patch.object(chip, "on_sm90", return_value=False):
         other, _ = varlen_prefill_attention(*p.prefill, **keywords)
     assert_close(out, other.float(), p.q.dtype)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import make_problem, options, shapes, tree_masks
-from support.compare import FLOATS, assert_close, poisoned
+from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
 
 from tritonllm.kernels import (
     paged_verify_attention,
@@ -31,7 +31,7 @@ def check(p, max_seqlen_q, **more):
     assert got is out
     want, want_lse = paged_verify_attention_ref(*p.exact().prefill, **sizes, **p.options, return_lse=True)
     assert_close(out, want, p.q.dtype)
-    assert_close(lse, want_lse, p.q.dtype, "lse")
+    assert_logs_close(lse, want_lse, p.q.dtype)
 
 
 @settings(max_examples=40)

@@ -13,6 +13,17 @@ def assert_close(out: torch.Tensor, ref: torch.Tensor, dtype: torch.dtype | None
     assert error <= limit, f"{what}: relative error {error:.3g} > {limit:.3g} ({dtype or out.dtype})"
 
 
+def assert_logs_close(out: torch.Tensor, ref: torch.Tensor, dtype: torch.dtype, what: str = "lse") -> None:
+    """The same for logarithms. An error in one is a relative error of the number whose logarithm it is, however close
+    to 0 the logarithm; so those below 1 count as 1."""
+    m_finite = ref.isfinite()
+    assert torch.equal(out[~m_finite], ref[~m_finite]), f"{what}: infinite in other places"
+    size = ref[m_finite].abs().clamp(min=1)
+    error = float((out[m_finite] - ref[m_finite]).norm() / size.norm()) if len(size) else 0.0
+    limit = RELATIVE_ERROR[dtype]
+    assert error <= limit, f"{what}: error {error:.3g} > {limit:.3g} ({dtype})"
+
+
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An output that cannot pass a check unless all of it is written: NaN, or the lowest integer."""
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min

@@ -85,15 +85,15 @@ def few_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,  # query heads of a program
+    COLUMNS: tl.constexpr,  # of its products: the same, repeated where they are fewer than eight
     BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,  # of a tile that hold a query
     MIN_TILES: tl.constexpr,
     MERGE: tl.constexpr,  # parts at once
     PDL: tl.constexpr,
 ):
-    """One program: a part of the keys of one sequence and key/value head, for up to BLOCK_M query heads."""
-    row_tiles: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    """One program: a part of the keys of one sequence and key/value head, for up to ROWS query heads."""
+    row_tiles: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     kv_head = tl.program_id(0) // row_tiles
     part = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
@@ -111,7 +111,7 @@ def few_kernel(
     if part_tiles <= MIN_TILES:  # where there is more to do, what starts early takes room from what runs
         let_next_start(PDL)
 
-    row = tl.program_id(0) % row_tiles * BLOCK_M
+    row = tl.program_id(0) % row_tiles * ROWS
     b_dim = tl.arange(0, BLOCK_D)
     p_q = q_ptr + seq * stride_q_seq
     p_table = table_ptr + seq * stride_table
@@ -147,17 +147,17 @@ def few_kernel(
         b_out, b_lse, b_row = attend_to_part(
             *(seq_len, part, lo, hi, first, row, kv_head, places, strides, numbers),
             *(q_weight_ptr, sink_ptr, slope_ptr, k_scale_ptr, v_scale_ptr),
-            *(FLAGS, SHAPE, ROWS, BLOCK_M, BLOCK_N),
+            *(FLAGS, SHAPE, ROWS, COLUMNS, BLOCK_N),
         )
         if SPLIT:
-            b_column = tl.arange(0, BLOCK_M)
+            b_column = tl.arange(0, COLUMNS)
             b_at = part * ROWS + b_column
             m_part = b_column < ROWS
             p_mine = p_part + b_at[None, :] * HEAD_SIZE + b_dim[:, None]
             tl.store(p_mine, b_out, mask=m_part[None, :] & (b_dim < HEAD_SIZE)[:, None])
             tl.store(p_part_lse + b_at, b_lse, mask=m_part)
         else:
-            m_row = (tl.arange(0, BLOCK_M) < ROWS) & (b_row < GROUP)
+            m_row = (tl.arange(0, COLUMNS) < ROWS) & (b_row < GROUP)
             b_head = kv_head * GROUP + b_row
             p_columns = p_out + (b_head * stride_out_head)[None, :] + b_dim[:, None]
             tl.store(p_columns, b_out.to(out_ptr.dtype.element_ty), mask=m_row[None, :] & (b_dim < HEAD_SIZE)[:, None])
@@ -180,21 +180,17 @@ def few_kernel(
 
 
 def few_config(head_size: int, group: int) -> tuning.Config:
-    """``PROGRAMS``: how many to aim for.
+    """``BLOCK_M``: query heads of a program; ``PROGRAMS``: how many programs to aim for.
 
-    Tiles of 64 keys for two warps: 28 layers of Qwen3-0.6B at batch 1, with the products around attention, take 475 us
-    at 170 keys, 504 at 600 and 762 at 4000; tiles of 16 for one warp 450, 590 and 950 (the split kernel and its merge
-    547, 579 and 697; without attention 336). Four warps and 16 columns: see :func:`launch_few`.
+    A layer at batch 1 and 130 to 384 keys: Qwen3-30B-A3B (8 heads a group) takes 43.7 us with 8 heads and 64 keys a
+    program of two warps, 40.5 with 2 heads and 32 keys of one warp; Llama-3.1-8B (4) 109.5 and 106.9; Qwen3-0.6B (2)
+    16.0 and 15.5. The keys that programs of a group share come from the second-level cache.
     """
-    columns = min(64, max(8, triton.next_power_of_2(group)))
-    merge = max(1, min(16, 32 * 128 // (triton.next_power_of_2(group) * triton.next_power_of_2(head_size))))
-    tile = {"BLOCK_M": columns, "BLOCK_N": 64 if head_size <= 128 else 32, "MIN_TILES": 1, "MERGE": merge}
-    return {"kernel": "few", "PROGRAMS": 264} | tile | {"num_warps": 2, "num_stages": 1}
-
-
-def can_fuse(group: int, config: tuning.Config) -> bool:
-    """Whether the kernel can begin with the projection: the newest key takes a row beside the queries of its group."""
-    return config["kernel"] == "few" and group <= config["BLOCK_M"]
+    heads = min(2, group)
+    block_n = 32 if head_size <= 128 else 16
+    merge = max(1, min(16, 32 * 128 // (heads * triton.next_power_of_2(head_size))))
+    tile = {"BLOCK_M": heads, "BLOCK_N": block_n, "MIN_TILES": 1, "MERGE": merge}
+    return {"kernel": "few", "PROGRAMS": 1056} | tile | {"num_warps": 1, "num_stages": 1}
 
 
 def launch_few(
@@ -212,19 +208,21 @@ def launch_few(
     """Launch for ``q[B, H, D]``, or for a projection, and then ``q`` is its ``qkv``.
 
     Raises:
-        ValueError: for 16 columns or more and four warps. Hopper's asynchronous products would be chosen. Each alone is
-            right, but where the weights take the keys' place in shared memory, ptxas 12.8 (of Triton 3.6) reads the
-            weights' address from registers that it never wrote, and results are wrong, or the access illegal.
+        ValueError: for 16 query heads a program or more and four warps. Hopper's asynchronous products would be chosen.
+            Each alone is right, but where the weights take the keys' place in shared memory, ptxas 12.8 (of Triton 3.6)
+            reads the weights' address from registers that it never wrote, and results are wrong, or the access illegal.
     """
-    require(
-        config["num_warps"] < 4 or config["BLOCK_M"] < 16,
-        f"num_warps must be 1 or 2 with BLOCK_M={config['BLOCK_M']}, got {config['num_warps']}: use BLOCK_M=8",
-    )
     config = {name: value for name, value in config.items() if name != "kernel"}
     batch, heads, head_size = args.out.shape
     size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    row_tiles = triton.cdiv(group, config["BLOCK_M"])
+    rows = min(config.pop("BLOCK_M"), triton.next_power_of_2(group))
+    columns = max(8, rows)
+    require(
+        config["num_warps"] < 4 or columns < 16,
+        f"num_warps must be 1 or 2 with {columns} query heads a program, got {config['num_warps']}: use BLOCK_M=8",
+    )
+    row_tiles = triton.cdiv(group, rows)
     capacity, block_n = block_tables.shape[1] * size, config["BLOCK_N"]
     # A window that does not begin at a tile's edge touches one tile more.
     keys = min(capacity, args.window + block_n) if args.window else capacity
@@ -232,7 +230,6 @@ def launch_few(
     parts = max(1, min(config.pop("PROGRAMS") // pairs, triton.cdiv(keys, block_n * config["MIN_TILES"])))
     newest = projection is not None or (settled and parts > 1)
     parts += newest
-    rows = min(config["BLOCK_M"], triton.next_power_of_2(group))
     part = part_lse = None
     if parts > 1:
         part = torch.empty((pairs, parts, rows, head_size), dtype=torch.float32, device=q.device)
@@ -269,6 +266,7 @@ def launch_few(
         HEAD_SIZE=head_size,
         BLOCK_D=triton.next_power_of_2(head_size),
         ROWS=rows,
+        COLUMNS=columns,
         **config,
         **dependent_launch(q.device),
     )

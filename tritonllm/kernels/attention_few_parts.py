@@ -110,7 +110,7 @@ def attend_to_part(
     FLAGS: tl.constexpr,
     SHAPE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """``(out [D, C], logarithm of the denominator [C], row [C])``; columns beyond ROWS repeat others."""
@@ -150,16 +150,16 @@ def attend_to_part(
         p_rows = p_q + b_new_head * stride_q_head + b_dim[None, :]
         b_q = tl.load(p_rows, mask=m_new & (b_dim < HEAD_SIZE)[None, :], other=0.0)
     # Products have eight columns or more: the rows once more.
-    b_q = tl.broadcast_to(b_q[None, :, :], [BLOCK_M // ROWS, ROWS, BLOCK_D])
-    b_q = tl.trans(tl.reshape(b_q, [BLOCK_M, BLOCK_D]))
-    b_row = row + tl.arange(0, BLOCK_M) % ROWS
+    b_q = tl.broadcast_to(b_q[None, :, :], [COLUMNS // ROWS, ROWS, BLOCK_D])
+    b_q = tl.trans(tl.reshape(b_q, [COLUMNS, BLOCK_D]))
+    b_row = row + tl.arange(0, COLUMNS) % ROWS
     m_row = b_row < GROUP
     b_head = kv_head * GROUP + b_row
     scale, v_factor, b_slope = load_head_factors(
-        *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
+        *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=COLUMNS
     )
-    b_m, b_l = start_softmax(sink_ptr, b_head, m_row & (part == 0), BLOCK_M)  # a sink counts once
-    b_acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+    b_m, b_l = start_softmax(sink_ptr, b_head, m_row & (part == 0), COLUMNS)  # a sink counts once
+    b_acc = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
     b_s = tl.dot(b_k.to(b_q.dtype), b_q, input_precision="ieee")  # [N, C]
     rest = (scale, softcap, FLAGS[6], slope_ptr is not None)
     b_far = b_key - (seq_len - 1)
@@ -220,10 +220,11 @@ def attend_to_newest(
     NORM: tl.constexpr = q_weight_ptr is not None
     b_dim = tl.arange(0, SHAPE[4])[None, :]
     m_dim = b_dim < HEAD_SIZE
-    b_new = row + tl.arange(0, R)[:, None]
-    m_query = b_new < GROUP
+    b_at = tl.arange(0, R)[:, None]
+    b_new = row + b_at
+    m_query = (b_at < ROWS) & (b_new < GROUP)
     if FUSED:
-        m_key = b_new == GROUP
+        m_key = b_at == ROWS  # the newest key takes a row beside the queries
         b_some_head = tl.where(m_query, kv_head * GROUP + b_new, KV_HEADS * GROUP + kv_head)
         turns = load_turns(p_angles + b_new * 0, b_dim, HALF, PAIRS)
         norm = turns
@@ -252,8 +253,9 @@ def attend_to_newest(
         block = slot // BLOCK_SIZE
         at = slot % BLOCK_SIZE
         p_slot = b_new * 0 + b_dim
-        tl.store(p_k + block * strides[0] + at * strides[1] + p_slot, b_x, mask=m_key & m_dim & (slot >= 0))
-        tl.store(p_v + block * strides[2] + at * strides[3] + p_slot, b_v, mask=m_key & m_dim & (slot >= 0))
+        m_store = m_key & m_dim & (slot >= 0) & (row == 0)  # once for all heads of the group
+        tl.store(p_k + block * strides[0] + at * strides[1] + p_slot, b_x, mask=m_store)
+        tl.store(p_v + block * strides[2] + at * strides[3] + p_slot, b_v, mask=m_store)
         b_k = tl.sum(tl.where(m_key, b_x.to(tl.float32), 0.0), 0, keep_dims=True)
     else:
         newest = tl.maximum(seq_len - 1, 0)
@@ -283,7 +285,7 @@ def attend_to_newest(
     b_l = b_l * tl.exp2(b_m - b_m_new) + b_p
     b_divisor, b_lse = _finish(b_m_new, b_l)
     b_out = b_v.to(tl.float32) * (b_p * v_factor / b_divisor)[:, None]
-    b_at = part * ROWS + tl.arange(0, R)
+    b_place = part * ROWS + tl.arange(0, R)
     m_part = tl.arange(0, R) < ROWS
-    tl.store(p_part + b_at[:, None] * HEAD_SIZE + b_dim, b_out, mask=m_part[:, None] & m_dim)
-    tl.store(p_part_lse + b_at, b_lse, mask=m_part)
+    tl.store(p_part + b_place[:, None] * HEAD_SIZE + b_dim, b_out, mask=m_part[:, None] & m_dim)
+    tl.store(p_part_lse + b_place, b_lse, mask=m_part)

@@ -18,7 +18,7 @@ from tritonllm.kernels.attention_decode import (
     default_config,
     launch_decode,
 )
-from tritonllm.kernels.attention_few import Projection, can_fuse, launch_few
+from tritonllm.kernels.attention_few import Projection, launch_few
 from tritonllm.kernels.qk_norm_rope import (
     check_projection,
     qk_norm_rope_store_reference,
@@ -92,7 +92,7 @@ def _fused_decode_attention(
     key = config_key(q, k_cache, v_cache, block_tables, len(q), 1)
     config = tuning.get_config("paged_decode_attention", q.device, default_config, **key)
     tables = (block_tables, seq_lens, workspace, settled, args, config)
-    if can_fuse(key["group"], config):
+    if config["kernel"] == "few":
         scaled = k_scale is not None or v_scale is not None or k_factor != 1 or v_factor != 1
         rows = (slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_factor, v_factor)
         projection = Projection(*rows, scaled, eps, weight_offset, interleaved)
