@@ -108,16 +108,17 @@ class FusedDecode(DecodeAttention):
 
 def few_space(group: int, head_size: int) -> list[tuning.Config]:
     """How many heads and keys a program has, and how many programs there may be. One or two warps (see
-    :mod:`tritonllm.kernels.attention_few_parts`)."""
+    :mod:`tritonllm.kernels.attention_few_parts`). Single heads and tiles of 16 keys would win at a few hundred keys, by
+    1%, and lose a fifth at some thousand."""
     if group > 16 or head_size > 256:
         return []
     return [
         {"kernel": "few", "PROGRAMS": programs, "BLOCK_M": heads, "BLOCK_N": block_n, "MIN_TILES": 1}
         | {"MERGE": min(16, 32 // heads), "num_warps": warps, "num_stages": 1}
         for programs in (528, 1056)
-        for heads in (1, 2, 4, 8)
-        for block_n, warps in ((16, 1), (32, 1), (32, 2), (64, 2))
-        if heads < 2 * group
+        for heads in (2, 4, 8)
+        for block_n, warps in ((32, 1), (32, 2), (64, 2))
+        if heads < 2 * group or heads == 2
     ]
 
 
@@ -181,7 +182,7 @@ TUNABLE = Tunable(
         *(DecodeAttention(batch, 16, 8, 128, context) for batch, context in ((1, 8192), (128, 2048))),
         # Few sequences in a model; lengths of some hundred keys decide, whatever the tables have room for.
         *(
-            FusedDecode(batch, *heads, 128, 400, capacity=capacity)
+            FusedDecode(batch, *heads, 128, 800, capacity=capacity)
             for heads in ((16, 8), (32, 8), (32, 4))
             for batch, capacity in ((1, 4096), (4, 4096), (1, 40960), (1, 131072))
         ),
