@@ -32,12 +32,12 @@ def _brief(error: Exception) -> str:
 
 
 @contextmanager
-def launches_skipped() -> Iterator[None]:
-    """Inside, launching a Triton function does nothing at all."""
-    run = JITFunction.run
-    JITFunction.run = lambda *args, **kwargs: None
+def launches_skipped() -> Iterator[set[JITFunction]]:
+    """Inside, launching a Triton function does nothing but note it."""
+    run, launched = JITFunction.run, set()
+    JITFunction.run = lambda self, *args, **kwargs: launched.add(self)
     try:
-        yield
+        yield launched
     finally:
         JITFunction.run = run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable
 
 from autotune.ops import Tunable
 from tritonllm.kernels import tuning
@@ -17,18 +17,24 @@ from tritonllm.kernels import tuning
 LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg"})  # any launch takes these
 
 
-def kernel_hash(*modules: ModuleType) -> str:
-    """Hash of the source of the modules' Triton functions and of those that they call; docstrings elsewhere, checks
-    and references may change without making a table stale."""
+def kernel_sources(*modules: ModuleType) -> dict[str, str]:
+    """The modules' Triton functions and those that they call, by name."""
     sources: dict[str, str] = {}
-    todo = [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
+    todo = [value for module in modules for value in vars(module).values() if isinstance(value, JITCallable)]
     while todo:
         function = todo.pop()
         name = f"{function.fn.__module__}.{function.fn.__qualname__}"
         if name not in sources:
             sources[name] = function.src
             used = (function.fn.__globals__.get(used) for used in function.fn.__code__.co_names)
-            todo += [value for value in used if isinstance(value, JITFunction)]
+            todo += [value for value in used if isinstance(value, JITCallable)]
+    return sources
+
+
+def kernel_hash(*modules: ModuleType) -> str:
+    """Hash of the :func:`kernel_sources`: docstrings elsewhere, checks and references may change without making a table
+    stale."""
+    sources = kernel_sources(*modules)
     return hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:16]
 
 

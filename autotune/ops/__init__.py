@@ -21,7 +21,7 @@ class Tunable:
         default: the launcher's ``default_config``.
         problems: real sizes; each gets an entry in the table.
         space: ``space(**key)``: the configurations to try for a key, the same list each time.
-        also: further files whose kernels it launches, which ``module`` does not import when it is imported.
+        also: further files with kernels between which a configuration decides.
     """
 
     op: str

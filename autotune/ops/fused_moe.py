@@ -9,6 +9,9 @@ from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import (
     fused_moe,
     fused_moe_ref,
+    moe_direct,
+    moe_gemm,
+    moe_grouping,
     moe_products,
     moe_products_sm90,
     moe_route_ref,
@@ -104,7 +107,7 @@ def space(
 TUNABLE = Tunable(
     op="fused_moe",
     module=moe_products,
-    also=(moe_products_sm90,),
+    also=(moe_products_sm90, moe_direct, moe_gemm, moe_grouping),
     default=moe_tiles.default_config,
     problems=tuple(FusedMoe(tokens, *shape) for shape in SHAPES for tokens in TOKENS),
     space=space,

@@ -8,7 +8,7 @@ import triton
 
 from autotune.ops import Tunable, product
 from autotune.problem import Inputs, Problem, TensorFactory, Work
-from tritonllm.kernels import linear, linear_ref, linear_skinny, tuning
+from tritonllm.kernels import activation, linear, linear_ref, linear_rows, linear_skinny, linear_tiles, norm, tuning
 from tritonllm.kernels.linear_rows import MAX_ROWS
 from tritonllm.kernels.linear_skinny import SMALL, TORCH, workspace_size
 
@@ -139,6 +139,7 @@ LAYERS: tuple[dict[str, Any], ...] = (
 TUNABLE = Tunable(
     op="linear",
     module=linear_skinny,
+    also=(linear_rows, linear_tiles, norm, activation),
     default=linear_skinny.default_config,
     problems=tuple(Product(m, **layer) for layer in LAYERS for m in (1, 2, 4, 8, 16, 32, 64)),
     space=space,

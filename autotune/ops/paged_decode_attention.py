@@ -13,10 +13,12 @@ from tritonllm.kernels import (
     attention_decode,
     attention_decode_sm90,
     attention_few,
+    attention_split,
     fused_decode_attention,
     fused_decode_attention_ref,
     paged_decode_attention,
     paged_decode_attention_ref,
+    qk_norm_rope,
     tuning,
 )
 from tritonllm.kernels.rope_cache import build_cos_sin_cache
@@ -169,7 +171,7 @@ def space(
 TUNABLE = Tunable(
     op="paged_decode_attention",
     module=attention_decode,
-    also=(attention_decode_sm90, attention_few),
+    also=(attention_decode_sm90, attention_few, attention_split, qk_norm_rope),
     default=attention_decode.default_config,
     problems=(
         # Llama-3.1-8B

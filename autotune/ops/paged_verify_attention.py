@@ -9,8 +9,10 @@ from autotune.ops.paged_decode_attention import balanced_space, sm90_space
 from autotune.paged import paged_cache
 from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import (
+    attention_balanced,
     attention_decode,
     attention_decode_sm90,
+    attention_prefill_portable,
     attention_prefill_sm90,
     attention_verify,
     paged_verify_attention,
@@ -71,7 +73,7 @@ def space(
 TUNABLE = Tunable(
     op="paged_verify_attention",
     module=attention_verify,
-    also=(attention_decode_sm90, attention_prefill_sm90),
+    also=(attention_balanced, attention_decode_sm90, attention_prefill_portable, attention_prefill_sm90),
     default=attention_verify.default_config,
     problems=tuple(
         VerifyAttention(batch, q_len, 32, 8, 128, context)

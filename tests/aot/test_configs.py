@@ -3,14 +3,16 @@
 import json
 
 import pytest
+import torch
 
 from autotune import measure, ops
 from autotune.__main__ import COMPILER_ENVIRON
+from autotune.problem import make_sets
 from autotune.search import Compilers, candidates, prepare
-from autotune.table import LAUNCH_OPTIONS
+from autotune.table import LAUNCH_OPTIONS, kernel_sources
 from autotune.worker import Failed, Worker
 from tritonllm.kernels import tuning
-from tritonllm.kernels.aot import SHARED_MEMORY_LIMIT
+from tritonllm.kernels.aot import SHARED_MEMORY_LIMIT, pretend, target_of
 
 OPS = ops.names()
 
@@ -27,6 +29,10 @@ def why_not(compiler, op, problem, key, config, arch=90):
     except Failed as reason:
         return f"{op} {key} {config}: {reason}"
     return None
+
+
+def name_of(kernel):
+    return f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
 
 
 def problems_by_key(compiler, op):
@@ -83,6 +89,28 @@ def test_space_fits_the_kernels(compiler, op):
 def test_shipped_tables_compile(compiler):
     tables = [json.loads(path.read_text()) for path in sorted(tuning.TABLES.glob("*/*.json"))]
     assert not [what for table in tables for what in defects(compiler, table)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tables_go_stale_with_every_kernel_that_they_decide_between(compiler, op):
+    """With what some of an operation's kinds of kernel launch and others do not; with its own, if there is one kind."""
+    tunable = ops.load(op)
+    of_kind = {}
+    for key, problem in problems_by_key(compiler, op):
+        inputs = make_sets(tunable.problems[problem], torch.device("cpu"), 1, values=False)[0]
+        one_of_each = {config.get("kernel"): config for config in candidates(tunable, key)}
+        for kind, config in one_of_each.items():
+            only = tuning.override(op, tunable.only_for(key, config))
+            with pretend(target_of(90)), measure.launches_skipped() as launched, only:
+                tunable.problems[problem].run(inputs)
+            of_kind.setdefault(kind, set()).update(launched)
+    launched = set.union(*of_kind.values())
+    covered = kernel_sources(tunable.module, *tunable.also).keys()
+    if len(of_kind) == 1:  # a problem may need other operations, too
+        assert {name_of(kernel) for kernel in launched} & covered
+    else:
+        decided = launched - set.intersection(*of_kind.values())
+        assert {name_of(kernel) for kernel in decided} <= covered
 
 
 def test_defaults_are_near_the_tuned():
