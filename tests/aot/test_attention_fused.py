@@ -34,9 +34,9 @@ def launch(batch, heads, kv_heads, head_size, rotary, norm, dtype, cache_dtype, 
     fused_decode_attention(qkv, *pool, slots, tables, lens, *rope, workspace=workspace, settled=True, **options)
 
 
-def small(head_size, group, cache_dtype, **_):
+def small(head_size, group, programs, cache_dtype, **_):
     """The default takes another kernel for float8: what is converted takes registers of a second warp."""
-    return few_config(head_size, group) | ({"num_warps": 2} if cache_dtype.startswith("float8") else {})
+    return few_config(head_size, group, programs) | ({"num_warps": 2} if cache_dtype.startswith("float8") else {})
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -58,7 +58,7 @@ def test_reads_before_it_waits():
         launch(*CASES[0])
     # First comes what the newest key's program does, then the others.
     before = kernels[0].sass.split("ACQBULK")[1]
-    config = few_config(128, 2)
+    config = few_config(128, 2, 8)
     assert before.count("LDG.E.128") >= 2 * config["BLOCK_N"] * 128 * 2 // (16 * 32 * config["num_warps"])
 
 

@@ -91,7 +91,7 @@ def default_config(
     float8 = cache_dtype.startswith("float8")
     small = group <= 16 and head_size <= 256 and dtype != "float32" and not float8
     if programs <= FEW_PROGRAMS and likely_short(capacity) and small:
-        return few_config(head_size, group)
+        return few_config(head_size, group, programs)
     if arch == "sm90" and group <= SM90_ROWS and (programs <= 2112 or float8):
         return sm90_config(head_size, group, cache_dtype)
     if 132 < programs <= 1056 or float8:
