@@ -11,6 +11,7 @@ import signal
 import warnings
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from threading import Thread
 from types import TracebackType
 from typing import NamedTuple
 
@@ -19,7 +20,13 @@ import torch
 from tritonllm.config import EngineConfig
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.kernels.aot import pretend, target_of
-from tritonllm.kernels.compilation import Specialization, compile_in_parallel, driver_extension, list_kernels
+from tritonllm.kernels.compilation import (
+    Specialization,
+    compile_in_parallel,
+    driver_extension,
+    list_kernels,
+    read_ahead,
+)
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.spec import ModelSpec
 
@@ -89,6 +96,8 @@ class BackgroundCompiler:
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         theirs.close()
+        self._reader = Thread(target=read_ahead, name="tritonllm-read-ahead")
+        self._reader.start()  # after the fork, which would leave the process the locks that it holds
 
     def begin(self, target: Target) -> None:
         self._begun = True
@@ -99,6 +108,7 @@ class BackgroundCompiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._reader.join()
         if self._begun and kind is None:
             self._process.join(LONGEST_WAIT)
             if self._process.exitcode != 0:
@@ -114,4 +124,5 @@ class BackgroundCompiler:
 def _serve(pipe: Connection, spec: ModelSpec, config: EngineConfig) -> None:
     os.setpgrp()  # so that its workers can be ended with it
     torch.set_num_threads(1)  # the parent's threads are not here
+    read_ahead()  # while the parent asks for the device
     compile_kernels_of(spec, config, pipe.recv())
