@@ -1,8 +1,6 @@
 """Listing and compiling kernels without a GPU. Not in tests/kernels: the interpreter there compiles nothing."""
 
 import shutil
-import sys
-from threading import Thread
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from tritonllm.kernels import cache_folder, rms_norm, silu_and_mul
 from tritonllm.kernels.aot import pretend, target_of
-from tritonllm.kernels.compilation import compile_in_parallel, driver_extension, list_kernels, read_ahead
+from tritonllm.kernels.compilation import compile_in_parallel, driver_extension, list_kernels
 from tritonllm.kernels.compile_monitor import MONITOR
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -103,20 +101,6 @@ def test_an_error_comes_out_after_the_others_are_compiled():
     with pytest.raises(triton.CompilationError):
         compile_in_parallel(found)
     assert [kernel.is_cached() for kernel in found] == [False, True]
-
-
-def test_what_is_read_ahead_is_not_read_again():
-    """By another thread either: the hash of Triton's files is the process's, and the modules are."""
-    cache.triton_key.cache_clear()
-    reader = Thread(target=read_ahead)
-    reader.start()
-    reader.join()
-    misses = cache.triton_key.cache_info().misses
-    with pretend(target_of(90)), list_kernels() as kernels:
-        silu_and_mul(torch.empty(4, 64, device="meta"))
-    kernels[0].is_cached()
-    assert (misses, cache.triton_key.cache_info().misses) == (1, 1)
-    assert "triton.experimental.gluon.language.nvidia.hopper" in sys.modules
 
 
 def test_a_folder_of_kernels_can_be_moved(own_cache, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from support.tiny_models import ALL_FAMILIES, tiny_config
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine import precompile
@@ -92,6 +93,13 @@ def test_compiles_in_the_background(one_kernel):
     with BackgroundCompiler(spec_from_config(tiny_config("qwen3")), config()) as compiler:
         compiler.begin(TARGET)
     assert cubins(one_kernel) == 1  # leaving the block waited
+
+
+def test_triton_is_hashed_meanwhile():
+    triton_key.cache_clear()
+    with BackgroundCompiler(spec_from_config(tiny_config("qwen3")), config()):
+        pass
+    assert triton_key.cache_info().currsize == 1
 
 
 def test_the_background_process_ends_if_nothing_is_asked_of_it(one_kernel):

@@ -11,6 +11,7 @@ from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 from tritonllm.config import EngineConfig
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels.compilation import Specialization
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
@@ -53,6 +54,17 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
             for rows in range(1, seats + 1):
                 runner.sample_hidden(torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=META))
     assert {described(kernel) for kernel in found} <= loaded
+
+
+@pytest.mark.parametrize("longest", [64, 4096, 40960])
+def test_no_step_comes_twice(monkeypatch, longest):
+    steps = []
+    for name in ("prefill_step", "decode_step"):
+        note = lambda self, *args, name=name, **options: steps.append((name, *args, *options.items()))  # noqa: E731
+        monkeypatch.setattr(WarmUp, name, note)
+    sizes = {"block_size": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    WarmUp(None, None, device=META, **sizes, padded=[8448], may_share=lambda sequences: True).run()
+    assert len(steps) == len(set(steps)) > 50
 
 
 @pytest.mark.parametrize("seats", [16, 256])

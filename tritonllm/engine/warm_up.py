@@ -63,9 +63,10 @@ class WarmUp:
     def run(self) -> None:
         """Every step."""
         widest = -(-self._max_model_len // self._block_size)
+        widths = sorted({*warm_up_sizes(widest)[::2], widest})  # every width: 0.2 s more, for no more kernels
         for tokens in (*warm_up_sizes(self._max_num_batched_tokens), *self._padded):
             self.prefill_step(tokens)
-            for width in (*warm_up_sizes(widest)[::2], widest):  # every width: 0.2 s more, for no more kernels
+            for width in widths:
                 if width * self._block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
         for sequences in warm_up_sizes(self._max_num_seqs):

@@ -8,7 +8,6 @@ lock (34 kernels on two cores: 17.0 s in one thread, 10.6 s in eight threads, 8.
 """
 
 import hashlib
-import importlib
 import multiprocessing
 import os
 import subprocess
@@ -27,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import compile as triton_compile
 from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
 from triton.runtime import build, driver
-from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
+from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from tritonllm.kernels import tuning
@@ -150,17 +149,6 @@ def list_kernels(gpu_name: str | None = None) -> Iterator[list[Specialization]]:
             yield noted
     finally:
         JITFunction.run = run
-
-
-def read_ahead() -> None:
-    """What the first kernel waits for otherwise, done early, in a thread or a process that has nothing else to do.
-
-    Triton hashes its own files once in a process (its library has 400 MB: 0.33 s, without Python's lock). The modules
-    that Gluon's kernels need take 0.1 s.
-    """
-    triton_key()
-    importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-    importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
 
 
 def compile_in_parallel(wanted: Sequence[Specialization | Extension], workers: int | None = None) -> None:

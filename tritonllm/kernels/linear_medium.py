@@ -82,10 +82,14 @@ def fits(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
     return all(t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
 
 
+def _pays(m: int, weight: torch.Tensor) -> bool:
+    """Whether a product of ``m`` rows with such a weight is faster by the Hopper kernel."""
+    return MIN_M <= m <= MAX_M and weight.shape[0] >= MIN_N and weight.numel() <= MAX_WEIGHT
+
+
 def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
     """Whether the Hopper kernel computes such a product."""
-    sizes = MIN_M <= x.shape[0] <= MAX_M and weight.shape[0] >= MIN_N and weight.numel() <= MAX_WEIGHT
-    return sizes and on_sm90(x.device) and fits(x, weight, gated)
+    return _pays(len(x), weight) and on_sm90(x.device) and fits(x, weight, gated)
 
 
 def leaves_norms(rows: torch.Tensor, *weights: torch.Tensor) -> bool:
@@ -93,14 +97,8 @@ def leaves_norms(rows: torch.Tensor, *weights: torch.Tensor) -> bool:
 
     In bfloat16, for products before the normalisation may leave the range of float16.
     """
-    return all(
-        MIN_M <= rows.shape[0] <= MAX_M
-        and w.dtype == torch.bfloat16
-        and w.shape[0] >= MIN_N
-        and w.numel() <= MAX_WEIGHT
-        and w.stride(0) % 8 == 0
-        for w in weights
-    ) and on_sm90(rows.device)
+    fit = all(_pays(len(rows), w) and w.dtype == torch.bfloat16 and w.stride(0) % 8 == 0 for w in weights)
+    return fit and on_sm90(rows.device)
 
 
 def _add_reference(
