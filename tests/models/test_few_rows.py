@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.tiny_models import ALL_FAMILIES, PagedRunner, PagedSequence, random_tokens, tiny_config
 
-from tritonllm.layers import linear, mlp
+from tritonllm.layers import linear
 from tritonllm.layers.norm import Norm
 from tritonllm.models import decoder
 from tritonllm.models.decoder import Decoder
@@ -17,7 +17,7 @@ from tritonllm.testing import RELATIVE_ERROR, relative_error
 
 
 def few_rows(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
-    for module in (linear, mlp, decoder):
+    for module in (linear, decoder):
         monkeypatch.setattr(module, "few_rows", lambda x: few)
 
 
@@ -43,7 +43,7 @@ def test_same_logits(monkeypatch, device, family):
 
 
 def last_layer_only_few(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    for module in (linear, mlp, decoder):
+    for module in (linear, decoder):
         monkeypatch.setattr(module, "few_rows", lambda x: x.shape[0] <= limit)
 
 

@@ -2,7 +2,8 @@
 
 Up to 64 rows, reading the weight bounds the product, and cuBLAS takes up to 1.7 times as long as that. A table says
 for each size which of three is fastest: `linear_rows` (one or two rows), `linear_tiles`, or cuBLAS between kernels of
-their own for the norm, the activation and the addition.
+their own for the norm, the activation and the addition. More rows are cuBLAS's; but from some thousand on, a gated
+product on Hopper is one launch of `linear_gated_sm90`.
 """
 
 import torch
@@ -12,6 +13,7 @@ from tritonllm import env
 from tritonllm.kernels import tuning
 from tritonllm.kernels.activation import ACTIVATIONS, apply_activation, gelu_and_mul, silu_and_mul
 from tritonllm.kernels.checks import check_same_dtype, check_tensor, require
+from tritonllm.kernels.chip import on_sm90
 from tritonllm.kernels.dependent_launch import dependent_launch
 from tritonllm.kernels.linear_rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.linear_tiles import launch_tiles
@@ -111,6 +113,25 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
         out += bias
 
 
+def _gate(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str | None
+) -> None:
+    """The gated product: cuBLAS and a kernel after it; of many rows on Hopper one launch."""
+    assert activation is not None
+    if on_sm90(x.device):
+        from tritonllm.kernels import linear_gated_sm90 as sm90  # Gluon is not there for every GPU
+
+        if sm90.takes(x, weight, out):
+            sm90.launch_gated_sm90(x, weight, bias, out, activation)
+            return
+    y = x.new_empty(len(x), len(weight))
+    _product(x, weight, bias, y)
+    if activation == "silu":
+        silu_and_mul(y, out=out)
+    else:
+        gelu_and_mul(y, approximate="tanh" if activation == "gelu_tanh" else "none", out=out)
+
+
 def _by_torch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -121,23 +142,21 @@ def _by_torch(
     add: bool,
     scale: float,
 ) -> None:
-    """cuBLAS, and a kernel for each step after the product."""
+    """cuBLAS, and a kernel for each step after the product that is not fused."""
     if activation is None and not add:
         _product(x, weight, bias, out)
         return
     if activation is None and bias is None and out.dtype == x.dtype and not _only_compiles(x):
         out.addmm_(x, weight.t(), alpha=scale)
         return
-    y = x.new_empty(len(x), len(weight))
-    _product(x, weight, bias, y)
-    if activation is not None:
-        target = x.new_empty(out.shape) if add else out
-        if not gated:
-            y = apply_activation(y, activation, out=target)
-        elif activation == "silu":
-            y = silu_and_mul(y, out=target)
-        else:
-            y = gelu_and_mul(y, approximate="tanh" if activation == "gelu_tanh" else "none", out=target)
+    if gated:
+        y = x.new_empty(out.shape) if add else out
+        _gate(x, weight, bias, y, activation)
+    else:
+        y = out if out.dtype == x.dtype and not add else x.new_empty(out.shape)
+        _product(x, weight, bias, y)
+        if activation is not None:
+            apply_activation(y, activation, out=y if add else out)
     if add:
         out.add_(y, alpha=scale)
 
@@ -263,7 +282,8 @@ def linear(
     """``act(rms_norm(x) @ weight.T + bias)``, or that times ``scale`` added to ``residual``: one launch for few rows.
 
     Sums are in float32 and rounded once, when they are stored. Which kernel computes them depends on the size alone
-    (beyond 64 rows it is cuBLAS); for the same kernel and number of rows, a row's result does not depend on the others.
+    (beyond 64 rows it is cuBLAS, but for gated products of many rows on Hopper); for the same kernel and number of
+    rows, a row's result does not depend on the others.
 
     Args:
         x: ``[..., K]`` float16, bfloat16 or float32; contiguous in the last dimension.

@@ -196,8 +196,8 @@ def _zeros(N: gl.constexpr):
 
 
 @gluon.jit
-def _product(count, steps, pipes, bias_ptr, columns, out, item, HALF: gl.constexpr, ACT: gl.constexpr,
-             BIAS: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+def product(count, steps, pipes, bias_ptr, columns, out, item, HALF: gl.constexpr, ACT: gl.constexpr,
+            BIAS: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
     """One group's share of a tile, 64 rows of weights, computed for WIDTH pairs in one or two instructions a step."""
     w_smem, x_smem, tail_smem, full, empty = pipes
     STAGES: gl.constexpr = x_smem.shape[0]
@@ -245,7 +245,7 @@ def _multiply(args, HALF: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, T
         for i in gl.static_range(len(_widths(PAIRS, TAIL))):
             above = rows > (_widths(PAIRS, TAIL)[i - 1] if i else 0)
             if above & (rows <= _widths(PAIRS, TAIL)[i]):
-                _product(count, steps, pipes, p_bias, columns, out, item, HALF, ACT, BIAS, _widths(PAIRS, TAIL)[i])
+                product(count, steps, pipes, p_bias, columns, out, item, HALF, ACT, BIAS, _widths(PAIRS, TAIL)[i])
         count += steps
 
 

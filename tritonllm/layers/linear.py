@@ -1,8 +1,9 @@
 """Linear maps and the embedding table: weights, and the product with them.
 
-Many rows go to cuBLAS, with nothing fused. Few rows, whose product is bound by reading the weights, go to
-:func:`tritonllm.kernels.linear`, which takes the norm before, and the activation or the addition after, along. With
-some hundred rows one product can leave the norm after it to the next (:mod:`tritonllm.kernels.linear_medium`).
+Many rows go to cuBLAS, with nothing fused but (on Hopper) the gate of an MLP. Few rows, whose product is bound by
+reading the weights, go to :func:`tritonllm.kernels.linear`, which takes the norm before, and the activation or the
+addition after, along. With some hundred rows one product can leave the norm after it to the next
+(:mod:`tritonllm.kernels.linear_medium`).
 Parameters are for inference only (no gradient) and are left uninitialised: a loader writes every element once.
 """
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tritonllm.kernels import apply_activation, gelu_and_mul, silu_and_mul
-from tritonllm.layers.linear import Linear, few_rows
+from tritonllm.layers.linear import Linear
 from tritonllm.layers.norm import Norm
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -61,13 +60,5 @@ class MLP(nn.Module):
             norm: of ``x`` first.
             residual: ``[T, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
         """
-        gated, activation = self.spec.gated, self.spec.activation
-        if few_rows(x) or norm is not None or residual is not None:
-            inner = self.up(x, norm=norm, activation=activation, gated=gated)
-            return self.down(inner, residual=residual, scale=scale)
-        inner = self.up(x)
-        if not gated:
-            return self.down(apply_activation(inner, activation, out=inner))
-        if activation == "silu":
-            return self.down(silu_and_mul(inner))
-        return self.down(gelu_and_mul(inner, approximate="tanh" if activation == "gelu_tanh" else "none"))
+        inner = self.up(x, norm=norm, activation=self.spec.activation, gated=self.spec.gated)
+        return self.down(inner, residual=residual, scale=scale)
