@@ -56,9 +56,12 @@ def test_hopper_kernel(cache_dtype):
         for head_size in (64, 128):
             launch(64, 32, 8, head_size, 16, BF16, cache_dtype, apart=True)
         launch(64, 32, 8, 128, 16, BF16, cache_dtype, apart=True, return_lse=True, **everything, **scales)
+        order = torch.empty(64, dtype=torch.int32)
+        launch(64, 32, 8, 128, 16, BF16, cache_dtype, apart=True, order=order, settled=True)
     with compile_kernels(90) as more:
         launch(80, 32, 2, 128, 64, BF16, cache_dtype, apart=True)
         launch(64, 32, 2, 64, 16, BF16, cache_dtype, apart=True)
+        launch(64, 32, 2, 128, 16, BF16, cache_dtype, apart=True, order=order, settled=True)
     assert {kernel.name for kernel in [*few, *more]} == {"decode_sm90_kernel"}
     assert_resources([*few, *more])
     for kernels, product in ((few, "HMMA.16816"), (more, "HGMMA")):
@@ -85,7 +88,8 @@ def test_one_compilation_for_all_steps(name):
             lens = torch.empty(at + batch, dtype=torch.int32)[at:]
             tables = torch.empty(at + batch, width, dtype=torch.int32)[at:]
             q = torch.empty(batch, 32, 128, dtype=BF16)
-            paged_decode_attention(q, pool[:, 0], pool[:, 1], tables, lens, window=window)
+            order = torch.empty(at + batch, dtype=torch.int32)[at:]
+            paged_decode_attention(q, pool[:, 0], pool[:, 1], tables, lens, window=window, order=order, settled=True)
     kernels = [kernel for kernel in kernels if kernel.name == name]
     assert len(kernels) == 4
     assert len({id(kernel.asm) for kernel in kernels}) == 1

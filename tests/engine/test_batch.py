@@ -77,6 +77,7 @@ def test_a_mixed_step():
     assert metadata.slot_mapping.tolist() == [4, 30, 1, 2, 8, 9, 10]
     assert metadata.block_tables.tolist() == [[3, 1], [7, 0], [0, 0], [2, 4]]
     assert metadata.seq_lens.tolist() == [5, 3, 3, 3]
+    assert metadata.decode_order.tolist() == [0, 1]
     assert metadata.cu_seqlens_q.tolist() == [0, 2, 5]
     assert (metadata.num_decodes, metadata.max_seqlen_q) == (2, 3)
     assert rows.tolist() == [0, 1, 3]  # the first chunk of `c` samples nothing
@@ -93,6 +94,19 @@ def test_decodes_only():
     batch = build(item("a", [5], [3], 0, 1))
     assert batch.cu_seqlens_q.tolist() == [0]
     assert batch.max_seqlen_q == 0
+    assert batch.decode_order.tolist() == [0]
+
+
+def test_decodes_from_the_longest_to_the_shortest():
+    """Prompt chunks do not count, however long; among equals the first comes first."""
+    ends = (3, 7, 1, 7, 5)
+    decodes = [
+        item(str(seat), list(range(end)), [2 * seat, 2 * seat + 1], end - 1, 1, seat=seat)
+        for seat, end in enumerate(ends)
+    ]
+    batch = build(*decodes, item("prompt", list(range(90)), list(range(20, 40)), 0, 80, seat=5))
+    assert batch.decode_order.tolist() == [1, 3, 4, 0, 2]
+    assert upload_batch(batch, CPU).metadata.decode_order.dtype == torch.int32
 
 
 def test_a_seat_is_told_of_new_blocks_a_new_request_and_a_preemption():

@@ -96,6 +96,8 @@ def test_replays_equal_steps_without_graphs(model):
         _, _, metadata, *_ = model.calls[-1]
         assert (metadata.cascade is not None) == (shared > 0)
         assert (metadata.slot_mapping[n:] == -1).all() and (metadata.seq_lens[n:] == 0).all()
+        size = len(metadata.seq_lens)
+        assert metadata.decode_order.tolist() == [*batch.decode_order.tolist(), *range(n, size)]
         expected, (_, inputs) = upload_batch(batch, CPU), upload_sampling(batch, CPU)
         for name, values in vars(inputs).items():
             assert torch.equal(getattr(graphs.sampling_inputs(n), name), values), name

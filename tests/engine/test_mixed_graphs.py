@@ -133,6 +133,7 @@ def test_replays_equal_steps_without_graphs(graphs, decodes, chunks, seed):
     assert sorted(metadata.slot_mapping[metadata.slot_mapping >= 0].tolist()) == batch.slot_mapping.tolist()
     assert metadata.slot_mapping[used].tolist() == batch.slot_mapping.tolist()
     assert metadata.cu_seqlens_q[-1] == room[1]
+    assert metadata.decode_order.tolist() == [*batch.decode_order.tolist(), *range(len(decodes), room[0])]
     assert padded.isfinite().all()
     eager = upload_batch(batch, CPU)
     rows = torch.from_numpy(batch.logit_rows)

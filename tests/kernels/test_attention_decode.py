@@ -199,6 +199,8 @@ BAD = [
     ({"out": torch.zeros(2, 4, 32)}, "out must have shape"),
     ({"out": torch.zeros(2, 4, 64).half()}, "out must be torch.float32"),
     ({"workspace": torch.zeros(9)}, "workspace must be torch.int32"),
+    ({"order": torch.zeros(2, dtype=torch.int64)}, "order must be torch.int32"),
+    ({"order": torch.zeros(3, dtype=torch.int32)}, r"order must have shape \[2\]"),
     ({"workspace": torch.zeros(0, dtype=torch.int32)}, "workspace must have at least 1 element"),
 ]
 
@@ -218,7 +220,7 @@ def test_operator(device):
     p = make_problem(device, [1, 1], [20, 3], head_size=16)
     nothing = (None, None, None, None)
     for lse in (None, torch.empty(2, 4, device=device)):
-        args = (*p.decode, None, False, torch.empty(2, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
+        args = (*p.decode, None, False, None, torch.empty(2, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
         torch.library.opcheck(torch.ops.tritonllm.paged_decode_attention.default, args)
 
 

@@ -57,8 +57,8 @@ def test_layouts():
     assert not sm90.fits(q, k, v.transpose(1, 2).contiguous().transpose(1, 2))
 
 
-def check(p, programs=264, tree=None):
-    """Decode if every sequence has one new token, else verify."""
+def check(p, programs=264, tree=None, **state):
+    """Decode if every sequence has one new token, else verify. ``state``: of decode, ``order`` and ``settled``."""
     out = poisoned(*p.q.shape, dtype=p.q.dtype, device=p.q.device)
     workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=p.q.device)
     longest = int(p.cu_seqlens_q.diff().max())
@@ -68,7 +68,7 @@ def check(p, programs=264, tree=None):
     with patch.object(sm90, "launch", wraps=sm90.launch) as launch:
         if (p.cu_seqlens_q.diff() == 1).all():
             with tuning.override("paged_decode_attention", config(rows, programs, block_n)):
-                _, lse = paged_decode_attention(*p.decode, **keywords, out=out, workspace=workspace)
+                _, lse = paged_decode_attention(*p.decode, **keywords, **state, out=out, workspace=workspace)
             want, want_lse = paged_decode_attention_ref(*p.exact().decode, **keywords)
         else:
             keywords |= {"max_seqlen_q": longest, "tree_mask": tree}
@@ -123,6 +123,43 @@ def test_verify_matches_reference(device, q_lens, tree, float8, options):
         check(p, programs, tree_masks(q_lens, device) if tree else None)
 
 
+LENGTHS = {  # how many programs draw whole sequences of them, longest first, and how many cut them
+    "few hundred": [37 * i % 900 for i in range(130)],
+    "more than a vector of them": [11 * i % 400 for i in range(600)],
+    "one too long to share out": [100] * 90 + [20_000],
+    "all alike": [300] * 66,
+}
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("order", ["longest first", "any"])
+@pytest.mark.parametrize("lens", LENGTHS.values(), ids=LENGTHS)
+def test_order_of_the_sequences(device, lens, order, settled):
+    """Whatever it is, the results are right, and the workspace is clean for the next launch."""
+    for more in ({}, {"kv_heads": 1, "group": 30}, {"window": 50, "float8": True, "sinks": True}):
+        p = make_problem(device, [1] * len(lens), lens, layout="apart", head_size=128, dtype=BF16, **more)
+        places = p.seq_lens.argsort(descending=True) if order == "longest first" else torch.randperm(len(lens))
+        for programs in (7, 264):
+            check(p, programs, order=places.to(device, torch.int32), settled=settled)
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_drawn_sequence_does_not_depend_on_the_others(device):
+    """Sequences that are not cut: the same bits in any company and any order."""
+    lens = [53 * i % 1200 for i in range(150)]
+    p = make_problem(device, [1] * len(lens), lens, layout="apart", kv_heads=8, group=2, head_size=128, dtype=BF16)
+    tensors = q, k, v, tables, seq_lens = p.decode
+    shuffled = torch.randperm(len(lens), device=device)
+    with tuning.override("paged_decode_attention", config()):
+        out = paged_decode_attention(*tensors, order=seq_lens.argsort(descending=True).int())
+        order = seq_lens[shuffled].argsort(descending=True).int()
+        other = paged_decode_attention(q[shuffled], k, v, tables[shuffled], seq_lens[shuffled], order=order)
+    assert torch.equal(out[shuffled], other)
+
+
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("size", [1, 2, 9])
@@ -137,12 +174,15 @@ def test_any_workspace(device, size):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("lens", [[30_000, 70, 4001], [900] * 200], ids=["stretches", "drawn pairs"])
+@pytest.mark.parametrize(
+    "lens", [[30_000, 70, 4001], [900] * 200, LENGTHS["few hundred"]], ids=["stretches", "drawn pairs", "unequal ones"]
+)
 def test_same_bits_every_time(device, lens):
     p = make_problem(device, [1] * len(lens), lens, layout="apart", head_size=128, dtype=BF16)
     workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=device)
+    state = {"workspace": workspace, "order": p.seq_lens.argsort(descending=True).int()}
     with tuning.override("paged_decode_attention", config()):
-        first = paged_decode_attention(*p.decode, workspace=workspace).clone()
+        first = paged_decode_attention(*p.decode, **state).clone()
         for _ in range(200):
-            assert torch.equal(paged_decode_attention(*p.decode, workspace=workspace), first)
+            assert torch.equal(paged_decode_attention(*p.decode, **state), first)
     assert (workspace == 0).all()

@@ -139,6 +139,7 @@ def test_workspace_is_zero_again(device):
         ({"q_weight": torch.zeros(64)}, "q_weight and k_weight must both be given"),
         ({"softcap": -1.0}, "softcap must be 0"),
         ({"workspace": torch.zeros(9)}, "workspace must be torch.int32"),
+        ({"order": torch.zeros(1, dtype=torch.int32)}, r"order must have shape \[2\]"),
     ],
     ids=str,
 )
@@ -158,7 +159,7 @@ def test_operator(device):
         device, [20, 3], rotary=0, norm=None, dtype=torch.float32, head_size=16
     )
     out = torch.empty(2, 4, 16, device=device)
-    numbers = (True, 1.0, 1e-6, 0.0, False)
+    numbers = (True, None, 1.0, 1e-6, 0.0, False)
     nothing = (None,) * 5
     args = (qkv, *rest, slots, tables, lens, *nothing, *numbers, out, *nothing, 0.25, 1.0, 0, 0.0)
     torch.library.opcheck(torch.ops.tritonllm.fused_decode_attention.default, args)
@@ -188,20 +189,19 @@ def test_real_shapes(device, heads, kv_heads, head_size, block_size, norm, lens,
 
 
 @pytest.mark.gpu
-def test_chain_of_layers(device):
+@pytest.mark.parametrize("lens", [[300], [29 * i % 700 for i in range(100)]], ids=["one sequence", "many"])
+def test_chain_of_layers(device, lens):
     """Each kernel starts before the one before it has ended; the result is that of kernels that wait."""
-    layers, lens = 12, [300]
-    cases = [
-        make_case(device, lens, rotary=128, norm="head", dtype=torch.bfloat16, kv_heads=8, group=2, head_size=128)
-        for _ in range(layers)
-    ]
+    shape = {"kv_heads": 8, "group": 2, "head_size": 128, "layout": "apart"}
+    cases = [make_case(device, lens, rotary=128, norm="head", dtype=torch.bfloat16, **shape) for _ in range(12)]
+    order = torch.tensor(lens).argsort(descending=True).to(device, torch.int32)
     workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=device)
     first = cases[0][0][0].clone()
 
     def run(settled):
         x = first.clone()
         for (_, *rest), keywords in cases:
-            out = fused_decode_attention(x, *rest, **keywords, workspace=workspace, settled=settled)
+            out = fused_decode_attention(x, *rest, **keywords, workspace=workspace, settled=settled, order=order)
             x = torch.cat([out.flatten(1), out.flatten(1)], dim=1)
             x = x + first  # two ordinary kernels between: they neither wait early nor let the next one start
         return out

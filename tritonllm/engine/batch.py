@@ -56,6 +56,11 @@ class HostBatch:
     plain: bool
     whole: bool
 
+    @property
+    def decode_order(self) -> np.ndarray:
+        """``[num_decodes]`` int32, see :class:`AttentionMetadata`."""
+        return np.argsort(-self.seq_lens[: self.num_decodes], kind="stable").astype(np.int32)
+
 
 def empty_batch() -> HostBatch:
     """Nothing to compute."""
@@ -182,8 +187,8 @@ def upload_cascade(plan: CascadePlan | None, device: torch.device) -> CascadePla
 
 def upload_batch(batch: HostBatch, device: torch.device) -> Batch:
     """What the model reads, without waiting for the device."""
-    names = ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q")
-    ids, positions, slots, tables, lengths, starts = upload([getattr(batch, name) for name in names], device)
+    names = ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "decode_order")
+    ids, positions, slots, tables, lengths, starts, order = upload([getattr(batch, name) for name in names], device)
     metadata = AttentionMetadata(
         slot_mapping=slots,
         block_tables=tables,
@@ -191,6 +196,7 @@ def upload_batch(batch: HostBatch, device: torch.device) -> Batch:
         cu_seqlens_q=starts,
         num_decodes=batch.num_decodes,
         max_seqlen_q=batch.max_seqlen_q,
+        decode_order=order,
         cascade=upload_cascade(batch.cascade, device),
     )
     return Batch(ids, positions, metadata)

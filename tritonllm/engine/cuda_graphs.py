@@ -30,6 +30,7 @@ _COLUMNS = {  # one number a sequence
     "steps": torch.int64,
     "input_ids": torch.int32,
     "seq_lens": torch.int32,
+    "decode_order": torch.int32,
     "top_k": torch.int32,
     "temperature": torch.float32,
     "top_p": torch.float32,
@@ -129,6 +130,7 @@ class DecodeGraphs:
             cu_seqlens_q=self._no_prefill,
             num_decodes=size,
             max_seqlen_q=0,
+            decode_order=columns["decode_order"],
             cascade=plan,
         )
         return columns["input_ids"], columns["positions"], metadata, self.sampling_inputs(size)
@@ -143,6 +145,7 @@ class DecodeGraphs:
         for name, column in columns.items():
             column[:n] = getattr(batch, name)
             column[n:] = self._padding.get(name, 0)
+        columns["decode_order"][n:] = np.arange(n, len(columns["decode_order"]))
 
     def _load_tables(self, tables: np.ndarray) -> None:
         """Rows and columns beyond these keep what they had: no length reaches there."""

@@ -90,6 +90,7 @@ class MixedGraphs:
                 "logit_rows": (torch.int64, sequences),
                 "input_ids": (torch.int32, rows),
                 "seq_lens": (torch.int32, sequences),
+                "decode_order": (torch.int32, max_num_seqs),
                 "cu_seqlens_q": (torch.int32, chunk_capacity(most) + 1),
             },
             device,
@@ -110,6 +111,7 @@ class MixedGraphs:
             cu_seqlens_q=t["cu_seqlens_q"][: chunks + 1],
             num_decodes=decodes,
             max_seqlen_q=tokens,
+            decode_order=t["decode_order"][:decodes],
         )
         ids, positions = t["input_ids"][: decodes + tokens], t["positions"][: decodes + tokens]
         inputs = ids, positions, metadata, t["logit_rows"][: decodes + chunks]
@@ -167,6 +169,8 @@ def _write(columns: Mapping[str, np.ndarray], batch: HostBatch, decodes: int, to
     starts[: chunks + 1] = batch.cu_seqlens_q
     starts[chunks : capacity + 1] = np.linspace(used, tokens, capacity + 1 - chunks).astype(np.int32)
     starts[capacity + 1 :] = tokens
+    columns["decode_order"][:] = np.arange(len(columns["decode_order"]))
+    columns["decode_order"][:n] = batch.decode_order
     lengths[:] = 0
     lengths[:n] = batch.seq_lens[:n]
     lengths[decodes : decodes + chunks] = batch.seq_lens[n:]

@@ -122,6 +122,7 @@ class WarmUp:
             cu_seqlens_q=torch.arange(1 + prompt_token, dtype=torch.int32).to(device),
             num_decodes=sequences,
             max_seqlen_q=int(prompt_token),
+            decode_order=torch.arange(sequences, dtype=torch.int32).to(device),
             cascade=None if plan is None else CascadePlan(*(part.to(device) for part in plan)),
         )
         empty = torch.zeros(tokens, dtype=torch.int32, device=device)

@@ -132,6 +132,11 @@ def check_workspace(workspace: torch.Tensor | None, like: torch.Tensor) -> None:
         require(len(workspace) >= 1, "workspace must have at least 1 element, got none")
 
 
+def check_order(order: torch.Tensor | None, q: torch.Tensor) -> None:
+    if order is not None:
+        check_tensor("order", order, (len(q),), dtype=torch.int32, like=q)
+
+
 def launch_balanced(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -142,6 +147,8 @@ def launch_balanced(
     max_seqlen_q: int,
     tree_mask: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    settled: bool,
+    order: torch.Tensor | None,
     args: AttentionArgs,
     config: tuning.Config,
 ) -> None:
@@ -151,7 +158,7 @@ def launch_balanced(
         from tritonllm.kernels import attention_decode_sm90 as sm90
 
         tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-        sm90.launch(*tensors, max_seqlen_q, tree_mask, workspace, args, config)
+        sm90.launch(*tensors, max_seqlen_q, tree_mask, workspace, settled, order, args, config)
         return
     batch, heads, head_size = len(seq_lens), *q.shape[1:]
     kv_heads = k_cache.shape[2]
@@ -196,6 +203,7 @@ def launch_decode(
     seq_lens: torch.Tensor,
     workspace: torch.Tensor | None,
     settled: bool,
+    order: torch.Tensor | None,
     args: AttentionArgs,
     config: tuning.Config,
 ) -> None:
@@ -205,7 +213,9 @@ def launch_decode(
     elif config["kernel"] == "split":
         launch_split(q, k_cache, v_cache, block_tables, seq_lens, args, config)
     else:
-        launch_balanced(q, k_cache, v_cache, block_tables, None, seq_lens, 1, None, workspace, args, config)
+        launch_balanced(
+            q, k_cache, v_cache, block_tables, None, seq_lens, 1, None, workspace, settled, order, args, config
+        )
 
 
 def decode_reference(
@@ -216,6 +226,7 @@ def decode_reference(
     seq_lens: torch.Tensor,
     workspace: torch.Tensor | None,
     settled: bool,
+    order: torch.Tensor | None,
     *rest: Any,
 ) -> None:
     args = AttentionArgs(*rest)
@@ -237,6 +248,7 @@ def _paged_decode_attention(
     seq_lens: torch.Tensor,
     workspace: torch.Tensor | None,
     settled: bool,
+    order: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
@@ -254,7 +266,7 @@ def _paged_decode_attention(
     args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
     key = config_key(q, k_cache, v_cache, block_tables, len(q), 1)
     config = tuning.get_config("paged_decode_attention", q.device, default_config, **key)
-    launch_decode(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, args, config)
+    launch_decode(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, args, config)
 
 
 def paged_decode_attention(
@@ -275,6 +287,7 @@ def paged_decode_attention(
     return_lse: bool = False,
     workspace: torch.Tensor | None = None,
     settled: bool = False,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token per sequence, the last, over the sequence's keys and values in blocks.
 
@@ -302,6 +315,8 @@ def paged_decode_attention(
             afterwards, so that all launches on one stream may share it. None: a new one, filled by a launch of its own.
         settled: no kernel that may still run writes ``block_tables``, ``seq_lens``, or any key or value but the last of
             each sequence (true while a model is served): they are read before the kernel before this one ends.
+        order: ``[B]`` int32, the sequences from the longest to the shortest (any permutation is right). Given it, where
+            there are some sequences a processor of unequal lengths, Hopper's kernel shares them out whole.
 
     Returns:
         ``out``, or ``(out, lse)`` with lse ``[B, H]`` float32: natural, sinks included, -inf for an empty sum.
@@ -315,7 +330,8 @@ def paged_decode_attention(
         batch=len(q),
     )
     check_workspace(workspace, q)
-    _paged_decode_attention(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, *args)
+    check_order(order, q)
+    _paged_decode_attention(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, *args)
     return args.out if args.lse is None else (args.out, args.lse)
 
 
@@ -337,6 +353,7 @@ def paged_decode_attention_ref(
     return_lse: bool = False,
     workspace: torch.Tensor | None = None,
     settled: bool = False,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`paged_decode_attention` in plain torch (it waits for the device to read the longest length)."""
     args = check_attention(
@@ -345,5 +362,6 @@ def paged_decode_attention_ref(
         batch=len(q),
     )
     check_workspace(workspace, q)
-    decode_reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, *args)
+    check_order(order, q)
+    decode_reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, *args)
     return args.out if args.lse is None else (args.out, args.lse)

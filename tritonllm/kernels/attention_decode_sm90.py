@@ -7,9 +7,11 @@ engine; it runs ahead from one pair of sequence and head to the next, so memory 
 (:mod:`tritonllm.kernels.attention_apart_sm90`), more together (:mod:`tritonllm.kernels.attention_part_sm90`).
 
 Processors are not equally fast: on an H200, programs with equal stretches of keys end between 213 and 272 us. So where
-lengths are so equal that whole pairs make as even shares as stretches do, a program draws one pair after the other, and
-no pair is cut; that is decided on the device. (Stretches in rounds of smaller and smaller ones, drawn likewise, cut so
-many pairs that they took 277 us instead of 260.)
+whole pairs make as even shares as stretches do, a program draws one pair after the other, and no pair is cut; that is
+decided on the device. Pairs of equal length do if they go round; of unequal length, if the longest are drawn first
+(Graham, "Bounds on multiprocessing timing anomalies", 1969), for which the caller gives the order: 128 sequences of 100
+to 2000 keys 127.5 us, cut 134.3, reading them 124. (Stretches in rounds of smaller and smaller ones, drawn likewise,
+cut so many pairs that they took 277 us instead of 260.)
 """
 
 import torch
@@ -28,7 +30,7 @@ from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start,
 
 
 @gluon.jit
-def _make_plan(lengths, heads, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, MIN_TILES: gl.constexpr,
+def _make_plan(lengths, order_ptr, heads, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, MIN_TILES: gl.constexpr,
                BLOCK_B: gl.constexpr):  # fmt: skip
     """How the keys are dealt out, and where this program begins.
 
@@ -50,9 +52,16 @@ def _make_plan(lengths, heads, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, MIN_
     head = begin // head_tiles
     seq = 0
     pair = 0
-    if gl.cdiv(items, programs) * longest * 16 <= 17 * share:
+    even = gl.cdiv(items, programs) * longest * 16 <= 17 * share
+    if order_ptr is not None:
+        # 50 sequences of 100 to 2000 keys, 400 pairs: 54.4 us, cut 57.5; 40 of 2000, 320 pairs: 86.9 and 83.3; 128 of
+        # 300 and one of 8000: 103 and 56
+        even = even | ((2 * longest <= 3 * share) & (2 * items >= 3 * programs))
+    if even:
         head = gl.program_id(0) % heads
         seq = gl.program_id(0) // heads
+        if order_ptr is not None:
+            seq = gl.load(order_ptr + gl.minimum(seq, batch - 1))
         begin = 0
         end = (gl.program_id(0) < items).to(gl.int32)
     else:
@@ -69,6 +78,19 @@ def _part_of(place, plan, tiles):
     begin, end, share, unit, items, programs = plan
     lo = gl.where(items > 0, 0, cut(begin - place[2], tiles, unit))
     return lo, gl.where(items > 0, tiles, cut(end - place[2], tiles, unit))
+
+
+@gluon.jit
+def _draw(draw_ptr, order_ptr, heads, items, programs):
+    """The next pair's number, ``sequence * heads + head``; ``items`` or more if none is left."""
+    drawn = gl.atomic_add(draw_ptr, 1, sem="relaxed")
+    if drawn == items - 1:  # every program draws in vain once: this was the last draw of all
+        gl.store(draw_ptr, 0)
+    item = programs + drawn
+    if order_ptr is not None:
+        seq = gl.load(order_ptr + item // heads, mask=item < items, other=0)
+        item = gl.where(item < items, seq * heads + item % heads, items)
+    return item
 
 
 @gluon.jit
@@ -116,9 +138,10 @@ def _copy_tile(descs, pipe, p_table, count, tile, column, first, seq_len, num_ro
 
 
 @gluon.jit
-def _copy(descs, table, pipe, mail, lengths, plan, place, draw_ptr, WINDOW: gl.constexpr,
-          BLOCK_SIZE: gl.constexpr):  # fmt: skip
-    """The copying warp."""
+def _copy(descs, table, pipe, mail, lengths, plan, place, draw_ptr, order_ptr, WINDOW: gl.constexpr,
+          BLOCK_SIZE: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+    """The copying warp. EARLY: it begins while the kernel before has yet to write the last key and value of sequences,
+    and kernels before that may still draw."""
     table_ptr, stride_table, num_rows = table
     len_ptr, cu_ptr, batch, row_tiles, window = lengths
     begin, end, share, unit, items, programs = plan
@@ -128,21 +151,23 @@ def _copy(descs, table, pipe, mail, lengths, plan, place, draw_ptr, WINDOW: gl.c
     heads = items // batch
     count = 0
     sent = 0
+    item = items
     while pair < end:
         seq_len, _, first, tiles = describe_sequence(seq, True, len_ptr, cu_ptr, window, WINDOW, BLOCK_N)
         part_lo, part_hi = _part_of((head, seq, pair), plan, tiles)
         p_table = table_ptr + seq.to(gl.int64) * stride_table
         column = head // row_tiles * HEAD_SIZE
         for tile in range(first // BLOCK_N + part_lo, first // BLOCK_N + part_hi):
+            if EARLY:
+                if (tile + 1) * BLOCK_N >= seq_len:
+                    wait_for_previous(True)
+            if (items > 0) & (tile + 1 == first // BLOCK_N + part_hi):  # before the last one: the ring is still full
+                item = _draw(draw_ptr, order_ptr, heads, items, programs)
+                _send(mail, sent, item)
+                sent += 1
             _copy_tile(descs, pipe, p_table, count, tile, column, first, seq_len, num_rows, BLOCK_SIZE)
             count += 1
         if items > 0:
-            drawn = gl.atomic_add(draw_ptr, 1, sem="relaxed")
-            if drawn == items - 1:  # every program draws in vain once: this was the last draw of all
-                gl.store(draw_ptr, 0)
-            item = programs + drawn
-            _send(mail, sent, item)
-            sent += 1
             head = item % heads
             seq = item // heads
             pair = (item >= items).to(gl.int32)
@@ -157,8 +182,9 @@ def _copy(descs, table, pipe, mail, lengths, plan, place, draw_ptr, WINDOW: gl.c
 @gluon.jit
 def _multiply(tensors, strides, factors, parts, pipe, buffers, mail, lengths, plan, place, DTYPE: gl.constexpr,
               GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, FLAGS: gl.constexpr,
-              BLOCK_SIZE: gl.constexpr):  # fmt: skip
+              BLOCK_SIZE: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     """The warps that multiply: for up to eight rows each on its own."""
+    wait_for_previous(EARLY)
     len_ptr, cu_ptr, batch, row_tiles, window = lengths
     begin, end, share, unit, items, programs = plan
     head, seq, pair = place
@@ -198,7 +224,8 @@ def _multiply(tensors, strides, factors, parts, pipe, buffers, mail, lengths, pl
 # Arguments whose values and alignment change from step to step: one compilation serves them all.
 @gluon.jit(
     do_not_specialize=[
-        *("table_ptr", "cu_ptr", "len_ptr", "tree_ptr", "window", "batch", "row_tiles", "num_rows", "stride_table")
+        *("table_ptr", "cu_ptr", "len_ptr", "tree_ptr", "order_ptr"),
+        *("window", "batch", "row_tiles", "num_rows", "stride_table"),
     ]
 )
 def decode_sm90_kernel(
@@ -218,6 +245,7 @@ def decode_sm90_kernel(
     part_ptr,  # [2 G, BLOCK_M, D] float32 for G programs
     part_lse_ptr,  # [2 G, BLOCK_M] float32, base 2
     count_ptr,  # [G + 1] int32 zeros, which they are again in the end
+    order_ptr,  # [B], the sequences from the longest to the shortest; or None
     scale,
     v_factor,
     window,
@@ -241,6 +269,7 @@ def decode_sm90_kernel(
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,  # of a tile that hold a query
     STAGES: gl.constexpr,
+    SETTLED: gl.constexpr,  # the kernel before writes nothing of all this but queries and each sequence's last key
     PDL: gl.constexpr,
     MIN_TILES: gl.constexpr = 4,
     BLOCK_B: gl.constexpr = 256,
@@ -267,9 +296,11 @@ def decode_sm90_kernel(
     mbarrier.init(mail_empty.index(0), count=1)
 
     let_next_start(PDL)
-    wait_for_previous(PDL)
+    if not SETTLED:
+        wait_for_previous(PDL)
+    EARLY: gl.constexpr = SETTLED and PDL
     lengths = (len_ptr, cu_ptr, batch, row_tiles, window)
-    plan, place = _make_plan(lengths, kv_heads * row_tiles, WINDOW, BLOCK_N, MIN_TILES, BLOCK_B)
+    plan, place = _make_plan(lengths, order_ptr, kv_heads * row_tiles, WINDOW, BLOCK_N, MIN_TILES, BLOCK_B)
     tensors = (q_ptr, out_ptr, lse_ptr, sink_ptr, slope_ptr, tree_ptr, k_scale_ptr, v_scale_ptr)
     strides = (stride_q_token, stride_q_head, stride_out_token, stride_out_head, kv_heads * GROUP)
     pipe = (k_smem, v_smem, full, empty)
@@ -278,9 +309,10 @@ def decode_sm90_kernel(
     gl.warp_specialize(
         [
             (_multiply, (tensors, strides, (scale, v_factor, softcap), (part_ptr, part_lse_ptr, count_ptr),
-                         pipe, buffers, mail, lengths, plan, place, DTYPE, GROUP, ROWS, BLOCK_M, FLAGS, BLOCK_SIZE)),
+                         pipe, buffers, mail, lengths, plan, place, DTYPE, GROUP, ROWS, BLOCK_M, FLAGS, BLOCK_SIZE,
+                         EARLY)),
             (_copy, ((k_desc, v_desc), (table_ptr, stride_table, num_rows), pipe, mail, lengths, plan, place,
-                     count_ptr + gl.num_programs(0), WINDOW, BLOCK_SIZE)),
+                     count_ptr + gl.num_programs(0), order_ptr, WINDOW, BLOCK_SIZE, EARLY)),
         ],
         [1],
         [40],
@@ -304,10 +336,12 @@ def launch(
     max_seqlen_q: int,
     tree_mask: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    settled: bool,
+    order: torch.Tensor | None,
     args: AttentionArgs,
     config: tuning.Config,
 ) -> None:
-    """Launch for ``q[T, H, D]``; without ``cu_seqlens_q`` T is B."""
+    """Launch for ``q[T, H, D]``; without ``cu_seqlens_q`` T is B. ``settled``: as in ``paged_decode_attention``."""
     batch, heads, head_size = len(seq_lens), *q.shape[1:]
     blocks, size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
@@ -325,6 +359,7 @@ def launch(
     decode_sm90_kernel[(programs,)](
         *(q, *page_descriptors(k_cache, v_cache, block_n), block_tables, cu_seqlens_q, seq_lens, tree_mask, args.out),
         *(args.lse, args.sinks, args.alibi_slopes, args.k_scale, args.v_scale, part, part_lse, workspace),
+        order,
         *(args.scale, args.v_factor, args.window, args.softcap, batch, kv_heads, row_tiles, blocks * size),
         *(*q.stride()[:2], block_tables.stride(0), *args.out.stride()[:2]),
         DTYPE=gl.float16 if k_cache.dtype == torch.float8_e4m3fn else product,
@@ -335,6 +370,7 @@ def launch(
         HEAD_SIZE=head_size,
         ROWS=min(block_m, triton.next_power_of_2(group * max_seqlen_q)),
         STAGES=stages,
+        SETTLED=settled,
         **dependent_launch(q.device),
         **config,
     )

@@ -12,6 +12,7 @@ import torch
 from tritonllm.kernels import tuning
 from tritonllm.kernels.attention_common import AttentionArgs, check_attention, require_float8
 from tritonllm.kernels.attention_decode import (
+    check_order,
     check_workspace,
     config_key,
     decode_reference,
@@ -40,6 +41,7 @@ def _reference(
     k_weight: torch.Tensor | None,
     workspace: torch.Tensor | None,
     settled: bool,
+    order: torch.Tensor | None,
     k_factor: float,
     eps: float,
     weight_offset: float,
@@ -52,7 +54,7 @@ def _reference(
         *(args.v_scale, k_factor, args.v_factor, eps, weight_offset, interleaved, settled),
     )
     q = split_heads(qkv, k_cache)[0]
-    decode_reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, *args)
+    decode_reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, *args)
 
 
 @register_op(mutates=("qkv", "k_cache", "v_cache", "workspace", "out", "lse"), reference=_reference)
@@ -69,6 +71,7 @@ def _fused_decode_attention(
     k_weight: torch.Tensor | None,
     workspace: torch.Tensor | None,
     settled: bool,
+    order: torch.Tensor | None,
     k_factor: float,
     eps: float,
     weight_offset: float,
@@ -91,18 +94,18 @@ def _fused_decode_attention(
     q = split_heads(qkv, k_cache)[0]
     key = config_key(q, k_cache, v_cache, block_tables, len(q), 1)
     config = tuning.get_config("paged_decode_attention", q.device, default_config, **key)
-    tables = (block_tables, seq_lens, workspace, settled, args, config)
+    tables = (block_tables, seq_lens, workspace, settled)
     if config["kernel"] == "few":
         scaled = k_scale is not None or v_scale is not None or k_factor != 1 or v_factor != 1
         rows = (slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_factor, v_factor)
         projection = Projection(*rows, scaled, eps, weight_offset, interleaved)
-        launch_few(qkv, k_cache, v_cache, *tables, projection)
+        launch_few(qkv, k_cache, v_cache, *tables, args, config, projection)
         return
     OPS["qk_norm_rope_store"](
         *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale),
         *(k_factor, v_factor, eps, weight_offset, interleaved, settled),
     )
-    launch_decode(q, k_cache, v_cache, *tables)
+    launch_decode(q, k_cache, v_cache, *tables, order, args, config)
 
 
 def fused_decode_attention(
@@ -131,6 +134,7 @@ def fused_decode_attention(
     return_lse: bool = False,
     workspace: torch.Tensor | None = None,
     settled: bool = False,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`qk_norm_rope_store` of one token for each sequence, and :func:`paged_decode_attention` of its queries.
 
@@ -157,8 +161,9 @@ def fused_decode_attention(
         batch=len(qkv),
     )
     check_workspace(workspace, qkv)
+    check_order(order, qkv)
     _fused_decode_attention(
-        *(qkv, k_cache, v_cache, slot_mapping, block_tables, seq_lens, *rows, workspace, settled),
+        *(qkv, k_cache, v_cache, slot_mapping, block_tables, seq_lens, *rows, workspace, settled, order),
         *(k_factor, eps, weight_offset),
         interleaved,
         *args,
@@ -192,6 +197,7 @@ def fused_decode_attention_ref(
     return_lse: bool = False,
     workspace: torch.Tensor | None = None,
     settled: bool = False,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`fused_decode_attention` in plain torch (it waits for the device to read the longest length)."""
     rows = (positions, cos_sin_cache, q_weight, k_weight)
@@ -202,8 +208,9 @@ def fused_decode_attention_ref(
         batch=len(qkv),
     )
     check_workspace(workspace, qkv)
+    check_order(order, qkv)
     _reference(
-        *(qkv, k_cache, v_cache, slot_mapping, block_tables, seq_lens, *rows, workspace, settled),
+        *(qkv, k_cache, v_cache, slot_mapping, block_tables, seq_lens, *rows, workspace, settled, order),
         *(k_factor, eps, weight_offset),
         interleaved,
         *args,

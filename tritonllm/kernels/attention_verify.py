@@ -112,7 +112,7 @@ def _paged_verify_attention(
     if config["kernel"] == "prefill":
         launch_prefill(*tensors, max_seqlen_q, True, workspace, args)
         return
-    launch_balanced(*tensors, max_seqlen_q, tree_mask, workspace, args, config)
+    launch_balanced(*tensors, max_seqlen_q, tree_mask, workspace, False, None, args, config)
 
 
 def paged_verify_attention(

@@ -6,7 +6,6 @@ The arithmetic is that of `norm`, `rope` and `kv_cache` in turn, with the roundi
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dependent_launch import let_next_start
 from tritonllm.kernels.rope import load_angles, load_pairs, store_pairs
 
 
@@ -49,7 +48,6 @@ def prepare_heads(
     PAIRS: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Normalise, turn and store some heads of one token."""
     REST: tl.constexpr = HEAD_SIZE - 2 * HALF
@@ -61,7 +59,6 @@ def prepare_heads(
     if REST:
         rest = 2 * HALF + tl.arange(0, triton.next_power_of_2(REST))[None, :]
         b_rest = tl.load(p_in + rest, mask=m_in & (rest < HEAD_SIZE), other=0.0).to(tl.float32)
-    let_next_start(PDL)
     if NORM:
         if HALF:
             b_squares += tl.sum(b_a * b_a + b_b * b_b, axis=1)[:, None]

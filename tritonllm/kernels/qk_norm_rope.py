@@ -12,7 +12,7 @@ import triton.language as tl
 from tritonllm.kernels import tuning
 from tritonllm.kernels.attention_common import check_cache_dtype, check_caches, check_scale, require_float8, split_scale
 from tritonllm.kernels.checks import check_tensor, require
-from tritonllm.kernels.dependent_launch import dependent_launch, wait_for_previous
+from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.kv_cache import inverse_scale, store_reference
 from tritonllm.kernels.norm import norm_reference
 from tritonllm.kernels.prepare_heads import load_weights, prepare_heads
@@ -88,6 +88,8 @@ def _qk_norm_rope_store_kernel(
     PDL: tl.constexpr,
 ):
     """One program: up to BLOCK_H heads of one token's queries, keys or values. A token's programs are neighbours."""
+    # At once: attention of many sequences then reads the keys that it has while this kernel adds the last ones.
+    let_next_start(PDL)
     NORM: tl.constexpr = q_weight_ptr is not None
     token = (tl.program_id(0) // (Q_PROGRAMS + 2 * KV_PROGRAMS)).to(tl.int64)
     program = tl.program_id(0) % (Q_PROGRAMS + 2 * KV_PROGRAMS)
@@ -103,7 +105,7 @@ def _qk_norm_rope_store_kernel(
         )
         prepare_heads(
             *(p_q, p_q, m_q, m_q, b_wa, b_wb, b_wr, p_table, m_q, eps, weight_offset),
-            *(HEAD_SIZE, HALF, PAIRS, NORM, False, PDL),
+            *(HEAD_SIZE, HALF, PAIRS, NORM, False),
         )
         return
     kv_head = (program - Q_PROGRAMS) % KV_PROGRAMS * BLOCK_H + rows
@@ -120,7 +122,7 @@ def _qk_norm_rope_store_kernel(
         b_k_inverse = inverse_scale(k_scale_ptr, k_inverse, kv_head, m_kv)
         prepare_heads(
             *(p_k, p_k_out, m_kv, m_kv & (slot >= 0), b_ka, b_kb, b_kr, p_k_table, b_k_inverse, eps, weight_offset),
-            *(HEAD_SIZE, HALF, PAIRS, NORM, SCALED, PDL),
+            *(HEAD_SIZE, HALF, PAIRS, NORM, SCALED),
         )
     else:
         wait_for_previous(PDL)
@@ -131,7 +133,7 @@ def _qk_norm_rope_store_kernel(
         p_v = p_k + KV_HEADS * HEAD_SIZE
         prepare_heads(
             *(p_v, p_v_out, m_kv, m_kv & (slot >= 0), m_kv, m_kv, m_kv, table_ptr, b_v_inverse, eps, weight_offset),
-            *(HEAD_SIZE, 0, PAIRS, False, SCALED, PDL),
+            *(HEAD_SIZE, 0, PAIRS, False, SCALED),
         )
 
 

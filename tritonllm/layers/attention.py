@@ -139,6 +139,7 @@ class Attention(nn.Module):
         if metadata.cascade is None and metadata.num_decodes == len(qkv):
             tables = metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
             state = {"workspace": kv_cache.workspace, "settled": True}  # within a step only qkv is new to a layer
+            state["order"] = metadata.decode_order
             out = fused_decode_attention(qkv, *cache, *tables, *rope, **heads, **options, **state)
         else:
             constant = "q_weight" in heads
@@ -187,9 +188,8 @@ def paged_attention(
         )
     elif n > 0:
         tables = metadata.block_tables[:n], metadata.seq_lens[:n]
-        paged_decode_attention(
-            q[:n], *cache, *tables, out=out[:n], workspace=kv_cache.workspace, **everywhere, **by_position
-        )
+        state = {"workspace": kv_cache.workspace, "order": metadata.decode_order}
+        paged_decode_attention(q[:n], *cache, *tables, out=out[:n], **state, **everywhere, **by_position)
     if n < q.shape[0]:
         varlen_prefill_attention(
             q[n:],

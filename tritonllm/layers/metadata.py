@@ -22,6 +22,8 @@ class AttentionMetadata:
             prefill token.
         num_decodes: how many of the B sequences are decodes; equally, how many leading tokens.
         max_seqlen_q: upper bound of the longest prefill chunk; 0 if there is none.
+        decode_order: ``[num_decodes]`` int32, the decodes from the longest to the shortest: the order in which
+            attention shares them out; ``None`` if nobody has sorted them.
         cascade: where the decodes' keys are if some of them begin with the same blocks, and it pays to read those once.
     """
 
@@ -31,6 +33,7 @@ class AttentionMetadata:
     cu_seqlens_q: torch.Tensor
     num_decodes: int
     max_seqlen_q: int
+    decode_order: torch.Tensor | None = None
     cascade: CascadePlan | None = None
 
 
