@@ -21,7 +21,7 @@ def test_compiles_for_hopper(activation, bias):
     with compile_kernels(90) as kernels:
         for dtype in (torch.bfloat16, torch.float16):
             for i in (3072, 6144):
-                call(1024, i, 1024, dtype, torch.empty(2 * i, dtype=dtype) if bias else None, activation)
+                call(1100, i, 1024, dtype, torch.empty(2 * i, dtype=dtype) if bias else None, activation)
     assert [kernel.name for kernel in kernels] == [KERNEL] * 4
     assert_resources(kernels)
     assert_sass(kernels, "HGMMA", KERNEL)
@@ -32,7 +32,7 @@ def test_compiles_for_hopper(activation, bias):
 def test_one_compilation_for_all_steps(sizes, larger):
     """Numbers of rows do not ask for new kernels, nor do other layers with sizes like these."""
     with compile_kernels(90) as kernels:
-        for m in (1024, 1025, 1040, 2047, 8192, 10000):
+        for m in (1025, 1030, 1040, 2047, 8192, 10000):
             call(m, *sizes)
             call(m, *sizes, residual=torch.empty(m, sizes[0], dtype=torch.bfloat16))
         call(4096, *larger)
@@ -44,7 +44,7 @@ def test_one_compilation_for_all_steps(sizes, larger):
 def test_odd_sizes_compile():
     with compile_kernels(90) as kernels:
         for i, k in ((8, 64), (56, 8), (200, 320), (704, 1000)):
-            call(1024, i, k)
+            call(1100, i, k)
     assert [kernel.name for kernel in kernels] == [KERNEL] * 4
     assert_resources(kernels)
 
@@ -52,7 +52,7 @@ def test_odd_sizes_compile():
 def test_what_comes_before_the_kernel_before_has_ended():
     """Nothing is copied."""
     with compile_kernels(90) as kernels:
-        call(1024)
+        call(1100)
     ptx = kernels[0].asm["ptx"]
     assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.bulk.tensor")
 
@@ -61,11 +61,11 @@ def test_what_comes_before_the_kernel_before_has_ended():
 def test_what_others_compute(arch):
     """Other chips, fewer rows, other sizes, float32."""
     with compile_kernels(arch) as kernels:
-        call(1023)
-        call(1024, dtype=torch.float32)
-        call(1024, i=20)
-        call(1024, k=68)
-        call(1024, out=torch.empty(1024, 3072))
+        call(1024)
+        call(1100, dtype=torch.float32)
+        call(1100, i=20)
+        call(1100, k=68)
+        call(1100, out=torch.empty(1100, 3072))
         if arch != 90:
-            call(1024)
+            call(1100)
     assert {kernel.name for kernel in kernels} == {"_activation_kernel"}

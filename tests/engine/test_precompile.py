@@ -49,10 +49,11 @@ def test_lists_what_the_target_and_the_configuration_ask_for():
 
 
 @pytest.mark.parametrize(
-    ("budget", "seats", "kernels"), [(1000, 4, 0), (1024, 4, 1), (1500, 4, 1), (4096, 4, 1), (1000, 800, 1)]
+    ("budget", "seats", "kernels"),
+    [(1000, 4, 0), (1024, 4, 1), (1500, 4, 1), (4096, 4, 1), (1000, 800, 1)],
 )
 def test_the_gate_of_many_rows(budget, seats, kernels):
-    """One kernel for all steps of 1024 tokens and more, if there can be any: captured ones have room for every seat."""
+    """One kernel for all larger steps than of 1024 tokens, if there are: captured ones have room for every seat."""
     spec = spec_from_config(tiny_config("qwen3", hidden_size=64, intermediate_size=128))
     found = kernels_of(spec, config(max_num_batched_tokens=budget, max_num_seqs=seats), TARGET)
     assert [kernel.name for kernel in found].count("linear_gated_sm90_kernel") == kernels

@@ -64,7 +64,7 @@ def test_layouts():
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(
     ("m", "gated", "hopper", "taken"),
-    [(1024, True, True, True), (1023, True, True, False), (1024, False, True, False), (1024, True, False, False)],
+    [(1025, True, True, True), (1024, True, True, False), (1025, False, True, False), (1025, True, False, False)],
 )
 def test_when_it_is_taken(device, m, gated, hopper, taken, add):
     """And what comes before and after it is done all the same."""
@@ -109,7 +109,7 @@ def test_matches_reference(device, m, i, k, dtype, bias, activation, padding, wi
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1024, 2049, 8192])
+@pytest.mark.parametrize("m", [1025, 2049, 8192])
 @pytest.mark.parametrize(("i", "k"), [(3072, 1024), (14336, 4096)])
 def test_real_shapes(device, m, i, k):
     """Qwen3-0.6B's and Llama-3.1-8B's, asked for as a layer does: norms, and a stream to add to, are no obstacle."""
