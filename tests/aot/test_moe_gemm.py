@@ -69,6 +69,19 @@ def test_one_token_from_logits_compiles(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_sum_and_norm_compile(arch):
+    """Of rows as long as one program may have them, and of a length that is no power of two."""
+    with compile_kernels(arch) as kernels:
+        for n, dtype in ((2048, torch.bfloat16), (2880, torch.float16), (8192, torch.float32)):
+            w_gate_up, w_down = torch.empty(4, 128, n, dtype=dtype), torch.empty(4, n, 64, dtype=dtype)
+            x, weight = torch.empty(200, n, dtype=dtype), torch.empty(n, dtype=dtype)
+            moe_from_logits(x, torch.empty(200, 4), w_gate_up, w_down, 2, residual=x, norm_weight=weight)
+    assert [kernel.name for kernel in kernels].count("_sum_kernel") == 3
+    assert not any("norm" in kernel.name for kernel in kernels)
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_gpt_oss_compiles(arch):
     """Every tile, with biases in the dtype of the weights and in float32."""
     experts, _, n, i = GPT_OSS_20B

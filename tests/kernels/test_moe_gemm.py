@@ -289,8 +289,10 @@ def test_operator(device):
     biases = random_biases(w_down, torch.bfloat16).values()
     op = torch.ops.tritonllm.fused_moe.default
     args = (x, w_gate_up, w_down, weights, ids)
-    torch.library.opcheck(op, (*args, None, None, None, torch.empty_like(x), "silu", False, 1.0))
-    torch.library.opcheck(op, (*args, *biases, expert_map, torch.rand_like(x), "swigluoai", True, 0.5))
+    torch.library.opcheck(op, (*args, None, None, None, torch.empty_like(x), None, None, "silu", False, 1.0, 0.0, 0.0))
+    norm = (torch.rand(16, device=device), torch.empty_like(x))
+    rest = (*norm, "swigluoai", True, 0.5, 1e-6, 1.0)
+    torch.library.opcheck(op, (*args, *biases, expert_map, torch.rand_like(x), *rest))
 
 
 def real_problem(tokens, experts, top_k, n, i, dtype, device):

@@ -3,11 +3,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, with_row_padding
 
-from tritonllm.kernels import fused_moe, moe_direct, moe_from_logits, moe_from_logits_ref, moe_route, tuning
+from tritonllm.kernels import fused_moe, moe_direct, moe_from_logits, moe_from_logits_ref, moe_gemm, moe_route, tuning
 from tritonllm.kernels.moe_activation import ACTIVATIONS
 
 GROUPED = {"kernel": "portable", "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 2, "num_warps": 1}
@@ -74,6 +74,31 @@ def test_matches_reference(
     assert_close(out, expected)
 
 
+@settings(max_examples=30)
+@given(
+    tokens=st.sampled_from([0, 1, 2, 5]),
+    n=st.integers(8, 40),  # a norm magnifies the error of a row that cancels out
+    dtype=st.sampled_from(FLOATS),
+    direct=st.booleans(),
+    residual=st.booleans(),
+    at_once=st.booleans(),
+    offset=st.sampled_from([0.0, 1.0]),
+    padding=st.integers(0, 3),
+)
+def test_norm_of_what_follows(device, tokens, n, dtype, direct, residual, at_once, offset, padding):
+    """By what sums up the experts where that has whole rows, and else by a kernel of its own."""
+    args = [with_row_padding(t, padding) for t in problem(tokens, 5, n, 8, dtype, device)]
+    stream = with_row_padding(torch.randn(tokens, n).to(device, dtype), padding) if residual else None
+    exact = None if stream is None else stream.float().clone()
+    norm = {"norm_weight": torch.rand(n).to(device, dtype), "norm_eps": 1e-3, "norm_weight_offset": offset}
+    with kernels(direct), patch.object(moe_gemm, "MAX_NORMED", 64 if at_once else 0):
+        out, normed = moe_from_logits(*args, 2, residual=stream, scale=0.7, **norm)
+    assert residual == (out is stream)
+    expected, expected_norm = reference(*args, 2, residual=exact, scale=0.7, **norm)
+    assert_close(out, expected)
+    assert_close(normed, expected_norm)
+
+
 def test_the_same_as_in_two_steps(device):
     """The same experts, ties and NaN included."""
     x, logits, w_gate_up, w_down = problem(3, 6, 16, 16, torch.float32, device)
@@ -108,6 +133,8 @@ def test_programs_choose_for_one_token(device, tokens, n, groups, chooses):
         ({"w_down": torch.zeros(4, 8, 5)}, "w_gate_up must have shape"),
         ({"activation": "relu"}, "activation must be one of"),
         ({"residual": torch.zeros(3, 8)}, "residual must have shape"),
+        ({"norm_weight": torch.zeros(6)}, r"norm_weight must have shape \[8\]"),
+        ({"norm_weight": torch.zeros(8, dtype=torch.int32)}, "norm_weight must be torch.float16"),
     ],
 )
 def test_bad_arguments(kwargs, names):
@@ -122,7 +149,9 @@ def test_operator(device):
     args = problem(2, 4, 16, 16, torch.float32, device)
     out = torch.rand(2, 16, device=device)
     op = torch.ops.tritonllm.moe_from_logits.default
-    torch.library.opcheck(op, (*args, None, None, None, out, 2, True, "softmax", 1, 1, 1.0, "silu", True, 1.0))
+    for norm in ((None, None), (torch.rand(16, device=device), torch.empty(2, 16, device=device))):
+        rest = (2, True, "softmax", 1, 1, 1.0, "silu", True, 1.0, 1e-6, 0.0)
+        torch.library.opcheck(op, (*args, None, None, None, out, *norm, *rest))
 
 
 @pytest.mark.gpu

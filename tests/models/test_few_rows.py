@@ -3,11 +3,14 @@
 And the last layer computes only the rows that are wanted, be they few or many.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from support.tiny_models import ALL_FAMILIES, PagedRunner, PagedSequence, random_tokens, tiny_config
 
 from tritonllm.layers import linear
+from tritonllm.layers.moe import MoE
 from tritonllm.layers.norm import Norm
 from tritonllm.models import decoder
 from tritonllm.models.decoder import Decoder
@@ -98,3 +101,32 @@ def test_pre_norm_layers_add_and_normalise_in_their_products(monkeypatch, device
     of_stream = {id(m) for m in model.modules() if isinstance(m, Norm) and m.weight.numel() == 64}
     assert sum(residual is not None for residual in added) == adding
     assert sum(id(norm) in of_stream for norm in normed) == norms
+
+
+@pytest.mark.parametrize("few_last", [False, True])
+def test_what_sums_up_the_experts_normalises(monkeypatch, device, few_last):
+    """With many rows: for the next layer, whether that has many rows or (the last one) few that are wanted."""
+    spec = spec_from_config(tiny_config("qwen3_moe"))
+    model = Decoder(spec, dtype=torch.float32, device=device, max_model_len=64)
+    dummy_weights(model, 0)
+    runner, forward = PagedRunner(model), model.forward
+    last_layer_only_few(monkeypatch, 3 if few_last else 0)
+    results, norms = {}, {}
+
+    def both(*args):
+        for handed_on in (True, False):
+            monkeypatch.setattr(MoE, "hands_on", lambda self, norm, handed_on=handed_on: handed_on)
+            with (
+                patch.object(Norm, "forward", autospec=True, side_effect=Norm.forward) as add,
+                patch.object(Norm, "normalize", autospec=True, side_effect=Norm.normalize) as alone,
+            ):
+                results[handed_on] = forward(*args, torch.tensor([8, 12], device=device))
+            norms[handed_on] = [call.args[0] for call in (*add.mock_calls, *alone.mock_calls)]
+        return forward(*args)
+
+    monkeypatch.setattr(model, "forward", both)
+    runner.step([(PagedSequence(), random_tokens(n, 101, seed=n)) for n in (9, 4)])
+    assert relative_error(results[True], results[False]) < 3 * RELATIVE_ERROR[torch.float32]
+    first = [layer.attention_norm for layer in model.layers]
+    assert [any(norm is each for each in norms[True]) for norm in first] == [True, False, False]
+    assert all(norm in norms[False] for norm in first[: 2 if few_last else 3])

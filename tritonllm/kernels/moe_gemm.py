@@ -25,7 +25,10 @@ from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start,
 from tritonllm.kernels.moe_activation import ACTIVATIONS, gated_reference
 from tritonllm.kernels.moe_grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe_tiles import config_key, default_config, eviction_policy
-from tritonllm.kernels.registry import register_op
+from tritonllm.kernels.norm import norm_reference
+from tritonllm.kernels.registry import OPS, register_op
+
+MAX_NORMED = 8192  # columns of a token that the last kernel normalises, too, by one program for all of them
 
 
 @triton.jit
@@ -35,7 +38,11 @@ def _sum_kernel(
     ids_ptr,
     map_ptr,
     out_ptr,  # [T, N]; read too if ADD
+    norm_ptr,  # [N], or None: no norm of what is in out_ptr then
+    normed_ptr,  # [T, N]
     scale,
+    eps,
+    norm_offset,
     N,
     experts,
     num_ids,
@@ -46,13 +53,15 @@ def _sum_kernel(
     HAS_MAP: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns of a program: with a norm all of them
 ):
     wait_for_previous(PDL)
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_column = column < N
+    if norm_ptr is not None:
+        b_weight = tl.load(norm_ptr + column, mask=m_column, other=0.0).to(tl.float32) + norm_offset
     b_sum = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
@@ -64,6 +73,9 @@ def _sum_kernel(
     if ADD:
         b_sum = tl.load(p_out, mask=m_column, other=0.0).to(tl.float32) + b_sum * scale
     tl.store(p_out, b_sum.to(out_ptr.dtype.element_ty), mask=m_column)
+    if norm_ptr is not None:
+        b_normed = b_sum * tl.rsqrt(tl.sum(b_sum * b_sum, 0) / N + eps) * b_weight
+        tl.store(normed_ptr + token * N + column, b_normed.to(normed_ptr.dtype.element_ty), mask=m_column)
 
 
 def _reference(
@@ -76,9 +88,13 @@ def _reference(
     down_bias: torch.Tensor | None,
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    normed: torch.Tensor | None,
     activation: str,
     add: bool,
     scale: float,
+    norm_eps: float,
+    norm_offset: float,
 ) -> None:
     experts = w_gate_up.shape[0]
     local = ids
@@ -97,6 +113,8 @@ def _reference(
                 row += down_bias[expert]
             y[token, choice] = row * weights[token, choice, None]
     out.copy_(torch.add(out.float(), y.sum(1), alpha=scale) if add else y.sum(1))
+    if normed is not None:
+        norm_reference(out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
 
 
 def _launch_products(
@@ -130,7 +148,7 @@ def _launch_products(
     return y
 
 
-@register_op(mutates=("out",), reference=_reference)
+@register_op(mutates=("out", "normed"), reference=_reference)
 def _fused_moe(
     x: torch.Tensor,
     w_gate_up: torch.Tensor,
@@ -141,9 +159,13 @@ def _fused_moe(
     down_bias: torch.Tensor | None,
     expert_map: torch.Tensor | None,
     out: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    normed: torch.Tensor | None,
     activation: str,
     add: bool,
     scale: float,
+    norm_eps: float,
+    norm_offset: float,
 ) -> None:
     tokens, top_k = ids.shape
     if tokens == 0:
@@ -156,15 +178,40 @@ def _fused_moe(
     if config["kernel"] == "direct":
         choice = moe_direct.Choice(weights, ids, expert_map)
         moe_direct.launch(x, w_gate_up, w_down, choice, *biases, out, activation, add, scale)
-        return
-    y = _launch_products(x, w_gate_up, w_down, *biases, ids, expert_map, activation, config)
-    block = min(1024, triton.next_power_of_2(n))
+    else:
+        y = _launch_products(x, w_gate_up, w_down, *biases, ids, expert_map, activation, config)
+        norm = (norm_weight, normed) if n <= MAX_NORMED else (None, None)
+        _launch_sum(y, weights, ids, expert_map, num_ids, experts, out, *norm, add, scale, norm_eps, norm_offset)
+    if normed is not None and (config["kernel"] == "direct" or n > MAX_NORMED):
+        OPS["norm"](out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
+
+
+def _launch_sum(
+    y: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_ids: int,
+    experts: int,
+    out: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    normed: torch.Tensor | None,
+    add: bool,
+    scale: float,
+    norm_eps: float,
+    norm_offset: float,
+) -> None:
+    """Each token's sum, and the norm of what that leaves in ``out``."""
+    (tokens, top_k), n = ids.shape, out.shape[1]
+    block = triton.next_power_of_2(n)
+    block = min(1024, block) if norm_weight is None else block
     map_or_ids = ids if expert_map is None else expert_map
     strides = (weights.stride(0), ids.stride(0), out.stride(0))
     parts = triton.cdiv(n, block)
     _sum_kernel[(tokens, parts)](
-        *(y, weights, ids, map_or_ids, out, scale, n, experts, num_ids, *strides),
-        **dependent_launch(x.device, tokens * parts),
+        *(y, weights, ids, map_or_ids, out, norm_weight, normed, scale, norm_eps, norm_offset),
+        *(n, experts, num_ids, *strides),
+        **dependent_launch(out.device, tokens * parts),
         TOP_K=top_k,
         HAS_MAP=expert_map is not None,
         ADD=add,
@@ -254,8 +301,8 @@ def fused_moe(
     _check_choice(x, weights, ids, expert_map)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     _fused_moe(
-        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, activation),
-        *(residual is not None, scale),
+        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, None, None, activation),
+        *(residual is not None, scale, 0.0, 0.0),
     )
     return out
 
@@ -277,7 +324,7 @@ def fused_moe_ref(
     """:func:`fused_moe` in plain torch: one pair of products for each expert that was hit, in float32."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     _reference(
-        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, activation),
-        *(residual is not None, scale),
+        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, None, None, activation),
+        *(residual is not None, scale, 0.0, 0.0),
     )
     return out

@@ -5,6 +5,7 @@ the experts themselves, each of them the same: a launch less between the router 
 be asked for before.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tritonllm.kernels.checks import check_tensor
 from tritonllm.kernels.moe_gemm import check_experts, fused_moe_ref
 from tritonllm.kernels.moe_routing import check_routing, moe_route_ref, routing_constants
 from tritonllm.kernels.moe_tiles import config_key, default_config
+from tritonllm.kernels.norm import check_affine, norm_reference
 from tritonllm.kernels.registry import OPS, register_op
 
 # Of longer rows programs have 8 warps, which each choose: gpt-oss (2880) 57 us instead of 52.
@@ -29,6 +31,8 @@ def _reference(
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     out: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    normed: torch.Tensor | None,
     top_k: int,
     renormalize: bool,
     scoring: str,
@@ -38,6 +42,8 @@ def _reference(
     activation: str,
     add: bool,
     scale: float,
+    norm_eps: float,
+    norm_offset: float,
 ) -> None:
     groups: dict[str, Any] = {"num_groups": num_groups, "top_k_groups": top_k_groups, "scale": routing_scale}
     how: dict[str, Any] = {"renormalize": renormalize, "scoring": scoring, "bias": correction_bias}
@@ -46,9 +52,11 @@ def _reference(
     result = fused_moe_ref(x, w_gate_up, w_down, *choice, **options, residual=out if add else None, scale=scale)
     if not add:
         out.copy_(result)
+    if normed is not None:
+        norm_reference(out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
 
 
-@register_op(mutates=("out",), reference=_reference)
+@register_op(mutates=("out", "normed"), reference=_reference)
 def _moe_from_logits(
     x: torch.Tensor,
     logits: torch.Tensor,
@@ -58,6 +66,8 @@ def _moe_from_logits(
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     out: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    normed: torch.Tensor | None,
     top_k: int,
     renormalize: bool,
     scoring: str,
@@ -67,6 +77,8 @@ def _moe_from_logits(
     activation: str,
     add: bool,
     scale: float,
+    norm_eps: float,
+    norm_offset: float,
 ) -> None:
     tokens, experts = logits.shape
     if tokens == 0:
@@ -78,13 +90,18 @@ def _moe_from_logits(
         constants = routing_constants(experts, renormalize, scoring, num_groups, top_k_groups)
         routing = moe_direct.Routing(logits, correction_bias, routing_scale, top_k, constants)
         moe_direct.launch(x, w_gate_up, w_down, routing, *biases, out, activation, add, scale)
+        if normed is not None:
+            OPS["norm"](out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
         return
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty_like(weights, dtype=torch.int32)
     OPS["moe_route"](
         logits, correction_bias, weights, ids, renormalize, scoring, num_groups, top_k_groups, routing_scale
     )
-    OPS["fused_moe"](x, w_gate_up, w_down, weights, ids, *biases, None, out, activation, add, scale)
+    norm = (norm_eps, norm_offset)
+    OPS["fused_moe"](
+        x, w_gate_up, w_down, weights, ids, *biases, None, out, norm_weight, normed, activation, add, scale, *norm
+    )
 
 
 def _prepare(
@@ -96,11 +113,15 @@ def _prepare(
     down_bias: torch.Tensor | None,
     activation: str,
     residual: torch.Tensor | None,
-) -> torch.Tensor:
-    """Check all but the routing; what is written."""
+    norm_weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Check all but the routing; what is written: the result, and its norm."""
     check_experts(x, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual)
     check_tensor("logits", logits, (len(x), len(w_down)), like=x)
-    return torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    new = functools.partial(torch.empty_like, x, memory_format=torch.contiguous_format)
+    if norm_weight is not None:
+        check_affine("norm_weight", norm_weight, x)
+    return new() if residual is None else residual, None if norm_weight is None else new()
 
 
 def moe_from_logits(
@@ -121,7 +142,10 @@ def moe_from_logits(
     down_bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
-) -> torch.Tensor:
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`fused_moe` of the experts that :func:`moe_route` chooses; what is not listed here is as in those two.
 
     Args:
@@ -130,20 +154,23 @@ def moe_from_logits(
         num_groups: divides ``E``; 1 for no groups.
         top_k_groups: groups a token.
         scale: multiplies the result where it is added to ``residual``.
+        norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
+            ``norm_eps`` and ``norm_weight_offset`` are its.
 
     Returns:
-        ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``.
+        ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``; with ``norm_weight`` that and its norm.
 
     Raises:
         ValueError: as those two do.
     """
-    out = _prepare(x, logits, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual)
+    out, normed = _prepare(x, logits, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual, norm_weight)
     check_routing(logits, top_k, scoring, correction_bias, num_groups, top_k_groups)
     _moe_from_logits(
-        *(x, logits, w_gate_up, w_down, correction_bias, gate_up_bias, down_bias, out, top_k, renormalize, scoring),
-        *(num_groups, top_k_groups, routing_scale, activation, residual is not None, scale),
+        *(x, logits, w_gate_up, w_down, correction_bias, gate_up_bias, down_bias, out, norm_weight, normed),
+        *(top_k, renormalize, scoring, num_groups, top_k_groups, routing_scale, activation, residual is not None),
+        *(scale, norm_eps, norm_weight_offset),
     )
-    return out
+    return out if normed is None else (out, normed)
 
 
 def moe_from_logits_ref(
@@ -164,12 +191,16 @@ def moe_from_logits_ref(
     down_bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
-) -> torch.Tensor:
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`moe_from_logits` in plain torch."""
-    out = _prepare(x, logits, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual)
+    out, normed = _prepare(x, logits, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual, norm_weight)
     check_routing(logits, top_k, scoring, correction_bias, num_groups, top_k_groups)
     _reference(
-        *(x, logits, w_gate_up, w_down, correction_bias, gate_up_bias, down_bias, out, top_k, renormalize, scoring),
-        *(num_groups, top_k_groups, routing_scale, activation, residual is not None, scale),
+        *(x, logits, w_gate_up, w_down, correction_bias, gate_up_bias, down_bias, out, norm_weight, normed),
+        *(top_k, renormalize, scoring, num_groups, top_k_groups, routing_scale, activation, residual is not None),
+        *(scale, norm_eps, norm_weight_offset),
     )
-    return out
+    return out if normed is None else (out, normed)

@@ -103,9 +103,40 @@ class MoE(nn.Module):
             norm: of ``x`` first.
             residual: ``[T, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
         """
-        spec = self.spec
         logits, x = self._logits(x, norm)
-        out = moe_from_logits(
+        out = self._experts(x, logits, residual, scale)
+        assert isinstance(out, torch.Tensor)
+        if self.shared is None:
+            return out
+        if self.shared_gate is None:
+            return self.shared(x, residual=out, scale=1.0 if residual is None else scale)
+        shared = self.shared(x) * self.shared_gate(x).sigmoid()
+        return out.add_(shared, alpha=1.0 if residual is None else scale)
+
+    def hands_on(self, norm: Norm | None) -> bool:
+        """Whether :meth:`add_to` can compute the norm that follows."""
+        return self.shared is None and norm is not None and norm.spec.kind == "rms" and norm.weight is not None
+
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor, following: Norm, *, scale: float) -> torch.Tensor:
+        """Add ``scale`` times the result of ``x[T, hidden]`` to the stream, in place; returns what ``following`` makes
+        of that."""
+        logits, x = self._logits(x, None)
+        return self._experts(x, logits, stream, scale, following)[1]
+
+    def _experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        residual: torch.Tensor | None,
+        scale: float,
+        following: Norm | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """What :func:`moe_from_logits` returns."""
+        spec, after = self.spec, {}
+        if following is not None:
+            norm = following.spec
+            after = {"norm_weight": following.weight, "norm_eps": norm.eps, "norm_weight_offset": norm.weight_offset}
+        return moe_from_logits(
             x,
             logits,
             self.gate_up,
@@ -122,13 +153,8 @@ class MoE(nn.Module):
             down_bias=self.down_bias,
             residual=residual,
             scale=scale,
+            **after,
         )
-        if self.shared is None:
-            return out
-        if self.shared_gate is None:
-            return self.shared(x, residual=out, scale=1.0 if residual is None else scale)
-        shared = self.shared(x) * self.shared_gate(x).sigmoid()
-        return out.add_(shared, alpha=1.0 if residual is None else scale)
 
     def _logits(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The router's logits, and ``x`` after the norm.

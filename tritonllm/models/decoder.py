@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,12 @@ from tritonllm.layers.norm import Norm
 from tritonllm.models.spec import ModelSpec
 
 
+class Normed(NamedTuple):
+    """A layer's input after its first norm, where the layer before has computed it."""
+
+    rows: torch.Tensor
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP around a residual stream.
 
@@ -24,7 +31,8 @@ class DecoderLayer(nn.Module):
     stream until then; a layer hands the next one its MLP's output, not yet added. With few rows a block's last product
     adds to the stream, and its first one normalises: then nothing travels, and a step is half as many kernels. With
     some hundred rows (on Hopper) a block's last product adds to the stream, too, and leaves the next norm to the
-    product that follows; between two layers it is that which travels.
+    product that follows; between two layers it is that which travels. What sums up the experts adds to the stream and
+    computes the next norm itself.
     """
 
     def __init__(self, spec: ModelSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,7 +63,7 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor | Unnormed | None,
+        x: torch.Tensor | Unnormed | Normed | None,
         stream: torch.Tensor | None,
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor | None,
@@ -63,14 +71,14 @@ class DecoderLayer(nn.Module):
         kv_cache: KVCacheView,
         rows: torch.Tensor | None = None,
         following: Norm | None = None,
-    ) -> tuple[torch.Tensor | Unnormed | None, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Unnormed | Normed | None, torch.Tensor]:
         """``x[T, hidden]``, not yet added to the stream, and the stream -> the same two of the next layer.
 
         ``None`` in the place of either: no stream yet, or nothing to add to it. Instead of ``x``, what is left of this
         layer's first norm, where the layer before has begun it; ``following`` is the norm that the next one begins
         with. All T tokens are attended to, but with ``rows`` only theirs are the results.
         """
-        if rows is None and self._leaves_norms(positions):
+        if rows is None and not isinstance(x, Normed) and self._leaves_norms(positions):
             return self._forward_medium(x, stream, positions, cos_sin_cache, metadata, kv_cache, following)
         if isinstance(x, Unnormed):
             x = None
@@ -86,11 +94,13 @@ class DecoderLayer(nn.Module):
             x = _of_rows(x, rows) if self.mlp_norm is None else self.mlp_norm.normalize(stream)
             return attended.add_(self.mlp(x)), stream
         x, stream = self._enter(self.mlp_norm, _after(self.attention_post_norm, attended), stream)
+        if isinstance(self.mlp, MoE) and self.fusable and following is not None and self.mlp.hands_on(following):
+            return Normed(self.mlp.add_to(stream, x, following, scale=self.multiplier)), stream
         return _after(self.mlp_post_norm, self.mlp(x)), stream
 
     def _forward_few(
         self,
-        x: torch.Tensor | None,
+        x: torch.Tensor | Normed | None,
         stream: torch.Tensor | None,
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor | None,
@@ -101,7 +111,9 @@ class DecoderLayer(nn.Module):
         """:meth:`forward` for few rows: the products of a block normalise before it and add to the stream after it."""
         norm = self.attention_norm
         assert norm is not None and self.mlp_norm is not None
-        if x is None or stream is None:
+        if isinstance(x, Normed):
+            x, norm = x.rows, None
+        elif x is None or stream is None:
             x = stream = x if stream is None else stream
         else:  # layers with many rows came before: the output of the last one is not added yet
             (x, stream), norm = norm(x, stream, self.multiplier), None
@@ -150,14 +162,17 @@ class DecoderLayer(nn.Module):
         return mlp.down.add_to(stream, inner, following, scale=scale), stream
 
     def _enter(
-        self, norm: Norm | None, x: torch.Tensor, stream: torch.Tensor | None
+        self, norm: Norm | None, x: torch.Tensor | Normed, stream: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add ``x`` to the stream; returns a block's input, and the stream."""
+        if isinstance(x, Normed):
+            assert stream is not None
+            return x.rows, stream
         if norm is None:
             stream = x if stream is None else stream.add_(x, alpha=self.multiplier)
             return stream, stream
-        x, stream = norm(x, stream, self.multiplier)
-        return x, x if self.of_stream else stream
+        normed, stream = norm(x, stream, self.multiplier)
+        return normed, normed if self.of_stream else stream
 
 
 def _after(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
@@ -235,13 +250,13 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"kv_cache must have one view for each of {self.spec.num_layers} layers, got {len(kv_cache)}"
             )
-        x: torch.Tensor | Unnormed | None = self._embed(input_ids, positions)
+        x: torch.Tensor | Unnormed | Normed | None = self._embed(input_ids, positions)
         stream: torch.Tensor | None = None
         for place, after in zip(self._running, [*self._running[1:], None], strict=True):
             wanted, following = (rows, None) if after is None else (None, self.layers[after].attention_norm)
             table = self._tables[self._table_of_layer[place]]
             x, stream = self.layers[place](x, stream, positions, table, metadata, kv_cache[place], wanted, following)
-        assert stream is not None  # there is a layer
+        assert stream is not None and not isinstance(x, Normed)  # there is a layer, and nothing follows the last one
         if x is None or isinstance(x, Unnormed):
             return stream if self.norm is None else self.norm.normalize(stream)
         multiplier = self.spec.residual_multiplier
