@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from tritonllm.kernels import fused_moe
+from tritonllm.kernels import fused_moe, rms_norm
 from tritonllm.layers import moe
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.spec import ModelSpec
@@ -68,7 +68,11 @@ def forced_on_ours(choices: Sequence[torch.Tensor]) -> Iterator[None]:
     ):
         ids = next(calls)
         of_experts = {name: kwargs[name] for name in EXPERT_OPTIONS}
-        return fused_moe(x, gate_up, down, _weights(logits, ids), ids.to(torch.int32), **of_experts)
+        out = fused_moe(x, gate_up, down, _weights(logits, ids), ids.to(torch.int32), **of_experts)
+        if "norm_weight" not in kwargs:
+            return out
+        offset = kwargs["norm_weight_offset"]
+        return out, rms_norm(out, kwargs["norm_weight"], kwargs["norm_eps"], weight_offset=offset)
 
     with patch.object(moe, "moe_from_logits", forced):
         yield
