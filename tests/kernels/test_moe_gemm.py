@@ -61,6 +61,18 @@ def checked(*args, **kwargs):
     return out
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_norm_of_what_follows(device, few):
+    """As :func:`moe_from_logits` does, whose tests have more of it."""
+    args = problem(1 if few else 9, 8, 2, 24, 16, torch.float32, device)
+    norm = {"norm_weight": torch.rand(24, device=device), "norm_eps": 1e-3, "norm_weight_offset": 1.0}
+    with small_tiles() if not few else tuning.override("fused_moe", {"kernel": "direct"}):
+        out, normed = fused_moe(*args, **norm)
+    expected, expected_norm = reference(*args, **norm)
+    assert_close(out, expected)
+    assert_close(normed, expected_norm)
+
+
 @given(
     tokens=st.integers(0, 20),
     experts=st.integers(1, 5),

@@ -14,12 +14,21 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from tritonllm.kernels import fused_moe, rms_norm
+from tritonllm.kernels import fused_moe
 from tritonllm.layers import moe
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.spec import ModelSpec
 
-EXPERT_OPTIONS = ("activation", "gate_up_bias", "down_bias", "residual", "scale")
+EXPERT_OPTIONS = (
+    "activation",
+    "gate_up_bias",
+    "down_bias",
+    "residual",
+    "scale",
+    "norm_weight",
+    "norm_eps",
+    "norm_weight_offset",
+)
 
 
 def can_be_forced(spec: ModelSpec) -> bool:
@@ -67,12 +76,8 @@ def forced_on_ours(choices: Sequence[torch.Tensor]) -> Iterator[None]:
         x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, **kwargs: Any
     ):
         ids = next(calls)
-        of_experts = {name: kwargs[name] for name in EXPERT_OPTIONS}
-        out = fused_moe(x, gate_up, down, _weights(logits, ids), ids.to(torch.int32), **of_experts)
-        if "norm_weight" not in kwargs:
-            return out
-        offset = kwargs["norm_weight_offset"]
-        return out, rms_norm(out, kwargs["norm_weight"], kwargs["norm_eps"], weight_offset=offset)
+        of_experts = {name: kwargs[name] for name in EXPERT_OPTIONS if name in kwargs}
+        return fused_moe(x, gate_up, down, _weights(logits, ids), ids.to(torch.int32), **of_experts)
 
     with patch.object(moe, "moe_from_logits", forced):
         yield

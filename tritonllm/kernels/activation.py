@@ -116,7 +116,8 @@ def _apply(x: torch.Tensor, activation: str, out: torch.Tensor | None, *, gated:
     return out
 
 
-def _gated(x: torch.Tensor, activation: str, out: torch.Tensor | None) -> torch.Tensor:
+def act_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`silu_and_mul` or :func:`gelu_and_mul`, by the activation's name."""
     check_tensor("x", x, [None] * max(x.dim(), 1))
     require(x.shape[-1] % 2 == 0, f"x must have an even last dimension (gate and up), got {list(x.shape)}")
     return _apply(x, activation, out, gated=True)
@@ -142,7 +143,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     Raises:
         ValueError: an odd last dimension, a dtype that is not floating point, or an ``out`` that does not fit.
     """
-    return _gated(x, "silu", out)
+    return act_and_mul(x, "silu", out=out)
 
 
 def silu_and_mul_ref(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,7 +166,7 @@ def gelu_and_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tenso
         ValueError: another ``approximate``, an odd last dimension, a wrong dtype, or an ``out`` that does not fit.
     """
     require(approximate in ("none", "tanh"), f"approximate must be 'none' or 'tanh', got {approximate!r}")
-    return _gated(x, "gelu_tanh" if approximate == "tanh" else "gelu", out)
+    return act_and_mul(x, "gelu_tanh" if approximate == "tanh" else "gelu", out=out)
 
 
 def gelu_and_mul_ref(x: torch.Tensor, *, approximate: str = "none", out: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,11 +15,11 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.kernels.chip import processors
 from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.linear_medium import fits
+from tritonllm.kernels.linear_tiles_sm90 import BLOCK_K, descriptor, weight_descriptor
 from tritonllm.kernels.moe_products_sm90 import MAX_REGISTERS, product
 
 # Rows from which on it is taken: beyond a power of two, because warm-up steps are powers of two, and what cuBLAS's
@@ -34,7 +34,6 @@ from tritonllm.kernels.moe_products_sm90 import MAX_REGISTERS, product
 MIN_M = 1025
 
 BLOCK_I = 64  # rows of gate, and of up
-BLOCK_K = 64  # 128 bytes: a row of a tile is one line of the copy engine's swizzle
 # (rows of x, stages of 192 KiB). Twice as many tiles divide more evenly among processors, but fetch a third more: of
 # the small weight above they take 21.5 us for 1024 rows instead of 27.4, of the largest one 790 for 2048, not 747.
 WIDE, NARROW = (256, 4), (128, 6)
@@ -136,23 +135,18 @@ def takes(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
     return len(x) >= MIN_M and out.dtype == x.dtype and out.is_contiguous() and fits(x, weight, True)
 
 
-def _descriptor(t: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(t, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
-
-
 def launch_gated_sm90(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str
 ) -> None:
     """``out[M, I] = activation(gate) * up`` of ``x[M, K] @ weight[2 I, K].T + bias[2 I]``; what :func:`takes` asks for
     but for the number of rows."""
-    (m, k), columns, step = x.shape, out.shape[1], weight.stride(0)
-    w_shape, w_strides = [columns // 8, 2, 8, k], [8 * step, columns * step, step, 1]
+    (m, k), columns = x.shape, out.shape[1]
     n_tiles = triton.cdiv(columns, BLOCK_I)
     block_m, stages = NARROW if weight.numel() <= NARROW_WEIGHT else WIDE
     tiles = triton.cdiv(m, block_m) * n_tiles
     linear_gated_sm90_kernel[(min(processors(x.device), tiles),)](
-        _descriptor(weight, w_shape, w_strides, [BLOCK_I // 8, 2, 8, BLOCK_K]),
-        _descriptor(x, [m, k], [x.stride(0), 1], [block_m, BLOCK_K]),
+        weight_descriptor(weight, 2 * BLOCK_I, True),
+        descriptor(x, [m, k], [x.stride(0), 1], [block_m, BLOCK_K]),
         *(x if bias is None else bias, out, m, n_tiles, triton.cdiv(k, BLOCK_K), columns),
         ACT=activation,
         BIAS=bias is not None,

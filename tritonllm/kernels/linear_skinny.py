@@ -11,7 +11,7 @@ import triton
 
 from tritonllm import env
 from tritonllm.kernels import tuning
-from tritonllm.kernels.activation import ACTIVATIONS, apply_activation, gelu_and_mul, silu_and_mul
+from tritonllm.kernels.activation import ACTIVATIONS, act_and_mul, apply_activation
 from tritonllm.kernels.checks import check_same_dtype, check_tensor, require
 from tritonllm.kernels.chip import on_sm90
 from tritonllm.kernels.dependent_launch import dependent_launch
@@ -126,10 +126,7 @@ def _gate(
             return
     y = x.new_empty(len(x), len(weight))
     _product(x, weight, bias, y)
-    if activation == "silu":
-        silu_and_mul(y, out=out)
-    else:
-        gelu_and_mul(y, approximate="tanh" if activation == "gelu_tanh" else "none", out=out)
+    act_and_mul(y, activation, out=out)
 
 
 def _by_torch(

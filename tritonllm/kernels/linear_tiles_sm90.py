@@ -293,16 +293,17 @@ def linear_tiles_sm90_kernel(
     )
 
 
-def _descriptor(t: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+def descriptor(t: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+    """Of a 16-bit tensor, for copies of boxes whose rows are 64 elements long."""
     return TensorDescriptor(t, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
 
 
-def _weight_descriptor(weight: torch.Tensor, rows: int, gated: bool) -> TensorDescriptor:
-    """To be copied so many rows at a time."""
+def weight_descriptor(weight: torch.Tensor, rows: int, gated: bool) -> TensorDescriptor:
+    """Of a weight to be copied so many rows at a time; of a gated one 8 rows of gate and 8 of up in turn."""
     (n, k), step = weight.shape, weight.stride(0)
     if not gated:
-        return _descriptor(weight, [n, k], [step, 1], [rows, BLOCK_K])
-    return _descriptor(weight, [n // 16, 2, 8, k], [8 * step, n // 2 * step, step, 1], [rows // 16, 2, 8, BLOCK_K])
+        return descriptor(weight, [n, k], [step, 1], [rows, BLOCK_K])
+    return descriptor(weight, [n // 16, 2, 8, k], [8 * step, n // 2 * step, step, 1], [rows // 16, 2, 8, BLOCK_K])
 
 
 def launch_tiles_sm90(
@@ -333,9 +334,9 @@ def launch_tiles_sm90(
     tiles = m_tiles * triton.cdiv(rows, block_n)
     terms = 0 if squares is None else len(squares)
     linear_tiles_sm90_kernel[(min(2 * processors(x.device), tiles),)](
-        _descriptor(x, [m, k], [x.stride(0), 1], [block_m, BLOCK_K]),
-        _weight_descriptor(weight, whole, gated),
-        _weight_descriptor(weight, block_n - whole, gated) if block_n > whole else None,
+        descriptor(x, [m, k], [x.stride(0), 1], [block_m, BLOCK_K]),
+        weight_descriptor(weight, whole, gated),
+        weight_descriptor(weight, block_n - whole, gated) if block_n > whole else None,
         weight if early and prefetch else None,
         *(bias, squares, out, scaled, norm_weight, next_squares),
         *(m, out.shape[1], k, terms, eps, norm_offset, scale, out.stride(0), rows, weight.stride(0)),

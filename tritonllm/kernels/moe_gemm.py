@@ -25,7 +25,7 @@ from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start,
 from tritonllm.kernels.moe_activation import ACTIVATIONS, gated_reference
 from tritonllm.kernels.moe_grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe_tiles import config_key, default_config, eviction_policy
-from tritonllm.kernels.norm import norm_reference
+from tritonllm.kernels.norm import check_affine, norm_reference
 from tritonllm.kernels.registry import OPS, register_op
 
 MAX_NORMED = 8192  # columns of a token that the last kernel normalises, too, by one program for all of them
@@ -78,7 +78,7 @@ def _sum_kernel(
         tl.store(normed_ptr + token * N + column, b_normed.to(normed_ptr.dtype.element_ty), mask=m_column)
 
 
-def _reference(
+def fused_moe_reference(
     x: torch.Tensor,
     w_gate_up: torch.Tensor,
     w_down: torch.Tensor,
@@ -148,7 +148,7 @@ def _launch_products(
     return y
 
 
-@register_op(mutates=("out", "normed"), reference=_reference)
+@register_op(mutates=("out", "normed"), reference=fused_moe_reference)
 def _fused_moe(
     x: torch.Tensor,
     w_gate_up: torch.Tensor,
@@ -181,43 +181,21 @@ def _fused_moe(
     else:
         y = _launch_products(x, w_gate_up, w_down, *biases, ids, expert_map, activation, config)
         norm = (norm_weight, normed) if n <= MAX_NORMED else (None, None)
-        _launch_sum(y, weights, ids, expert_map, num_ids, experts, out, *norm, add, scale, norm_eps, norm_offset)
+        block = triton.next_power_of_2(n)
+        block = min(1024, block) if norm[0] is None else block
+        parts = triton.cdiv(n, block)
+        _sum_kernel[(tokens, parts)](
+            *(y, weights, ids, ids if expert_map is None else expert_map, out, *norm, scale, norm_eps, norm_offset),
+            *(n, experts, num_ids, weights.stride(0), ids.stride(0), out.stride(0)),
+            **dependent_launch(x.device, tokens * parts),
+            TOP_K=top_k,
+            HAS_MAP=expert_map is not None,
+            ADD=add,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+        )
     if normed is not None and (config["kernel"] == "direct" or n > MAX_NORMED):
         OPS["norm"](out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
-
-
-def _launch_sum(
-    y: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_ids: int,
-    experts: int,
-    out: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    normed: torch.Tensor | None,
-    add: bool,
-    scale: float,
-    norm_eps: float,
-    norm_offset: float,
-) -> None:
-    """Each token's sum, and the norm of what that leaves in ``out``."""
-    (tokens, top_k), n = ids.shape, out.shape[1]
-    block = triton.next_power_of_2(n)
-    block = min(1024, block) if norm_weight is None else block
-    map_or_ids = ids if expert_map is None else expert_map
-    strides = (weights.stride(0), ids.stride(0), out.stride(0))
-    parts = triton.cdiv(n, block)
-    _sum_kernel[(tokens, parts)](
-        *(y, weights, ids, map_or_ids, out, norm_weight, normed, scale, norm_eps, norm_offset),
-        *(n, experts, num_ids, *strides),
-        **dependent_launch(out.device, tokens * parts),
-        TOP_K=top_k,
-        HAS_MAP=expert_map is not None,
-        ADD=add,
-        BLOCK=block,
-        num_warps=max(1, block // 256),
-    )
 
 
 def check_experts(
@@ -248,6 +226,17 @@ def check_experts(
         check_same_dtype("residual", residual, "x", x)
 
 
+def outputs(
+    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is written: the result, and its norm if ``norm_weight`` (checked here) asks for it."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    if norm_weight is None:
+        return out, None
+    check_affine("norm_weight", norm_weight, x)
+    return out, torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _check_choice(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None) -> None:
     check_tensor("ids", ids, (len(x), "k"), dtype=(torch.int32, torch.int64), like=x)
     require(ids.shape[1] > 0, "ids must have at least one expert for each token, got none")
@@ -270,7 +259,10 @@ def fused_moe(
     expert_map: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
-) -> torch.Tensor:
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum over each token's experts of ``(act(x @ gate.T) * (x @ up.T)) @ down.T``, biases included.
 
     Only the weights of experts that were hit are read. An id out of range has no expert and adds nothing, so padding
@@ -290,21 +282,24 @@ def fused_moe(
             and adds nothing here (expert parallelism); by default ids are experts.
         residual: ``[T, N]`` of the dtype of ``x``, to which ``scale`` times the result is added in place; may be ``x``.
         scale: see ``residual``; without effect if there is none.
+        norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
+            ``norm_eps`` and ``norm_weight_offset`` are its.
 
     Returns:
-        ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``. The same input gives the same bits.
+        ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``; with ``norm_weight`` that and its norm. The same
+        input gives the same bits.
 
     Raises:
         ValueError: a wrong shape, dtype or device, or another activation.
     """
     check_experts(x, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual)
     _check_choice(x, weights, ids, expert_map)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    out, normed = outputs(x, residual, norm_weight)
     _fused_moe(
-        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, None, None, activation),
-        *(residual is not None, scale, 0.0, 0.0),
+        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, norm_weight, normed),
+        *(activation, residual is not None, scale, norm_eps, norm_weight_offset),
     )
-    return out
+    return out if normed is None else (out, normed)
 
 
 def fused_moe_ref(
@@ -320,11 +315,14 @@ def fused_moe_ref(
     expert_map: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
-) -> torch.Tensor:
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`fused_moe` in plain torch: one pair of products for each expert that was hit, in float32."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
-    _reference(
-        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, None, None, activation),
-        *(residual is not None, scale, 0.0, 0.0),
+    out, normed = outputs(x, residual, norm_weight)
+    fused_moe_reference(
+        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, norm_weight, normed),
+        *(activation, residual is not None, scale, norm_eps, norm_weight_offset),
     )
-    return out
+    return out if normed is None else (out, normed)

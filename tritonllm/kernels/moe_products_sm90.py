@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.kernels import tuning
 from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.linear_tiles_sm90 import descriptor
 from tritonllm.kernels.moe_activation import gated
 from tritonllm.kernels.moe_grouping import ExpertBlocks
 
@@ -330,10 +331,6 @@ def fits(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> bool
     return all(w.stride(0) % 8 == 0 and w.stride(1) % 8 == 0 and w.data_ptr() % 16 == 0 for w in (w_gate_up, w_down))
 
 
-def _descriptor(t: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(t, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
-
-
 def _launch(
     x: torch.Tensor,
     descriptors: list[TensorDescriptor],
@@ -379,7 +376,7 @@ def launch_gate_up(
     experts, rows, n = w_gate_up.shape
     step = w_gate_up.stride(1)
     strides = [w_gate_up.stride(0), 8 * step, rows // 2 * step, step, 1]
-    w_desc = _descriptor(w_gate_up, [experts, rows // 16, 2, 8, n], strides, [1, 8, 2, 8, BLOCK_K])
+    w_desc = descriptor(w_gate_up, [experts, rows // 16, 2, 8, n], strides, [1, 8, 2, 8, BLOCK_K])
     _launch(x, [w_desc] * 3, bias, h, blocks, 64, top_k, activation, evict, programs, config)
 
 
@@ -394,7 +391,7 @@ def launch_down(
     config: tuning.Config,
 ) -> None:
     """As in moe_products.py, by so many programs."""
-    w_desc = _descriptor(w_down, [*w_down.shape], [*w_down.stride()], [1, 128, BLOCK_K])
+    w_desc = descriptor(w_down, [*w_down.shape], [*w_down.stride()], [1, 128, BLOCK_K])
     boxes = (config["PAIRS"] // 2, config["TAIL"] or 8)
-    x_descs = [_descriptor(h, [*h.shape], [*h.stride()], [box, BLOCK_K]) for box in boxes]
+    x_descs = [descriptor(h, [*h.shape], [*h.stride()], [box, BLOCK_K]) for box in boxes]
     _launch(h, [w_desc, *x_descs], bias, y, blocks, 128, 1, "", evict, programs, config)

@@ -5,17 +5,15 @@ the experts themselves, each of them the same: a launch less between the router 
 be asked for before.
 """
 
-import functools
 from typing import Any
 
 import torch
 
 from tritonllm.kernels import moe_direct, tuning
 from tritonllm.kernels.checks import check_tensor
-from tritonllm.kernels.moe_gemm import check_experts, fused_moe_ref
+from tritonllm.kernels.moe_gemm import check_experts, fused_moe_reference, outputs
 from tritonllm.kernels.moe_routing import check_routing, moe_route_ref, routing_constants
 from tritonllm.kernels.moe_tiles import config_key, default_config
-from tritonllm.kernels.norm import check_affine, norm_reference
 from tritonllm.kernels.registry import OPS, register_op
 
 # Of longer rows programs have 8 warps, which each choose: gpt-oss (2880) 57 us instead of 52.
@@ -48,12 +46,10 @@ def _reference(
     groups: dict[str, Any] = {"num_groups": num_groups, "top_k_groups": top_k_groups, "scale": routing_scale}
     how: dict[str, Any] = {"renormalize": renormalize, "scoring": scoring, "bias": correction_bias}
     choice = moe_route_ref(logits, top_k, **how, **groups)
-    options: dict[str, Any] = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    result = fused_moe_ref(x, w_gate_up, w_down, *choice, **options, residual=out if add else None, scale=scale)
-    if not add:
-        out.copy_(result)
-    if normed is not None:
-        norm_reference(out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
+    fused_moe_reference(
+        *(x, w_gate_up, w_down, *choice, gate_up_bias, down_bias, None, out, norm_weight, normed, activation, add),
+        *(scale, norm_eps, norm_offset),
+    )
 
 
 @register_op(mutates=("out", "normed"), reference=_reference)
@@ -115,13 +111,10 @@ def _prepare(
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Check all but the routing; what is written: the result, and its norm."""
+    """Check all but the routing; what is written."""
     check_experts(x, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual)
     check_tensor("logits", logits, (len(x), len(w_down)), like=x)
-    new = functools.partial(torch.empty_like, x, memory_format=torch.contiguous_format)
-    if norm_weight is not None:
-        check_affine("norm_weight", norm_weight, x)
-    return new() if residual is None else residual, None if norm_weight is None else new()
+    return outputs(x, residual, norm_weight)
 
 
 def moe_from_logits(
@@ -154,8 +147,6 @@ def moe_from_logits(
         num_groups: divides ``E``; 1 for no groups.
         top_k_groups: groups a token.
         scale: multiplies the result where it is added to ``residual``.
-        norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
-            ``norm_eps`` and ``norm_weight_offset`` are its.
 
     Returns:
         ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``; with ``norm_weight`` that and its norm.

@@ -138,8 +138,8 @@ class Attention(nn.Module):
         }
         if metadata.cascade is None and metadata.num_decodes == len(qkv):
             tables = metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
-            state = {"workspace": kv_cache.workspace, "settled": True}  # within a step only qkv is new to a layer
-            state["order"] = metadata.decode_order
+            # settled: within a step only qkv is new to a layer
+            state = {"workspace": kv_cache.workspace, "order": metadata.decode_order, "settled": True}
             out = fused_decode_attention(qkv, *cache, *tables, *rope, **heads, **options, **state)
         else:
             constant = "q_weight" in heads
