@@ -2,8 +2,8 @@
 
 Launching a step kernel by kernel takes the host about 1 ms a layer. The GPU computes faster than that up to some
 thousand tokens, and a small model's largest step: of the prefill in W1 (Qwen3-0.6B, steps of 8192 tokens) an H200 was
-idle for a third. So steps are captured up to the size from which on the GPU takes longer; the larger ones when the
-first comes.
+idle for a third. So steps are captured up to the size from which on the GPU takes longer. (All at the start: the two
+large ones of Qwen3-0.6B take 0.07 s, which the first long prompts would wait for.)
 
 A captured step has room for ``decodes`` sequences that decode and ``tokens`` prompt tokens; both are padded. A padded
 decode has length 0 (it computes nothing). The padded prompt tokens are dealt out to the chunks that are not there: they
@@ -23,8 +23,8 @@ from tritonllm.layers.metadata import AttentionMetadata
 # (input_ids, positions, metadata, rows that are wanted) -> hidden
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor], torch.Tensor]
 
-SMALL = (64, 256, 1024)  # prompt tokens of the steps that are captured at the start
-LARGE = (4096,)  # and of those that may be captured later, beside the largest step
+SMALL = (64, 256, 1024)  # prompt tokens of captured steps
+LARGE = (4096,)  # and, beside the largest step, of those that are worth it for small models only
 # A layer's weights times a step's tokens where the GPU begins to take longer for them than the host for the launches:
 # 0.9 ms on an H200, at 600 TFLOP/s.
 HOST_BOUND = 270_000_000_000
@@ -98,8 +98,7 @@ class MixedGraphs:
         self._tables = torch.zeros(sequences, max_blocks, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         for room in reversed(self._rooms):  # the largest first: the others then fit into its memory
-            if room[1] <= SMALL[-1]:
-                self._capture(room)
+            self._capture(room)
 
     def _capture(self, room: tuple[int, int]) -> None:
         decodes, tokens = room
@@ -137,8 +136,6 @@ class MixedGraphs:
         Args:
             room: what :meth:`room_for` said.
         """
-        if room not in self._graphs:
-            self._capture(room)
         self._load(batch, room)
         graph, hidden = self._graphs[room]
         graph.replay()
