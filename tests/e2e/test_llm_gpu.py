@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.engines import greedy, tiny_llm, token_ids
 from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.engine import shared_prefix
+from tritonllm.engine.cuda_graphs import graph_sizes
 from tritonllm.engine.shared_prefix import CascadePlanner
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +102,19 @@ def test_half_precision_runs(folder):
         outputs = make(folder, dtype=dtype).generate(PROMPTS, greedy(8, logprobs=1), use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
         assert all(output.outputs[0].cumulative_logprob > -1e3 for output in outputs)
+
+
+def test_service_makes_the_driver_wait_for_nothing(folder, monkeypatch):
+    """Pinned memory that is new, or kernels of cuBLAS for other sizes, would wait for all that the device is doing."""
+    llm = make(folder, dtype="bfloat16", max_num_seqs=100)
+    model, rows = llm.engine._runner._model, []
+    compute = model.compute_logits
+    monkeypatch.setattr(model, "compute_logits", lambda hidden: rows.append(len(hidden)) or compute(hidden))
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    kinds = [greedy(9), greedy(4, logprobs=3), greedy(13, frequency_penalty=0.5)]
+    llm.generate(PROMPTS * 30, kinds * 80, use_tqdm=False)
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+    assert len(set(rows)) > 3 and set(rows) <= set(graph_sizes(100))
 
 
 @pytest.mark.parametrize("eager", [False, True])

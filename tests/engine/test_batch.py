@@ -71,7 +71,7 @@ def test_a_mixed_step():
     host = build(decode, in_flight, last_chunk, first_chunk, seats=seats)
     batch = upload_batch(host, CPU)
     metadata = batch.metadata
-    rows, sampling = upload_sampling(host, CPU)
+    rows, sampling = upload_sampling(host, CPU, 4)
     assert batch.input_ids.tolist() == [9, -8, 11, 12, 20, 21, 22]
     assert batch.positions.tolist() == [4, 2, 1, 2, 0, 1, 2]
     assert metadata.slot_mapping.tolist() == [4, 30, 1, 2, 8, 9, 10]
@@ -80,7 +80,7 @@ def test_a_mixed_step():
     assert metadata.decode_order.tolist() == [0, 1]
     assert metadata.cu_seqlens_q.tolist() == [0, 2, 5]
     assert (metadata.num_decodes, metadata.max_seqlen_q) == (2, 3)
-    assert rows.tolist() == [0, 1, 3]  # the first chunk of `c` samples nothing
+    assert rows.tolist() == [0, 1, 3, 0]  # the first chunk of `c` samples nothing; one row that nobody wants
     assert seats.drawn.tolist() == [1, 7, 2, 7, 7, 0, 7, 7]  # of a, p and b, for the next step
     assert sampling.temperature.tolist() == [0.5, 0.0, 0.0]
     assert sampling.top_k.tolist() == [7, 0, 0]

@@ -97,12 +97,13 @@ def test_replays_equal_steps_without_graphs(model):
         assert (metadata.cascade is not None) == (shared > 0)
         assert (metadata.slot_mapping[n:] == -1).all() and (metadata.seq_lens[n:] == 0).all()
         size = len(metadata.seq_lens)
+        assert len(hidden) == size
         assert metadata.decode_order.tolist() == [*batch.decode_order.tolist(), *range(n, size)]
-        expected, (_, inputs) = upload_batch(batch, CPU), upload_sampling(batch, CPU)
+        expected, (_, inputs) = upload_batch(batch, CPU), upload_sampling(batch, CPU, n)
         for name, values in vars(inputs).items():
             assert torch.equal(getattr(graphs.sampling_inputs(n), name), values), name
         wanted = model(expected.input_ids, expected.positions, expected.metadata, inputs)
-        torch.testing.assert_close((hidden, tokens), wanted)
+        torch.testing.assert_close((hidden[:n], tokens), wanted)
 
 
 def test_graphs_for_shared_prefixes_are_captured_when_one_comes(model):

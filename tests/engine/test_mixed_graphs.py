@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tritonllm.engine import mixed_graphs
 from tritonllm.engine.batch import HostBatch, upload_batch
+from tritonllm.engine.cuda_graphs import graph_sizes
 from tritonllm.engine.mixed_graphs import MixedGraphs, decode_sizes, token_sizes
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
@@ -25,19 +26,20 @@ def test_decode_sizes(seats, sizes):
 
 
 @pytest.mark.parametrize(
-    ("budget", "elements", "sizes"),
+    ("budget", "host_bound", "sizes"),
     [
-        (8192, 15_000_000, [64, 256, 1024, 4096, 8192]),  # Qwen3-0.6B
-        (8192, 50_000_000, [64, 256, 1024, 4096]),
-        (8192, 218_000_000, [64, 256, 1024]),  # Llama-3.1-8B
-        (2048, 0, [64, 256, 1024, 2048]),
-        (1024, 1, [64, 256, 1024]),
-        (100, 1, [64]),
-        (16, 1, []),
+        (8192, 18000, [64, 256, 1024, 4096, 8192]),
+        (8192, 8191, [64, 256, 1024, 4096]),
+        (8192, 4095, [64, 256, 1024]),
+        (8192, 0, [64, 256, 1024]),
+        (2048, 5000, [64, 256, 1024, 2048]),
+        (1024, 5000, [64, 256, 1024]),
+        (100, 5000, [64]),
+        (16, 5000, []),
     ],
 )
-def test_token_sizes(budget, elements, sizes):
-    assert token_sizes(budget, elements) == sizes
+def test_token_sizes(budget, host_bound, sizes):
+    assert token_sizes(budget, host_bound) == sizes
 
 
 class Model:
@@ -121,7 +123,8 @@ def batch_of(decodes, chunks, seed=0):
 )
 def test_replays_equal_steps_without_graphs(graphs, decodes, chunks, seed):
     captured, model = graphs
-    batch = batch_of(decodes, chunks, seed)
+    batch = batch_of(decodes[: SEATS - len(chunks)], chunks, seed)
+    decodes, sampled = decodes[: SEATS - len(chunks)], len(batch.logit_rows)
     room = captured.room_for(batch)
     if sum(count for _, count in chunks) > 20:
         assert room is None
@@ -135,9 +138,10 @@ def test_replays_equal_steps_without_graphs(graphs, decodes, chunks, seed):
     assert metadata.cu_seqlens_q[-1] == room[1]
     assert metadata.decode_order.tolist() == [*batch.decode_order.tolist(), *range(len(decodes), room[0])]
     assert padded.isfinite().all()
+    assert len(wanted) in (0, *graph_sizes(SEATS)) and len(wanted) - sampled < 8
     eager = upload_batch(batch, CPU)
     rows = torch.from_numpy(batch.logit_rows)
-    torch.testing.assert_close(wanted, model(eager.input_ids, eager.positions, eager.metadata, rows))
+    torch.testing.assert_close(wanted[:sampled], model(eager.input_ids, eager.positions, eager.metadata, rows))
 
 
 def test_what_has_no_room(graphs):

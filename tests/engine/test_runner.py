@@ -7,7 +7,7 @@ from support.tiny_models import load_decoder
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine import shared_prefix
-from tritonllm.engine.cuda_graphs import graph_sizes
+from tritonllm.engine.cuda_graphs import graph_sizes, padded
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.warm_up import warm_up_sizes
 from tritonllm.layers import attention
@@ -29,6 +29,8 @@ def test_warm_up_sizes(budget, sizes):
 @pytest.mark.parametrize(("seats", "sizes"), [(1, [1]), (5, [1, 2, 4, 5]), (40, [1, 2, 4, 8, 16, 32, 40])])
 def test_graph_sizes_end_with_the_largest_batch(seats, sizes):
     assert graph_sizes(seats) == sizes
+    assert [padded(n, sizes) for n in (0, 1, seats)] == [0, 1, seats]
+    assert all(padded(n, sizes) == min(size for size in sizes if size >= n) for n in range(1, seats + 1))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 100])  # 100: two sequences of at most 64

@@ -48,7 +48,7 @@ def batch_of(requests):
 
 def inputs_of(requests):
     items, batch = batch_of(requests)
-    return items, upload_sampling(batch, CPU)[1]
+    return items, upload_sampling(batch, CPU, len(requests))[1]
 
 
 def sample_from(logits, requests, sampler=None):

@@ -13,6 +13,7 @@ from tritonllm.kernels import CascadePlan
 from tritonllm.layers.metadata import AttentionMetadata
 
 ALIGNMENT = 16  # bytes: kernels are compiled for pointers that are multiples of it
+PINNED = 8  # blocks of each size that are kept: what three steps, one running and two on their way, have in flight
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,16 @@ def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: Casc
     )
 
 
+def reserve_pinned() -> None:
+    """Let torch's allocator of pinned memory have blocks of every size, up to 1 MB, that a step sends or receives.
+
+    When it has none it asks the driver, which waits for all that the device is doing, and then the device waits for
+    the host: 20 ms of a step in the first run of W1.
+    """
+    blocks = [torch.empty(1 << bits, dtype=torch.uint8, pin_memory=True) for bits in range(21) for _ in range(PINNED)]
+    del blocks  # freed blocks stay with the allocator, which gives them out again by size, a power of two
+
+
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copy contiguous arrays to the device in one transfer, without waiting for it."""
     if device.type != "cuda":
@@ -202,8 +213,10 @@ def upload_batch(batch: HostBatch, device: torch.device) -> Batch:
     return Batch(ids, positions, metadata)
 
 
-def upload_sampling(batch: HostBatch, device: torch.device) -> tuple[torch.Tensor, SamplingInputs]:
-    """Rows of hidden states to sample from ``[R]`` int64, and what sampling reads."""
-    names = ("logit_rows", *SamplingInputs.__dataclass_fields__)
-    rows, *inputs = upload([getattr(batch, name) for name in names], device)
-    return rows, SamplingInputs(*inputs)
+def upload_sampling(batch: HostBatch, device: torch.device, rows: int) -> tuple[torch.Tensor, SamplingInputs]:
+    """Tokens whose hidden states are to be sampled from ``[rows]`` int64, beyond the R wanted ones the first; and what
+    sampling reads."""
+    wanted = np.zeros(rows, dtype=np.int64)
+    wanted[: len(batch.logit_rows)] = batch.logit_rows
+    at, *inputs = upload([wanted, *(getattr(batch, name) for name in SamplingInputs.__dataclass_fields__)], device)
+    return at, SamplingInputs(*inputs)

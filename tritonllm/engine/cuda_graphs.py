@@ -7,7 +7,7 @@ sequences share a prefix launch other kernels: their graphs are captured when th
 most services never see one. (The 20 ordinary ones take 1.05 s of a start of Qwen3-0.6B on an H200.)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,15 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     sizes = [n for n in (1, 2, 4, 8) if n <= max_num_seqs]
     sizes += range(16, max_num_seqs + 1, 16)
     return sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]
+
+
+def padded(n: int, sizes: Sequence[int]) -> int:
+    """The smallest of the sizes that holds ``n`` rows; 0 for none.
+
+    Logits are computed of so many rows, also in steps that are not captured: with the rows cuBLAS changes kernels, and
+    loads each when it first comes, which waits for all that the device is doing. These have come in the captures.
+    """
+    return next(size for size in (0, *sizes) if size >= n)
 
 
 def _fill(buffer: torch.Tensor, values: torch.Tensor) -> None:
@@ -156,9 +165,9 @@ class DecodeGraphs:
         self._tables[: tables.shape[0], : tables.shape[1]].copy_(there)
 
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states ``[B, hidden]`` and new tokens ``[B]`` of a batch of decodes, valid until the next run."""
+        """Hidden states ``[B or more, hidden]`` and new tokens ``[B]`` of B decodes, valid until the next run."""
         n = len(batch.input_ids)
-        size = next(s for s in self._sizes if s >= n)
+        size = padded(n, self._sizes)
         self._columns.load(lambda columns: self._write(columns, batch))
         self._load_tables(batch.block_tables)
         cascade = upload_cascade(batch.cascade, self._device)
@@ -172,4 +181,4 @@ class DecodeGraphs:
             self._graphs[key] = self._capture(size, shared=cascade is not None)
         captured = self._graphs[key]
         captured.graph.replay()
-        return captured.hidden[:n], captured.tokens[:n]
+        return captured.hidden, captured.tokens[:n]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tritonllm.engine.batch import HostBatch, empty_batch, upload
+from tritonllm.engine.cuda_graphs import graph_sizes, padded
 from tritonllm.engine.graph_capture import GraphCapture
 from tritonllm.engine.input_buffer import InputBuffer
 from tritonllm.layers.metadata import AttentionMetadata
@@ -24,10 +25,7 @@ from tritonllm.layers.metadata import AttentionMetadata
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor], torch.Tensor]
 
 SMALL = (64, 256, 1024)  # prompt tokens of captured steps
-LARGE = (4096,)  # and, beside the largest step, of those that are worth it for small models only
-# A layer's weights times a step's tokens where the GPU begins to take longer for them than the host for the launches:
-# 0.9 ms on an H200, at 600 TFLOP/s.
-HOST_BOUND = 270_000_000_000
+LARGE = (4096,)  # and, beside the largest step, of those that are worth it only where the host is what takes longer
 _EMPTY = empty_batch()
 
 
@@ -36,14 +34,14 @@ def decode_sizes(max_num_seqs: int, tokens: int) -> list[int]:
     return [*(n for n in (8, 64) if n < max_num_seqs and tokens <= SMALL[-1]), max_num_seqs]
 
 
-def token_sizes(budget: int, layer_elements: int) -> list[int]:
+def token_sizes(budget: int, host_bound: int) -> list[int]:
     """Room for prompt tokens in captured steps.
 
     Args:
         budget: most tokens of a step.
-        layer_elements: weights of a layer.
+        host_bound: tokens of a step from which on the GPU takes longer than the host for its launches.
     """
-    large = (n for n in sorted({*LARGE, budget}) if SMALL[-1] < n <= min(budget, HOST_BOUND // max(1, layer_elements)))
+    large = (n for n in sorted({*LARGE, budget}) if SMALL[-1] < n <= min(budget, host_bound))
     return [*(n for n in SMALL if n <= budget), *large]
 
 
@@ -83,11 +81,12 @@ class MixedGraphs:
         self._rooms = [(decodes, tokens) for tokens in sizes for decodes in decode_sizes(max_num_seqs, tokens)]
         most = max(sizes, default=0)
         rows, sequences = max_num_seqs + most, max_num_seqs + chunk_capacity(most)
+        self._sampled = graph_sizes(max_num_seqs)
         self._buffer = InputBuffer(
             {
                 "positions": (torch.int64, rows),
                 "slot_mapping": (torch.int64, rows),
-                "logit_rows": (torch.int64, sequences),
+                "logit_rows": (torch.int64, max_num_seqs),
                 "input_ids": (torch.int32, rows),
                 "seq_lens": (torch.int32, sequences),
                 "decode_order": (torch.int32, max_num_seqs),
@@ -113,7 +112,8 @@ class MixedGraphs:
             decode_order=t["decode_order"][:decodes],
         )
         ids, positions = t["input_ids"][: decodes + tokens], t["positions"][: decodes + tokens]
-        inputs = ids, positions, metadata, t["logit_rows"][: decodes + chunks]
+        sampled = padded(min(decodes + chunks, self._sampled[-1]), self._sampled)
+        inputs = ids, positions, metadata, t["logit_rows"][:sampled]
         self._load(_EMPTY, room)
         self._graphs[room] = self._capture_graph(lambda: self._forward(*inputs))
 
@@ -131,7 +131,7 @@ class MixedGraphs:
         return None
 
     def run(self, batch: HostBatch, room: tuple[int, int]) -> torch.Tensor:
-        """Hidden states ``[R, hidden]`` of the batch's ``logit_rows``, valid until the next run.
+        """Hidden states ``[R or more, hidden]``, first those of the batch's ``logit_rows``, valid until the next run.
 
         Args:
             room: what :meth:`room_for` said.
@@ -139,7 +139,7 @@ class MixedGraphs:
         self._load(batch, room)
         graph, hidden = self._graphs[room]
         graph.replay()
-        return hidden[: len(batch.logit_rows)]
+        return hidden[: padded(len(batch.logit_rows), self._sampled)]
 
     def _load(self, batch: HostBatch, room: tuple[int, int]) -> None:
         decodes, tokens = room

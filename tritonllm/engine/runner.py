@@ -8,8 +8,16 @@ import numpy as np
 import torch
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.batch import HostBatch, SamplingInputs, build_batch, upload, upload_batch, upload_sampling
-from tritonllm.engine.cuda_graphs import DecodeGraphs
+from tritonllm.engine.batch import (
+    HostBatch,
+    SamplingInputs,
+    build_batch,
+    reserve_pinned,
+    upload,
+    upload_batch,
+    upload_sampling,
+)
+from tritonllm.engine.cuda_graphs import DecodeGraphs, graph_sizes, padded
 from tritonllm.engine.graph_capture import GraphCapture
 from tritonllm.engine.mixed_graphs import MixedGraphs, token_sizes
 from tritonllm.engine.sampler import LogprobTensors, Sampler, TokenLogprobs
@@ -116,6 +124,7 @@ class ModelRunner:
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self._seats = SeatTable(seats, self._max_blocks)
+        self._sampled = graph_sizes(seats)
         self._sampler = Sampler(seats, model.spec.vocab_size, device)
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
@@ -168,7 +177,7 @@ class ModelRunner:
         """Room for prompt tokens in captured steps."""
         if not self._model.supports_graphs or self._config.enforce_eager:
             return []
-        return token_sizes(self._config.scheduler.max_num_batched_tokens, self._model.layer_elements)
+        return token_sizes(self._config.scheduler.max_num_batched_tokens, self._model.host_bound_tokens)
 
     def _peak(self, warm_up: WarmUp, tokens: int) -> int:
         """Bytes that a step of so many tokens needs for itself."""
@@ -230,6 +239,7 @@ class ModelRunner:
         self._seats = SeatTable(self._config.scheduler.max_num_seqs, self._max_blocks)
         if self._device.type != "cuda":
             return
+        reserve_pinned()
         with self._model.rehearsal():
             self.warm_up().run()
         if self._model.supports_graphs and not self._config.enforce_eager:
@@ -249,17 +259,18 @@ class ModelRunner:
             rows, tokens = self._graphs.run(host)
             inputs = self._graphs.sampling_inputs(len(host.sampled))
         else:
-            at, inputs = upload_sampling(host, self._device)
+            at, inputs = upload_sampling(host, self._device, padded(len(host.sampled), self._sampled))
             rows = self._mixed_step(host, None if host.whole else at)
             if host.whole:
                 prompt_logprobs = self._prompt_logprobs(plan, rows)
                 rows = rows[at]
         if host.sampled and (tokens is None or not host.plain):
-            tokens, logprobs = self._sampler.sample(self._model.compute_logits(rows), inputs, host.sampled)
+            logits = self._model.compute_logits(rows)[: len(host.sampled)]
+            tokens, logprobs = self._sampler.sample(logits, inputs, host.sampled)
         return RunningStep(plan, tokens, logprobs, prompt_logprobs, self._device)
 
     def _mixed_step(self, host: HostBatch, rows: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states of these tokens, or all, of a step that was not captured whole."""
+        """Hidden states of these tokens (at least those that are wanted), or all, of a step not captured whole."""
         room = None if self._mixed is None else self._mixed.room_for(host)
         if self._mixed is not None and room is not None:
             return self._mixed.run(host, room)

@@ -63,7 +63,7 @@ class TransformersDecoder(nn.Module):
     """
 
     supports_graphs = False
-    layer_elements = 0  # nobody asks
+    host_bound_tokens = 0  # nobody asks
 
     def __init__(self, lm: Any, spec: FallbackSpec, *, dtype: torch.dtype, max_model_len: int) -> None:
         super().__init__()
