@@ -111,7 +111,7 @@ def test_service_makes_the_driver_wait_for_nothing(folder, monkeypatch):
     compute = model.compute_logits
     monkeypatch.setattr(model, "compute_logits", lambda hidden: rows.append(len(hidden)) or compute(hidden))
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
-    kinds = [greedy(9), greedy(4, logprobs=3), greedy(13, frequency_penalty=0.5)]
+    kinds = [greedy(9), greedy(4, logprobs=3), SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=13)]
     llm.generate(PROMPTS * 30, kinds * 80, use_tqdm=False)
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
     assert len(set(rows)) > 3 and set(rows) <= set(graph_sizes(100))

@@ -49,7 +49,8 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
             for sequences, width, kind in product((1, 2, 3, 7, seats - 1), (1, 3, 45, 100), kinds):
                 if "shared" not in kind or runner._may_share(sequences):
                     steps.decode_step(sequences, width, **kind)
-            sizes = (3, 17, 33, 65, 100, 300, 600, 1023, 1025, 1500, 20 * seats, 32 * seats - 1)
+            beyond = [(1 << bit) + 1 for bit in range(1, 13)]  # powers of two, which the warm-up has
+            sizes = (*beyond, 100, 300, 600, 1023, 1500, 20 * seats, 32 * seats - 1)
             for tokens, width in product((n for n in sizes if n <= 32 * seats), (1, 100)):
                 steps.prefill_step(tokens, width)
             for rows in range(1, seats + 1):

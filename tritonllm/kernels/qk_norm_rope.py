@@ -205,13 +205,15 @@ def _qk_norm_rope_store(
     block_size, kv_heads, head_size = k_cache.shape[1:]
     q_heads = qkv.shape[1] // head_size - 2 * kv_heads
     rotary = 0 if cos_sin_cache is None else cos_sin_cache.shape[1]
-    key = {"heads": q_heads + 2 * kv_heads, "head_size": head_size, "tokens": tokens}
+    # of a power of two: what is compiled must not change between the sizes that warm-up steps have
+    most = triton.next_power_of_2(tokens)
+    key = {"heads": q_heads + 2 * kv_heads, "head_size": head_size, "tokens": most}
     config = tuning.get_config("qk_norm_rope_store", qkv.device, default_config, **key)
     q_programs = triton.cdiv(q_heads, config["BLOCK_H"]) if rotary or q_weight is not None else 0
     kv_programs = triton.cdiv(kv_heads, config["BLOCK_H"])
-    programs = tokens * (q_programs + 2 * kv_programs)
+    programs = q_programs + 2 * kv_programs  # of a token
     table = (qkv, 0) if cos_sin_cache is None else (cos_sin_cache, cos_sin_cache.stride(0))
-    _qk_norm_rope_store_kernel[(programs,)](
+    _qk_norm_rope_store_kernel[(tokens * programs,)](
         *(qkv, k_cache, v_cache, slot_mapping, slot_mapping if positions is None else positions, table[0]),
         *(q_weight, k_weight, k_scale, v_scale, 1.0 / k_factor, 1.0 / v_factor, eps, weight_offset),
         *(qkv.stride(0), table[1], *k_cache.stride()[:3], *v_cache.stride()[:3]),
@@ -227,7 +229,7 @@ def _qk_norm_rope_store(
         Q_PROGRAMS=q_programs,
         KV_PROGRAMS=kv_programs,
         **config,
-        **dependent_launch(qkv.device, programs),
+        **dependent_launch(qkv.device, most * programs),
     )
 
 
