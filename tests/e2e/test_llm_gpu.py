@@ -114,7 +114,7 @@ def test_service_makes_the_driver_wait_for_nothing(folder, monkeypatch):
     kinds = [greedy(9), greedy(4, logprobs=3), SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=13)]
     llm.generate(PROMPTS * 30, kinds * 80, use_tqdm=False)
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
-    assert len(set(rows)) > 3 and set(rows) <= set(graph_sizes(100))
+    assert len(set(rows)) > 1 and set(rows) <= set(graph_sizes(100))
 
 
 @pytest.mark.parametrize("eager", [False, True])

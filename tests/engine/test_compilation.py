@@ -90,6 +90,28 @@ def test_compiles_what_is_missing(own_cache):
 
 
 @triton.jit
+def _inner(x):
+    return x + 1
+
+
+@triton.jit
+def _outer(x):
+    return _inner(x) * _inner(x + 2)
+
+
+@triton.jit
+def _short_kernel(x_ptr):
+    tl.store(x_ptr, _outer(tl.load(x_ptr)))
+
+
+def test_a_kernel_costs_what_it_calls():
+    """Each function once, however often and from wherever it is called."""
+    with pretend(target_of(90)), list_kernels() as found:
+        _short_kernel[(1,)](meta(16))
+    assert found[0].cost == sum(len(fn.src) for fn in (_short_kernel, _outer, _inner))
+
+
+@triton.jit
 def _wrong_kernel(x_ptr, N: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, N), tl.arange(0, 2 * N))
 

@@ -114,8 +114,21 @@ class Specialization:
 
     @property
     def cost(self) -> int:
-        """Larger for kernels that take longer, roughly."""
-        return len(self.source.fn.src)
+        """Larger for kernels that take longer, roughly: the length of all source that is compiled into it."""
+        return sum(len(fn.src) for fn in _called_by(self.source.fn))
+
+
+@cache
+def _called_by(kernel: JITFunction[Any]) -> frozenset[JITFunction[Any]]:
+    """The function and all that it calls."""
+    found, left = {kernel}, [kernel]
+    while left:
+        fn = left.pop().fn
+        named = [fn.__globals__.get(name) for name in fn.__code__.co_names]
+        new = {other for other in named if isinstance(other, JITFunction)} - found
+        found |= new
+        left += new
+    return frozenset(found)
 
 
 @contextmanager
