@@ -118,9 +118,9 @@ def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: Casc
         planner: finds what the decodes share; ``None`` does not look for it.
     """
     items, n = plan.scheduled, plan.num_decodes
-    rows = seats.rows([item.request for item in items])
-    starts = np.array([item.start for item in items], dtype=np.int64)
-    counts = np.array([item.num_tokens for item in items], dtype=np.int64)
+    requests, *columns = zip(*items, strict=True)
+    starts, counts, samples, in_flight = map(np.array, columns)
+    rows = seats.rows(requests)
     ends = starts + counts
     tables = seats.tables[rows, : -(-int(ends.max()) // block_size)]
 
@@ -128,18 +128,17 @@ def build_batch(plan: StepPlan, seats: SeatTable, block_size: int, planner: Casc
     sequence = np.repeat(np.arange(len(items)), counts)  # of each token
     positions = np.arange(plan.num_tokens) - np.repeat(last_tokens - counts - starts, counts)
     slots = tables[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    tokens: list[int] = []
-    for item in items:
-        tokens += (-1,) if item.pending else item.request.token_ids(item.start, item.start + item.num_tokens)
-    input_ids = np.array(tokens, dtype=np.int32)
-    pending = np.flatnonzero(input_ids[:n] < 0)  # all are decodes, and were sampled from in the step before
+    input_ids = np.empty(plan.num_tokens, dtype=np.int32)
+    for i in np.flatnonzero(~in_flight).tolist():
+        end = int(last_tokens[i])
+        input_ids[end - items[i].num_tokens : end] = requests[i].token_ids(int(starts[i]), int(ends[i]))
+    pending = np.flatnonzero(in_flight)  # all are decodes, and were sampled from in the step before
     input_ids[pending] = -1 - seats.drawn[rows[pending]]
 
-    samples = np.array([item.samples for item in items], dtype=bool)
-    sampled = [item for item in items if item.samples]
+    sampled = items if samples.all() else [item for item in items if item.samples]
     at = rows[samples]
     seats.drawn[at] = np.arange(len(at))
-    steps = np.array([item.output_index for item in sampled], dtype=np.int64)
+    steps = ends[samples] - seats.prompt_lens[at]
     seq_lens = ends.astype(np.int32)
     chunks = counts[n:]
     return HostBatch(

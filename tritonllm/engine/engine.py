@@ -161,8 +161,10 @@ class LLMEngine:
             state, sequence = self._sequences.get(request_id, (None, None))
             if state is not None and sequence is not None and sequence.index == 0:  # else it was aborted since
                 state.take_prompt_logprobs(first, scores, self.tokenizer)
-        sampling = (item.request.request_id for item in plan.scheduled if item.samples)
-        rows = {request_id: row for row, request_id in enumerate(sampling)}
+        rows: dict[str, int] = {}  # of those who may ask for log-probabilities
+        if result.logprobs is not None:
+            sampling = (item.request.request_id for item in plan.scheduled if item.samples)
+            rows = {request_id: row for row, request_id in enumerate(sampling)}
         touched: dict[str, RequestState] = {}
         now = time.monotonic()
         for new in new_tokens:
@@ -170,7 +172,7 @@ class LLMEngine:
             state, sequence = self._sequences[request.request_id]
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
-            stop = sequence.append(new.token_id, result.logprobs, rows[request.request_id])
+            stop = sequence.append(new.token_id, result.logprobs, rows.get(request.request_id, 0))
             if stop is not None:
                 self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop)
             touched[state.request_id] = state
@@ -179,7 +181,7 @@ class LLMEngine:
     def _report(self, state: RequestState) -> RequestOutput | None:
         """The request's output, and its end if it has ended."""
         output = state.output()
-        if state.finished:
+        if output is not None and output.finished:
             del self._states[state.request_id]
             for sequence in state.sequences:
                 del self._sequences[sequence.request.request_id]

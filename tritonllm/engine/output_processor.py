@@ -111,7 +111,10 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.request.status.is_finished for sequence in self.sequences)
+        for sequence in self.sequences:  # noqa: SIM110 (asked of each request in each step: all() takes thrice as long)
+            if not sequence.request.status.is_finished:
+                return False
+        return True
 
     def take_prompt_logprobs(self, first: int, scores: TokenLogprobs, tokenizer: Any) -> None:
         """Store a chunk's scores from prompt position ``first`` on (again, if the prompt was computed again)."""
@@ -122,10 +125,10 @@ class RequestState:
 
     def output(self) -> RequestOutput | None:
         """What this step returns of the request; ``None`` if it only wants its end."""
-        kind = self.params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+        kind, finished = self.params.output_kind, self.finished
+        if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
-        if self.finished:
+        if finished:
             self.metrics.finished_time = time.monotonic()
         return RequestOutput(
             request_id=self.request_id,
@@ -133,7 +136,7 @@ class RequestState:
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
             outputs=[sequence.output(kind) for sequence in self.sequences],
-            finished=self.finished,
+            finished=finished,
             metrics=self.metrics,
             num_cached_tokens=self.sequences[0].request.num_cached_tokens or 0,
         )

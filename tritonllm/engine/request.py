@@ -8,25 +8,23 @@ from tritonllm.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. ``PREEMPTED`` waits like ``WAITING``, but has run before."""
+    """Where a request is. ``PREEMPTED`` waits like ``WAITING``, but has run before.
 
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
-    PREEMPTED = enum.auto()
-    FINISHED_STOPPED = enum.auto()
-    FINISHED_LENGTH = enum.auto()
-    FINISHED_ABORTED = enum.auto()
+    Attributes:
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, or ``None`` while unfinished.
+        is_finished: whether there is one.
+    """
 
-    @property
-    def is_finished(self) -> bool:
-        return self in _FINISH_REASONS
+    WAITING = "waiting", None
+    RUNNING = "running", None
+    PREEMPTED = "preempted", None
+    FINISHED_STOPPED = "stopped", "stop"
+    FINISHED_LENGTH = "length", "length"
+    FINISHED_ABORTED = "aborted", "abort"
 
-
-_FINISH_REASONS = {
-    RequestStatus.FINISHED_STOPPED: "stop",
-    RequestStatus.FINISHED_LENGTH: "length",
-    RequestStatus.FINISHED_ABORTED: "abort",
-}
+    def __init__(self, _: str, finish_reason: str | None) -> None:
+        self.finish_reason = finish_reason
+        self.is_finished = finish_reason is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +57,7 @@ class Request:
         num_preemptions: how often it lost its blocks and started again.
         order: the scheduler's sort key, unique.
         length_limit: tokens of prompt and output together at which the scheduler ends it.
+        ends: tokens that end the output, if ``min_tokens`` lets them.
     """
 
     request_id: str
@@ -87,6 +86,7 @@ class Request:
     num_preemptions: int = 0
     order: tuple[int, int, int] = (0, 0, 0)
     length_limit: int = 0
+    ends: frozenset[int] = frozenset()
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +103,7 @@ class Request:
     @property
     def finish_reason(self) -> str | None:
         """``"stop"``, ``"length"``, ``"abort"``, or ``None`` while unfinished."""
-        return _FINISH_REASONS.get(self.status)
+        return self.status.finish_reason
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Tokens ``start`` to ``end`` (exclusive) of prompt and output, in time proportional to their number.

@@ -38,6 +38,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.block_pool import BlockPool
@@ -48,8 +49,7 @@ from tritonllm.engine.waiting_queue import WaitingQueue
 _ORDER = attrgetter("order")
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """A request's part of a step.
 
     Attributes:
@@ -89,8 +89,7 @@ class StepPlan:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
+class NewToken(NamedTuple):
     """A sampled token, appended to the request's output; ``request.status`` tells whether it was the last."""
 
     request: Request
@@ -193,6 +192,8 @@ class Scheduler:
         priority = request.priority if self.config.policy == "priority" else 0
         request.order = (priority, request.arrival, next(self._counter))
         request.length_limit = min(request.max_total_tokens, self._longest)
+        request.ends = frozenset() if request.params.ignore_eos else request.eos_token_ids
+        request.ends = request.ends.union(request.params.stop_token_ids or ())
         self._requests[request.request_id] = request
         self._waiting.push(request)
 
@@ -232,9 +233,11 @@ class Scheduler:
         scheduled = self._serve_running(preempted)
         if not preempted:
             self._admit(scheduled)
-        decodes = [item for item in scheduled if item.num_tokens == 1 and item.samples]
-        chunks = [item for item in scheduled if item.num_tokens > 1 or not item.samples]
-        num_tokens = sum(item.num_tokens for item in scheduled)
+        decodes: list[ScheduledRequest] = []
+        chunks: list[ScheduledRequest] = []
+        for item in scheduled:
+            (decodes if item.samples and item.num_tokens == 1 else chunks).append(item)
+        num_tokens = len(decodes) + sum(item.num_tokens for item in chunks)
         return StepPlan((*decodes, *chunks), tuple(preempted), len(decodes), num_tokens)
 
     def update(self, plan: StepPlan, sampled: Sequence[int | None]) -> list[NewToken]:
@@ -263,11 +266,13 @@ class Scheduler:
                 continue
             request.output_token_ids.append(token)  # also of a request that was preempted since
             new_tokens.append(NewToken(request, token))
-            ending = self._ending(request, token)
+            total, ending = request.num_tokens, None
+            if total >= request.length_limit or token in request.ends:
+                ending = self._ending(request, token)
             if ending is not None:
                 self._just_ended[request.request_id] = request
                 self._end(request, *ending)
-            elif request.num_pending_tokens and self.prefix_cache is not None:
+            elif total % self.block_size == 0 and request.num_pending_tokens and self.prefix_cache is not None:
                 self.prefix_cache.insert(request)  # the step in flight computes this token, which is known only now
         return new_tokens
 
@@ -280,7 +285,7 @@ class Scheduler:
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
-        budget = self.config.max_num_batched_tokens
+        budget, size = self.config.max_num_batched_tokens, self.block_size
         at = 0
         while budget > 0 and at < len(self._running):
             request = self._running[at]
@@ -288,22 +293,23 @@ class Scheduler:
             total = request.num_tokens + request.num_pending_tokens
             if request.num_pending_tokens and total >= request.length_limit:
                 continue  # the token in flight ends it
-            end = min(total, request.num_computed_tokens + budget)
-            needed = -(-end // self.block_size) - len(request.block_ids)
-            while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:
-                preempted.append(self._preempt_last())
-            if request.status is not RequestStatus.RUNNING:
-                break  # it was the last itself: those before it are scheduled, and none is left behind it
-            if needed > 0:
+            start = request.num_computed_tokens
+            end = min(total, start + budget)
+            if end > len(request.block_ids) * size:  # one step of a request in `size`
+                needed = self._blocks_for(end) - len(request.block_ids)
+                while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:
+                    preempted.append(self._preempt_last())
+                if request.status is not RequestStatus.RUNNING:
+                    break  # it was the last itself: those before it are scheduled, and none is left behind it
                 request.block_ids += self.pool.allocate_many(needed)
-            scheduled.append(self._advance(request, end))
-            budget -= scheduled[-1].num_tokens
+            scheduled.append(self._advance(request, end, total))
+            budget -= end - start
         return scheduled
 
-    def _advance(self, request: Request, end: int) -> ScheduledRequest:
-        """Plan a running request's tokens up to ``end`` (exclusive)."""
+    def _advance(self, request: Request, end: int, total: int) -> ScheduledRequest:
+        """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones."""
         start, pending = request.num_computed_tokens, request.num_pending_tokens
-        samples = end == request.num_tokens + pending
+        samples = end == total
         request.num_computed_tokens = end
         request.num_pending_tokens += samples
         if not pending and self.prefix_cache is not None:
@@ -321,8 +327,9 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             request.seat, request.admission = self._free_seats.pop(), next(self._admissions)
             insort(self._running, request, key=_ORDER)
-            end = min(request.num_tokens, request.num_computed_tokens + budget)
-            scheduled.append(self._advance(request, end))
+            total = request.num_tokens
+            end = min(total, request.num_computed_tokens + budget)
+            scheduled.append(self._advance(request, end, total))
             budget -= scheduled[-1].num_tokens
 
     def _allocate_known(self, request: Request) -> bool:

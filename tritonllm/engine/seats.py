@@ -22,7 +22,7 @@ class SeatTable:
         tables: ``[seats, max_blocks]`` int32, block tables. Beyond a request's blocks they hold what was there before.
         temperature, top_p, min_p: ``[seats]`` float32; temperature 0 is greedy.
         top_k: ``[seats]`` int32; 0 keeps all.
-        seeds: ``[seats]`` int64.
+        seeds, prompt_lens: ``[seats]`` int64.
         special: ``[seats]`` bool: logits are edited or reported at every token.
         min_tokens: ``[seats]`` int64: they are edited up to this token.
         drawn: ``[seats]`` int64: which row of the step before drew the request's token.
@@ -32,25 +32,24 @@ class SeatTable:
         self.tables = np.zeros((seats, max_blocks), dtype=np.int32)
         self.temperature, self.top_p, self.min_p = np.zeros((3, seats), dtype=np.float32)
         self.top_k = np.zeros(seats, dtype=np.int32)
-        self.seeds, self.min_tokens, self.drawn = np.zeros((3, seats), dtype=np.int64)
+        self.seeds, self.prompt_lens, self.min_tokens, self.drawn = np.zeros((4, seats), dtype=np.int64)
         self.special = np.zeros(seats, dtype=bool)
         self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
 
     def rows(self, requests: Sequence[Request]) -> np.ndarray:
         """Bring the arrays up to date with these running requests; returns their seats, int64."""
-        seats = np.empty(len(requests), dtype=np.int64)
-        for i, request in enumerate(requests):
-            seat = request.seat
+        seats, admissions, counts = [], self._admissions, self._num_blocks
+        for request in requests:
+            seat, blocks = request.seat, request.block_ids
             assert seat is not None  # it runs
-            seats[i] = seat
-            if self._admissions[seat] != request.admission:
+            seats.append(seat)
+            if admissions[seat] != request.admission:
                 self._seat(request, seat)
-            known, blocks = self._num_blocks[seat], request.block_ids
-            if len(blocks) != known:
-                self.tables[seat, known : len(blocks)] = blocks[known:]
-                self._num_blocks[seat] = len(blocks)
-        return seats
+            if len(blocks) != counts[seat]:
+                self.tables[seat, counts[seat] : len(blocks)] = blocks[counts[seat] :]
+                counts[seat] = len(blocks)
+        return np.array(seats, dtype=np.int64)
 
     def _seat(self, request: Request, seat: int) -> None:
         params = request.params
@@ -61,5 +60,6 @@ class SeatTable:
         self.top_p[seat] = params.top_p
         self.min_p[seat] = params.min_p
         self.seeds[seat] = request.seed
+        self.prompt_lens[seat] = len(request.prompt_token_ids)
         self.special[seat] = request.edits_logits or params.logprobs is not None
         self.min_tokens[seat] = params.min_tokens

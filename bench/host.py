@@ -1,0 +1,138 @@
+"""``python -m bench.host``: what the host does for a step of decodes, without a model and without a GPU.
+
+An engine whose runner builds each step's arrays and returns the same tokens at once: so a step's time is planning it,
+building its arrays, taking in the tokens of the step before, and reporting them. What launching takes (copies to the
+device, a graph's replay) comes on top. The unit is milliseconds of this process's processor time a step, the median of
+several stretches, since a busy machine makes steps longer, never shorter. vLLM's aim for this is its V1 design's: that
+a step's work on the host is hidden behind the GPU's.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune.table import commit
+from tritonllm.config import EngineConfig
+from tritonllm.engine.batch import build_batch
+from tritonllm.engine.engine import LLMEngine
+from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.runner import RunningStep
+from tritonllm.engine.scheduler import Scheduler, StepPlan
+from tritonllm.engine.seats import SeatTable
+from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+
+MAX_MODEL_LEN = 4096
+BLOCK_SIZE, BLOCK_BYTES = 16, 16 * 8 * 128 * 2 * 2  # of a layer of Qwen3-0.6B
+STRETCHES = 8
+CPU = torch.device("cpu")
+
+
+class Runner:
+    """In the place of a model runner: arrays, and token 5 for every request."""
+
+    def __init__(self, seats: int, timed: "Clock") -> None:
+        self._seats = SeatTable(seats, MAX_MODEL_LEN // BLOCK_SIZE)
+        self._planner = CascadePlanner(BLOCK_SIZE, BLOCK_BYTES)
+        self._build = timed("build", build_batch)
+
+    def launch(self, plan: StepPlan) -> RunningStep:
+        host = self._build(plan, self._seats, BLOCK_SIZE, self._planner)
+        return RunningStep(plan, torch.full((len(host.sampled),), 5), None, [], CPU)
+
+
+class Clock:
+    """Processor time of the functions that it wraps, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        self.seconds[name] = 0.0
+
+        def timed(*args: Any) -> Any:
+            begin = time.process_time()
+            result = function(*args)
+            self.seconds[name] += time.process_time() - begin
+            return result
+
+        return timed
+
+
+def make_engine(running: int, clock: Clock) -> LLMEngine:
+    """An engine that plans ahead, as on a GPU."""
+    num_blocks = running * MAX_MODEL_LEN // BLOCK_SIZE
+    config = EngineConfig.from_kwargs(
+        model="none", max_num_seqs=running, num_blocks=num_blocks, block_size=BLOCK_SIZE, async_scheduling=True
+    )
+    scheduler = Scheduler(config.scheduler, config.cache, num_blocks, MAX_MODEL_LEN)
+    inputs = InputProcessor(None, 1000, MAX_MODEL_LEN, frozenset({0}), 0)
+    engine = LLMEngine(config, Runner(running, clock), scheduler, inputs)  # type: ignore[arg-type]
+    for name in ("schedule", "update"):
+        setattr(scheduler, name, clock(name, getattr(scheduler, name)))
+    return engine
+
+
+def measure(running: int, steps: int, kind: RequestOutputKind) -> dict[str, float]:
+    """Milliseconds a step of so many decodes: ``schedule``, ``build``, ``update``, ``report``, and ``all``."""
+    clock = Clock()
+    engine = make_engine(running, clock)
+    params = SamplingParams(temperature=0.6, max_tokens=MAX_MODEL_LEN - 600, ignore_eos=True, output_kind=kind)
+    for number in range(running):
+        engine.add_request(str(number), [number % 1000, *range(100 + number * 400 // running)], params)
+    while engine.stats.num_running < running or engine.stats.generated_tokens < 4 * running:
+        engine.step()
+    stretches = []
+    for _ in range(STRETCHES):
+        before, begin = dict(clock.seconds), time.process_time()
+        for _ in range(steps):
+            engine.step()
+        spent = {"all": time.process_time() - begin}
+        spent |= {name: seconds - before[name] for name, seconds in clock.seconds.items()}
+        spent["report"] = 2 * spent["all"] - sum(spent.values())
+        stretches.append(spent)
+    return {name: 1e3 / steps * statistics.median(s[name] for s in stretches) for name in stretches[0]}
+
+
+def processor() -> str:
+    names = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cpu_info() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--running", default="16,64,256", metavar="N,N", help="requests that decode (%(default)s)")
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="of a stretch (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the numbers as JSON")
+    args = parser.parse_args(argv)
+    if not 1 <= args.steps <= 300:
+        parser.error(f"--steps must be from 1 to 300, so that requests last, got {args.steps}")
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    facts = {"cpu": processor(), "python": platform.python_version(), "commit": commit(), "date": now}
+    rows: list[dict[str, Any]] = []
+    for running in map(int, args.running.split(",")):
+        for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA):
+            rows.append({"running": running, "outputs": kind.name.lower(), "ms": measure(running, args.steps, kind)})
+            print(f"{running:>5} {rows[-1]['outputs']:<10}", *(f"{k} {v:.3f}" for k, v in rows[-1]["ms"].items()))
+    if args.out:
+        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
