@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             rows.append({"running": running, "outputs": kind.name.lower(), "ms": measure(running, args.steps, kind)})
             print(f"{running:>5} {rows[-1]['outputs']:<10}", *(f"{k} {v:.3f}" for k, v in rows[-1]["ms"].items()))
     if args.out:
-        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps({**facts, "steps": rows}, indent=1) + "\n")
     return 0
 
 

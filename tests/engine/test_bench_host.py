@@ -28,7 +28,7 @@ def test_parts_add_up():
 def test_writes_results(tmp_path, capsys):
     assert host.main(["--running", "2,3", "--steps", "2", "--out", str(tmp_path / "host.json")]) == 0
     written = json.loads((tmp_path / "host.json").read_text())
-    assert [(row["running"], row["outputs"]) for row in written["rows"]] == [
+    assert [(row["running"], row["outputs"]) for row in written["steps"]] == [
         *((2, "final_only"), (2, "delta"), (3, "final_only"), (3, "delta"))
     ]
     assert {"cpu", "python", "commit", "date"} <= set(written)
