@@ -3,8 +3,7 @@
 An engine whose runner builds each step's arrays and returns the same tokens at once: so a step's time is planning it,
 building its arrays, taking in the tokens of the step before, and reporting them. What launching takes (copies to the
 device, a graph's replay) comes on top. The unit is milliseconds of this process's processor time a step, the median of
-several stretches, since a busy machine makes steps longer, never shorter. vLLM's aim for this is its V1 design's: that
-a step's work on the host is hidden behind the GPU's.
+several stretches.
 """
 
 import argparse

@@ -273,7 +273,8 @@ class Scheduler:
                 self._just_ended[request.request_id] = request
                 self._end(request, *ending)
             elif total % self.block_size == 0 and request.num_pending_tokens and self.prefix_cache is not None:
-                self.prefix_cache.insert(request)  # the step in flight computes this token, which is known only now
+                # the step in flight computes this token, the last of its block, which is known only now
+                self.prefix_cache.insert(request)
         return new_tokens
 
     def forget(self, plan: StepPlan) -> None:
