@@ -7,7 +7,7 @@ from support.tiny_models import load_decoder
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine import shared_prefix
-from tritonllm.engine.cuda_graphs import graph_sizes, padded
+from tritonllm.engine.graphs import graph_sizes, padded
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.warm_up import warm_up_sizes
 from tritonllm.layers import attention

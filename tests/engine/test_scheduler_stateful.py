@@ -84,12 +84,12 @@ class FakeModel:
             context = [self.slots[self.slot(item.request, position)] for position in range(end)]
             expected = enumerate(self.tokens(item.request)[:end])
             assert context == [(item.request.cache_salt, position, token) for position, token in expected]
-            sampled.append(next_token([token for *_, token in context]) if item.samples else None)
-        for item, token in zip(plan.scheduled, sampled, strict=True):
+            sampled.append([next_token([token for *_, token in context])] if item.samples else [])
+        for item, tokens in zip(plan.scheduled, sampled, strict=True):
             if item.samples:
                 output = self.outputs.setdefault(item.request, [])
                 assert len(output) == item.output_index
-                output.append(token)
+                output += tokens
         return sampled
 
     def tokens(self, request):
@@ -217,9 +217,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         finished = {item.request for item in plan.scheduled if item.request.status.is_finished}
         new_tokens = self.scheduler.update(plan, sampled)
         kept = [(i.request, t) for i, t in zip(plan.scheduled, sampled, strict=True) if i.samples]
-        assert [(n.request, n.token_id) for n in new_tokens] == [(r, t) for r, t in kept if r not in finished]
+        assert new_tokens == [(request, tokens) for request, tokens in kept if request not in finished]
         for new in new_tokens:
-            assert new.request.output_token_ids[-1] == new.token_id
+            assert new.request.output_token_ids[-len(new.token_ids) :] == new.token_ids
             if new.request.status.is_finished:
                 self.check_ended(new.request)
 
@@ -244,7 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(request.block_ids) >= -(-end // self.block_size)
         decodes = [item.num_tokens == 1 and item.samples for item in items]
         assert decodes == sorted(decodes, reverse=True)
-        assert plan.num_decodes == sum(decodes)
+        assert plan.segments.decode.sequences == sum(decodes)
         assert not waiting_for & set(planned)
 
         # Served in order: the scheduled are the first of the running, and only the last of them can be cut short.

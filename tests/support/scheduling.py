@@ -45,7 +45,7 @@ def has_unfinished(scheduler):
 def step(scheduler, token=7):
     """One step in which every sampled token is `token`; returns the plan as {name: tokens in the step}."""
     plan = scheduler.schedule()
-    scheduler.update(plan, [token if item.samples else None for item in plan.scheduled])
+    scheduler.update(plan, [[token] if item.samples else [] for item in plan.scheduled])
     return {item.request.request_id: item.num_tokens for item in plan.scheduled}
 
 

@@ -36,75 +36,17 @@ as it came. For the same reason a step that preempted admits nobody.
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.waiting_queue import WaitingQueue
+from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
 
 _ORDER = attrgetter("order")
-
-
-class ScheduledRequest(NamedTuple):
-    """A request's part of a step.
-
-    Attributes:
-        request: whose tokens.
-        start: tokens computed before the step, the position of the first one in it.
-        num_tokens: tokens to compute, at least 1.
-        samples: its last token is among them, so the step ends with a new one.
-        pending: that last token, the only one to compute, was sampled by a step in flight: the host does not know it.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
-    pending: bool = False
-
-    @property
-    def output_index(self) -> int:
-        """Which of the request's output tokens this step samples, if it does."""
-        return self.start + self.num_tokens - len(self.request.prompt_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step computes.
-
-    Attributes:
-        scheduled: first the decodes (one token each, sampled from), then the prefill chunks.
-        preempted: the requests that lost their blocks to make room; none of them is scheduled.
-        num_decodes: length of the first group.
-        num_tokens: of both groups together.
-    """
-
-    scheduled: tuple[ScheduledRequest, ...]
-    preempted: tuple[Request, ...]
-    num_decodes: int
-    num_tokens: int
-
-
-class NewToken(NamedTuple):
-    """A sampled token, appended to the request's output; ``request.status`` tells whether it was the last."""
-
-    request: Request
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Totals since the start, and the blocks of now. Prefix-cache tokens count at a request's first admission."""
-
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    preemptions: int
-    num_blocks: int
-    num_free_blocks: int
 
 
 class Scheduler:
@@ -204,24 +146,31 @@ class Scheduler:
             self._end(request, RequestStatus.FINISHED_ABORTED, None)
         return request
 
-    def finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> None:
+    def finish(
+        self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None, *, drop: int = 0
+    ) -> None:
         """End a request for a reason that only the engine sees (a stop string).
 
         A request that the last ``update`` has ended can still be finished so: the same token may complete a stop
         string and reach the length limit, and then the stop string is the reason.
+
+        Args:
+            drop: so many of its last tokens came after the end.
 
         Raises:
             ValueError: an unknown request, or a status that is not a finished one.
         """
         if not status.is_finished:
             raise ValueError(f"status must be one of the finished ones, got {status}")
-        if request_id in self._requests:
-            self._end(self._requests[request_id], status, stop_reason)
-        elif request_id in self._just_ended:
-            request = self._just_ended[request_id]
+        request = self._requests.get(request_id) or self._just_ended.get(request_id)
+        if request is None:
+            raise ValueError(f"request_id {request_id!r} is not of an unfinished request")
+        if drop:
+            del request.output_token_ids[-drop:]
+        if request.status.is_finished:
             request.status, request.stop_reason = status, stop_reason
         else:
-            raise ValueError(f"request_id {request_id!r} is not of an unfinished request")
+            self._end(request, status, stop_reason)
 
     def schedule(self) -> StepPlan:
         """Plan one step, which the caller must run: its tokens count as computed from now on.
@@ -233,48 +182,56 @@ class Scheduler:
         scheduled = self._serve_running(preempted)
         if not preempted:
             self._admit(scheduled)
-        decodes: list[ScheduledRequest] = []
+        ones: list[ScheduledRequest] = []
         chunks: list[ScheduledRequest] = []
         for item in scheduled:
-            (decodes if item.samples and item.num_tokens == 1 else chunks).append(item)
-        num_tokens = len(decodes) + sum(item.num_tokens for item in chunks)
-        return StepPlan((*decodes, *chunks), tuple(preempted), len(decodes), num_tokens)
+            (ones if item.samples and item.num_tokens == 1 else chunks).append(item)
+        chunk = EMPTY
+        if chunks:
+            counts = [item.num_tokens for item in chunks]
+            chunk = Segment(len(chunks), sum(counts), max(counts))
+        return StepPlan((*ones, *chunks), tuple(preempted), Segments(decodes(len(ones)), chunk=chunk))
 
-    def update(self, plan: StepPlan, sampled: Sequence[int | None]) -> list[NewToken]:
+    def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
 
         Args:
             plan: what ran.
-            sampled: for each entry of ``plan.scheduled`` its new token, ``None`` where ``samples`` is false.
+            sampled: for each entry of ``plan.scheduled`` its new tokens: at least one where ``samples`` is true, none
+                where it is not.
 
         Returns:
-            The new tokens, in the plan's order. Those of requests that ended since ``schedule`` are dropped.
+            The new tokens, in the plan's order. Those that come after a request's end are dropped, and all of those of
+            requests that ended since ``schedule``.
 
         Raises:
             ValueError: ``sampled`` does not match the plan.
         """
-        if [token is not None for token in sampled] != [item.samples for item in plan.scheduled]:
-            raise ValueError("sampled must have a token for each scheduled request that samples, None for the others")
+        if [*map(bool, sampled)] != [item.samples for item in plan.scheduled]:
+            raise ValueError("sampled must have tokens for each scheduled request that samples, none for the others")
         self._just_ended.clear()
+        cache, size = self.prefix_cache, self.block_size
         new_tokens = []
-        for item, token in zip(plan.scheduled, sampled, strict=True):
-            request = item.request
-            if token is None:
+        for item, tokens in zip(plan.scheduled, sampled, strict=True):
+            if not tokens:
                 continue
+            request = item.request
             request.num_pending_tokens -= 1
             if request.status.is_finished:
                 continue
-            request.output_token_ids.append(token)  # also of a request that was preempted since
-            new_tokens.append(NewToken(request, token))
+            request.output_token_ids += tokens  # also of a request that was preempted since
             total, ending = request.num_tokens, None
-            if total >= request.length_limit or token in request.ends:
-                ending = self._ending(request, token)
+            if total >= request.length_limit or not request.ends.isdisjoint(tokens):
+                ending = self._cut(request, len(tokens))
             if ending is not None:
+                new_tokens.append(NewTokens(request, tokens[: len(tokens) + request.num_tokens - total]))
                 self._just_ended[request.request_id] = request
                 self._end(request, *ending)
-            elif total % self.block_size == 0 and request.num_pending_tokens and self.prefix_cache is not None:
+                continue
+            new_tokens.append(NewTokens(request, tokens))
+            if total % size < len(tokens) and request.num_pending_tokens and cache is not None:
                 # the step in flight computes this token, the last of its block, which is known only now
-                self.prefix_cache.insert(request)
+                cache.insert(request)
         return new_tokens
 
     def forget(self, plan: StepPlan) -> None:
@@ -362,16 +319,27 @@ class Scheduler:
         self._preemptions += 1
         return request
 
-    def _ending(self, request: Request, token: int) -> tuple[RequestStatus, int | None] | None:
-        """Status and stop reason of a request whose newest token ends it. An end-of-sequence or stop token counts from
+    def _cut(self, request: Request, new: int) -> tuple[RequestStatus, int | None] | None:
+        """Find the first of the ``new`` last tokens of an output that ends it, and drop those behind it; returns the
+        status and the stop reason, ``None`` if there is none."""
+        output = request.output_token_ids
+        for length in range(len(output) - new + 1, len(output) + 1):
+            ending = self._ending(request, length)
+            if ending is not None:
+                del output[length:]
+                return ending
+        return None
+
+    def _ending(self, request: Request, length: int) -> tuple[RequestStatus, int | None] | None:
+        """How an output that is ``length`` tokens long ends, if it does. An end-of-sequence or stop token counts from
         ``min_tokens`` on; where it meets the length limit, it is the reason."""
-        params = request.params
-        if len(request.output_token_ids) >= params.min_tokens:
+        params, token = request.params, request.output_token_ids[length - 1]
+        if length >= params.min_tokens:
             if token in request.eos_token_ids and not params.ignore_eos:
                 return RequestStatus.FINISHED_STOPPED, None
             if params.stop_token_ids and token in params.stop_token_ids:
                 return RequestStatus.FINISHED_STOPPED, token
-        if request.num_tokens >= request.length_limit:
+        if len(request.prompt_token_ids) + length >= request.length_limit:
             return RequestStatus.FINISHED_LENGTH, None
         return None
 

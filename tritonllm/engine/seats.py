@@ -23,8 +23,10 @@ class SeatTable:
         temperature, top_p, min_p: ``[seats]`` float32; temperature 0 is greedy.
         top_k: ``[seats]`` int32; 0 keeps all.
         seeds, prompt_lens: ``[seats]`` int64.
-        special: ``[seats]`` bool: logits are edited or reported at every token.
+        edits: ``[seats]`` bool: logits are edited at every token.
         min_tokens: ``[seats]`` int64: they are edited up to this token.
+        edits_told: ``[seats]`` bool: the device has been told how.
+        logprobs: ``[seats]`` int64: how many of the most likely tokens to report; -1 for no report.
         drawn: ``[seats]`` int64: which row of the step before drew the request's token.
     """
 
@@ -33,7 +35,8 @@ class SeatTable:
         self.temperature, self.top_p, self.min_p = np.zeros((3, seats), dtype=np.float32)
         self.top_k = np.zeros(seats, dtype=np.int32)
         self.seeds, self.prompt_lens, self.min_tokens, self.drawn = np.zeros((4, seats), dtype=np.int64)
-        self.special = np.zeros(seats, dtype=bool)
+        self.logprobs = np.full(seats, -1, dtype=np.int64)
+        self.edits, self.edits_told = np.zeros((2, seats), dtype=bool)
         self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
 
@@ -61,5 +64,6 @@ class SeatTable:
         self.min_p[seat] = params.min_p
         self.seeds[seat] = request.seed
         self.prompt_lens[seat] = len(request.prompt_token_ids)
-        self.special[seat] = request.edits_logits or params.logprobs is not None
+        self.logprobs[seat] = -1 if params.logprobs is None else params.logprobs
+        self.edits[seat], self.edits_told[seat] = request.edits_logits, False
         self.min_tokens[seat] = params.min_tokens
