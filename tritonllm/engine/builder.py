@@ -32,7 +32,7 @@ class StepBuilder:
         """The step of a plan that is not empty."""
         items, seats, size, n = plan.scheduled, self.seats, self._block_size, plan.segments.decode.sequences
         requests, *columns = zip(*items, strict=True)
-        starts, counts, samples, in_flight = map(np.array, columns)
+        starts, counts, samples, in_flight = map(np.array, columns[:4])
         at = seats.rows(requests)
         ends, lasts = starts + counts, np.cumsum(counts)
         tables = seats.tables[at, : -(-int(ends.max()) // size)]

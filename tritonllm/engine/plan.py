@@ -1,11 +1,11 @@
 """What the scheduler decides and learns: the requests of a step, and the tokens that came of it. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tritonllm.engine.request import Request
-from tritonllm.layers.segments import Segments
+from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
 
 
 class ScheduledRequest(NamedTuple):
@@ -13,10 +13,14 @@ class ScheduledRequest(NamedTuple):
 
     Attributes:
         request: whose tokens.
-        start: tokens computed before the step, the position of the first one in it.
+        start: tokens computed before the step, the position of the first one in it; at least so many, if steps in
+            flight may accept drafts.
         num_tokens: tokens to compute, at least 1.
         samples: its last token is among them, so the step ends with a new one.
-        pending: that last token, the only one to compute, was sampled by a step in flight: the host does not know it.
+        pending: that last token, the only known one to compute, was sampled by a step in flight: the host does not know
+            it.
+        drafts: so many tokens more are guesses of those that follow the last one: the step brings from one new token to
+            one more than these.
     """
 
     request: Request
@@ -24,11 +28,13 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int
     samples: bool
     pending: bool = False
+    drafts: int = 0
 
     @property
     def output_index(self) -> int:
-        """Which of the request's output tokens this step samples, if it does."""
-        return self.start + self.num_tokens - len(self.request.prompt_token_ids)
+        """Which of the request's output tokens this step samples first, if it does; this one or a later one, if steps
+        in flight may accept drafts."""
+        return self.start + self.num_tokens - self.drafts - len(self.request.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +44,50 @@ class StepPlan:
     Attributes:
         scheduled: segment by segment.
         preempted: the requests that lost their blocks to make room; none of them is scheduled.
-        segments: decodes (one token each, sampled from), then prompt chunks.
+        segments: of its sequences and tokens.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...]
     segments: Segments
 
+    @classmethod
+    def of(cls, scheduled: Iterable[ScheduledRequest], preempted: Iterable[Request]) -> "StepPlan":
+        """Sort requests into segments; within each they keep their order."""
+        ones: list[ScheduledRequest] = []
+        guesses: list[ScheduledRequest] = []
+        chunks: list[ScheduledRequest] = []
+        for item in scheduled:
+            if item.samples and item.num_tokens == 1:
+                ones.append(item)
+            else:
+                (guesses if item.drafts else chunks).append(item)
+        segments = Segments(decodes(len(ones)), _segment(guesses), _segment(chunks))
+        return cls((*ones, *guesses, *chunks), tuple(preempted), segments)
+
     @property
     def num_tokens(self) -> int:
         return self.segments.tokens
+
+    def check(self, counts: Sequence[int]) -> None:
+        """Whether the step can have brought so many tokens of each scheduled request.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        allowed = [range(1, item.drafts + 2) if item.samples else (0,) for item in self.scheduled]
+        if len(counts) != len(allowed) or any(count not in some for count, some in zip(counts, allowed, strict=True)):
+            raise ValueError(
+                "sampled must have tokens for each scheduled request that samples, at most one more than its drafts, "
+                f"and none for the others; it has {list(counts)}"
+            )
+
+
+def _segment(items: Sequence[ScheduledRequest]) -> Segment:
+    if not items:
+        return EMPTY
+    counts = [item.num_tokens for item in items]
+    return Segment(len(items), sum(counts), max(counts))
 
 
 class NewTokens(NamedTuple):

@@ -11,6 +11,11 @@ planned with it all the same: where it goes is known, only what it is the device
 What ends with the token in flight by its length is not planned again; what turns out to have ended otherwise has
 computed one token in vain.
 
+With drafts only the device knows how many tokens a step in flight brings: one, or up to so many more as it had drafts.
+A request is then planned from the least position that it can have (``num_computed_tokens``) and gets blocks for the
+most (``num_possible_tokens`` beyond), but none beyond its longest length: the device knows its true position, stores
+nothing beyond, and what it computes there is dropped. The host learns the number with the results, one step later.
+
 When a running request cannot get a block, the last one in order, possibly itself, is preempted: it gives back its
 blocks and waits again, to be computed anew (recomputation: Kwon et al., "PagedAttention", SOSP 2023); what the prefix
 cache still holds of it by then is not lost. As in vLLM, a waiting request never takes a seat or a block from a running
@@ -44,7 +49,6 @@ from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, S
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.waiting_queue import WaitingQueue
-from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
 
 _ORDER = attrgetter("order")
 
@@ -59,14 +63,18 @@ class Scheduler:
         cache: block size and whether prefixes are cached.
         num_blocks: blocks in the pool.
         max_model_len: most tokens of prompt and output together.
+        most_drafts: drafts of a request in a step of its last token, as far as tokens and its length allow.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, num_blocks: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheConfig, num_blocks: int, max_model_len: int, most_drafts: int = 0
+    ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
         self.config = config
         self.block_size = cache.block_size
         self.max_model_len = max_model_len
+        self._most_drafts = most_drafts
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(cache.block_size, self.pool) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
@@ -182,23 +190,15 @@ class Scheduler:
         scheduled = self._serve_running(preempted)
         if not preempted:
             self._admit(scheduled)
-        ones: list[ScheduledRequest] = []
-        chunks: list[ScheduledRequest] = []
-        for item in scheduled:
-            (ones if item.samples and item.num_tokens == 1 else chunks).append(item)
-        chunk = EMPTY
-        if chunks:
-            counts = [item.num_tokens for item in chunks]
-            chunk = Segment(len(chunks), sum(counts), max(counts))
-        return StepPlan((*ones, *chunks), tuple(preempted), Segments(decodes(len(ones)), chunk=chunk))
+        return StepPlan.of(scheduled, preempted)
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
 
         Args:
             plan: what ran.
-            sampled: for each entry of ``plan.scheduled`` its new tokens: at least one where ``samples`` is true, none
-                where it is not.
+            sampled: for each entry of ``plan.scheduled`` its new tokens: at least one where ``samples`` is true and at
+                most one more than its drafts, none where it is not.
 
         Returns:
             The new tokens, in the plan's order. Those that come after a request's end are dropped, and all of those of
@@ -207,8 +207,9 @@ class Scheduler:
         Raises:
             ValueError: ``sampled`` does not match the plan.
         """
-        if [*map(bool, sampled)] != [item.samples for item in plan.scheduled]:
-            raise ValueError("sampled must have tokens for each scheduled request that samples, none for the others")
+        counts = [*map(len, sampled)]
+        if counts != [item.samples for item in plan.scheduled]:  # equal if everyone who samples got one
+            plan.check(counts)
         self._just_ended.clear()
         cache, size = self.prefix_cache, self.block_size
         new_tokens = []
@@ -217,6 +218,10 @@ class Scheduler:
                 continue
             request = item.request
             request.num_pending_tokens -= 1
+            if item.drafts:
+                request.num_possible_tokens -= item.drafts
+                if request.status is RequestStatus.RUNNING:  # else its blocks are gone
+                    request.num_computed_tokens += len(tokens) - 1
             if request.status.is_finished:
                 continue
             request.output_token_ids += tokens  # also of a request that was preempted since
@@ -252,27 +257,35 @@ class Scheduler:
             if request.num_pending_tokens and total >= request.length_limit:
                 continue  # the token in flight ends it
             start = request.num_computed_tokens
-            end = min(total, start + budget)
-            if end > len(request.block_ids) * size:  # one step of a request in `size`
-                needed = self._blocks_for(end) - len(request.block_ids)
+            end = last = min(total, start + budget)
+            drafts = 0
+            if self._most_drafts:
+                if start + 1 == total:  # and a token of the budget is left for each request behind it
+                    room = min(budget - 1 - len(self._running) + at, request.length_limit - 1 - total)
+                    drafts = max(0, min(self._most_drafts, room))
+                last = min(end + request.num_possible_tokens + drafts, request.length_limit - 1)
+            if last > len(request.block_ids) * size:  # one step of a request in `size`
+                needed = self._blocks_for(last) - len(request.block_ids)
                 while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:
                     preempted.append(self._preempt_last())
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last itself: those before it are scheduled, and none is left behind it
                 request.block_ids += self.pool.allocate_many(needed)
-            scheduled.append(self._advance(request, end, total))
-            budget -= end - start
+            scheduled.append(self._advance(request, end, total, drafts))
+            budget -= end - start + drafts
         return scheduled
 
-    def _advance(self, request: Request, end: int, total: int) -> ScheduledRequest:
-        """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones."""
+    def _advance(self, request: Request, end: int, total: int, drafts: int = 0) -> ScheduledRequest:
+        """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones, and drafts
+        behind them."""
         start, pending = request.num_computed_tokens, request.num_pending_tokens
         samples = end == total
         request.num_computed_tokens = end
         request.num_pending_tokens += samples
+        request.num_possible_tokens += drafts
         if not pending and self.prefix_cache is not None:
             self.prefix_cache.insert(request)
-        return ScheduledRequest(request, start, end - start, samples, pending > 0)
+        return ScheduledRequest(request, start, end - start + drafts, samples, pending > 0, drafts)
 
     def _admit(self, scheduled: list[ScheduledRequest]) -> None:
         """Start waiting requests, in order, until one does not fit; append their first chunks to ``scheduled``."""
