@@ -213,19 +213,19 @@ class Scheduler:
         self._just_ended.clear()
         cache, size = self.prefix_cache, self.block_size
         new_tokens = []
-        for item, tokens in zip(plan.scheduled, sampled, strict=True):
+        for (request, _, _, _, _, drafts), tokens in zip(plan.scheduled, sampled, strict=True):
             if not tokens:
                 continue
-            request = item.request
             request.num_pending_tokens -= 1
-            if item.drafts:
-                request.num_possible_tokens -= item.drafts
+            if drafts:
+                request.num_possible_tokens -= drafts
                 if request.status is RequestStatus.RUNNING:  # else its blocks are gone
                     request.num_computed_tokens += len(tokens) - 1
             if request.status.is_finished:
                 continue
-            request.output_token_ids += tokens  # also of a request that was preempted since
-            total, ending = request.num_tokens, None
+            output = request.output_token_ids
+            output += tokens  # also of a request that was preempted since
+            total, ending = len(request.prompt_token_ids) + len(output), None
             if total >= request.length_limit or not request.ends.isdisjoint(tokens):
                 ending = self._cut(request, len(tokens))
             if ending is not None:
@@ -248,21 +248,21 @@ class Scheduler:
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
-        budget, size = self.config.max_num_batched_tokens, self.block_size
+        budget, size, most_drafts = self.config.max_num_batched_tokens, self.block_size, self._most_drafts
         at = 0
         while budget > 0 and at < len(self._running):
             request = self._running[at]
             at += 1
-            total = request.num_tokens + request.num_pending_tokens
+            total = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending_tokens
             if request.num_pending_tokens and total >= request.length_limit:
                 continue  # the token in flight ends it
             start = request.num_computed_tokens
             end = last = min(total, start + budget)
             drafts = 0
-            if self._most_drafts:
+            if most_drafts:
                 if start + 1 == total:  # and a token of the budget is left for each request behind it
                     room = min(budget - 1 - len(self._running) + at, request.length_limit - 1 - total)
-                    drafts = max(0, min(self._most_drafts, room))
+                    drafts = max(0, min(most_drafts, room))
                 last = min(end + request.num_possible_tokens + drafts, request.length_limit - 1)
             if last > len(request.block_ids) * size:  # one step of a request in `size`
                 needed = self._blocks_for(last) - len(request.block_ids)
@@ -282,7 +282,8 @@ class Scheduler:
         samples = end == total
         request.num_computed_tokens = end
         request.num_pending_tokens += samples
-        request.num_possible_tokens += drafts
+        if drafts:
+            request.num_possible_tokens += drafts
         if not pending and self.prefix_cache is not None:
             self.prefix_cache.insert(request)
         return ScheduledRequest(request, start, end - start + drafts, samples, pending > 0, drafts)
