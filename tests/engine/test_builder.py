@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine.builder import StepBuilder
+from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.inputs import upload_step
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
 from tritonllm.engine.request import Request
@@ -53,7 +54,7 @@ def build(*items, builder=None, **kwargs):
     seed=st.integers(0, 99),
 )
 def test_positions_and_slots(block_size, spans, seed):
-    """Of chunks anywhere in their sequences, whose blocks lie anywhere."""
+    """Of chunks anywhere in their sequences, whose blocks lie anywhere; of decodes as the device derives them."""
     blocks = iter(np.random.default_rng(seed).permutation(1000).tolist())
     items, positions, slots = [], [], []
     for seat, (start, count) in enumerate(spans):
@@ -61,7 +62,10 @@ def test_positions_and_slots(block_size, spans, seed):
         items.append(item(str(seat), list(range(100)), mine, start, count, seat=seat))
         positions += range(start, start + count)
         slots += [mine[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
-    inputs = build(*items, block_size=block_size).inputs
+    items.sort(key=lambda i: i.num_tokens > 1 or not i.samples)
+    batch = upload_step(build(*items, block_size=block_size), len(items), block_size, CPU)
+    DeviceSeats(SEATS, block_size, CPU).advance(batch)
+    inputs = batch.inputs
     assert (inputs.positions.tolist(), inputs.slot_mapping.tolist()) == (positions, slots)
     assert inputs.input_ids.tolist() == positions
     assert inputs.seq_lens.tolist() == [start + count for start, count in spans]
@@ -72,13 +76,15 @@ def test_a_mixed_step():
     in_flight = item("p", [5, 6], [7], 2, 1, seat=0, pending=True, temperature=0)
     last_chunk = item("b", [10, 11, 12], [0], 1, 2, seat=2, temperature=0)
     first_chunk = item("c", [20, 21, 22, 23], [2, 4], 0, 3, seat=1)
-    builder = make_builder()
-    seats = builder.seats
-    seats.drawn[:] = 7
-    step = build(decode, in_flight, last_chunk, first_chunk, builder=builder)
-    batch = upload_step(step, 4, 4, CPU)
+    step = build(decode, in_flight, last_chunk, first_chunk)
+    batch, seats = upload_step(step, 4, 4, CPU), DeviceSeats(SEATS, 4, CPU)
     metadata, inputs, sampling = batch.metadata, batch.inputs, batch.sampling(3)
-    assert inputs.input_ids.tolist() == [9, -8, 11, 12, 20, 21, 22]
+    assert inputs.input_ids.tolist() == [9, -1, 11, 12, 20, 21, 22]
+    assert (inputs.seats.tolist(), inputs.starts.tolist()) == ([5, 0, 2, -1], [4, -1, 2, -1])
+    seats.tell(step.parameters)
+    seats._state.last_tokens[0], seats._state.positions[0] = 33, 2  # of p
+    seats.advance(batch)
+    assert inputs.input_ids.tolist() == [9, 33, 11, 12, 20, 21, 22]
     assert inputs.positions.tolist() == [4, 2, 1, 2, 0, 1, 2]
     assert metadata.slot_mapping.tolist() == [4, 30, 1, 2, 8, 9, 10]
     assert metadata.block_tables.tolist() == [[3, 1], [7, 0], [0, 0], [2, 4]]
@@ -93,7 +99,8 @@ def test_a_mixed_step():
         3,
         0,
     ]  # the first chunk of `c` samples nothing; one row that nobody wants
-    assert seats.drawn.tolist() == [1, 7, 2, 7, 7, 0, 7, 7]  # of a, p and b, for the next step
+    assert seats._state.row_seats.tolist() == [5, 0, 2, -1, -1, -1, -1, -1]  # a, p and b get tokens
+    assert [t[3].item() for t in batch.rows] == [0.0, 0, 1.0, 0.0, 0, 0]  # nobody's
     assert sampling.temperature.tolist() == [0.5, 0.0, 0.0]
     assert sampling.top_k.tolist() == [7, 0, 0]
     assert torch.allclose(sampling.top_p, torch.tensor([0.9, 1.0, 1.0]))
@@ -131,7 +138,8 @@ def test_a_seat_is_told_of_new_blocks_a_new_request_and_a_preemption():
     second = item("b", list(range(5)), [8, 7], 0, 5, seat=4, temperature=0, top_p=0.5)
     step = build(second, builder=builder)
     assert step.block_tables.tolist() == [[8, 7]]
-    assert (step.inputs.temperature.tolist(), step.inputs.top_p.tolist()) == ([0.0], [0.5])
+    assert (step.parameters.temperature[4], step.parameters.top_p[4], step.parameters.steps[4]) == (0.0, 0.5, -5)
+    assert build(second, builder=builder).parameters is None  # nothing has changed
     second.request.admission = next(ADMISSIONS)
     second.request.block_ids = [2, 6]  # as many as before, but others
     assert build(second, builder=builder).block_tables.tolist() == [[2, 6]]

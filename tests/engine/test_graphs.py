@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine import graphs as module
+from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.graphs import GraphKey, GraphLimits, StepGraphs, decode_sizes, graph_sizes, token_sizes
 from tritonllm.engine.inputs import upload_step
-from tritonllm.engine.step import PromptSpan, SharedPrefix, Step, StepInputs
+from tritonllm.engine.step import PARAMETERS, PromptSpan, SamplingParameters, SharedPrefix, Step, StepInputs
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import LengthRegime
 from tritonllm.layers.segments import Segment, Segments, decodes
 
 CPU, BLOCK, WIDTH, SEATS = torch.device("cpu"), 4, 6, 20
-DRAWN = torch.arange(SEATS) + 30
 
 
 @pytest.mark.parametrize(("seats", "sizes"), [(1, [1]), (8, [8]), (9, [8, 9]), (256, [8, 64, 256])])
@@ -52,13 +52,22 @@ class Model:
         self.table = torch.randn(50, 2, 16, generator=generator)
         self.cache = KVCacheView(*torch.randn(2, 200, BLOCK, 1, 16, generator=generator))
         self.calls = []
+        self.seats = DeviceSeats(SEATS, BLOCK, CPU)
+
+    def see(self, step):
+        """Let the seats be as the steps before would have left them."""
+        state, n = self.seats._state, step.segments.decode.sequences
+        state.row_seats.fill_(-1)
+        seats = torch.from_numpy(step.inputs.seats[:n]).long()
+        state.positions[seats] = torch.from_numpy(step.inputs.seq_lens[:n]) - 1
+        state.last_tokens[seats] = (seats.int() * 7 + 3) % 50
+        if step.parameters is not None:
+            self.seats.tell(step.parameters)
 
     def __call__(self, batch):
         i, metadata = batch.inputs, batch.metadata
-        n = metadata.segments.decode.tokens
-        ids = i.input_ids.clone()
-        ids[:n] = torch.where(ids[:n] < 0, DRAWN[-1 - ids[:n].clamp_max(-1)].int(), ids[:n])
-        hidden = paged_attention(self.table[ids.long()], metadata, self.cache).flatten(1) + i.positions[:, None]
+        self.seats.advance(batch)
+        hidden = paged_attention(self.table[i.input_ids.long()], metadata, self.cache).flatten(1) + i.positions[:, None]
         tokens = None
         if metadata.segments.only_decodes:
             s = batch.sampling(len(hidden))
@@ -119,36 +128,40 @@ def step_of(lengths, chunks=(), seed=0):
     positions = np.concatenate([np.arange(start, start + count) for start, count in spans])
     ids = rng.integers(0, 50, len(positions)).astype(np.int32)
     in_flight = np.array(lengths, dtype=int) < 0
-    ids[:n][in_flight] = -1 - rng.permutation(SEATS)[:n][in_flight]
+    ids[:n][in_flight] = -1
+    slots = np.arange(len(positions)) + 7
+    positions[:n], slots[:n] = 0, -1  # the device derives them
     samples = (np.arange(len(spans)) < n) | (rng.random(len(spans)) < 0.5)  # not all prompts end here
     ends = np.cumsum([count for _, count in spans]) - 1
     rows, counts = int(samples.sum()), [count for _, count in chunks]
     seq_lens = np.array([start + count for start, count in spans], dtype=np.int32)
+    starts = seq_lens - 1
+    starts[:n][in_flight] = -1
+    parameters = {
+        name: (rng.random(SEATS) * 9).astype(column.dtype) + (name == "steps") for name, column in PARAMETERS.items()
+    }
     inputs = StepInputs(
         positions=positions,
-        slot_mapping=np.arange(len(positions)) + 7,
+        slot_mapping=slots,
         logit_rows=ends[samples],
-        seeds=rng.integers(0, 99, rows),
-        steps=rng.integers(0, 99, rows),
         input_ids=ids,
         seq_lens=seq_lens,
         decode_order=np.argsort(-seq_lens[:n], kind="stable").astype(np.int32),
         verify_starts=np.zeros(1, dtype=np.int32),
         cu_seqlens_q=np.cumsum([0, *counts]).astype(np.int32),
-        top_k=rng.integers(0, 9, rows).astype(np.int32),
-        temperature=rng.random(rows, dtype=np.float32),
-        top_p=rng.random(rows, dtype=np.float32),
-        min_p=rng.random(rows, dtype=np.float32),
+        seats=rng.permutation(SEATS)[:rows].astype(np.int32),
+        starts=starts[samples],
     )
     segments = Segments(decodes(n), chunk=Segment(len(chunks), sum(counts), max(counts, default=0)))
     tables = rng.permutation(200)[: len(spans) * width].reshape(len(spans), width).astype(np.int32)
-    return Step(segments, inputs, tables, samples)
+    return Step(segments, inputs, tables, samples, SamplingParameters(**parameters))
 
 
 def sharing(n, blocks, who, seed=0):
     """Decodes of which those in ``who`` share blocks; 0 blocks: an ordinary step."""
     rng = np.random.default_rng(seed)
-    step = step_of(rng.integers(blocks * BLOCK + 2, (WIDTH - 1) * BLOCK, n).tolist(), seed=seed)
+    lengths = rng.integers(blocks * BLOCK + 2, (WIDTH - 1) * BLOCK, n) * rng.choice((-1, 1), n)  # some in flight
+    step = step_of(lengths.tolist(), seed=seed)
     if not blocks:
         return step
     shares = np.isin(np.arange(n), who)
@@ -157,8 +170,10 @@ def sharing(n, blocks, who, seed=0):
 
 
 def eagerly(model, step):
-    """Hidden states and tokens without a graph."""
-    return model(upload_step(step, step.num_rows, BLOCK, CPU))
+    """The batch, and hidden states and tokens without a graph."""
+    model.see(step)
+    batch = upload_step(step, step.num_rows, BLOCK, CPU)
+    return batch, *model(batch)
 
 
 def test_replays_of_decodes_equal_steps_without_graphs():
@@ -172,6 +187,7 @@ def test_replays_of_decodes_equal_steps_without_graphs():
         step = sharing(n, blocks, who, seed)
         key = graphs.key_for(step)
         assert (key.tokens, key.shared, key.regime) == (0, blocks > 0, LengthRegime.ANY)
+        model.see(step)
         captured = graphs.run(step, key)
         hidden, tokens = captured.hidden.clone(), captured.tokens.clone()
         metadata = captured.batch.metadata
@@ -180,10 +196,13 @@ def test_replays_of_decodes_equal_steps_without_graphs():
         size = len(metadata.seq_lens)
         assert len(hidden) == len(tokens) == size == key.decodes
         assert metadata.decode_order.tolist() == [*step.inputs.decode_order.tolist(), *range(n, size)]
-        assert captured.batch.inputs.top_p[n:].tolist() == [1.0] * (size - n)
-        for mine, wanted in zip(captured.batch.sampling(n), upload_step(step, n, BLOCK, CPU).sampling(n), strict=True):
-            assert torch.equal(mine, wanted)
-        torch.testing.assert_close((hidden[:n], tokens[:n]), eagerly(model, step))
+        assert captured.batch.rows.top_p[n:].tolist() == [1.0] * (size - n)
+        batch, *wanted = eagerly(model, step)
+        for mine, other in zip(captured.batch.sampling(n), batch.sampling(n), strict=True):
+            assert torch.equal(mine, other)
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
+            assert torch.equal(getattr(captured.batch.inputs, name)[:n], getattr(batch.inputs, name)), name
+        torch.testing.assert_close([hidden[:n], tokens[:n]], wanted)
 
 
 @given(
@@ -199,18 +218,21 @@ def test_replays_equal_steps_without_graphs(shared_graphs, lengths, chunks, seed
     if sum(count for _, count in chunks) > 20:
         assert key is None
         return
+    model.see(step)
     captured = graphs.run(step, key)
     wanted, (batch, padded) = captured.hidden.clone(), model.calls[-1]
     metadata = batch.metadata
     assert metadata.segments.decode == decodes(key.decodes) and metadata.segments.chunk.tokens == key.tokens
     assert len(padded) == len(batch.inputs.input_ids) == key.decodes + key.tokens
     used = [*range(n), *range(key.decodes, key.decodes + key.tokens)][: step.segments.tokens]
-    assert sorted(metadata.slot_mapping[metadata.slot_mapping >= 0].tolist()) == step.inputs.slot_mapping.tolist()
-    assert metadata.slot_mapping[used].tolist() == step.inputs.slot_mapping.tolist()
+    slots = metadata.slot_mapping[used].tolist()
+    assert sorted(metadata.slot_mapping[metadata.slot_mapping >= 0].tolist()) == sorted(slots)
+    assert slots[n:] == step.inputs.slot_mapping[n:].tolist()
     assert metadata.cu_seqlens_q[-1] == key.tokens
     assert metadata.decode_order.tolist() == [*step.inputs.decode_order.tolist(), *range(n, key.decodes)]
     assert padded.isfinite().all()
-    expected, tokens = eagerly(model, step)
+    eager, expected, tokens = eagerly(model, step)
+    assert slots[:n] == eager.metadata.slot_mapping[:n].tolist()
     torch.testing.assert_close(wanted[: step.num_rows], expected)
     if tokens is not None:
         assert torch.equal(captured.tokens[:n], tokens)
@@ -261,8 +283,9 @@ def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):
         patch.setattr(module, "upload", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             graphs.run(steps[1], GraphKey(8, 0))
+    model.see(steps[1])
     captured = graphs.run(steps[1], GraphKey(8, 0))
-    torch.testing.assert_close(captured.hidden[:5], eagerly(model, steps[1])[0])
+    torch.testing.assert_close(captured.hidden[:5], eagerly(model, steps[1])[1])
 
 
 def test_tables_go_to_the_device_only_when_they_have_changed(monkeypatch):
@@ -273,4 +296,5 @@ def test_tables_go_to_the_device_only_when_they_have_changed(monkeypatch):
     for next_step, count in ((step, 1), (step, 1), (mixed, 2), (step, 3), (step, 3)):
         graphs.run(next_step, graphs.key_for(next_step))
         assert len(sent) == count
-    torch.testing.assert_close(graphs.run(step, graphs.key_for(step)).hidden[:5], eagerly(model, step)[0])
+    model.see(step)
+    torch.testing.assert_close(graphs.run(step, graphs.key_for(step)).hidden[:5], eagerly(model, step)[1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tritonllm.engine.builder import StepBuilder
+from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.edits import MAX_ENTRIES, check_edits
 from tritonllm.engine.inputs import upload, upload_step
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
@@ -46,15 +47,19 @@ class Engine:
     """A sampler, and what builds the steps for it."""
 
     def __init__(self, seats):
-        self.builder, self.sampler = StepBuilder(seats, 100, 1), Sampler(seats, VOCAB, CPU)
+        self.builder, self.seats = StepBuilder(seats, 100, 1), DeviceSeats(seats, 1, CPU)
+        self.sampler = Sampler(self.seats.drawn, VOCAB)
 
 
 def sample_from(logits, requests, engine=None):
     """(tokens, log-probabilities) of one step, as lists."""
     engine = engine or Engine(len(requests))
     step = step_of(requests, engine.builder)
-    inputs = upload_step(step, len(requests), 1, CPU).sampling(len(requests))
-    tokens, scores = engine.sampler.sample(logits.clone(), inputs, step)  # which edits them
+    batch = upload_step(step, len(requests), 1, CPU)
+    if step.parameters is not None:
+        engine.seats.tell(step.parameters)
+    engine.seats.advance(batch)
+    tokens, scores = engine.sampler.sample(logits.clone(), batch.sampling(len(requests)), step)  # which edits them
     return tokens.tolist(), None if scores is None else [t.tolist() for t in scores]
 
 
@@ -64,8 +69,8 @@ def edited(made):
     step = step_of([made, request()])
     if step.edited is None:
         return logits[0], logits[0]
-    state = Sampler(2, VOCAB, CPU)._told(step.new_edits)
-    seats, steps = upload([step.edited, step.inputs.steps], CPU)
+    state = Sampler(torch.zeros(2, dtype=torch.int64), VOCAB)._told(step.new_edits)
+    seats, steps = upload([step.edited, step.inputs.starts.astype("int64") + 1 + step.parameters.steps], CPU)
     after = edit_logits_ref(logits, state, seats, steps)
     assert torch.equal(after[1], logits[1])
     return after[0], logits[0]

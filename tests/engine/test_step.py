@@ -92,8 +92,9 @@ def test_arrays_lie_apart_and_where_kernels_want_them():
     spans = sorted((span.start, span.end) for span in layout.spans.values())
     assert all(start % ALIGNMENT == 0 for start, _ in spans)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert spans[-1][1] <= layout.size
-    arrays = layout.arrays(np.zeros(layout.size, dtype=np.uint8))
+    assert spans[-1][1] <= layout.sent <= min(span.start for span in layout.rows.values())
+    assert max(span.end for span in layout.rows.values()) <= layout.size
+    arrays = layout.arrays(np.zeros(layout.sent, dtype=np.uint8))
     for name, column in COLUMNS.items():
         assert getattr(arrays, name).dtype == column.dtype
     names = ("positions", "seq_lens", "decode_order", "logit_rows", "cu_seqlens_q")
@@ -112,7 +113,7 @@ def test_every_element_is_written():
             results.append({name: getattr(arrays, name).tolist() for name in COLUMNS})
         assert results[0] == results[1]
         assert results[0]["cu_seqlens_q"][-1] == larger.segments.chunk.tokens
-        assert results[0]["top_p"][4:] == [1.0] * (larger.rows - 4)
+        assert results[0]["seats"][4:] == [-1] * (larger.rows - 4)
 
 
 def test_the_device_sees_what_was_packed():
@@ -121,9 +122,9 @@ def test_the_device_sees_what_was_packed():
     layout = Layout(larger)
     arrays = layout.arrays(np.zeros(layout.size, dtype=np.uint8))
     place(step, arrays, larger)
-    there = views(pack(step, larger, CPU), layout)
+    there = views(pack(step, larger, CPU), layout.spans)
     for name, column in COLUMNS.items():
-        tensor = getattr(there, name)
+        tensor = there[name]
         assert tensor.numpy().dtype == column.dtype
         assert tensor.tolist() == getattr(arrays, name).tolist()
 

@@ -29,50 +29,48 @@ class StepBuilder:
         self._planner = planner
 
     def build(self, plan: StepPlan) -> Step:
-        """The step of a plan that is not empty."""
+        """The step of a plan that is not empty.
+
+        Raises:
+            NotImplementedError: it has drafts, for which there is no runner yet.
+        """
+        if plan.segments.verify.sequences:
+            raise NotImplementedError("a step with drafts to verify")
         items, seats, size, n = plan.scheduled, self.seats, self._block_size, plan.segments.decode.sequences
         requests, *columns = zip(*items, strict=True)
         starts, counts, samples, in_flight = map(np.array, columns[:4])
         at = seats.rows(requests)
         ends, lasts = starts + counts, np.cumsum(counts)
         tables = seats.tables[at, : -(-int(ends.max()) // size)]
-        sequence = np.repeat(np.arange(len(items)), counts)  # of each token
-        positions = np.arange(plan.num_tokens) - np.repeat(lasts - counts - starts, counts)
-        input_ids = np.empty(plan.num_tokens, dtype=np.int32)
-        for i in np.flatnonzero(~in_flight).tolist():
+        input_ids = np.full(plan.num_tokens, -1, dtype=np.int32)
+        for i in np.flatnonzero(~in_flight).tolist():  # the others are decodes, and the device knows them
             end = int(lasts[i])
             input_ids[end - items[i].num_tokens : end] = requests[i].token_ids(int(starts[i]), int(ends[i]))
-        pending = np.flatnonzero(in_flight)  # all are decodes, and were sampled from in the step before
-        input_ids[pending] = -1 - seats.drawn[at[pending]]
+        positions, slots = self._chunk_places(starts[n:], counts[n:], tables[n:], n)
         drawing = requests if samples.all() else [item.request for item in items if item.samples]
-        rows = at[samples]  # seats
-        seats.drawn[rows] = np.arange(len(rows))
-        steps = ends[samples] - seats.prompt_lens[rows]
+        rows, row_ends = at[samples], ends[samples]
         seq_lens = ends.astype(np.int32)
         inputs = StepInputs(
             positions=positions,
-            slot_mapping=tables[sequence, positions // size].astype(np.int64) * size + positions % size,
+            slot_mapping=slots,
             logit_rows=lasts[samples] - 1,
-            seeds=seats.seeds[rows],
-            steps=steps,
             input_ids=input_ids,
             seq_lens=seq_lens,
             decode_order=np.argsort(-seq_lens[:n], kind="stable").astype(np.int32),
             verify_starts=np.zeros(1, dtype=np.int32),
             cu_seqlens_q=np.concatenate(([0], np.cumsum(counts[n:]))).astype(np.int32),
-            top_k=seats.top_k[rows],
-            temperature=seats.temperature[rows],
-            top_p=seats.top_p[rows],
-            min_p=seats.min_p[rows],
+            seats=rows.astype(np.int32),
+            starts=np.where(in_flight[samples], -1, row_ends - 1).astype(np.int32),
         )
         logprobs = int(seats.logprobs[rows].max(initial=-1))
-        edited, new_edits = self._edits(drawing, rows, steps)
+        edited, new_edits = self._edits(drawing, rows, row_ends)
         return Step(
             plan.segments,
             inputs,
             tables,
             samples,
-            choose_regime(seq_lens[:n]),
+            parameters=seats.take_parameters(),
+            regime=choose_regime(seq_lens[:n]),
             shared=None if self._planner is None else self._planner.plan(tables[:n], seq_lens[:n]),
             logprobs=None if logprobs < 0 else logprobs,
             edited=edited,
@@ -80,12 +78,26 @@ class StepBuilder:
             prompt_spans=_prompt_spans(items, n),
         )
 
+    def _chunk_places(
+        self, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray, num_decodes: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and slots of all tokens, those of decodes left out: they stand first."""
+        size, ends = self._block_size, np.cumsum(counts)
+        total = num_decodes + int(counts.sum())
+        positions, slots = np.zeros(total, dtype=np.int64), np.full(total, -1, dtype=np.int64)
+        if len(counts):
+            sequence = np.repeat(np.arange(len(counts)), counts)  # of each token
+            mine = np.arange(total - num_decodes) - np.repeat(ends - counts - starts, counts)
+            positions[num_decodes:] = mine
+            slots[num_decodes:] = tables[sequence, mine // size].astype(np.int64) * size + mine % size
+        return positions, slots
+
     def _edits(
-        self, requests: Sequence[Request], rows: np.ndarray, steps: np.ndarray
+        self, requests: Sequence[Request], rows: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray | None, tuple[SeatEdits, ...]]:
         """The seats of those whose logits this step edits, -1 for the others, and what the device must be told."""
         seats = self.seats
-        edited = seats.edits[rows] | (steps < seats.min_tokens[rows])
+        edited = seats.edits[rows] | (ends < seats.edited_lens[rows])
         if not edited.any():
             return None, ()
         new = np.flatnonzero(edited & ~seats.edits_told[rows])

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_cascade, views
+from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_cascade
 from tritonllm.engine.step import Room, Step, dummy_step, layout_of
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention_cascade import cascade_parts
@@ -231,9 +231,8 @@ class StepGraphs:
         replay would have; what else it writes (keys, values, drawn tokens) the replay that follows writes again.
         """
         room = self._rooms[key.decodes, key.tokens]
-        inputs, tables = views(self._memory, layout_of(room)), self._tables[: room.segments.sequences]
-        cascade = self._plans[key.decodes] if key.shared else None
-        batch = make_batch(inputs, tables, room.segments, key.regime, cascade)
+        tables = self._tables[: room.segments.sequences]
+        batch = make_batch(self._memory, room, tables, key.regime, self._plans[key.decodes] if key.shared else None)
         graph, (hidden, tokens) = self._capture_graph(lambda: self._work(batch), key.tokens > 0)
         return Captured(graph, batch, hidden, tokens)
 

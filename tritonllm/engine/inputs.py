@@ -1,31 +1,21 @@
 """A step's inputs on the device: what the model and the sampler read, sent there in one copy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tritonllm.engine.step import ALIGNMENT, COLUMNS, Layout, Room, Step, StepInputs, layout_of, place
+from tritonllm.engine.step import ALIGNMENT, COLUMNS, PARAMETERS, Room, Span, Step, StepInputs, layout_of, place
 from tritonllm.kernels import CascadePlan, plan_cascade
+from tritonllm.kernels.seat_state import SamplingRows
 from tritonllm.layers.metadata import AttentionMetadata
 from tritonllm.layers.regime import LengthRegime
-from tritonllm.layers.segments import Segments
 
 PINNED = 8  # blocks of each size that are kept: what three steps, one running and two on their way, have in flight
-TORCH_DTYPES = {column.dtype: torch.from_numpy(np.empty(0, column.dtype)).dtype for column in COLUMNS.values()}
-
-
-class SamplingInputs(NamedTuple):
-    """What `sample` reads of :class:`StepInputs`, in the order of its arguments."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
-    steps: torch.Tensor
+TORCH_DTYPES = {
+    c.dtype: torch.from_numpy(np.empty(0, c.dtype)).dtype for c in (*COLUMNS.values(), *PARAMETERS.values())
+}
 
 
 @dataclass(frozen=True)
@@ -34,27 +24,27 @@ class Batch:
 
     Attributes:
         inputs: the arrays.
-        metadata: what attention reads of them.
+        rows: what sampling wants, of each token that is sampled from; made from the seats.
+        metadata: what attention reads of the arrays.
     """
 
     inputs: StepInputs[torch.Tensor]
+    rows: SamplingRows
     metadata: AttentionMetadata
 
-    def sampling(self, rows: int) -> SamplingInputs:
-        """Those of the first ``rows`` tokens that are sampled from."""
-        return SamplingInputs(*(getattr(self.inputs, name)[:rows] for name in SamplingInputs._fields))
+    def sampling(self, rows: int) -> SamplingRows:
+        """Of the first ``rows`` tokens that are sampled from."""
+        return SamplingRows(*(column[:rows] for column in self.rows))
 
 
 def make_batch(
-    inputs: StepInputs[torch.Tensor],
-    block_tables: torch.Tensor,
-    segments: Segments,
-    regime: LengthRegime,
-    cascade: CascadePlan | None,
+    memory: torch.Tensor, room: Room, block_tables: torch.Tensor, regime: LengthRegime, cascade: CascadePlan | None
 ) -> Batch:
-    """The one place where a step's arrays become attention's metadata."""
+    """The one place where a step's arrays, in ``memory`` uint8, become attention's metadata."""
+    layout = layout_of(room)
+    inputs = StepInputs(**views(memory, layout.spans))
     metadata = AttentionMetadata(
-        segments=segments,
+        segments=room.segments,
         slot_mapping=inputs.slot_mapping,
         block_tables=block_tables,
         seq_lens=inputs.seq_lens,
@@ -64,13 +54,12 @@ def make_batch(
         cascade=cascade,
         regime=regime,
     )
-    return Batch(inputs, metadata)
+    return Batch(inputs, SamplingRows(**views(memory, layout.rows)), metadata)
 
 
-def views(memory: torch.Tensor, layout: Layout) -> StepInputs[torch.Tensor]:
-    """The arrays in ``memory[size or more]`` uint8."""
-    spans = layout.spans.items()
-    return StepInputs(**{name: memory[at:end].view(TORCH_DTYPES[dtype]) for name, (at, end, dtype) in spans})
+def views(memory: torch.Tensor, spans: Mapping[str, Span]) -> dict[str, torch.Tensor]:
+    """The arrays in ``memory`` uint8."""
+    return {name: memory[at:end].view(TORCH_DTYPES[dtype]) for name, (at, end, dtype) in spans.items()}
 
 
 def reserve_pinned() -> None:
@@ -91,7 +80,7 @@ def host_bytes(size: int, device: torch.device) -> torch.Tensor:
 def pack(step: Step, room: Room, device: torch.device) -> torch.Tensor:
     """The arrays of a step, placed in ``room``, in host memory: what one copy takes to the device."""
     layout = layout_of(room)
-    host = host_bytes(layout.size, device)
+    host = host_bytes(layout.sent, device)
     place(step, layout.arrays(host.numpy()), room)
     return host
 
@@ -130,7 +119,8 @@ def upload_step(step: Step, rows: int, block_size: int, device: torch.device) ->
         rows: room for tokens that are sampled from, of which the step's own are the first.
     """
     room = Room(step.segments, rows)
-    memory = pack(step, room, device).to(device, non_blocking=True)
+    packed = pack(step, room, device)
+    memory = torch.empty(layout_of(room).size, dtype=torch.uint8, device=device)
+    memory[: len(packed)].copy_(packed, non_blocking=True)
     (tables,) = upload([step.block_tables], device)
-    inputs = views(memory, layout_of(room))
-    return make_batch(inputs, tables, step.segments, step.regime, upload_cascade(step, block_size, device))
+    return make_batch(memory, room, tables, step.regime, upload_cascade(step, block_size, device))

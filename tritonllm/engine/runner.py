@@ -4,6 +4,7 @@ import torch
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.builder import StepBuilder
+from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.plan import StepPlan
@@ -42,7 +43,8 @@ class ModelRunner:
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self._sampled = graph_sizes(seats)
-        self._sampler = Sampler(seats, model.spec.vocab_size, device)
+        self._seats = DeviceSeats(seats, self._block_size, device)
+        self._sampler = Sampler(self._seats.drawn, model.spec.vocab_size)
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
@@ -125,7 +127,7 @@ class ModelRunner:
         """The steps that are run before the first request."""
         scheduler = self._config.scheduler
         return WarmUp(
-            self._forward,
+            self._advance,
             self.sample_hidden,
             device=self._device,
             block_size=self._block_size,
@@ -175,6 +177,8 @@ class ModelRunner:
         """Start one step; its results can be waited for, and the next one may be started before."""
         logprobs = None
         prompt_logprobs: list[tuple[str, int, LogprobTensors]] = []
+        if step.parameters is not None:
+            self._seats.tell(step.parameters)
         key = None if self._graphs is None else self._graphs.key_for(step)
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
@@ -196,18 +200,18 @@ class ModelRunner:
     def _run_eagerly(self, step: Step, batch: Batch) -> torch.Tensor:
         """Hidden states of the tokens that are sampled from (and of padding), or of all."""
         everyone = step.num_rows == step.segments.tokens  # then the rows are in their order already
-        return self._forward_pending(batch, None if everyone or step.prompt_spans else batch.inputs.logit_rows)
+        return self._advance(batch, None if everyone or step.prompt_spans else batch.inputs.logit_rows)
 
-    def _forward_pending(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
-        """:meth:`_forward` after the decodes got what the step before drew for them."""
-        self._sampler.fill_pending(batch.inputs.input_ids[: batch.metadata.segments.decode.tokens])
+    def _advance(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
+        """:meth:`_forward` from the state of the seats that the step before has left."""
+        self._seats.advance(batch)
         return self._forward(batch, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a graph holds of a step: of decodes alone all of it, from the last tokens to the next ones."""
         if not batch.metadata.segments.only_decodes:
-            return self._forward_pending(batch, batch.inputs.logit_rows), None
-        hidden = self._forward_pending(batch, None)
+            return self._advance(batch, batch.inputs.logit_rows), None
+        hidden = self._advance(batch, None)
         return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> list[tuple[str, int, LogprobTensors]]:

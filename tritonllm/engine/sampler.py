@@ -6,39 +6,35 @@ Nothing here waits for the device. Results stay there until a :class:`~tritonllm
 import torch
 
 from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
-from tritonllm.engine.inputs import SamplingInputs, upload
+from tritonllm.engine.inputs import upload
 from tritonllm.engine.results import LogprobTensors
 from tritonllm.engine.step import Step
-from tritonllm.kernels import fill_pending_tokens, sample, token_logprobs
+from tritonllm.kernels import sample, token_logprobs
 from tritonllm.kernels.logit_edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
+from tritonllm.kernels.seat_state import SamplingRows
 
 
 class Sampler:
-    """Draws tokens, and remembers on the device what the last step drew, and the edits of each seat.
+    """Draws tokens, and keeps the edits of each seat on the device.
 
     Args:
-        seats: most requests running at once.
+        drawn: ``[seats]`` int64, where tokens are written.
         vocab: size of the vocabulary.
-        device: where the logits are.
     """
 
-    def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
-        self._drawn = torch.zeros(seats, dtype=torch.int64, device=device)
-        self._workspace = torch.zeros(seats, dtype=torch.int32, device=device)
-        self._size = seats, vocab
+    def __init__(self, drawn: torch.Tensor, vocab: int) -> None:
+        self._drawn = drawn
+        self._workspace = torch.zeros(len(drawn), dtype=torch.int32, device=drawn.device)
+        self._size = len(drawn), vocab
         self._state: LogitEdits | None = None
 
-    def fill_pending(self, input_ids: torch.Tensor) -> None:
-        """Put what row i drew last in the place of -1 - i in ``input_ids[N]`` int32."""
-        fill_pending_tokens(input_ids, self._drawn)
-
-    def draw(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, inputs: SamplingRows) -> torch.Tensor:
         """One token for each row of ``logits[R, V]`` float32 -> ``[R]`` int64, valid until the next draw. Can be
         captured in a graph."""
         return sample(logits, *inputs, workspace=self._workspace, out=self._drawn[: len(logits)])
 
     def sample(
-        self, logits: torch.Tensor, inputs: SamplingInputs, step: Step
+        self, logits: torch.Tensor, inputs: SamplingRows, step: Step
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
         """One token for each row, whatever its request asks for.
 
@@ -96,7 +92,6 @@ class Sampler:
         for edited in ({}, {"edits": edits, "seats": seats}):
             tokens = sample(logits, *limits, index, index, workspace=self._workspace, **edited)
         count_tokens(edits, seats, tokens)
-        self.fill_pending(index.int())
         for top in (0, 5):
             token_logprobs(logits, tokens, top)
 

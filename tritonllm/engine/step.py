@@ -30,6 +30,7 @@ class Per(enum.Enum):
     VERIFY_START = enum.auto()  # each verified sequence, and one more
     CHUNK_START = enum.auto()  # each prompt chunk, and one more
     ROW = enum.auto()  # each token that is sampled from
+    SEAT = enum.auto()  # each request that may run at once
 
 
 class Column(NamedTuple):
@@ -52,35 +53,58 @@ def _column(dtype: type, per: Per, padding: float = 0) -> dict[str, Column]:
 class StepInputs(Generic[Array]):
     """The inputs of one forward pass and of the draw that follows it.
 
+    Of decodes the host sends what it decides; the device derives the rest from their seats
+    (:func:`~tritonllm.kernels.advance_seats`).
+
     Attributes:
-        input_ids: -1 - i stands for the token that row i of the step before draws.
-        positions: each token's place in its sequence.
-        slot_mapping: where its key and value go.
-        seq_lens: keys of a sequence, this step's tokens included.
+        input_ids: -1 for a decode whose last token only the device knows.
+        positions: each token's place in its sequence; of decodes derived.
+        slot_mapping: where its key and value go; of decodes derived.
+        logit_rows: the tokens that are sampled from, in their order.
+        seats: whose they are.
+        starts: their positions; -1 for a decode of which only the device knows it.
+        seq_lens: keys of a sequence, this step's tokens included; of decodes at least so many, and derived.
         decode_order: the decodes from the longest to the shortest.
         verify_starts, cu_seqlens_q: see :class:`~tritonllm.layers.metadata.AttentionMetadata`.
-        logit_rows: the tokens that are sampled from, in their order.
-        temperature, top_p, min_p, top_k: 0, 1, 0 and 0 for greedy, and no limits.
-        seeds, steps: a request's seed, and the index of the token that it is about to get.
     """
 
     positions: Array = field(metadata=_column(np.int64, Per.TOKEN))
     slot_mapping: Array = field(metadata=_column(np.int64, Per.TOKEN, padding=-1))
     logit_rows: Array = field(metadata=_column(np.int64, Per.ROW))
-    seeds: Array = field(metadata=_column(np.int64, Per.ROW))
-    steps: Array = field(metadata=_column(np.int64, Per.ROW))
     input_ids: Array = field(metadata=_column(np.int32, Per.TOKEN))
     seq_lens: Array = field(metadata=_column(np.int32, Per.SEQUENCE))
     decode_order: Array = field(metadata=_column(np.int32, Per.DECODE))
     verify_starts: Array = field(metadata=_column(np.int32, Per.VERIFY_START))
     cu_seqlens_q: Array = field(metadata=_column(np.int32, Per.CHUNK_START))
-    top_k: Array = field(metadata=_column(np.int32, Per.ROW))
-    temperature: Array = field(metadata=_column(np.float32, Per.ROW))
-    top_p: Array = field(metadata=_column(np.float32, Per.ROW, padding=1.0))
-    min_p: Array = field(metadata=_column(np.float32, Per.ROW))
+    seats: Array = field(metadata=_column(np.int32, Per.ROW, padding=-1))
+    starts: Array = field(metadata=_column(np.int32, Per.ROW, padding=-1))
 
 
-COLUMNS: Mapping[str, Column] = {f.name: f.metadata["column"] for f in fields(StepInputs)}
+@dataclass(frozen=True)
+class SamplingParameters(Generic[Array]):
+    """What a draw needs beside logits, of each seat. Of a step's rows the device makes the same.
+
+    Attributes:
+        temperature, top_p, min_p, top_k: 0, 1, 0 and 0 for greedy, and no limits.
+        seeds: the request's own.
+        steps: the index of the token that a row is about to get; of a seat that index less the sequence's length, which
+            is minus the length of its prompt.
+    """
+
+    seeds: Array = field(metadata=_column(np.int64, Per.SEAT))
+    steps: Array = field(metadata=_column(np.int64, Per.SEAT))
+    top_k: Array = field(metadata=_column(np.int32, Per.SEAT))
+    temperature: Array = field(metadata=_column(np.float32, Per.SEAT))
+    top_p: Array = field(metadata=_column(np.float32, Per.SEAT, padding=1.0))
+    min_p: Array = field(metadata=_column(np.float32, Per.SEAT))
+
+
+def _columns(schema: type) -> Mapping[str, Column]:
+    return {f.name: f.metadata["column"] for f in fields(schema)}
+
+
+COLUMNS = _columns(StepInputs)
+PARAMETERS = _columns(SamplingParameters)
 
 
 class Room(NamedTuple):
@@ -115,26 +139,38 @@ class Span(NamedTuple):
     dtype: np.dtype
 
 
+def spans_of(columns: Mapping[str, Column], counts: Mapping[str, int], begin: int = 0) -> tuple[dict[str, Span], int]:
+    """Where arrays with so many entries lie in one piece of memory from ``begin`` on, and where they end."""
+    spans = {}
+    for name, column in columns.items():
+        end = begin + counts[name] * column.dtype.itemsize
+        spans[name] = Span(begin, end, column.dtype)
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+    return spans, begin
+
+
+def arrays_in(memory: np.ndarray, spans: Mapping[str, Span]) -> dict[str, np.ndarray]:
+    """The arrays in ``memory`` uint8."""
+    return {name: memory[at:end].view(dtype) for name, (at, end, dtype) in spans.items()}
+
+
 class Layout:
     """Where the arrays of a step lie in one piece of memory, so that one copy takes them all.
 
     Attributes:
-        spans: by name.
-        size: bytes.
+        spans: of :class:`StepInputs`.
+        sent: bytes of those.
+        rows: of :class:`SamplingParameters` of the step's rows, which the device makes.
+        size: bytes of all.
     """
 
     def __init__(self, room: Room) -> None:
-        self.spans: dict[str, Span] = {}
-        at = 0
-        for name, column in COLUMNS.items():
-            end = at + room.count(column.per) * column.dtype.itemsize
-            self.spans[name] = Span(at, end, column.dtype)
-            at = -(-end // ALIGNMENT) * ALIGNMENT
-        self.size = at
+        self.spans, self.sent = spans_of(COLUMNS, {name: room.count(column.per) for name, column in COLUMNS.items()})
+        self.rows, self.size = spans_of(PARAMETERS, dict.fromkeys(PARAMETERS, room.rows), self.sent)
 
     def arrays(self, memory: np.ndarray) -> StepInputs[np.ndarray]:
-        """The arrays in ``memory[size]`` uint8."""
-        return StepInputs(**{name: memory[at:end].view(dtype) for name, (at, end, dtype) in self.spans.items()})
+        """What is sent, in ``memory[sent]`` uint8."""
+        return StepInputs(**arrays_in(memory, self.spans))
 
 
 @lru_cache(maxsize=256)  # of captured steps; others come in all sizes
@@ -181,6 +217,7 @@ class Step:
         inputs: the arrays.
         block_tables: ``[B, M]`` int32.
         samples: ``[B]`` bool, which sequences the rows belong to, in their order.
+        parameters: what sampling wants of all seats, if a request is new to one.
         regime: of its lengths.
         shared: what the decodes share; ``None`` if it does not pay.
         logprobs: how many of the most likely tokens to report with each new one; ``None`` if nobody asks.
@@ -193,6 +230,7 @@ class Step:
     inputs: StepInputs[np.ndarray]
     block_tables: np.ndarray
     samples: np.ndarray
+    parameters: SamplingParameters[np.ndarray] | None = None
     regime: LengthRegime = LengthRegime.ANY
     shared: SharedPrefix | None = None
     logprobs: int | None = None

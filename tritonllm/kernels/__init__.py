@@ -34,7 +34,7 @@ _HOME = {
     "fused_moe": "moe_gemm",
     "moe_from_logits": "moe_routed",
     "cap_logits": "logits",
-    "fill_pending_tokens": "pending_tokens",
+    "advance_seats": "seat_state",
     "sample": "sampling",
     "count_tokens": "logit_edits",
     "rejection_sample": "rejection",
