@@ -164,7 +164,7 @@ def test_a_request_that_stops_has_computed_one_token_in_vain():
     scheduler.update(first, [[0], [7]])
     assert (a.finish_reason, a.output_token_ids) == ("stop", [0])
     assert scheduler.pool.num_free == scheduler.pool.num_blocks - len(b.block_ids)
-    assert [new.request for new in scheduler.update(second, [[9], [8]])] == [b]
+    assert scheduler.update(second, [[9], [8]]) == [(b, [8])]
     assert a.output_token_ids == [0]
 
 

@@ -159,7 +159,7 @@ def test_tokens_of_a_request_that_was_aborted_during_the_step_are_dropped():
     plan = scheduler.schedule()
     scheduler.abort("a")
     namesake = add(scheduler, "a", 8)
-    assert [new.request for new in scheduler.update(plan, [[1], [2]])] == [b]
+    assert scheduler.update(plan, [[1], [2]]) == [(b, [2])]
     assert (a.output_token_ids, namesake.output_token_ids, b.output_token_ids) == ([], [], [2])
     assert step(scheduler) == {"a": 4, "b": 1}  # the plan was run, so the first block of the two is in the cache
 

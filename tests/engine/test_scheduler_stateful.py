@@ -244,14 +244,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         new_tokens = self.scheduler.update(plan, sampled)
         kept = [(i.request, t) for i, t in zip(plan.scheduled, sampled, strict=True) if i.samples]
         kept = [(request, tokens) for request, tokens in kept if request not in finished]
-        assert [new.request for new in new_tokens] == [request for request, _ in kept]
-        for new, (request, tokens) in zip(new_tokens, kept, strict=True):
-            assert new.token_ids == tokens[: len(new.token_ids)]
-            assert len(new.token_ids) == len(tokens) or request.status.is_finished
-        for new in new_tokens:
-            assert new.request.output_token_ids[-len(new.token_ids) :] == new.token_ids
-            if new.request.status.is_finished:
-                self.check_ended(new.request)
+        assert [request for request, _ in new_tokens] == [request for request, _ in kept]
+        for (request, new), (_, tokens) in zip(new_tokens, kept, strict=True):
+            assert new == tokens[: len(new)] == request.output_token_ids[-len(new) :]
+            assert len(new) == len(tokens) or request.status.is_finished
+            if request.status.is_finished:
+                self.check_ended(request)
 
     def check_plan(self, plan, ran_before, computed, waiting_for):
         items, planned = plan.scheduled, [item.request for item in plan.scheduled]

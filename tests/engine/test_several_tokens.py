@@ -147,8 +147,7 @@ def test_the_first_ending_counts(tokens, params, output, reason, stop_reason):
     plan = scheduler.schedule()
     if most == 3:
         tokens = tokens[: 1 + plan.scheduled[0].drafts]
-    (new,) = scheduler.update(plan, [tokens])
-    assert new.token_ids == output
+    assert scheduler.update(plan, [tokens]) == [(request, output)]
     assert (request.output_token_ids, request.finish_reason, request.stop_reason) == ([7, *output], reason, stop_reason)
     assert (has_unfinished(scheduler), scheduler.pool.num_free) == (False, 100)
 

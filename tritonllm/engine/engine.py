@@ -169,13 +169,12 @@ class LLMEngine:
                 first += len(tokens)
         touched: dict[str, RequestState] = {}
         now, taken = time.monotonic(), 0
-        for new in new_tokens:
-            request = new.request
+        for request, new in new_tokens:
             state, sequence = self._sequences[request.request_id]
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
-            taken += len(new.token_ids)
-            stopped = sequence.extend(new.token_ids, result.logprobs, rows.get(request.request_id, 0))
+            taken += len(new)
+            stopped = sequence.extend(new, result.logprobs, rows.get(request.request_id, 0))
             if stopped is not None:
                 stop, drop = stopped
                 self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)

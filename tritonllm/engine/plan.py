@@ -90,11 +90,9 @@ def _segment(items: Sequence[ScheduledRequest]) -> Segment:
     return Segment(len(items), sum(counts), max(counts))
 
 
-class NewTokens(NamedTuple):
-    """Sampled tokens, appended to the request's output; ``request.status`` tells whether the last of them ended it."""
-
-    request: Request
-    token_ids: Sequence[int]
+# A request and its sampled tokens, which were appended to its output; its status tells whether the last of them ended
+# it. (A plain pair: names would cost a step of 256 requests 40 us.)
+NewTokens = tuple[Request, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ class Scheduler:
             plan.check(counts)
         self._just_ended.clear()
         cache, size = self.prefix_cache, self.block_size
-        new_tokens = []
+        new_tokens: list[NewTokens] = []
         for (request, _, _, _, _, drafts), tokens in zip(plan.scheduled, sampled, strict=True):
             if not tokens:
                 continue
@@ -229,11 +229,11 @@ class Scheduler:
             if total >= request.length_limit or not request.ends.isdisjoint(tokens):
                 ending = self._cut(request, len(tokens))
             if ending is not None:
-                new_tokens.append(NewTokens(request, tokens[: len(tokens) + request.num_tokens - total]))
+                new_tokens.append((request, tokens[: len(tokens) + request.num_tokens - total]))
                 self._just_ended[request.request_id] = request
                 self._end(request, *ending)
                 continue
-            new_tokens.append(NewTokens(request, tokens))
+            new_tokens.append((request, tokens))
             if total % size < len(tokens) and request.num_pending_tokens and cache is not None:
                 # the step in flight computes this token, the last of its block, which is known only now
                 cache.insert(request)
