@@ -38,7 +38,11 @@ class DeviceSeats:
         self._memory.copy_(host, non_blocking=True)
 
     def advance(self, batch: Batch) -> None:
-        """Settle what the step before drew, and write into the batch what follows from its seats."""
+        """Settle what the step before drew, and write into the batch what follows from its seats.
+
+        Attention may read lengths and slots while the kernel before it still runs (``settled``). It may, for between it
+        and this launch stands the embedding, an ordinary one that waits for the end of this.
+        """
         inputs, metadata = batch.inputs, batch.metadata
         n = metadata.segments.decode.tokens
         if not len(inputs.seats) and not n:
