@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, assert_uniform_sums
 
 from tritonllm.kernels import rejection_sample, rejection_sample_tree
 from tritonllm.kernels.aot import compile_kernels
@@ -28,6 +28,15 @@ def test_compiles(arch):
         rejection_sample_tree(*tree_arguments(4, 60, 151936, torch.bfloat16))
         rejection_sample_tree(*tree_arguments(4, 5, 128256, torch.float32, limits=False))
     assert_resources(kernels)
+
+
+@pytest.mark.parametrize("vocab", [200, 700, 2048])
+def test_branches_are_taken_by_all_threads(vocab):
+    """See `test_sampling`."""
+    with compile_kernels(90) as kernels:
+        rejection_sample(*arguments(4, 3, vocab, torch.float32, with_probs=True))
+        rejection_sample(*arguments(4, 3, vocab, torch.float32, with_probs=True, limits=False))
+    assert_uniform_sums(kernels, {"_judge_kernel", "_row_limits_kernel"})
 
 
 def test_smallest_sizes_compile():

@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, assert_uniform_sums
 
 from tritonllm.kernels import sample, tuning
 from tritonllm.kernels.aot import compile_kernels
@@ -49,6 +49,15 @@ def test_groups_are_added_in_one_order(vocab, runs, dtype):
     assert_resources(kernels)
     layouts = [re.findall(r"#blocked.*?threadsPerWarp = \[(\d+, \d+)\]", kernel.asm["ttgir"]) for kernel in kernels]
     assert len(layouts) == 10 and all(layout == [runs] for layout in layouts), layouts
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("vocab", [200, 700, 2048, 4096])  # a sum over at most a warp's threads needs no shared memory
+def test_branches_are_taken_by_all_threads(arch, vocab):
+    """They depend on sums of weights; threads that disagree wait for each other at different barriers."""
+    with compile_kernels(arch) as kernels:
+        sample(torch.empty(4, vocab), *parameters(4))
+    assert_uniform_sums(kernels, {"_limited_kernel"})
 
 
 def test_smallest_vocabulary_compiles():

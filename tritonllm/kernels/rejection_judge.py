@@ -22,6 +22,7 @@ from tritonllm.kernels.row_limits import find_row_limits
 from tritonllm.kernels.sampling_common import (
     GROUP,
     MIN_TEMPERATURE,
+    UNIFORM_SUMS,
     argmax_token,
     clean_ref,
     draw_ref,
@@ -189,7 +190,7 @@ def judge(
     drafts = (draft_ids, draft_probs)
     given = (target_logits, parameters[0], *parameters[4:], *drafts, group_max, group_sum, groups, limits, tokens)
     strides = (*target_logits.stride()[:2], draft_ids.stride(0), *draft_probs.stride()[:2])
-    flags = {"NG": triton.next_power_of_2(n_groups), **dependent_launch(device)}
+    flags = {"NG": triton.next_power_of_2(n_groups), **UNIFORM_SUMS, **dependent_launch(device)}
     _judge_kernel[(rows,)](*given, vocab, n_groups, positions - 1, *strides, **flags, **config)
 
 

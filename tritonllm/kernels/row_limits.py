@@ -14,7 +14,7 @@ import triton.language as tl
 from tritonllm.kernels import tuning
 from tritonllm.kernels.candidates import limit_candidates
 from tritonllm.kernels.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.sampling_common import MIN_TEMPERATURE, load_scan, scale_of, weight
+from tritonllm.kernels.sampling_common import MIN_TEMPERATURE, UNIFORM_SUMS, load_scan, scale_of, weight
 from tritonllm.kernels.sampling_limited import candidates_config, default_config
 from tritonllm.kernels.truncation import is_limited, load_limits, search_limits
 
@@ -121,7 +121,7 @@ def find_row_limits(
     limits = RowLimits(threshold, torch.empty(rows, dtype=torch.int32, device=device), total)
     sizes = (vocab, n_groups, positions, *logits.stride()[:2])
     given = (logits, *parameters[:4], group_max, group_sum, groups, buffer, limits, *sizes)
-    flags = {"NG": triton.next_power_of_2(n_groups), **dependent_launch(device)}
+    flags = {"NG": triton.next_power_of_2(n_groups), **UNIFORM_SUMS, **dependent_launch(device)}
     _row_limits_kernel[(rows,)](*given, SEARCH=False, **flags, **candidates_config(vocab, device))
     _row_limits_kernel[(rows,)](*given, SEARCH=True, **flags, **config)
     return limits

@@ -24,6 +24,12 @@ RUN = tl.constexpr(32)  # the scan takes a group as four runs: 8 threads with 4 
 FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = 0.6931471805599453
+# Launch options of every kernel in which a sum decides a branch or a loop. All threads must take the same way, or those
+# that wait at a barrier wait for ever. But a sum over at most a warp is a butterfly of exchanges, where a thread adds
+# its neighbour's value to its own, and a multiply-add in the place of "own product, rounded, plus the neighbour's"
+# rounds once in each thread: so neighbours end with sums that differ in the last bit. On an H200 `sample` hung so with
+# min-p as the only limit and 129 to 4096 tokens. Without fusion both threads add the same two numbers.
+UNIFORM_SUMS = {"enable_fp_fusion": False}
 MIN_TEMPERATURE = tl.constexpr(1e-5)  # below it the argmax; as in vLLM
 MAX_TEMPERATURE = tl.constexpr(1e30)  # all tokens are equally likely; beyond it a weight's scale would be 0
 

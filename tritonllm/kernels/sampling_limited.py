@@ -17,6 +17,7 @@ from tritonllm.kernels.random import STREAM_GROUP, STREAM_TOKEN, gumbel
 from tritonllm.kernels.sampling_common import (
     GROUP,
     MIN_TEMPERATURE,
+    UNIFORM_SUMS,
     first_max,
     keep,
     load_logits,
@@ -220,6 +221,6 @@ def draw_limited_rows(
     scratch = (group_max, group_sum, groups, buffer)
     sizes = (vocab, n_groups, positions, *logits.stride()[:2])
     given = (logits, *parameters, offsets, *scratch, out, *sizes)
-    flags = {"NG": triton.next_power_of_2(n_groups), **dependent_launch(device)}
+    flags = {"NG": triton.next_power_of_2(n_groups), **UNIFORM_SUMS, **dependent_launch(device)}
     _limited_kernel[(rows,)](*given, SEARCH=False, **flags, **candidates_config(vocab, device))
     _limited_kernel[(rows,)](*given, SEARCH=True, **flags, **config)
