@@ -160,9 +160,9 @@ class DecodeGraphs:
         """Rows and columns beyond these keep what they had: no length reaches there."""
         if np.array_equal(tables, self._loaded):  # most steps of a small batch: no block has been filled
             return
-        self._loaded = tables
         (there,) = upload([tables], self._device)
         self._tables[: tables.shape[0], : tables.shape[1]].copy_(there)
+        self._loaded = tables  # not before: an exception on the way would leave other tables there
 
     def run(self, batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states ``[B or more, hidden]`` and new tokens ``[B]`` of B decodes, valid until the next run."""

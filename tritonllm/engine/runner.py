@@ -1,7 +1,9 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
+import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
@@ -29,9 +31,16 @@ from tritonllm.kernels import token_logprobs
 from tritonllm.kernels.attention_decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.models.interface import CausalLM
+from tritonllm.sampling_params import SamplingParams
 
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
 PROMPT_LOGPROB_ROWS = 256
+SHORT_WAIT = 0.05  # seconds: beyond it a step is so long that a millisecond more does not count
+NAMED = 8  # requests of a step that does not end
+
+
+class StepTimeoutError(RuntimeError):
+    """The device did not finish a step in time; the message names the step and its requests."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +86,32 @@ class RunningStep:
         if self._done is not None:
             self._done.record(torch.cuda.current_stream(device))
 
-    def wait(self) -> StepResult:
-        """Wait for the device and return the results."""
+    def _await(self, event: torch.cuda.Event, timeout: float) -> None:
+        """Wait as ``event.synchronize()`` does, spinning, but so that Ctrl-C and the end of patience come through."""
+        begin = time.monotonic()
+        while not event.query():
+            waited = time.monotonic() - begin
+            if waited > timeout:
+                raise StepTimeoutError(
+                    f"the GPU has not finished a step after {timeout:g} s (step_timeout): {describe(self.plan)}. It "
+                    "may hang, and then only the end of this process frees it"
+                )
+            if waited < SHORT_WAIT:
+                os.sched_yield()
+            else:
+                time.sleep(0.001)
+
+    def wait(self, timeout: float) -> StepResult:
+        """Wait for the device and return the results.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            StepTimeoutError: it took longer.
+        """
         if self._done is not None:
-            self._done.synchronize()
+            self._await(self._done, timeout)
         tokens = iter([] if self._tokens is None else self._tokens.tolist())
         sampled = [next(tokens) if item.samples else None for item in self.plan.scheduled]
         logprobs = None if self._logprobs is None else TokenLogprobs(*(t.tolist() for t in self._logprobs))
@@ -92,6 +123,19 @@ class RunningStep:
             scores.logprobs.extend(more.logprobs)
             scores.ranks.extend(more.ranks)
         return StepResult(sampled, logprobs, of_prompts)
+
+
+def describe(plan: StepPlan) -> str:
+    """What a step computes, for a message about it."""
+    chunks = plan.num_tokens - plan.num_decodes
+    named = []
+    for request, start, count, *_ in plan.scheduled[:NAMED]:
+        wishes = {field.name: getattr(request.params, field.name) for field in fields(request.params)}
+        chosen = [f"{name}={value!r}" for name, value in wishes.items() if value != getattr(SamplingParams(), name)]
+        named.append(f"{request.request_id!r} (tokens {start} to {start + count}; {', '.join(chosen)})")
+    more = len(plan.scheduled) - len(named)
+    of_all = "; ".join(named) + (f"; and {more} more" if more else "")
+    return f"{plan.num_decodes} decodes and {chunks} prompt tokens of requests {of_all}"
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

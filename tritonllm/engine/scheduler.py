@@ -130,12 +130,23 @@ class Scheduler:
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
         self._longest = num_blocks * cache.block_size + 1
         self._counter, self._admissions = itertools.count(), itertools.count(1)
+        self._preemptions = 0
+        self._forget_requests()
+
+    def _forget_requests(self) -> None:
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._just_ended: dict[str, Request] = {}  # by the last update
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
-        self._free_seats = list(range(config.max_num_seqs))
-        self._preemptions = 0
+        self._free_seats = list(range(self.config.max_num_seqs))
+
+    def reset(self) -> None:
+        """Begin anew, with no request, all blocks free and nothing cached. Only totals stay, and admission numbers go
+        on, since the runner knows seats by them."""
+        self.pool = BlockPool(self.pool.num_blocks)
+        if self.prefix_cache is not None:
+            self.prefix_cache.move_to(self.pool)
+        self._forget_requests()
 
     @property
     def num_waiting(self) -> int:
@@ -276,13 +287,6 @@ class Scheduler:
                 # the step in flight computes this token, the last of its block, which is known only now
                 self.prefix_cache.insert(request)
         return new_tokens
-
-    def forget(self, plan: StepPlan) -> None:
-        """Take note that a plan could not be run: its requests end as aborted, and the prefix cache, which counts on
-        what they were to compute, is emptied."""
-        for item in plan.scheduled:
-            self.abort(item.request.request_id)
-        self.pool.clear_labels()
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
