@@ -46,9 +46,21 @@ def _unit(b_index, seed, step):
 
 
 @triton.jit
+def _cumulate(b):
+    """``tl.cumsum(b, 1)``. Of two columns it is spelled out: Triton 3.6 fails to compile that scan in some layouts (of
+    8,192 tokens, say, which are two runs of groups)."""
+    if b.shape[1] == 2:
+        m_first = tl.arange(0, 2)[None, :] == 0
+        b_first = tl.sum(tl.where(m_first, b, 0.0), axis=1)
+        return tl.where(m_first, b_first[:, None], tl.sum(b, axis=1)[:, None])
+    else:
+        return tl.cumsum(b, 1)
+
+
+@triton.jit
 def _pick(b_weight, b_u):
     """For each row of ``b_weight [N, M]`` a column, as likely as it weighs: where the sum passes u of the whole."""
-    b_cumulated = tl.cumsum(b_weight.to(tl.float64), 1)
+    b_cumulated = _cumulate(b_weight.to(tl.float64))
     b_target = b_u * tl.max(b_cumulated, axis=1)
     return tl.minimum(tl.sum((b_cumulated <= b_target[:, None]).to(tl.int32), axis=1), b_weight.shape[1] - 1)
 
