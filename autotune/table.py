@@ -32,10 +32,10 @@ def kernel_sources(*modules: ModuleType) -> dict[str, str]:
 
 
 def kernel_hash(*modules: ModuleType) -> str:
-    """Hash of the :func:`kernel_sources`: docstrings elsewhere, checks and references may change without making a table
-    stale."""
-    sources = kernel_sources(*modules)
-    return hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:16]
+    """Hash of the :func:`kernel_sources` and of nothing else: docstrings elsewhere, checks and references may change,
+    and files may move, without making a table stale."""
+    sources = sorted(kernel_sources(*modules).values())
+    return hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:16]
 
 
 def hash_of(tunable: Tunable) -> str:
