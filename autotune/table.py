@@ -12,7 +12,7 @@ from typing import Any
 from triton.runtime.jit import JITCallable
 
 from autotune.ops import Tunable
-from tritonllm.kernels import tuning
+from tritonllm.kernels.runtime import tuning
 
 LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg"})  # any launch takes these
 
@@ -56,7 +56,7 @@ def commit() -> str | None:
 
 
 def build(tunable: Tunable, machine: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """A table in the format of :mod:`tritonllm.kernels.tuning`."""
+    """A table in the format of :mod:`tritonllm.kernels.runtime.tuning`."""
     return {
         "op": tunable.op,
         "gpu": machine["gpu"],

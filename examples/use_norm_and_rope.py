@@ -2,8 +2,13 @@
 
 import torch
 
-from tritonllm.kernels import fused_add_rms_norm, qk_norm_rope_store, qk_norm_rope_store_ref, silu_and_mul
-from tritonllm.kernels.rope_cache import build_cos_sin_cache
+from tritonllm.kernels import (
+    build_cos_sin_cache,
+    fused_add_rms_norm,
+    qk_norm_rope_store,
+    qk_norm_rope_store_ref,
+    silu_and_mul,
+)
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -9,7 +9,7 @@ from tritonllm.engine.request import Request
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
 from tritonllm.engine.seats import SeatTable
-from tritonllm.kernels.logit_edits import edit_logits_ref
+from tritonllm.kernels.sampling.edits import edit_logits_ref
 from tritonllm.sampling_params import SamplingParams
 
 VOCAB = 12

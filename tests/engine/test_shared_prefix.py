@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tritonllm.engine import shared_prefix
 from tritonllm.engine.cuda_graphs import graph_sizes
 from tritonllm.engine.shared_prefix import CascadePlanner, find_shared_prefix
-from tritonllm.kernels.attention_cascade import cascade_parts
+from tritonllm.kernels.attention.cascade import cascade_parts
 
 
 @st.composite

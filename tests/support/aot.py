@@ -2,7 +2,7 @@
 
 import re
 
-from tritonllm.kernels.aot import SHARED_MEMORY_LIMIT, Arch, CompiledKernel
+from tritonllm.kernels.compile.aot import SHARED_MEMORY_LIMIT, Arch, CompiledKernel
 
 ARCHS = (80, 90, 100, "gfx942")
 

@@ -34,7 +34,7 @@ def gpu_rows() -> dict[str, str]:
     """Each GPU, and which operations have a table tuned on its kind."""
     import torch
 
-    from tritonllm.kernels.tuning import TABLES, gpu_slug
+    from tritonllm.kernels.runtime.tuning import TABLES, gpu_slug
 
     if not torch.cuda.is_available():
         return {"gpu": "none: on the CPU each kernel is replaced by its plain-torch reference"}

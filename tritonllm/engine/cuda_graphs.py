@@ -17,7 +17,7 @@ from tritonllm.engine.batch import HostBatch, SamplingInputs, upload, upload_cas
 from tritonllm.engine.graph_capture import GraphCapture
 from tritonllm.engine.input_buffer import InputBuffer
 from tritonllm.kernels import CascadePlan
-from tritonllm.kernels.attention_cascade import cascade_parts
+from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.layers.metadata import AttentionMetadata
 
 # (input_ids, positions, metadata, sampling) -> (hidden, new tokens)

@@ -12,7 +12,7 @@ import torch
 from tritonllm.engine.batch import upload
 from tritonllm.engine.request import Request
 from tritonllm.engine.scheduler import ScheduledRequest
-from tritonllm.kernels.logit_edits import Entry, LogitEdits, make_logit_edits, write_seat
+from tritonllm.kernels.sampling.edits import Entry, LogitEdits, make_logit_edits, write_seat
 
 MAX_ENTRIES = 1024  # of one request: biases, bad words, and the tokens that may not end a short output
 MAX_BAD_WORD = 17  # tokens

@@ -23,7 +23,7 @@ from tritonllm.engine.outputs import RequestMetrics, RequestOutput
 from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.runner import ModelRunner, RunningStep, StepResult
 from tritonllm.engine.scheduler import NewToken, Scheduler, StepPlan
-from tritonllm.kernels.compile_monitor import MONITOR
+from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.sampling_params import SamplingParams
 
 

@@ -28,7 +28,7 @@ from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
-from tritonllm.kernels.attention_decode import WORKSPACE_SIZE
+from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.models.interface import CausalLM
 from tritonllm.sampling_params import SamplingParams

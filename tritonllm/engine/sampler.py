@@ -12,7 +12,7 @@ from tritonllm.engine.batch import SamplingInputs
 from tritonllm.engine.edits import SeatEdits, is_edited, make_state
 from tritonllm.engine.scheduler import ScheduledRequest
 from tritonllm.kernels import fill_pending_tokens, sample, token_logprobs
-from tritonllm.kernels.logit_edits import count_tokens
+from tritonllm.kernels.sampling.edits import count_tokens
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tritonllm.engine.precompile import BackgroundCompiler, Target
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.tokenizer import load_tokenizer
-from tritonllm.kernels.cache_folder import read_kernels_from
+from tritonllm.kernels.compile.cache_folder import read_kernels_from
 from tritonllm.models import checkpoint
 from tritonllm.models.interface import ModelFacts
 from tritonllm.models.loading import load_model, read_spec

@@ -3,7 +3,7 @@
 Many rows go to cuBLAS, with nothing fused but (on Hopper) the gate of an MLP. Few rows, whose product is bound by
 reading the weights, go to :func:`tritonllm.kernels.linear`, which takes the norm before, and the activation or the
 addition after, along. With some hundred rows one product can leave the norm after it to the next
-(:mod:`tritonllm.kernels.linear_medium`).
+(:mod:`tritonllm.kernels.dense.medium`).
 Parameters are for inference only (no gradient) and are left uninitialised: a loader writes every element once.
 """
 
@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from tritonllm.kernels import apply_activation, linear
-from tritonllm.kernels.activation import act_and_mul
-from tritonllm.kernels.linear_medium import Unnormed, add_linear, linear_unnormed
-from tritonllm.kernels.linear_skinny import MAX_M, workspace_size
+from tritonllm.kernels import linear_workspace_size as workspace_size
+from tritonllm.kernels.dense.linear import MAX_M
+from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
+from tritonllm.kernels.elementwise.activation import act_and_mul
 
 if TYPE_CHECKING:
     from tritonllm.layers.norm import Norm

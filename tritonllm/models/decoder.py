@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tritonllm.kernels import cap_logits
-from tritonllm.kernels.linear_medium import Unnormed, leaves_norms
+from tritonllm.kernels.dense.medium import Unnormed, leaves_norms
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.linear import Embedding, Linear, empty_parameter, few_rows
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
