@@ -1,4 +1,6 @@
-"""The kernel library: every public operation and its plain-torch twin ``<name>_ref``.
+"""The kernel library: every public operation, its plain-torch twin ``<name>_ref``, and what its arguments are made of.
+
+Each folder is a wing, and holds what belongs together (docs/design.md).
 
 Importing this package imports no kernel; an attribute access imports the one file that holds it, with what that needs.
 """
