@@ -311,8 +311,8 @@ def paged_decode_attention(
         v_scale: the same for values.
         out: ``[B, H, D]`` to write into, with the dtype of ``q``; by default a new tensor.
         return_lse: also return the logarithm of the softmax's denominator.
-        workspace: ``[WORKSPACE_SIZE]`` int32 (of this module), zeros, and zeros again
-            afterwards, so that all launches on one stream may share it. None: a new one, filled by a launch of its own.
+        workspace: ``[WORKSPACE_SIZE]`` int32, zeros, and zeros again afterwards, so that all launches on one stream may
+            share it. None: a new one, filled by a launch of its own.
         settled: no kernel that may still run writes ``block_tables``, ``seq_lens``, or any key or value but the last of
             each sequence (true while a model is served): they are read before the kernel before this one ends.
         order: ``[B]`` int32, the sequences from the longest to the shortest (any permutation is right). Given it, where
