@@ -1,6 +1,6 @@
 """Draw tokens from vocabularies of every size, under every set of limits, and end the process if a launch does not.
 
-``python -m support.sampling_sweep PART PARTS`` takes every PARTS-th size; `tests/kernels/test_sampling_sweep.py` runs
+``python -m support.sampling_sweep PART PARTS`` takes every PARTS-th size; `tests/kernels/sampling/test_sweep.py` runs
 the parts side by side. Before each case its name is printed, so that the last line names the one that hangs.
 """
 

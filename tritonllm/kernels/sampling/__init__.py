@@ -8,6 +8,7 @@ from tritonllm.kernels.sampling.candidates import list_groups
 from tritonllm.kernels.sampling.common import (
     GROUP,
     MIN_TEMPERATURE,
+    UNIFORM_SUMS,
     argmax_token,
     clean_ref,
     draw_ref,
@@ -30,6 +31,7 @@ from tritonllm.kernels.sampling.truncation import limits_ref
 __all__ = [
     "GROUP",
     "MIN_TEMPERATURE",
+    "UNIFORM_SUMS",
     "argmax_token",
     "check_parameters",
     "clean_ref",
