@@ -15,11 +15,8 @@ from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.moe import MoE
 from tritonllm.layers.norm import Norm
+from tritonllm.models.interface import LayerWork
 from tritonllm.models.spec import ModelSpec
-
-# Weights that a token meets in a layer, times tokens, for which an H200 takes as long, at 600 TFLOP/s, as the host for
-# the launches: 0.9 ms, or 1.6 with experts, whose order, products and sums are more launches. (A slower host: 2.7.)
-HOST_BOUND, HOST_BOUND_EXPERTS = 270_000_000_000, 480_000_000_000
 
 
 class Normed(NamedTuple):
@@ -290,9 +287,9 @@ class Decoder(nn.Module):
         return x
 
     @property
-    def host_bound_tokens(self) -> int:
-        """Tokens of a step from which on the GPU takes longer for it than the host for launching its kernels."""
-        return min(map(_host_bound_tokens, self.layers))
+    def work(self) -> list[LayerWork]:
+        """What each layer computes of a token."""
+        return list(map(_work, self.layers))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""
@@ -306,12 +303,12 @@ class Decoder(nn.Module):
         return logits
 
 
-def _host_bound_tokens(layer: nn.Module) -> int:
-    elements, mlp = sum(p.numel() for p in layer.parameters()), layer.mlp
+def _work(layer: nn.Module) -> LayerWork:
+    weights, mlp = sum(p.numel() for p in layer.parameters()), layer.mlp
     if not isinstance(mlp, MoE):
-        return HOST_BOUND // max(1, elements)
-    experts, spec = mlp.gate_up.numel() + mlp.down.numel(), mlp.spec
-    return HOST_BOUND_EXPERTS // (elements - experts // spec.num_experts * (spec.num_experts - spec.top_k))
+        return LayerWork(weights, experts=False)
+    each = (mlp.gate_up.numel() + mlp.down.numel()) // mlp.spec.num_experts
+    return LayerWork(weights - each * (mlp.spec.num_experts - mlp.spec.top_k), experts=True)
 
 
 def _rope_tables(
