@@ -37,7 +37,6 @@ LAYER = {
 FOUNDATIONS = {"runtime", "hopper"}  # wings of kernels/ that are open to the others
 # Imports that close a circle, and what will remove them.
 CIRCLES = {
-    ("layers.linear", "layers.norm"): "the residual stream: what is pending on it becomes layers/residual.py's",
     ("engine.engine", "engine.startup"): "startup.py builds the engine: LLMEngine.from_config goes there",
 }
 # The scheduler and what it stands on can be tested, and read, without a tensor.

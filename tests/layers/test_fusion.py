@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tritonllm.kernels import linear_medium
+from tritonllm.kernels.dense import medium
 from tritonllm.layers.fusion import (
     AddBy,
     FusionPlanner,
@@ -147,7 +147,7 @@ def test_traits():
 
 @pytest.mark.parametrize("hopper", [True, False])
 def test_limits(hopper):
-    with patch.object(linear_medium, "on_sm90", return_value=hopper):
+    with patch.object(medium, "on_sm90", return_value=hopper):
         assert Limits.of(META) == (HOPPER if hopper else OTHERS)
     assert Limits.of(CPU) == Limits()
 

@@ -9,9 +9,9 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import QWEN3_0_6B
 
 from tritonllm.engine.precompile import META, pretend, target_of
-from tritonllm.kernels.compilation import list_kernels
-from tritonllm.kernels.meta_mode import MetaMode
-from tritonllm.kernels.registry import LAUNCHERS
+from tritonllm.kernels.compile.parallel import list_kernels
+from tritonllm.kernels.runtime.meta_mode import MetaMode
+from tritonllm.kernels.runtime.registry import LAUNCHERS
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config

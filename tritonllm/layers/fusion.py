@@ -6,7 +6,7 @@ block's first weight. How many launches that takes depends on the number of rows
 - **few**: reading the weights bounds the products. A block's last product adds to the stream, and its first product
   normalises: a step is half as many kernels.
 - **some hundred** (medium, on Hopper): a block's last product adds to the stream and begins the norm; the product that
-  follows ends it (:mod:`tritonllm.kernels.linear_medium`).
+  follows ends it (:mod:`tritonllm.kernels.dense.medium`).
 - **many**: products are cuBLAS's. What a block computed is pending until the norm that follows adds it. What sums up
   the experts adds to the stream and computes the next norm itself.
 
@@ -14,8 +14,8 @@ Other layers (norms after a block, parallel blocks) only add and normalise in on
 
 :class:`FusionPlanner` makes one :class:`FusionPlan` for each size of a step; :class:`~tritonllm.layers.residual.Stream`
 does what it says. A kernel knows what it can take along and for which sizes that pays (``MAX_M`` of
-:mod:`~tritonllm.kernels.linear_skinny`, ``rows_that_begin_norms`` and ``begins_norms`` of
-:mod:`~tritonllm.kernels.linear_medium`); it is asked here and nowhere else.
+:mod:`~tritonllm.kernels.dense.linear`, ``rows_that_begin_norms`` and ``begins_norms`` of
+:mod:`~tritonllm.kernels.dense.medium`); it is asked here and nowhere else.
 
 Tensor parallelism, adapters and narrow weights have their place here too: each is a trait of a layer, which
 :func:`plan_step` turns into another way to add or to normalise.
@@ -27,8 +27,8 @@ from enum import Enum, auto
 
 import torch
 
-from tritonllm.kernels.linear_medium import begins_norms, rows_that_begin_norms
-from tritonllm.kernels.linear_skinny import MAX_M
+from tritonllm.kernels.dense.linear import MAX_M
+from tritonllm.kernels.dense.medium import begins_norms, rows_that_begin_norms
 from tritonllm.layers.metadata import AttentionMetadata
 
 # Tokens times elements of the router up to which norm and logits are one launch: of Qwen3-30B-A3B 16 tokens (with the

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tritonllm.kernels import apply_activation, linear
-from tritonllm.kernels.elementwise.activation import act_and_mul
+from tritonllm.kernels.dense.linear import linear_workspace_size
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
-from tritonllm.kernels.dense.linear import workspace_size
+from tritonllm.kernels.elementwise.activation import act_and_mul
 from tritonllm.layers.fusion import few_rows
 from tritonllm.layers.norm import BlockInput, Norm
 from tritonllm.layers.parameters import empty_parameter
@@ -50,7 +50,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
-        workspace = torch.zeros(workspace_size(out_features), dtype=torch.int32, device=device)
+        workspace = torch.zeros(linear_workspace_size(out_features), dtype=torch.int32, device=device)
         self.register_buffer("workspace", workspace, persistent=False)
 
     def forward(
