@@ -125,14 +125,28 @@ def test_bars_beyond_the_floor_end_before_their_labels():
     assert "400%  x" in texts(drawn)
 
 
-def test_the_sweep_shows_every_size():
-    sizes = [(1, 128), (1, 256), (2, 128)]
+def swept(group, batch, length, **rest):
+    return {"group": group, "batch": batch, "length": length} | rest
+
+
+def test_the_sweep_shows_every_size_in_its_place():
     cases = [
-        {"group": "K1", "batch": batch, "length": length, "percent": 10.0 * batch, "us": 1.0} for batch, length in sizes
+        swept("K1", 1, 128, us=2.0, percent=3.2),
+        swept("K1", 256, 32768, us=8000.0, percent=104.0),
+        swept("K2", 4, 64, failed="error 0.5 > 0.01"),
     ]
-    cases.append({"group": "K1", "batch": 2, "length": 256, "failed": "wrong"})
-    drawn = figure(WHERE | {"sweep": cases})
-    assert [text.get_text() for text in drawn.axes[0].texts] == ["10", "10", "20", "failed"]
+    decode, prefill, scale = figure(WHERE | {"sweep": cases}).axes
+    columns, rows = ([label.get_text() for label in axis.get_ticklabels()] for axis in (decode.xaxis, decode.yaxis))
+    assert columns == ["128", "32k"] and rows == ["1", "256"]
+    assert [(text.get_position(), text.get_text()) for text in decode.texts] == [((0, 0), "3"), ((1, 1), "104")]
+    values = decode.collections[0].get_array()  # what the colours are made of
+    assert values[0, 0] == 3.2 and values[1, 1] == 104 and values.mask.tolist() == [[False, True], [True, False]]
+    assert [text.get_text() for text in prefill.texts] == ["failed"]
+    assert (decode.get_title(), prefill.get_title(), scale.get_ylabel()) == (
+        "Paged decode",
+        "Causal prefill",
+        "floor / time, percent",
+    )
 
 
 def test_a_timeline_is_drawn_to_scale():
@@ -152,6 +166,7 @@ def test_a_timeline_is_drawn_to_scale():
     [
         (KERNELS | {"cases": []}, "run python -m bench.kernels"),
         (ENGINE | {"rows": []}, "run python -m bench.engine"),
+        (WHERE | {"sweep": []}, "run python -m bench.attention without --quick"),
         ({"timelines": []}, "run python -m bench.timeline"),
         ({}, "not the results of"),
     ],
