@@ -176,6 +176,11 @@ class ModelRunner:
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
 
     @property
+    def num_graphs(self) -> int:
+        """Steps captured as CUDA graphs."""
+        return sum(len(graphs) for graphs in (self._graphs, self._mixed) if graphs is not None)
+
+    @property
     def _max_blocks(self) -> int:
         return -(-self._max_model_len // self._block_size)
 
