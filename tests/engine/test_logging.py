@@ -11,8 +11,9 @@ from tritonllm import LLM, SamplingParams
 from tritonllm.cli import logging_to_stderr, main
 from tritonllm.demo import model_path
 from tritonllm.engine.startup import build_engine  # noqa: F401  (so that the package's loggers exist)
-from tritonllm.kernels import compile_monitor, tuning
-from tritonllm.kernels.compile_monitor import CompileMonitor
+from tritonllm.kernels.compile import monitor as compile_monitor
+from tritonllm.kernels.compile.monitor import CompileMonitor
+from tritonllm.kernels.runtime import tuning
 
 
 def said(caplog, level=logging.INFO):
