@@ -1,6 +1,7 @@
 """The plots of ``bench.plot``: a map of the attention sweep, bars beside the floor, and timelines of a step."""
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,21 @@ def save(figure: Figure, path: Path) -> None:
         metadata = {"Date": None, "Creator": "bench.plot"} if path.suffix == ".svg" else {}
         figure.savefig(path, metadata=metadata, bbox_inches="tight")
     if path.suffix == ".svg":  # matplotlib ends some lines with a space, which git does not like
-        path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+        text = "\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n"
+        path.write_text(_number_clips(text))
+
+
+def _number_clips(svg: str) -> str:
+    """Clip paths by the order in which they are used: matplotlib makes their names of addresses in memory."""
+    order = dict.fromkeys(re.findall(r"url\(#(p[0-9a-f]{10})\)", svg))
+    names = {name: f"clip{number}" for number, name in enumerate(order)}
+    svg = re.sub(r"\bp[0-9a-f]{10}\b", lambda found: names.get(found[0], found[0]), svg)
+    head, *clips = re.split(r"(?=^ *<clipPath )", svg, flags=re.MULTILINE)
+    if not clips:
+        return svg
+    end = clips[-1].index("</clipPath>") + len("</clipPath>\n")
+    clips[-1], tail = clips[-1][:end], clips[-1][end:]
+    return head + "".join(sorted(clips, key=lambda clip: int(re.findall(r"clip(\d+)", clip)[0]))) + tail
 
 
 def short(value: float) -> str:
