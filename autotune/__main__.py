@@ -12,9 +12,9 @@ from autotune import ops, table
 from autotune.ahead import CompiledAhead, write_list
 from autotune.search import Compilers, Result, Task, prepare, tune
 from autotune.worker import Failed, Worker
-from tritonllm.kernels import tuning
-from tritonllm.kernels.aot import SHARED_MEMORY_LIMIT
-from tritonllm.kernels.cache_folder import keep_binaries
+from tritonllm.kernels.compile.aot import SHARED_MEMORY_LIMIT
+from tritonllm.kernels.compile.cache_folder import keep_binaries
+from tritonllm.kernels.runtime import tuning
 
 START_SECONDS = 120.0  # importing torch on a cold machine
 COMPILER_ENVIRON = {"TRITONLLM_CPU_BACKEND": "compile", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

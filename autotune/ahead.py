@@ -14,7 +14,7 @@ from typing import Any
 from autotune import ops, table
 from autotune.search import Caller, Compilers, Task
 from autotune.worker import Failed
-from tritonllm.kernels import tuning
+from tritonllm.kernels.runtime import tuning
 
 LIST = "candidates.jsonl"
 

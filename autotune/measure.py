@@ -18,9 +18,9 @@ from autotune.problem import Inputs, Problem, make_sets
 from autotune.timing import median_us
 from autotune.verify import Prepared, prepare, verify
 from autotune.worker import Failed
-from tritonllm.kernels import tuning
-from tritonllm.kernels.aot import CompiledKernel, compile_kernels, pretend, target_of
-from tritonllm.kernels.cache_folder import read_kernels_from, write_kernels_to
+from tritonllm.kernels.compile.aot import CompiledKernel, compile_kernels, pretend, target_of
+from tritonllm.kernels.compile.cache_folder import read_kernels_from, write_kernels_to
+from tritonllm.kernels.runtime import tuning
 
 # What Triton, ptxas and the CUDA runtime raise for a configuration that does not work on the chip.
 CANDIDATE_ERRORS = (TritonError, RuntimeError, subprocess.CalledProcessError)
@@ -46,7 +46,7 @@ class Compiler:
     """Compiles for a GPU that need not be there; needs ``TRITONLLM_CPU_BACKEND=compile``.
 
     The results lie in Triton's cache on disk, where the process that measures finds them, or in ``kernels``: a folder
-    of :mod:`tritonllm.kernels.cache_folder`.
+    of :mod:`tritonllm.kernels.compile.cache_folder`.
     """
 
     def __init__(self, kernels: str | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from autotune.ops import Tunable
 from autotune.worker import Failed
-from tritonllm.kernels import tuning
+from tritonllm.kernels.runtime import tuning
 
 FINALISTS = 4
 MIN_GAIN = 0.02  # two runs of one configuration differ by about as much

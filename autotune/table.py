@@ -12,7 +12,7 @@ from typing import Any
 from triton.runtime.jit import JITCallable
 
 from autotune.ops import Tunable
-from tritonllm.kernels import tuning
+from tritonllm.kernels.runtime import tuning
 
 LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg"})  # any launch takes these
 
@@ -32,10 +32,10 @@ def kernel_sources(*modules: ModuleType) -> dict[str, str]:
 
 
 def kernel_hash(*modules: ModuleType) -> str:
-    """Hash of the :func:`kernel_sources`: docstrings elsewhere, checks and references may change without making a table
-    stale."""
-    sources = kernel_sources(*modules)
-    return hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:16]
+    """Hash of the :func:`kernel_sources` and of nothing else: docstrings elsewhere, checks and references may change,
+    and files may move, without making a table stale."""
+    sources = sorted(kernel_sources(*modules).values())
+    return hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:16]
 
 
 def hash_of(tunable: Tunable) -> str:
@@ -56,7 +56,7 @@ def commit() -> str | None:
 
 
 def build(tunable: Tunable, machine: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """A table in the format of :mod:`tritonllm.kernels.tuning`."""
+    """A table in the format of :mod:`tritonllm.kernels.runtime.tuning`."""
     return {
         "op": tunable.op,
         "gpu": machine["gpu"],

@@ -11,8 +11,7 @@ import torch
 
 from autotune.paged import paged_cache
 from autotune.problem import Inputs, Problem, TensorFactory, Work
-from tritonllm.kernels import paged_decode_attention, varlen_prefill_attention
-from tritonllm.kernels.attention_decode import WORKSPACE_SIZE
+from tritonllm.kernels import WORKSPACE_SIZE, paged_decode_attention, varlen_prefill_attention
 
 FLOAT8_STEPS = 32.0  # the float8 cache holds values of this standard deviation: 448, its largest, is 14 of them away
 MAX_LOGITS = 2**27  # of the reference, at a time

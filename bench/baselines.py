@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from autotune.ops.act_and_mul import GatedActivation
-from autotune.ops.apply_rope import Rope
-from autotune.ops.fused_add_rms_norm import AddRmsNorm
-from autotune.ops.fused_moe import FusedMoe
-from autotune.ops.linear import Product
-from autotune.ops.paged_decode_attention import DecodeAttention
-from autotune.ops.rejection_judge import RejectionSampling
-from autotune.ops.sample import Sampling
-from autotune.ops.store_kv import StoreKv
-from autotune.ops.varlen_prefill_attention import PrefillAttention
+from autotune.ops.attention.paged_decode_attention import DecodeAttention
+from autotune.ops.attention.store_kv import StoreKv
+from autotune.ops.attention.varlen_prefill_attention import PrefillAttention
+from autotune.ops.dense.linear import Product
+from autotune.ops.elementwise.act_and_mul import GatedActivation
+from autotune.ops.elementwise.apply_rope import Rope
+from autotune.ops.elementwise.fused_add_rms_norm import AddRmsNorm
+from autotune.ops.moe.fused_moe import FusedMoe
+from autotune.ops.sampling.sample import Sampling
+from autotune.ops.speculative.rejection_judge import RejectionSampling
 from autotune.problem import Inputs
 
 Call = Callable[[int], Sequence[torch.Tensor]]

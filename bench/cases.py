@@ -5,31 +5,21 @@ Inputs are seeded by the case itself (:func:`autotune.problem.make_sets`), so th
 
 from dataclasses import dataclass
 
-from autotune.ops.act_and_mul import GatedActivation
-from autotune.ops.apply_rope import Rope
-from autotune.ops.fused_add_rms_norm import AddRmsNorm
-from autotune.ops.fused_moe import FusedMoe
-from autotune.ops.linear import LAYERS, Product
-from autotune.ops.paged_decode_attention import DecodeAttention
-from autotune.ops.qk_norm_rope_store import QkNormRopeStore
-from autotune.ops.rejection_judge import DRAFTS, RejectionSampling
-from autotune.ops.sample import MODES, FlatSampling, Sampling
-from autotune.ops.silu_and_mul_quantize import QuantizedActivation
-from autotune.ops.store_kv import StoreKv
-from autotune.ops.varlen_prefill_attention import PrefillAttention
+from autotune.ops.attention.paged_decode_attention import DecodeAttention
+from autotune.ops.attention.qk_norm_rope_store import QkNormRopeStore
+from autotune.ops.attention.store_kv import StoreKv
+from autotune.ops.attention.varlen_prefill_attention import PrefillAttention
+from autotune.ops.dense.linear import LAYERS, Product
+from autotune.ops.elementwise.act_and_mul import GatedActivation
+from autotune.ops.elementwise.apply_rope import Rope
+from autotune.ops.elementwise.fused_add_rms_norm import AddRmsNorm
+from autotune.ops.elementwise.silu_and_mul_quantize import QuantizedActivation
+from autotune.ops.moe.fused_moe import FusedMoe
+from autotune.ops.sampling.sample import MODES, FlatSampling, Sampling
+from autotune.ops.speculative.rejection_judge import DRAFTS, RejectionSampling
 from autotune.problem import Problem
 from bench import baselines
 from bench.logprobs import TokenLogprobs, log_softmax_and_topk
-
-GROUPS = {
-    "K1": "paged decode attention",
-    "K2": "prefill attention, causal, paged",
-    "K3": "memory-bound: norm, rope, activation, KV store",
-    "K4": "mixture of experts",
-    "K5": "sampling, log-probabilities",
-    "K6": "rejection sampling",
-    "K7": "products of few rows",
-}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autotune.ops.sample import likely_logits
+from autotune.ops.sampling.sample import likely_logits
 from autotune.problem import Inputs, Problem, TensorFactory, Work
 from bench.baselines import Call
 from tritonllm.kernels import token_logprobs, token_logprobs_ref

@@ -2,8 +2,7 @@
 
 import torch
 
-from tritonllm.kernels import count_tokens, make_logit_edits, sample, write_seat
-from tritonllm.kernels.logit_edits import Entry
+from tritonllm.kernels import Entry, count_tokens, make_logit_edits, sample, write_seat
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 vocab, rows = 32000, 3

@@ -1,16 +1,19 @@
-"""Imports go down the layers only (docs/design.md), and only tritonllm/env.py reads the environment.
+"""Imports go down the layers only (docs/design.md), never in a circle, and from one wing of kernels/ into another only
+through what that one opens; and only tritonllm/env.py reads the environment.
 
 Reads the sources, runs none of them. An import inside a function or under TYPE_CHECKING counts like any other.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import tritonllm
+from tritonllm import kernels
 
 PACKAGE = Path(tritonllm.__file__).parent
 LAYER = {
@@ -30,6 +33,11 @@ LAYER = {
     "cli": 5,
     "__main__": 5,
     "": 5,  # the package itself: names that it exports come from the engine
+}
+FOUNDATIONS = {"runtime", "hopper"}  # wings of kernels/ that are open to the others
+# Imports that close a circle, and what will remove them.
+CIRCLES = {
+    ("engine.engine", "engine.startup"): "startup.py builds the engine: LLMEngine.from_config goes there",
 }
 # The scheduler and what it stands on can be tested, and read, without a tensor.
 NO_TORCH = {
@@ -66,6 +74,46 @@ def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int
             yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
 
 
+def module_of(name: str) -> str:
+    """The module that ``tritonllm.x.y.name`` is imported from: ``x.y``, or ``x.y.name`` if that is one."""
+    parts = name.split(".")[1:]
+    while parts and ".".join(parts) not in MODULES:
+        parts.pop()
+    return ".".join(parts)
+
+
+def home_of(name: str) -> str:
+    """As :func:`module_of`, but of what ``tritonllm.kernels`` exports the file that an access imports."""
+    *path, last = name.split(".")
+    if path != ["tritonllm", "kernels"] or last not in kernels.__all__:
+        return module_of(name)
+    return f"kernels.{kernels._HELPERS.get(last) or kernels._HOME[last.removesuffix('_ref')]}"
+
+
+def wing_of(module: str) -> str:
+    """The wing of kernels/ that a module lies in, or ``""``."""
+    part, _, rest = module.partition(".")
+    return rest.split(".")[0] if part == "kernels" else ""
+
+
+def jumps(module: str, name: str) -> bool:
+    """Whether ``module`` in a wing of kernels/ imports ``name`` from another's inside; runtime/ may use no other."""
+    target = module_of(name)
+    wing, other = wing_of(module), wing_of(target)
+    if not wing or not other or wing == other:
+        return False
+    return wing == "runtime" or (other not in FOUNDATIONS and target != f"kernels.{other}")
+
+
+def circle(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules each of which imports the one before it, the first and the last the same; empty if there are none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def part_of(name: str) -> str:
     """The part of the package that ``tritonllm.x.y`` names: ``x``, or ``""`` for what the package itself exports."""
     part = name.split(".")[1] if "." in name else ""
@@ -83,6 +131,8 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
         top = name.split(".")[0]
         if top == "tritonllm" and LAYER[part_of(name)] > LAYER[part]:
             found.append(f"{module}:{line}: imports {name}, which is in a layer above")
+        if top == "tritonllm" and jumps(module, name):
+            found.append(f"{module}:{line}: imports {name}, which that wing does not open to others")
         if module in NO_TORCH and top == "torch":
             found.append(f"{module}:{line}: imports torch")
         if part == "kernels" and top not in {"tritonllm", "torch", "triton", *sys.stdlib_module_names}:
@@ -101,14 +151,72 @@ def test_module_keeps_to_its_layer(module):
     assert violations(path.read_text(), module, is_package=path.name == "__init__.py") == []
 
 
+def imports_of_all() -> dict[str, set[str]]:
+    """The modules that each module imports itself (packages above them aside)."""
+    found: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        names = [name for _, name in imported(ast.parse(path.read_text()), module, path.name == "__init__.py")]
+        found[module] = {home_of(name) for name in names if name.split(".")[0] == "tritonllm"} - {module}
+    return found
+
+
+def test_imports_go_in_no_circle():
+    imports = imports_of_all()
+    for module, other in CIRCLES:
+        imports[module].discard(other)
+    assert circle(imports) == []
+
+
+@pytest.mark.parametrize(("module", "other"), CIRCLES)
+def test_circle_is_still_there(module, other):
+    imports = imports_of_all()
+    for importer, target in CIRCLES.keys() - {(module, other)}:
+        imports[importer].discard(target)
+    assert {module, other} <= set(circle(imports)), "no circle any more: take it out of CIRCLES"
+
+
+@pytest.mark.parametrize(
+    ("imports", "found"),
+    [
+        ({"a": {"b"}, "b": {"a"}}, {"a", "b"}),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}, {"a", "b", "c"}),
+        ({"a": {"b", "c"}, "b": {"c"}, "c": set()}, set()),
+        ({}, set()),
+    ],
+)
+def test_finds_circles(imports, found):
+    assert set(circle(imports)) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("tritonllm.kernels.rms_norm_ref", "kernels.elementwise.norm"),
+        ("tritonllm.kernels.WORKSPACE_SIZE", "kernels.attention.decode"),
+        ("tritonllm.kernels.runtime.tuning", "kernels.runtime.tuning"),
+        ("tritonllm.kernels.runtime.tuning.Config", "kernels.runtime.tuning"),
+        ("tritonllm.kernels.sampling.keep", "kernels.sampling"),
+        ("tritonllm.env", "env"),
+        ("tritonllm.LLM", ""),
+    ],
+)
+def test_finds_what_an_import_reads(name, home):
+    assert home_of(name) == home
+
+
+def test_no_operation_is_called_like_a_wing():
+    """Importing the wing would put the package in its place."""
+    assert not set(kernels.__all__) & {wing_of(module) for module in MODULES}
+
+
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("kernels.norm", "from tritonllm.engine.llm import LLM", "layer above"),
-        ("kernels.norm", "from tritonllm import layers", "layer above"),
-        ("kernels.norm", "def f():\n    import tritonllm.models.spec", "layer above"),
-        ("kernels.norm", "from ..layers import linear", "layer above"),
-        ("kernels.norm", "import numpy", "only torch and triton"),
+        ("kernels.elementwise.norm", "from tritonllm.engine.llm import LLM", "layer above"),
+        ("kernels.elementwise.norm", "from tritonllm import layers", "layer above"),
+        ("kernels.elementwise.norm", "def f():\n    import tritonllm.models.spec", "layer above"),
+        ("kernels.elementwise.norm", "from ...layers import linear", "layer above"),
+        ("kernels.elementwise.norm", "import numpy", "only torch and triton"),
         ("models.spec", "from tritonllm import LLM", "layer above"),
         ("env", "from tritonllm.kernels import rms_norm", "layer above"),
         ("engine.llm", "from tritonllm.cli import main", "layer above"),
@@ -117,6 +225,12 @@ def test_module_keeps_to_its_layer(module):
         ("engine.runner", "import os\nos.environ['A'] = '1'", "only env.py"),
         ("cli", "from os import getenv", "only env.py"),
         ("newcomer", "", "has no layer"),
+        ("kernels.speculative.judge", "from tritonllm.kernels.sampling.common import keep", "not open to others"),
+        ("kernels.speculative.judge", "from tritonllm.kernels.sampling import common", "not open to others"),
+        ("kernels.speculative.judge", "def f():\n    import tritonllm.kernels.sampling.draw", "not open to others"),
+        ("kernels.attention.sm90.rows", "from ...dense.sm90 import tiles", "not open to others"),
+        ("kernels.hopper.product", "from tritonllm.kernels.moe.grouping import ExpertBlocks", "not open to others"),
+        ("kernels.runtime.checks", "from tritonllm.kernels.elementwise import rms_norm", "not open to others"),
     ],
 )
 def test_finds(module, source, complaint):
@@ -128,10 +242,15 @@ def test_finds(module, source, complaint):
     ("module", "source"),
     [
         (
-            "kernels.norm",
-            "import math\nimport torch\nfrom tritonllm import env\nfrom tritonllm.kernels.checks import x",
+            "kernels.elementwise.norm",
+            "import math\nimport torch\nfrom tritonllm import env\nfrom tritonllm.kernels.runtime.checks import x",
         ),
-        ("kernels.norm", "from .checks import require\nfrom . import tuning"),
+        ("kernels.runtime.registry", "from .checks import require\nfrom . import tuning"),
+        ("kernels.attention.decode", "from .sm90 import decode\nfrom tritonllm.kernels.attention.portable import few"),
+        ("kernels.dense.sm90.gated", "from tritonllm.kernels.hopper.product import product"),
+        ("kernels.speculative.judge", "from tritonllm.kernels.sampling import keep\nfrom ..runtime import tuning"),
+        ("kernels.moe.experts", "from tritonllm.kernels import linear, rms_norm_ref"),
+        ("layers.linear", "from tritonllm.kernels.dense.linear import MAX_M"),
         ("engine.runner", "import numpy, torch\nfrom tritonllm.models.spec import ModelSpec"),
         ("cli", "from tritonllm import LLM, __version__"),
         ("env", "import os\nos.environ.get('A')"),

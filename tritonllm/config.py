@@ -11,7 +11,12 @@ from typing import Any, Literal
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 POLICIES = ("fcfs", "priority")
-_OWN_KWARGS = ("enforce_eager", "disable_cascade_attn", "kernel_cache")  # of EngineConfig itself, not of its parts
+_OWN_KWARGS = (
+    "enforce_eager",
+    "disable_cascade_attn",
+    "kernel_cache",
+    "step_timeout",
+)  # of EngineConfig itself, not of its parts
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:
@@ -137,6 +142,8 @@ class EngineConfig:
         disable_cascade_attn: let every sequence read the keys of a prompt's beginning for itself, even where a step's
             sequences share them. Without it they are read once if that is faster.
         kernel_cache: a folder that ``tritonllm precompile`` made: kernels that are there are not compiled.
+        step_timeout: seconds that a GPU may take for a step. If it takes longer, the engine raises an error that names
+            the step and its requests, where it would wait for ever.
     """
 
     model: ModelConfig
@@ -145,12 +152,16 @@ class EngineConfig:
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     kernel_cache: str | None = None
+    step_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         _is_a("enforce_eager", self.enforce_eager, bool)
         _is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
         if self.kernel_cache is not None:
             _is_a("kernel_cache", self.kernel_cache, str)
+        seconds = self.step_timeout
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+            raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

@@ -5,7 +5,7 @@
 ``TRITONLLM_CPU_BACKEND``
     What an op does with CPU tensors: ``reference`` (plain torch; the default), ``interpret`` (the Triton kernel in the
     interpreter; implied by ``TRITON_INTERPRET=1``) or ``compile`` (compile the kernel for a GPU and launch nothing; for
-    ahead-of-time checks, see :mod:`tritonllm.kernels.aot`).
+    ahead-of-time checks, see :mod:`tritonllm.kernels.compile.aot`).
 """
 
 import os

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy: the division by it would overflow
 MAX_LOGPROBS = 1024
+MAX_N = 16384
+INT32_MAX = 2**31 - 1  # the largest number that the kernels' parameters hold
 
 
 class RequestOutputKind(enum.Enum):
@@ -88,9 +90,9 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1)
+        _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 1e6, "a number of at least 0")
-        _integer("top_k", self.top_k, -1)
+        _integer("top_k", self.top_k, -1, INT32_MAX)
         _number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
         _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
         if self.seed is not None:
@@ -100,7 +102,7 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, math.ulp(0.0), 1e6, "greater than 0")
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
+        _integer("min_tokens", self.min_tokens, 0, INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         for name in ("logprobs", "prompt_logprobs"):

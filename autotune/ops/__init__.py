@@ -1,5 +1,9 @@
-"""What can be tuned: one file per table, each with a ``TUNABLE``: the problems to tune for and the space to search."""
+"""What can be tuned: one file per table, each with a ``TUNABLE``: the problems to tune for and the space to search.
 
+The folders are the wings of ``tritonllm.kernels``; a file's name is its table's.
+"""
+
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -8,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from autotune.problem import Problem
-from tritonllm.kernels import tuning
+from tritonllm.kernels.runtime import tuning
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,19 @@ class Tunable:
         return next((c for c in known if c.get("kernel") == config.get("kernel")), known[0])
 
 
+@functools.cache
+def _modules() -> dict[str, str]:
+    """Each table's name, and the module that says how it is tuned."""
+    found = [module.name for module in pkgutil.walk_packages(__path__, f"{__name__}.") if not module.ispkg]
+    return {name.rpartition(".")[2]: name for name in found}
+
+
 def names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(_modules())
 
 
 def load(op: str) -> Tunable:
-    tunable: Tunable = importlib.import_module(f"{__name__}.{op}").TUNABLE
+    tunable: Tunable = importlib.import_module(_modules()[op]).TUNABLE
     return tunable
 
 

@@ -11,8 +11,8 @@ from autotune.problem import make_sets
 from autotune.search import Compilers, candidates, prepare
 from autotune.table import LAUNCH_OPTIONS, kernel_sources
 from autotune.worker import Failed, Worker
-from tritonllm.kernels import tuning
-from tritonllm.kernels.aot import SHARED_MEMORY_LIMIT, pretend, target_of
+from tritonllm.kernels.compile.aot import SHARED_MEMORY_LIMIT, pretend, target_of
+from tritonllm.kernels.runtime import tuning
 
 OPS = ops.names()
 

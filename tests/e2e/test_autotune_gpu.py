@@ -13,7 +13,7 @@ from autotune.timing import Replay
 from autotune.worker import Failed
 from bench import kernels
 from bench.cases import CASES
-from tritonllm.kernels import tuning
+from tritonllm.kernels.runtime import tuning
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from triton.runtime import cache
 
 from tritonllm.cli import main
 from tritonllm.engine import precompile
-from tritonllm.kernels.cache_folder import MARK
+from tritonllm.kernels.compile.cache_folder import MARK
 
 TESTS = Path(__file__).parents[1]
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16"]
@@ -93,7 +93,7 @@ def test_models_that_run_through_transformers_have_no_list(found, capsys, tmp_pa
 COUNT = """
 import json, sys, triton
 from tritonllm import LLM, SamplingParams
-from tritonllm.kernels.compile_monitor import MONITOR
+from tritonllm.kernels.compile.monitor import MONITOR
 llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, num_blocks=2048, max_model_len=4096,
           max_num_seqs=16, max_num_batched_tokens=1024, kernel_cache=sys.argv[2] or None)
 at_ready = MONITOR.compiled, MONITOR.loaded

@@ -361,6 +361,13 @@ def test_delta_outputs_add_up(llm):
         ([1], {"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids has token"),
         ([1], {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids has token"),
         ([1], {"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias has token"),
+        ("half a \ud800 pair", {}, "prompt is not valid Unicode text"),
+        ({"prompt_token_ids": [1], "cache_salt": "\udfff"}, {}, "cache_salt is not valid Unicode text"),
+        ([1], {"stop": "\ud800"}, "stop is not valid Unicode text"),
+        ([1], {"bad_words": ["\ud800"]}, "bad_words is not valid Unicode text"),
+        ([1], {"top_k": 2**31}, "top_k must be an integer from -1 to 2147483647"),
+        ([1], {"min_tokens": 2**70, "max_tokens": None}, "min_tokens must be an integer from 0 to 2147483647"),
+        ([1], {"n": 10**9}, "n must be an integer from 1 to 16384"),
     ],
 )
 def test_bad_request_harms_nobody(llm, prompt, params, message):
@@ -375,6 +382,42 @@ def test_bad_request_harms_nobody(llm, prompt, params, message):
     while llm.engine.has_unfinished_requests():
         outputs += llm.engine.step()
     assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 4
+    assert everything_is_free(llm)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"request_id": 5}, "request_id must be a string"),
+        ({"priority": "high"}, "priority must be an integer"),
+        ({"priority": True}, "priority must be an integer"),
+    ],
+)
+def test_bad_arguments_of_a_request(llm, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        llm.engine.add_request(**{"request_id": "bad", "prompt": PROMPTS[1], **arguments})
+    assert everything_is_free(llm)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 2**31 - 1},
+        {"min_tokens": 2**31 - 1, "max_tokens": None},
+        {"max_tokens": 2**70},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1},
+        {"temperature": 1e6, "min_p": 1.0},
+        {"temperature": 1e-5, "top_p": 5e-324},
+    ],
+    ids=str,
+)
+def test_the_largest_values_run(llm, params):
+    """What is accepted at the door is never an error in a step."""
+    alone, neighbour = SamplingParams(**{"max_tokens": 3, "seed": 1, **params}), greedy(3)
+    outputs = llm.generate([PROMPTS[1], PROMPTS[2]], [alone, neighbour], use_tqdm=False)
+    assert all(output.finished for output in outputs)
+    assert token_ids(outputs[1:]) == token_ids(llm.generate([PROMPTS[2]], neighbour, use_tqdm=False))
     assert everything_is_free(llm)
 
 

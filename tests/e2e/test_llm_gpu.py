@@ -15,6 +15,7 @@ from support.tiny_models import random_tokens
 from tritonllm import LLM, SamplingParams
 from tritonllm.engine import shared_prefix
 from tritonllm.engine.graphs import graph_sizes
+from tritonllm.engine.results import StepTimeoutError
 from tritonllm.engine.shared_prefix import CascadePlanner
 
 pytestmark = pytest.mark.gpu
@@ -136,3 +137,33 @@ def test_the_same_tokens_as_on_the_cpu():
     prompts = [random_tokens(n, 300, seed=n) for n in (1, 3, 17, 40, 5, 64, 9, 30)]
     on_cpu = token_ids(tiny_llm(device="cpu").generate(prompts, greedy(), use_tqdm=False))
     assert token_ids(tiny_llm(device="cuda", dtype="float32").generate(prompts, greedy(), use_tqdm=False)) == on_cpu
+
+
+def test_a_step_that_takes_too_long_is_named_and_left(folder, monkeypatch):
+    """The device is kept busy; once it is free again, so is the engine."""
+    llm = make(folder, enforce_eager=True)
+    expected = token_ids(llm.generate(PROMPTS[:3], greedy(5), use_tqdm=False))
+    impatient = make(folder, enforce_eager=True, step_timeout=0.2)
+    forward = impatient.engine._runner._forward
+
+    def slow(*args):
+        torch.cuda._sleep(3_000_000_000)  # clock cycles: more than a second
+        return forward(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(impatient.engine._runner, "_forward", slow)
+        with pytest.raises(StepTimeoutError, match=r"after 0\.2 s .*prompt tokens of requests '0'"):
+            impatient.generate(PROMPTS[:3], greedy(5), use_tqdm=False)
+    assert not impatient.engine.has_unfinished_requests()
+    torch.cuda.synchronize()
+    assert token_ids(impatient.generate(PROMPTS[:3], greedy(5), use_tqdm=False)) == expected
+
+
+def test_small_vocabularies_with_min_p_alone(tmp_path):
+    """Requests that stopped the device: the demo model's size of vocabulary, min-p and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_0_6B, "vocab_size": 2048, "num_hidden_layers": 2}))
+    llm = make(str(tmp_path), step_timeout=30.0)
+    prompts = [random_tokens(9, 2048, seed=n) for n in range(64)]
+    for min_p in (0.02, 0.1, 1.0):
+        params = SamplingParams(temperature=1.7, min_p=min_p, seed=1, max_tokens=16, ignore_eos=True)
+        assert all(output.finished for output in llm.generate(prompts, params, use_tqdm=False))

@@ -5,25 +5,26 @@ import json
 import pytest
 import torch
 
-from autotune.ops.act_and_mul import GatedActivation
-from autotune.ops.apply_rope import Rope
-from autotune.ops.copy_blocks import CopyBlocks
-from autotune.ops.fused_add_rms_norm import AddRmsNorm
-from autotune.ops.fused_moe import FusedMoe
-from autotune.ops.linear import Product
-from autotune.ops.moe_route import Route
-from autotune.ops.paged_decode_attention import DecodeAttention
-from autotune.ops.qk_norm_rope_store import QkNormRopeStore
-from autotune.ops.rejection_judge import DRAFTS, RejectionSampling
-from autotune.ops.rms_norm import HeadNorm, RmsNorm
-from autotune.ops.sample import MODES, FlatSampling, Sampling
-from autotune.ops.silu_and_mul_quantize import QuantizedActivation
-from autotune.ops.store_kv import StoreKv
-from autotune.ops.varlen_prefill_attention import PrefillAttention
+from autotune.ops.attention.copy_blocks import CopyBlocks
+from autotune.ops.attention.paged_decode_attention import DecodeAttention
+from autotune.ops.attention.qk_norm_rope_store import QkNormRopeStore
+from autotune.ops.attention.store_kv import StoreKv
+from autotune.ops.attention.varlen_prefill_attention import PrefillAttention
+from autotune.ops.dense.linear import Product
+from autotune.ops.elementwise.act_and_mul import GatedActivation
+from autotune.ops.elementwise.apply_rope import Rope
+from autotune.ops.elementwise.fused_add_rms_norm import AddRmsNorm
+from autotune.ops.elementwise.rms_norm import HeadNorm, RmsNorm
+from autotune.ops.elementwise.silu_and_mul_quantize import QuantizedActivation
+from autotune.ops.moe.fused_moe import FusedMoe
+from autotune.ops.moe.moe_route import Route
+from autotune.ops.sampling.sample import MODES, FlatSampling, Sampling
+from autotune.ops.speculative.rejection_judge import DRAFTS, RejectionSampling
 from autotune.worker import Failed
 from bench import baselines, kernels
-from bench.cases import CASES, GROUPS, Case
+from bench.cases import CASES, Case
 from bench.logprobs import TokenLogprobs, log_softmax_and_topk
+from bench.reports import GROUPS
 from bench.runner import measure, rates
 
 TINY = [

@@ -10,10 +10,11 @@ from triton import knobs
 from triton.runtime import cache
 from triton.runtime.jit import JITFunction
 
-from tritonllm.kernels import cache_folder, rms_norm, silu_and_mul
-from tritonllm.kernels.aot import pretend, target_of
-from tritonllm.kernels.compilation import compile_in_parallel, driver_extension, list_kernels
-from tritonllm.kernels.compile_monitor import MONITOR
+from tritonllm.kernels import rms_norm, silu_and_mul
+from tritonllm.kernels.compile import cache_folder
+from tritonllm.kernels.compile.aot import pretend, target_of
+from tritonllm.kernels.compile.monitor import MONITOR
+from tritonllm.kernels.compile.parallel import compile_in_parallel, driver_extension, list_kernels
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

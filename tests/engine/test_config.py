@@ -36,6 +36,9 @@ from tritonllm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
         (SchedulerConfig, {"policy": "random"}, "policy must be one of fcfs, priority"),
         (EngineConfig, {"enforce_eager": 1}, "enforce_eager must be of type bool"),
         (EngineConfig, {"disable_cascade_attn": "no"}, "disable_cascade_attn must be of type bool"),
+        (EngineConfig, {"step_timeout": 0}, "step_timeout must be a number of seconds greater than 0"),
+        (EngineConfig, {"step_timeout": "1"}, "step_timeout must be a number of seconds greater than 0"),
+        (EngineConfig, {"step_timeout": float("nan")}, "step_timeout must be a number of seconds greater than 0"),
     ],
 )
 def test_bad_values_are_named(part, kwargs, message):

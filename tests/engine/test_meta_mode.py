@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tritonllm.kernels import registry, rms_norm
-from tritonllm.kernels.meta_mode import MetaMode
+from tritonllm.kernels import rms_norm
+from tritonllm.kernels.runtime import registry
+from tritonllm.kernels.runtime.meta_mode import MetaMode
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 

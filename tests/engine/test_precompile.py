@@ -15,8 +15,8 @@ from triton.runtime.cache import triton_key
 from tritonllm.config import EngineConfig
 from tritonllm.engine import precompile
 from tritonllm.engine.precompile import BackgroundCompiler, Target, compile_kernels_of, kernels_of
-from tritonllm.kernels import tuning
-from tritonllm.kernels.compilation import Specialization
+from tritonllm.kernels.compile.parallel import Specialization
+from tritonllm.kernels.runtime import tuning
 from tritonllm.models.families import spec_from_config
 
 NEEDED = "_advance_seats_kernel"

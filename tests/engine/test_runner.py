@@ -2,12 +2,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.engines import tiny_checkpoint
+from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.tiny_models import load_decoder
 
+from tritonllm import SamplingParams
 from tritonllm.config import EngineConfig
 from tritonllm.engine import shared_prefix
 from tritonllm.engine.graphs import graph_sizes, padded
+from tritonllm.engine.plan import describe
+from tritonllm.engine.results import StepTimeoutError
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.warm_up import warm_up_sizes
 from tritonllm.layers import attention
@@ -68,3 +71,31 @@ def test_block_bytes_and_the_blocks_that_fit():
     assert runner.block_bytes == 2 * 3 * 4 * 2 * 16 * 4
     assert runner.fit_num_blocks() == 100_000 // runner.block_bytes
     assert make_runner(num_blocks=11).fit_num_blocks() == 11
+
+
+class NeverDone:
+    def query(self):
+        return False
+
+
+def test_a_step_that_does_not_end_is_named():
+    llm = tiny_llm()
+    params = SamplingParams(temperature=1.7, min_p=1.0, max_tokens=5)
+    for index in range(3):
+        llm.engine.add_request(f"r{index}", [1, 2, 3], params)
+    plan = llm.engine._scheduler.schedule()
+    step = llm.engine._runner.launch(plan)
+    step._done = NeverDone()
+    words = (
+        r"after 0\.1 s.*0 decodes, 0 drafts and 9 prompt tokens of requests 'r0' \(tokens 0 to 3; .*min_p=1\.0.*'r2'"
+    )
+    with pytest.raises(StepTimeoutError, match=words):
+        step.wait(0.1, lambda: describe(plan))
+
+
+def test_only_some_requests_of_a_large_step_are_named():
+    llm = tiny_llm(max_num_seqs=60)
+    for index in range(20):
+        llm.engine.add_request(f"r{index}", [1], greedy(2))
+    message = describe(llm.engine._scheduler.schedule())
+    assert message.count("tokens 0 to 1") == 8 and message.endswith("and 12 more")

@@ -10,7 +10,7 @@ from tritonllm.engine.inputs import upload, upload_step
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
 from tritonllm.engine.request import Request
 from tritonllm.engine.sampler import Sampler
-from tritonllm.kernels.logit_edits import edit_logits_ref
+from tritonllm.kernels.sampling.edits import edit_logits_ref
 from tritonllm.layers.segments import Segments, decodes
 from tritonllm.sampling_params import SamplingParams
 

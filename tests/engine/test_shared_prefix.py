@@ -11,7 +11,7 @@ from tritonllm.engine.graphs import graph_sizes
 from tritonllm.engine.inputs import upload_cascade
 from tritonllm.engine.shared_prefix import CascadePlanner, find_shared_prefix
 from tritonllm.engine.step import dummy_step
-from tritonllm.kernels.attention_cascade import cascade_parts
+from tritonllm.kernels.attention.cascade import cascade_parts
 
 
 @st.composite

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from triton.runtime.jit import DependenciesFinder
 
-import tritonllm.kernels.registry  # noqa: F401 (makes names stable)
+import tritonllm.kernels.runtime.registry  # noqa: F401 (makes names stable)
 
 SOURCE = """
 import triton

@@ -12,7 +12,7 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.warm_up import WarmUp
-from tritonllm.kernels.compilation import Specialization
+from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 

@@ -1,6 +1,8 @@
 """What every kernel must satisfy after compilation for a chip: checked without one."""
 
-from tritonllm.kernels.aot import SHARED_MEMORY_LIMIT, Arch, CompiledKernel
+import re
+
+from tritonllm.kernels.compile.aot import SHARED_MEMORY_LIMIT, Arch, CompiledKernel
 
 ARCHS = (80, 90, 100, "gfx942")
 
@@ -32,3 +34,36 @@ def assert_sass(kernels: list[CompiledKernel], instruction: str, name: str) -> N
     assert found, f"{name} was not compiled; compiled: {sorted({k.name for k in kernels})}"
     for kernel in found:
         assert instruction in kernel.sass, f"{name} for sm_{kernel.arch} has no {instruction}"
+
+
+_INSTRUCTION = re.compile(r"(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)\s+(.*?);?$")
+_REGISTER = re.compile(r"[-|]?R(\d+)")
+
+
+def uneven_sums(sass: str) -> int:
+    """How many multiply-adds add what a shuffle between the threads of a warp has just brought.
+
+    Such a sum is rounded after the exchange in one thread and before it in the other: they end with different sums.
+    """
+    brought: set[str] = set()
+    count = 0
+    for line in sass.splitlines():
+        found = _INSTRUCTION.match(line.split("\t")[-1].strip())
+        if not found:
+            continue
+        name, operands = found[1], [part.strip() for part in found[2].split(",")]
+        registers = [m[1] if (m := _REGISTER.match(operand)) else "" for operand in operands]
+        if name.startswith("SHFL"):
+            brought.update(registers[1:2])  # the first operand is a predicate
+            continue
+        count += name.startswith(("FFMA", "DFMA", "HFMA")) and len(registers) > 3 and registers[3] in brought
+        brought.discard(registers[0])
+    return count
+
+
+def assert_uniform_sums(kernels: list[CompiledKernel], names: set[str]) -> None:
+    """In the kernels with these names, all of which were compiled, every thread gets the same sums."""
+    assert names <= {kernel.name for kernel in kernels}
+    for kernel in kernels:
+        if kernel.name in names:
+            assert uneven_sums(kernel.sass) == 0, f"{kernel.name}: threads of a warp add in different ways"

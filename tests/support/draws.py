@@ -2,8 +2,8 @@
 
 import torch
 
-from tritonllm.kernels.random import STREAM_GROUP, STREAM_TOKEN, gumbel_ref
-from tritonllm.kernels.sampling import log_weights_ref
+from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN, gumbel_ref
+from tritonllm.kernels.sampling.sample import log_weights_ref
 
 # Scores are log2-weights plus noise, numbers of size 1 to 30 made of a few float32 operations
 NEAR_TIE = 3e-5

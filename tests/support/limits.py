@@ -2,7 +2,7 @@
 
 import torch
 
-from tritonllm.kernels.sampling_common import clean_ref, keep_ref
+from tritonllm.kernels.sampling.common import clean_ref, keep_ref
 
 
 def check_limits(limits, logits, temperature, top_k, top_p, min_p):

@@ -7,10 +7,12 @@ good, so a mistake and ``--help`` answer at once.
 """
 
 import argparse
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tritonllm.cli import bench, generate, info, precompile
@@ -28,6 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
         added.add_argument(
             "model", nargs="?", metavar="MODEL", help="folder or hub id (default: the small model in this package)"
         )
+        added.add_argument(
+            "-v", "--verbose", action="count", default=0, help="tell on stderr what the engine does; -vv: in detail"
+        )
         added.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -44,6 +49,21 @@ def make_llm(model: str, **kwargs: Any) -> Any:
     return LLM(model, **kwargs)
 
 
+@contextmanager
+def logging_to_stderr(verbosity: int) -> Iterator[None]:
+    """Inside the block the package's messages go to stderr: warnings, with 1 information too, with 2 everything."""
+    logger, handler = logging.getLogger("tritonllm"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbosity, logging.DEBUG))
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
 def main(argv: Sequence[str] | None = None, *, make_llm: Callable[..., Any] = make_llm) -> int:
     """Run a command line and return its exit status.
 
@@ -57,7 +77,8 @@ def main(argv: Sequence[str] | None = None, *, make_llm: Callable[..., Any] = ma
     args = build_parser().parse_args(argv)
     try:
         args.model = args.model or default_model()
-        status = args.run(args, make_llm)
+        with logging_to_stderr(args.verbose):
+            status = args.run(args, make_llm)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of our output has seen enough; nor may Python's own last flush complain

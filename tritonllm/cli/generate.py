@@ -67,6 +67,7 @@ ENGINE: dict[str, dict[str, Any]] = {
         "help": "compute every prompt from its beginning",
     },
     "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
+    "step-timeout": {"type": float, "metavar": "S", "help": "seconds that a GPU may take for a step (default: 300)"},
     "kernel-cache": {"metavar": "DIR", "help": "folder that `tritonllm precompile` made"},
     "trust-remote-code": {"action": "store_true", "help": "download and run Python code that comes with the model"},
 }

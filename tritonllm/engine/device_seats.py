@@ -5,7 +5,7 @@ import torch
 from tritonllm.engine.inputs import Batch, host_bytes, views
 from tritonllm.engine.step import PARAMETERS, SamplingParameters, arrays_in, spans_of
 from tritonllm.kernels import advance_seats
-from tritonllm.kernels.seat_state import Decodes, SamplingRows, SeatState, StepRows
+from tritonllm.kernels.sampling.seat_state import Decodes, SamplingRows, SeatState, StepRows
 
 
 class DeviceSeats:

@@ -3,6 +3,10 @@
 With asynchronous scheduling the device always has the next step waiting: a step is planned and launched while the one
 before it runs, and only then are the results of that one awaited. So what a call of :meth:`LLMEngine.step` returns was
 launched by the call before. The device passes the new tokens on by itself (see :mod:`tritonllm.engine.scheduler`).
+
+An exception can come at any line of a step, Ctrl-C among them, and what the step had changed by then cannot be known.
+So nothing of it is kept: the next call ends all requests with an error and begins with an empty pool and cache
+(:meth:`LLMEngine._recover`). An error that belongs to one request ends that request only.
 """
 
 import itertools
@@ -16,12 +20,12 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.input_processor import InputProcessor, Prompt
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import RequestMetrics, RequestOutput
-from tritonllm.engine.plan import NewTokens, StepPlan
+from tritonllm.engine.plan import NewTokens, StepPlan, describe
 from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
-from tritonllm.kernels.compile_monitor import MONITOR
+from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -65,6 +69,9 @@ class LLMEngine:
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
         self._arrivals = itertools.count()
         self._in_flight: deque[tuple[StepPlan, RunningStep]] = deque()
+        self._whole = True  # no change is under way, and none was broken off
+        self._failure = "the step was interrupted"  # why the last one was broken off
+        self._lost: dict[str, RequestOutput] = {}  # last outputs of the requests that were lost with it
         self._prepared_at_ready = MONITOR.prepared
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
@@ -93,9 +100,14 @@ class LLMEngine:
         Raises:
             ValueError: bad input; nothing was queued and nothing else is affected.
         """
+        self._recover()
         params = params or SamplingParams()
-        if request_id in self._states:
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a string, got {request_id!r}")
+        if request_id in self._states or request_id in self._lost:
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
         if priority and self.config.scheduler.policy != "priority":
             raise ValueError(f"priority={priority} needs policy='priority'; this engine's policy is 'fcfs'")
         self.inputs.check_params(params)
@@ -106,54 +118,91 @@ class LLMEngine:
         sequences = [SequenceOutput(index, request, self.tokenizer) for index, request in enumerate(requests)]
         metrics = RequestMetrics(arrival_time=time.monotonic())
         state = RequestState(request_id, tokenized.text, tokenized.token_ids, params, sequences, metrics)
-        self._states[request_id] = state
+        self._whole = False
         for sequence in sequences:
             self._scheduler.add(sequence.request)
             self._sequences[sequence.request.request_id] = state, sequence
+        self._states[request_id] = state
         self._prompt_tokens += len(tokenized.token_ids)
+        self._whole = True
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now and free their memory; unknown or finished ids are ignored. Returns their last outputs."""
+        self._recover()
         outputs = []
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            state = self._states.get(request_id)
-            if state is None:
-                continue
-            for sequence in state.sequences:
-                self._scheduler.abort(sequence.request.request_id)
-            output = self._report(state)
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self._whole = False
+        for request_id in ids:
+            output, state = self._lost.pop(request_id, None), self._states.get(request_id)
+            if state is not None:
+                for sequence in state.sequences:
+                    self._scheduler.abort(sequence.request.request_id)
+                output = self._report(state)
             if output is not None:
                 outputs.append(output)
+        self._whole = True
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._states)
+        """Whether :meth:`step` has something to run, or to report."""
+        self._recover()
+        return bool(self._states or self._lost)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.
 
         Returns:
             An output for each request that got a token or ended; nothing if no results were waited for.
+
+        Raises:
+            StepTimeoutError: the device did not finish a step within ``step_timeout`` seconds.
+            Exception: whatever else stopped the step. All unfinished requests are lost with it; the next call returns
+                their last outputs, with ``finish_reason="error"``. The engine can be used again, if the device can.
         """
+        self._recover()
+        if self._lost:
+            lost, self._lost = self._lost, {}
+            return list(lost.values())
+        self._whole = False
+        try:
+            outputs = self._advance()
+        except BaseException as error:
+            self._failure = f"the step failed: {type(error).__name__}: {error}"
+            raise
+        self._whole = True
+        return outputs
+
+    def _recover(self) -> None:
+        """If a change was broken off, end all requests and begin anew. May be broken off itself, and called again."""
+        if self._whole:
+            return
+        for state in self._states.values():
+            for sequence in state.sequences:
+                if not sequence.request.status.is_finished:
+                    sequence.request.status = RequestStatus.FINISHED_ERROR
+                    state.error = self._failure
+            output = state.output()
+            assert output is not None  # it has ended
+            self._lost[state.request_id] = output
+        self._states.clear()
+        self._sequences.clear()
+        self._in_flight.clear()  # what they still write lies in blocks that later steps write before they read
+        self._scheduler.reset()
+        self._whole = True
+
+    def _advance(self) -> list[RequestOutput]:
         plan = self._scheduler.schedule()
         if plan.scheduled:
-            self._launch(plan)
+            self._in_flight.append((plan, self._runner.launch(plan)))
+            self._steps += 1
         ahead = int(bool(self.config.scheduler.async_scheduling and plan.scheduled))
         if len(self._in_flight) <= ahead:
             return []
         plan, step = self._in_flight.popleft()
-        result = step.wait()
+        result = step.wait(self.config.step_timeout, lambda: describe(plan))
         touched = self._take(plan, result, self._scheduler.update(plan, result.sampled))
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
-
-    def _launch(self, plan: StepPlan) -> None:
-        try:
-            self._in_flight.append((plan, self._runner.launch(plan)))
-        except BaseException:
-            self._scheduler.forget(plan)
-            raise
-        self._steps += 1
 
     def _take(self, plan: StepPlan, result: StepResult, new_tokens: list[NewTokens]) -> dict[str, RequestState]:
         """Hand a step's results to their requests; returns the requests that changed, in the plan's order."""
@@ -174,11 +223,16 @@ class LLMEngine:
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
             taken += len(new)
-            stopped = sequence.extend(new, result.logprobs, rows.get(request.request_id, 0))
-            if stopped is not None:
-                stop, drop = stopped
-                self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
-                taken -= drop
+            try:
+                stopped = sequence.extend(new, result.logprobs, rows.get(request.request_id, 0))
+            except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
+                state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
+                self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
+            else:
+                if stopped is not None:
+                    stop, drop = stopped
+                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
+                    taken -= drop
             touched[state.request_id] = state
         self._generated_tokens += taken
         return touched
@@ -194,6 +248,7 @@ class LLMEngine:
 
     @property
     def stats(self) -> EngineStats:
+        self._recover()
         scheduler = self._scheduler.stats
         return EngineStats(
             steps=self._steps,

@@ -27,7 +27,7 @@ import torch
 from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_cascade
 from tritonllm.engine.step import Room, Step, dummy_step, layout_of
 from tritonllm.kernels import CascadePlan
-from tritonllm.kernels.attention_cascade import cascade_parts
+from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.layers.regime import LengthRegime
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
 
@@ -196,6 +196,9 @@ class StepGraphs:
                 for regime in LengthRegime:
                     self._load(nothing, key)
                     self._graphs[key._replace(regime=regime)] = self._capture(key._replace(regime=regime))
+
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     def _room(self, sequences: int, tokens: int) -> Room:
         if not tokens:

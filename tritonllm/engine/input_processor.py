@@ -55,6 +55,14 @@ def _all_below(ids: Sequence[int], limit: int) -> bool:
     return bool(values.min() >= 0 and values.max() < limit)
 
 
+def _check_text(name: str, text: str) -> None:
+    """Whether it can be encoded: half of a surrogate pair, say, would be an error in the middle of a step."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode text ({error.reason} at {error.start}): {text!r}") from error
+
+
 class InputProcessor:
     """Args:
     tokenizer: a transformers tokenizer, or ``None`` for token ids only.
@@ -80,6 +88,9 @@ class InputProcessor:
             ValueError: an unknown form, an empty or too long prompt, a token id outside the vocabulary.
         """
         text, ids, salt = self._parts(prompt)
+        for name, value in (("prompt", text), ("cache_salt", salt)):
+            if value is not None:
+                _check_text(name, value)
         if ids is None:
             if self.tokenizer is None:
                 raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
@@ -128,6 +139,9 @@ class InputProcessor:
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise ValueError("stop and bad_words are text, but the engine has no tokenizer: use token ids")
+        for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
+            for word in words:
+                _check_text(name, word)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self._vocab_size:

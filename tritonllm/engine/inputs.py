@@ -8,7 +8,7 @@ import torch
 
 from tritonllm.engine.step import ALIGNMENT, COLUMNS, PARAMETERS, Room, Span, Step, StepInputs, layout_of, place
 from tritonllm.kernels import CascadePlan, plan_cascade
-from tritonllm.kernels.seat_state import SamplingRows
+from tritonllm.kernels.sampling.seat_state import SamplingRows
 from tritonllm.layers.metadata import AttentionMetadata
 from tritonllm.layers.regime import LengthRegime
 

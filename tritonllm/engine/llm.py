@@ -69,21 +69,23 @@ class LLM:
         params = _one_each("sampling_params", sampling_params or SamplingParams(), len(batch))
         priorities = [0] * len(batch) if priority is None else _one_each("priority", list(priority), len(batch))
         ids = [str(next(self._ids)) for _ in batch]
-        for index, (request_id, prompt, p, rank) in enumerate(zip(ids, batch, params, priorities, strict=True)):
-            try:
-                if not isinstance(p, SamplingParams):
-                    raise ValueError(f"sampling_params must be SamplingParams, got {type(p).__name__}")
-                final = dataclasses.replace(p, output_kind=RequestOutputKind.FINAL_ONLY)
-                self.engine.add_request(request_id, prompt, final, priority=rank)
-            except ValueError as error:
-                self.engine.abort_request(ids)
-                raise ValueError(f"prompts[{index}]: {error}" if len(batch) > 1 else str(error)) from error
         try:
+            for index, request in enumerate(zip(ids, batch, params, priorities, strict=True)):
+                self._add(f"prompts[{index}]: " if len(batch) > 1 else "", *request)
             outputs = self._run(len(ids), use_tqdm)
         except BaseException:  # Ctrl-C too: leave no request behind for the next call
             self.engine.abort_request(ids)
             raise
         return [outputs[request_id] for request_id in ids]
+
+    def _add(self, where: str, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+        try:
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+            final = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+            self.engine.add_request(request_id, prompt, final, priority=priority)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from error
 
     def _run(self, total: int, use_tqdm: bool) -> dict[str, RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

@@ -127,6 +127,7 @@ class RequestState:
     sequences: list[SequenceOutput]
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
+    error: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -158,4 +159,5 @@ class RequestState:
             finished=finished,
             metrics=self.metrics,
             num_cached_tokens=self.sequences[0].request.num_cached_tokens or 0,
+            error=self.error,
         )

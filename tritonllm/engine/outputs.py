@@ -41,7 +41,7 @@ class CompletionOutput:
         token_ids: the tokens generated so far, including one that ended the output.
         cumulative_logprob: sum of the log-probabilities of ``token_ids``, if ``logprobs`` was asked for.
         logprobs: for each token, the most likely ones and the chosen one.
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, or ``None`` while it runs.
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or ``None`` while it runs.
         stop_reason: the stop string or stop token that ended it; ``None`` for end of sequence and otherwise.
     """
 
@@ -68,6 +68,7 @@ class RequestOutput:
         outputs: ``n`` continuations, in order of their index.
         finished: whether all continuations have ended.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        error: what ended it, where a ``finish_reason`` is ``"error"``.
     """
 
     request_id: str
@@ -78,3 +79,4 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    error: str | None = None

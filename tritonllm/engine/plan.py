@@ -1,11 +1,14 @@
 """What the scheduler decides and learns: the requests of a step, and the tokens that came of it. No torch."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from tritonllm.engine.request import Request
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
+from tritonllm.sampling_params import SamplingParams
+
+NAMED = 8  # requests of a step that does not end
 
 
 class ScheduledRequest(NamedTuple):
@@ -104,3 +107,16 @@ class SchedulerStats:
     preemptions: int
     num_blocks: int
     num_free_blocks: int
+
+
+def describe(plan: StepPlan) -> str:
+    """What a step computes, for a message about it."""
+    decode, verify, chunk = (segment.tokens for segment in plan.segments)
+    named = []
+    for request, start, count, *_ in plan.scheduled[:NAMED]:
+        wishes = {field.name: getattr(request.params, field.name) for field in fields(request.params)}
+        chosen = [f"{name}={value!r}" for name, value in wishes.items() if value != getattr(SamplingParams(), name)]
+        named.append(f"{request.request_id!r} (tokens {start} to {start + count}; {', '.join(chosen)})")
+    more = len(plan.scheduled) - len(named)
+    of_all = "; ".join(named) + (f"; and {more} more" if more else "")
+    return f"{decode} decodes, {verify} drafts and {chunk} prompt tokens of requests {of_all}"

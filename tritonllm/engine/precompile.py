@@ -1,7 +1,7 @@
 """Compile an engine's kernels before it launches them: for another machine, or while this one loads the weights.
 
-What an engine will launch is found by running its warm-up on meta tensors (:mod:`tritonllm.kernels.compilation`), with
-one layer of each kind. That takes a second and needs neither weights nor a GPU.
+What an engine will launch is found by running its warm-up on meta tensors (:mod:`tritonllm.kernels.compile.parallel`),
+with one layer of each kind. That takes a second and needs neither weights nor a GPU.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.runner import ModelRunner
-from tritonllm.kernels.aot import pretend, target_of
-from tritonllm.kernels.compilation import Specialization, compile_in_parallel, driver_extension, list_kernels
+from tritonllm.kernels.compile.aot import pretend, target_of
+from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, driver_extension, list_kernels
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.spec import ModelSpec
 

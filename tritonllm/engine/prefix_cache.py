@@ -65,6 +65,10 @@ class PrefixCache:
             self.queries += request.num_tokens
             self.hits += request.num_cached_tokens or 0
 
+    def move_to(self, pool: BlockPool) -> None:
+        """Serve another pool, of which nothing is known; totals stay."""
+        self.pool = pool
+
     def reset(self) -> None:
         """Forget all contents (the weights changed, say).
 

@@ -11,7 +11,7 @@ class RequestStatus(enum.Enum):
     """Where a request is. ``PREEMPTED`` waits like ``WAITING``, but has run before.
 
     Attributes:
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, or ``None`` while unfinished.
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or ``None`` while unfinished.
         is_finished: whether there is one.
     """
 
@@ -21,6 +21,7 @@ class RequestStatus(enum.Enum):
     FINISHED_STOPPED = "stopped", "stop"
     FINISHED_LENGTH = "length", "length"
     FINISHED_ABORTED = "aborted", "abort"
+    FINISHED_ERROR = "error", "error"
 
     def __init__(self, _: str, finish_reason: str | None) -> None:
         self.finish_reason = finish_reason
@@ -105,7 +106,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """``"stop"``, ``"length"``, ``"abort"``, or ``None`` while unfinished."""
+        """``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or ``None`` while unfinished."""
         return self.status.finish_reason
 
     def token_ids(self, start: int, end: int) -> list[int]:

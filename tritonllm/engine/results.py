@@ -1,12 +1,19 @@
 """What comes back of a step: on its way from the device, and on the host."""
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+SHORT_WAIT = 0.05  # seconds: beyond it a step is so long that a millisecond more does not count
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the three of TokenLogprobs, wherever they are
+
+
+class StepTimeoutError(RuntimeError):
+    """The device did not finish a step in time; the message names the step and its requests."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +75,33 @@ class RunningStep:
         if self._done is not None:
             self._done.record(torch.cuda.current_stream(device))
 
-    def wait(self) -> StepResult:
-        """Wait for the device and return the results."""
+    def _await(self, event: torch.cuda.Event, timeout: float, what: Callable[[], str]) -> None:
+        """Wait as ``event.synchronize()`` does, spinning, but so that Ctrl-C and the end of patience come through."""
+        begin = time.monotonic()
+        while not event.query():
+            waited = time.monotonic() - begin
+            if waited > timeout:
+                raise StepTimeoutError(
+                    f"the GPU has not finished a step after {timeout:g} s (step_timeout): {what()}. It may hang, and "
+                    "then only the end of this process frees it"
+                )
+            if waited < SHORT_WAIT:
+                os.sched_yield()
+            else:
+                time.sleep(0.001)
+
+    def wait(self, timeout: float, what: Callable[[], str]) -> StepResult:
+        """Wait for the device and return the results.
+
+        Args:
+            timeout: seconds.
+            what: says what the step computes, for the error.
+
+        Raises:
+            StepTimeoutError: it took longer.
+        """
         if self._done is not None:
-            self._done.synchronize()
+            self._await(self._done, timeout, what)
         logprobs = None if self._logprobs is None else TokenLogprobs(*(t.tolist() for t in self._logprobs))
         of_prompts: dict[str, tuple[int, TokenLogprobs]] = {}
         for name, at, part in self._prompt_logprobs:

@@ -7,6 +7,7 @@ from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
+from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.results import LogprobTensors, RunningStep
 from tritonllm.engine.sampler import Sampler
@@ -14,7 +15,7 @@ from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.step import Step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
-from tritonllm.kernels.attention_decode import WORKSPACE_SIZE
+from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.models.interface import CausalLM
 
@@ -49,6 +50,11 @@ class ModelRunner:
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
         self._builder = self._make_builder()
+
+    @property
+    def num_graphs(self) -> int:
+        """Steps captured as CUDA graphs."""
+        return 0 if self._graphs is None else len(self._graphs)
 
     @property
     def _max_blocks(self) -> int:
@@ -97,7 +103,7 @@ class ModelRunner:
         """Room for prompt tokens in captured steps."""
         if not self._model.supports_graphs or self._config.enforce_eager:
             return []
-        return token_sizes(self._config.scheduler.max_num_batched_tokens, self._model.host_bound_tokens)
+        return token_sizes(self._config.scheduler.max_num_batched_tokens, host_bound_tokens(self._model.work))
 
     def _peak(self, warm_up: WarmUp, tokens: int) -> int:
         """Bytes that a step of so many tokens needs for itself."""

@@ -10,8 +10,8 @@ from tritonllm.engine.inputs import upload
 from tritonllm.engine.results import LogprobTensors
 from tritonllm.engine.step import Step
 from tritonllm.kernels import sample, token_logprobs
-from tritonllm.kernels.logit_edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
-from tritonllm.kernels.seat_state import SamplingRows
+from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
+from tritonllm.kernels.sampling.seat_state import SamplingRows
 
 
 class Sampler:

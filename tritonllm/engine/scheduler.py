@@ -39,6 +39,7 @@ as it came. For the same reason a step that preempted admits nobody.
 """
 
 import itertools
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from operator import attrgetter
@@ -50,7 +51,12 @@ from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.waiting_queue import WaitingQueue
 
+logger = logging.getLogger(__name__)
 _ORDER = attrgetter("order")
+_PREEMPTED = (
+    "the KV cache (%d blocks) is too small for %d running requests: one gives up its blocks and is computed again "
+    "later. Lower max_num_seqs, or give the cache more memory; stats.preemptions counts further ones"
+)
 
 
 class Scheduler:
@@ -80,12 +86,23 @@ class Scheduler:
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
         self._longest = num_blocks * cache.block_size + 1
         self._counter, self._admissions = itertools.count(), itertools.count(1)
+        self._preemptions = 0
+        self._forget_requests()
+
+    def _forget_requests(self) -> None:
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._just_ended: dict[str, Request] = {}  # by the last update
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
-        self._free_seats = list(range(config.max_num_seqs))
-        self._preemptions = 0
+        self._free_seats = list(range(self.config.max_num_seqs))
+
+    def reset(self) -> None:
+        """Begin anew, with no request, all blocks free and nothing cached. Only totals stay, and admission numbers go
+        on, since the runner knows seats by them."""
+        self.pool = BlockPool(self.pool.num_blocks)
+        if self.prefix_cache is not None:
+            self.prefix_cache.move_to(self.pool)
+        self._forget_requests()
 
     @property
     def num_waiting(self) -> int:
@@ -239,13 +256,6 @@ class Scheduler:
                 cache.insert(request)
         return new_tokens
 
-    def forget(self, plan: StepPlan) -> None:
-        """Take note that a plan could not be run: its requests end as aborted, and the prefix cache, which counts on
-        what they were to compute, is emptied."""
-        for item in plan.scheduled:
-            self.abort(item.request.request_id)
-        self.pool.clear_labels()
-
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
         budget, size, most_drafts = self.config.max_num_batched_tokens, self.block_size, self._most_drafts
@@ -330,6 +340,8 @@ class Scheduler:
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
+        if not self._preemptions:
+            logger.warning(_PREEMPTED, self.pool.num_blocks, len(self._running) + 1)
         self._preemptions += 1
         return request
 

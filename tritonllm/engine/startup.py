@@ -1,6 +1,8 @@
 """From a configuration to an engine that is ready to serve."""
 
 import dataclasses
+import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -13,12 +15,14 @@ from tritonllm.engine.precompile import BackgroundCompiler, Target
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.tokenizer import load_tokenizer
-from tritonllm.kernels.cache_folder import read_kernels_from
+from tritonllm.kernels.compile.cache_folder import read_kernels_from
+from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.models import checkpoint
 from tritonllm.models.interface import ModelFacts
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.spec import ModelSpec
 
+logger = logging.getLogger(__name__)
 SINGLE_THREAD_BELOW = 512  # hidden size
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -127,6 +131,35 @@ def background_compiler(spec: ModelFacts, config: EngineConfig) -> AbstractConte
     return nullcontext()
 
 
+def log_ready(
+    spec: ModelFacts, config: EngineConfig, dtype: torch.dtype, device: torch.device, runner: ModelRunner, begin: float
+) -> None:
+    """Say in one line what was started; what a user asks first when an engine is slow or its cache is small.
+
+    Args:
+        config: with everything resolved.
+        begin: when the start began, by ``time.monotonic``.
+    """
+    cache = config.cache
+    assert cache.num_blocks is not None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    logger.info(
+        "%s (%s) is ready on %s after %.1f s: KV cache of %d blocks of %d tokens (%.2f GB), %d CUDA graphs, up to %d "
+        "sequences of %d tokens, prefix cache %s",
+        spec.architecture,
+        str(dtype).removeprefix("torch."),
+        name,
+        time.monotonic() - begin,
+        cache.num_blocks,
+        cache.block_size,
+        cache.num_blocks * runner.block_bytes / 1e9,
+        runner.num_graphs,
+        config.scheduler.max_num_seqs,
+        config.model.max_model_len,
+        "on" if cache.enable_prefix_caching else "off",
+    )
+
+
 def build_engine(config: EngineConfig) -> LLMEngine:
     """Load a model and everything around it.
 
@@ -134,6 +167,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         ValueError: bad configuration, checkpoint, tokenizer or folder of kernels; the message names the argument or
             tensor and the fix.
     """
+    begin = time.monotonic()
+    MONITOR.serving = False
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
     model_config = config.model
@@ -180,4 +215,6 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len)
     eos = end_tokens(spec, checkpoint.read_generation_config(folder))
     inputs = InputProcessor(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed)
+    log_ready(spec, config, dtype, device, runner, begin)
+    MONITOR.serving = True
     return LLMEngine(config, runner, scheduler, inputs)

@@ -1,53 +1,61 @@
-"""The kernel library: every public operation and its plain-torch twin ``<name>_ref``.
+"""The kernel library: every public operation, its plain-torch twin ``<name>_ref``, and what its arguments are made of.
 
-Importing this package imports no kernel; an attribute access imports the one file that holds it.
+Each folder is a wing, and holds what belongs together (docs/design.md).
+
+Importing this package imports no kernel; an attribute access imports the one file that holds it, with what that needs.
 """
 
 import importlib
 from typing import Any
 
 _HOME = {
-    "silu_and_mul": "activation",
-    "gelu_and_mul": "activation",
-    "apply_activation": "activation",
-    "store_kv": "kv_cache",
-    "copy_blocks": "kv_cache",
-    "paged_decode_attention": "attention_decode",
-    "paged_verify_attention": "attention_verify",
-    "fused_decode_attention": "attention_fused",
-    "varlen_prefill_attention": "attention_prefill",
-    "cascade_decode_attention": "attention_cascade",
-    "merge_attention_states": "attention_merge",
-    "rms_norm": "norm",
-    "fused_add_rms_norm": "norm",
-    "fused_add_rms_norm_quantize": "quantized",
-    "silu_and_mul_quantize": "quantized",
-    "layer_norm": "layernorm",
-    "fused_add_layer_norm": "layernorm",
-    "linear": "linear_skinny",
-    "add_linear": "linear_medium",
-    "linear_unnormed": "linear_medium",
-    "apply_rope": "rope",
-    "qk_norm_rope_store": "qk_norm_rope",
-    "moe_route": "moe_routing",
-    "moe_logits": "moe_router",
-    "fused_moe": "moe_gemm",
-    "moe_from_logits": "moe_routed",
-    "cap_logits": "logits",
-    "advance_seats": "seat_state",
-    "sample": "sampling",
-    "count_tokens": "logit_edits",
-    "rejection_sample": "rejection",
-    "rejection_sample_tree": "rejection",
-    "token_logprobs": "logprobs",
+    "silu_and_mul": "elementwise.activation",
+    "gelu_and_mul": "elementwise.activation",
+    "apply_activation": "elementwise.activation",
+    "store_kv": "attention.kv_cache",
+    "copy_blocks": "attention.kv_cache",
+    "paged_decode_attention": "attention.decode",
+    "paged_verify_attention": "attention.verify",
+    "fused_decode_attention": "attention.fused",
+    "varlen_prefill_attention": "attention.prefill",
+    "cascade_decode_attention": "attention.cascade",
+    "merge_attention_states": "attention.merge",
+    "rms_norm": "elementwise.norm",
+    "fused_add_rms_norm": "elementwise.norm",
+    "fused_add_rms_norm_quantize": "elementwise.quantized",
+    "silu_and_mul_quantize": "elementwise.quantized",
+    "layer_norm": "elementwise.layernorm",
+    "fused_add_layer_norm": "elementwise.layernorm",
+    "linear": "dense.linear",
+    "add_linear": "dense.medium",
+    "linear_unnormed": "dense.medium",
+    "apply_rope": "elementwise.rope",
+    "qk_norm_rope_store": "attention.qk_norm_rope",
+    "moe_route": "moe.route",
+    "moe_logits": "moe.logits",
+    "fused_moe": "moe.experts",
+    "moe_from_logits": "moe.from_logits",
+    "cap_logits": "elementwise.logits",
+    "advance_seats": "sampling.seat_state",
+    "sample": "sampling.sample",
+    "count_tokens": "sampling.edits",
+    "rejection_sample": "speculative.rejection",
+    "rejection_sample_tree": "speculative.rejection",
+    "token_logprobs": "sampling.logprobs",
 }
 
-_HELPERS = {  # no kernels, so no twins
-    "CascadePlan": "attention_cascade",
-    "plan_cascade": "attention_cascade",
-    "LogitEdits": "logit_edits",
-    "make_logit_edits": "logit_edits",
-    "write_seat": "logit_edits",
+_HELPERS = {  # what arguments of these operations are made of, or with; no kernels, so no twins
+    "CascadePlan": "attention.cascade",
+    "Entry": "sampling.edits",
+    "LogitEdits": "sampling.edits",
+    "Unnormed": "dense.medium",
+    "WORKSPACE_SIZE": "attention.decode",
+    "build_cos_sin_cache": "elementwise.rope_cache",
+    "cascade_parts": "attention.cascade",
+    "linear_workspace_size": "dense.linear",
+    "make_logit_edits": "sampling.edits",
+    "plan_cascade": "attention.cascade",
+    "write_seat": "sampling.edits",
 }
 
 __all__ = sorted([*_HOME, *(f"{name}_ref" for name in _HOME), *_HELPERS])

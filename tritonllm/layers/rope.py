@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tritonllm.kernels.rope_cache import build_cos_sin_cache
+from tritonllm.kernels.elementwise.rope_cache import build_cos_sin_cache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """From a checkpoint's folder to a model: one of our families, or transformers behind our attention."""
 
+import logging
+import time
 from pathlib import Path
 
 import torch
@@ -12,6 +14,8 @@ from tritonllm.models.families import is_supported, spec_from_config
 from tritonllm.models.interface import CausalLM
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.weights import dummy_weights, load_weights
+
+logger = logging.getLogger(__name__)
 
 
 def read_spec(folder: Path, *, trust_remote_code: bool = False) -> ModelSpec | FallbackSpec:
@@ -49,7 +53,9 @@ def load_model(
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor.
     """
+    begin = time.monotonic()
     if isinstance(spec, FallbackSpec):
+        logger.info("%s has no family here: the fallback decoder runs it through transformers", spec.architecture)
         return load_fallback(
             folder,
             spec,
@@ -65,4 +71,7 @@ def load_model(
         dummy_weights(model, seed)
     else:
         load_weights(model, folder, load_format=load_format)
+    gigabytes = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
+    source = "made up" if load_format == "dummy" else f"read from {folder}"
+    logger.info("%.2f GB of weights %s in %.1f s", gigabytes, source, time.monotonic() - begin)
     return model

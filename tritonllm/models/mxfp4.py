@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from tritonllm.kernels.checks import FLOATS, check_tensor, require
+from tritonllm.kernels.runtime.checks import FLOATS, check_tensor, require
 
 BLOCK_BYTES = 16  # 32 elements
 SCALE_BIAS = 127

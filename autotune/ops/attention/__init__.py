@@ -1,0 +1,1 @@
+"""Tables of attention over the paged cache, and what writes the cache."""

@@ -1,0 +1,1 @@
+"""Tables of products of rows with a weight."""

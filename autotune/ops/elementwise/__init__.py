@@ -1,0 +1,1 @@
+"""Tables of norms, activations, rotary embedding, logits."""

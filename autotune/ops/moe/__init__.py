@@ -1,0 +1,1 @@
+"""Tables of mixture of experts."""

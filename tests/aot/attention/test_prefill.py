@@ -1,0 +1,122 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources, assert_sass, has_float8
+
+from tritonllm.kernels import varlen_prefill_attention
+from tritonllm.kernels.compile.aot import compile_kernels
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+CASES = [
+    # heads, kv heads, head size, block size, dtype, cache dtype, longest sequence
+    (14, 2, 64, 128, FP16, FP16, 512),  # a block holds whole tiles
+    (32, 8, 128, 16, BF16, BF16, 16),
+    (8, 4, 256, 16, BF16, BF16, 512),
+    (8, 2, 512, 16, BF16, BF16, 512),
+    (16, 8, 128, 16, FP32, FP32, 512),
+    (32, 8, 128, 16, BF16, FP8, 512),
+]
+
+
+def launch(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, apart=False, width=512, **options):
+    """``apart`` caches are what the Hopper kernel takes; ``width``: blocks that a sequence may have."""
+    pool = torch.empty(4, 2, block_size, kv_heads, head_size, dtype=cache_dtype)
+    if apart:
+        pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
+    tables, lens = torch.empty(8, width, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+    q, cu = torch.empty(4096, heads, head_size, dtype=dtype), torch.empty(9, dtype=torch.int32)
+    varlen_prefill_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, max_seqlen_q=longest, **options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch):
+    with compile_kernels(arch) as kernels:
+        for case in CASES:
+            if case[-2] == FP8 and not has_float8(arch):  # no such conversion there: the launcher raises
+                continue
+            launch(*case)
+        everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
+        launch(32, 8, 80, 16, BF16, BF16, 512, **everything, k_scale=torch.empty(8), return_lse=True)
+        launch(14, 2, 64, 16, FP16, FP16, 512, causal=False, softcap=5.0, return_lse=True)  # spilled on sm_100
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_hopper_matrix_products(head_size):
+    with compile_kernels(90) as kernels:
+        launch(32, 8, head_size, 16, BF16, BF16, 512)
+    assert_resources(kernels)
+    assert_sass(kernels, "HGMMA", "_prefill_kernel")
+
+
+def test_hopper_kernel():
+    """Bulk copies (UTMALDG) into shared memory, matrix products from there, no register spilled."""
+    sinks = torch.empty(64)
+    with compile_kernels(90) as kernels:
+        launch(32, 8, 128, 16, BF16, BF16, 512, apart=True)
+        launch(64, 8, 64, 16, BF16, BF16, 512, apart=True, sinks=sinks, window=128, return_lse=True)
+        launch(32, 8, 128, 64, FP16, FP16, 512, apart=True, causal=False, return_lse=True)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 3
+    assert_resources(kernels)
+    assert_sass(kernels, "HGMMA", "_prefill_sm90_kernel")
+    assert_sass(kernels, "UTMALDG", "_prefill_sm90_kernel")
+
+
+def test_hopper_kernel_of_long_prompts():
+    """Tiles of 128 keys, with all that leaves the logits as they are."""
+    heads, factors = torch.empty(64), torch.empty(8)
+    with compile_kernels(90) as kernels:
+        launch(32, 8, 128, 16, BF16, BF16, 4096, apart=True)
+        launch(64, 8, 128, 16, FP16, FP16, 4096, apart=True, sinks=heads, k_scale=factors, v_scale=factors)
+        launch(16, 8, 128, 128, BF16, BF16, 4096, apart=True, causal=False, return_lse=True)
+        launch(64, 8, 64, 16, BF16, BF16, 4096, apart=True, return_lse=True)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 4
+    assert_resources(kernels)
+
+
+def test_hopper_kernel_of_short_prompts():
+    """The loops do the last tile of keys, so products with values stand in two loops and not in a third place too."""
+    heads, factors = torch.empty(64), torch.empty(8)
+    with compile_kernels(90) as kernels:
+        launch(32, 8, 128, 16, BF16, BF16, 256, apart=True, width=16)
+        launch(32, 8, 128, 16, BF16, BF16, 256, apart=True, width=64)
+        launch(64, 8, 128, 16, FP16, FP16, 256, apart=True, width=16, sinks=heads, k_scale=factors, v_scale=factors)
+        launch(64, 8, 64, 16, BF16, BF16, 256, apart=True, width=16, alibi_slopes=heads, softcap=5.0, return_lse=True)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 4
+    assert_resources(kernels)
+    short, longer = (len(kernel.asm["ptx"]) for kernel in kernels[:2])
+    assert short < 0.9 * longer
+
+
+def test_hopper_kernel_with_everything():
+    options = {"alibi_slopes": torch.empty(64), "sinks": torch.empty(64), "window": 9, "softcap": 30.0}
+    with compile_kernels(90) as kernels:
+        for size in (64, 128):
+            scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)}
+            launch(64, 8, size, 16, BF16, BF16, 512, apart=True, return_lse=True, **options, **scales)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 2
+    assert_resources(kernels)
+
+
+def test_what_the_hopper_kernel_leaves_to_the_portable_one():
+    with compile_kernels(90) as kernels:
+        launch(32, 8, 128, 16, BF16, BF16, 8, apart=True)  # too few rows
+        launch(32, 8, 96, 16, BF16, BF16, 512, apart=True)
+        launch(32, 8, 128, 16, BF16, FP8, 512, apart=True)
+    with compile_kernels(100) as blackwell:
+        launch(32, 8, 128, 16, BF16, BF16, 512, apart=True)
+    assert {kernel.name for kernel in [*kernels, *blackwell]} == {"_prefill_kernel"}
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["portable", "hopper"])
+def test_one_compilation_for_all_steps(apart):
+    """Batch sizes, table widths, windows and offsets into persistent buffers do not ask for new kernels."""
+    pool = torch.empty(4, 2, 16, 8, 128, dtype=BF16)
+    if apart:
+        pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
+    with compile_kernels(90) as kernels:
+        for at, batch, width, window in ((0, 1, 512, 128), (1, 3, 100, 1), (3, 16, 33, 100)):
+            cu, lens = (torch.empty(at + batch + extra, dtype=torch.int32)[at:] for extra in (1, 0))
+            tables = torch.empty(at + batch, width, dtype=torch.int32)[at:]
+            q = torch.empty(100 + batch, 32, 128, dtype=BF16)
+            varlen_prefill_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, max_seqlen_q=100, window=window)
+    assert len(kernels) == 3 and len({id(kernel.asm) for kernel in kernels}) == 1

@@ -1,0 +1,18 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources, has_float8
+
+from tritonllm.kernels import fused_add_rms_norm_quantize, silu_and_mul_quantize
+from tritonllm.kernels.compile.aot import compile_kernels
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if has_float8(arch)])
+def test_compiles(arch):
+    with compile_kernels(arch) as kernels:
+        for tokens in (1, 4096):
+            for n in (1024, 4096, 16384, 100):
+                x = torch.empty(tokens, n, dtype=torch.bfloat16)
+                fused_add_rms_norm_quantize(x, torch.empty_like(x), torch.empty(n, dtype=torch.bfloat16))
+            for n in (3072, 14336, 53248, 100):
+                silu_and_mul_quantize(torch.empty(tokens, 2 * n, dtype=torch.bfloat16))
+    assert_resources(kernels)

@@ -1,0 +1,107 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources, assert_sass
+
+from tritonllm.kernels import fused_moe, moe_from_logits
+from tritonllm.kernels.compile.aot import compile_kernels
+from tritonllm.kernels.moe import tiles
+from tritonllm.kernels.runtime import tuning
+
+QWEN3_30B = (128, 8, 2048, 768)
+MIXTRAL = (8, 2, 4096, 14336)
+GPT_OSS_20B = (32, 4, 2880, 2880)
+
+
+def call(tokens, experts, top_k, n, i, dtype=torch.bfloat16, **kwargs):
+    """Only addresses and strides matter, so the experts share one block of memory."""
+    w_gate_up = torch.empty(2 * i, n, dtype=dtype).expand(experts, -1, -1)
+    w_down = torch.empty(n, i, dtype=dtype).expand(experts, -1, -1)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32)
+    fused_moe(torch.empty(tokens, n, dtype=dtype), w_gate_up, w_down, torch.empty(tokens, top_k), ids, **kwargs)
+
+
+def portable():
+    """On Hopper too."""
+    return tuning.override("fused_moe", lambda **key: tiles.default_config(**key | {"arch": "any"}))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch):
+    with compile_kernels(arch) as kernels, portable():
+        for tokens in (1, 256, 640):
+            call(tokens, *QWEN3_30B)
+        call(2048, *MIXTRAL, dtype=torch.float16)
+        call(1024, 16, 4, 2048, 720, activation="gelu", expert_map=torch.empty(32, dtype=torch.int32))
+        call(64, 4, 2, 100, 60, activation="gelu_tanh")
+        call(64, *QWEN3_30B, dtype=torch.float32)
+        call(1, 1, 1, 1, 1)
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_few_tokens_compile(arch):
+    """Without grouping, in both kernels' own dtypes, sizes and options."""
+    with compile_kernels(arch) as kernels:
+        for tokens, shape in ((1, QWEN3_30B), (2, (512, 8, 2048, 512)), (1, MIXTRAL), (1, GPT_OSS_20B)):
+            call(tokens, *shape)
+        call(1, 16, 4, 1000, 90, dtype=torch.float32, activation="gelu", expert_map=torch.empty(32, dtype=torch.int32))
+        biases = {"gate_up_bias": torch.empty(32, 5760), "down_bias": torch.empty(32, 2880)}
+        call(1, *GPT_OSS_20B, activation="swigluoai", dtype=torch.float16, **biases)
+        call(1, *QWEN3_30B, residual=torch.empty(1, 2048, dtype=torch.bfloat16))
+    assert {kernel.name for kernel in kernels} == {"_direct_gate_up_kernel", "_direct_down_kernel"}
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_one_token_from_logits_compiles(arch):
+    correction = {"scoring": "sigmoid", "correction_bias": torch.empty(256)}
+    biases = {"gate_up_bias": torch.empty(4, 120), "down_bias": torch.empty(4, 100)}
+    qwen2 = (60, 4, 2048, 1408), {"renormalize": False}
+    cases = ((QWEN3_30B, {}), qwen2, ((256, 8, 2048, 512), correction), ((4, 2, 100, 60), biases))
+    with compile_kernels(arch) as kernels:
+        for (experts, top_k, n, i), options in cases:
+            w_gate_up = torch.empty(2 * i, n, dtype=torch.bfloat16).expand(experts, -1, -1)
+            w_down = torch.empty(n, i, dtype=torch.bfloat16).expand(experts, -1, -1)
+            x = torch.empty(1, n, dtype=torch.bfloat16)
+            moe_from_logits(x, torch.empty(1, experts), w_gate_up, w_down, top_k, residual=x, **options)
+        w_gate_up, w_down = torch.empty(128, 1536, 2048), torch.empty(128, 2048, 768)
+        moe_from_logits(x.new_empty(1, 2048).float(), torch.empty(1, 128), w_gate_up, w_down, 8)
+    assert {kernel.name for kernel in kernels} == {"_direct_gate_up_kernel", "_direct_down_kernel"}
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sum_and_norm_compile(arch):
+    """Of rows as long as one program may have them, and of a length that is no power of two."""
+    with compile_kernels(arch) as kernels:
+        for n, dtype in ((2048, torch.bfloat16), (2880, torch.float16), (8192, torch.float32)):
+            w_gate_up, w_down = torch.empty(4, 128, n, dtype=dtype), torch.empty(4, n, 64, dtype=dtype)
+            x, weight = torch.empty(200, n, dtype=dtype), torch.empty(n, dtype=dtype)
+            moe_from_logits(x, torch.empty(200, 4), w_gate_up, w_down, 2, residual=x, norm_weight=weight)
+    assert [kernel.name for kernel in kernels].count("_sum_kernel") == 3
+    assert not any("norm" in kernel.name for kernel in kernels)
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gpt_oss_compiles(arch):
+    """Every tile, with biases in the dtype of the weights and in float32."""
+    experts, _, n, i = GPT_OSS_20B
+    with compile_kernels(arch) as kernels, portable():
+        for tokens in (1, 128, 256, 1024):
+            biases = {"gate_up_bias": torch.empty(experts, 2 * i, dtype=torch.bfloat16)}
+            biases["down_bias"] = torch.empty(experts, n, dtype=torch.bfloat16)
+            call(tokens, *GPT_OSS_20B, activation="swigluoai", **biases)
+        call(8, 4, 2, 100, 60, activation="swigluoai", gate_up_bias=torch.empty(4, 120), dtype=torch.float32)
+        biases = {"gate_up_bias": torch.empty(experts, 2 * i), "down_bias": torch.empty(experts, n)}
+        call(1024, *GPT_OSS_20B, activation="swigluoai", dtype=torch.float16, **biases)
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("tokens", [640, 1024])
+def test_hopper_matrix_products(tokens):
+    """Blocks of 64 pairs and more use wgmma."""
+    with compile_kernels(90) as kernels, portable():
+        call(tokens, *QWEN3_30B)
+    assert_sass(kernels, "HGMMA", "_gate_up_kernel")
+    assert_sass(kernels, "HGMMA", "_down_kernel")

@@ -1,0 +1,121 @@
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.tuning import distance, get_config, gpu_slug, override
+
+GPU = torch.device("cuda", 0)  # only named: these tests launch nothing
+
+
+def default(**key):
+    return {"BLOCK": 64, "key": key}
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """Makes this machine's GPU an "NVIDIA Test" whose tables lie in an empty folder; write(op, entries) adds one."""
+
+    def forget():
+        tuning.load_table.cache_clear()
+        tuning._lookup.cache_clear()
+
+    def write(op, entries):
+        path = tmp_path / "nvidia_test" / f"{op}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"op": op, "entries": entries}))
+        forget()
+
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    monkeypatch.setattr(tuning, "_gpu_slug_of", lambda index: "nvidia_test")
+    forget()
+    yield write
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H200", "nvidia_h200"),
+        ("NVIDIA A100-SXM4-80GB", "nvidia_a100_sxm4_80gb"),
+        ("AMD  MI300X ", "amd_mi300x"),
+    ],
+)
+def test_gpu_slug(name, slug):
+    assert gpu_slug(name) == slug
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**20), min_size=1, max_size=6, unique=True),
+    wanted=st.integers(0, 2**20),
+)
+def test_lookup_takes_the_nearest_entry(tokens, wanted):
+    table = {"entries": [{"key": {"tokens": t, "dtype": "bf16"}, "config": {"BLOCK": t}} for t in tokens]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "load_table", lambda slug, op: table)
+        found = tuning._lookup.__wrapped__("gpu", "op", default, (("tokens", wanted), ("dtype", "bf16")))
+    ratios = {t: abs(math.log2((t + 1) / (wanted + 1))) for t in tokens}
+    assert ratios[found["BLOCK"]] == pytest.approx(min(ratios.values()))
+
+
+keys = st.dictionaries(
+    st.sampled_from(["n", "tokens", "dtype", "head_size"]), st.integers(0, 2**31) | st.sampled_from(["a", "b"])
+)
+
+
+@given(keys, keys, keys)
+def test_distance_is_a_metric(a, b, c):
+    assert distance(a, a) == 0
+    assert distance(a, b) == distance(b, a) >= 0
+    assert distance(a, c) <= distance(a, b) + distance(b, c) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"n": 1}, {"m": 1}),
+        ({"n": 1}, {"n": 1, "m": 1}),
+        ({"dtype": "bfloat16"}, {"dtype": "float16"}),
+        ({"n": 1}, {"n": "1"}),
+        ({"head_size": 128}, {"head_size": 256}),
+        ({"itemsize": 2}, {"itemsize": 4}),
+    ],
+)
+def test_what_is_never_near(a, b):
+    assert distance(a, b) == math.inf
+
+
+def test_exact_key_wins_over_its_neighbours(tables):
+    tables("op", [{"key": {"n": n}, "config": {"BLOCK": n}} for n in (1, 2, 3, 1024)])
+    assert [get_config("op", GPU, default, n=n)["BLOCK"] for n in (1, 2, 3, 1024)] == [1, 2, 3, 1024]
+
+
+def test_default_without_a_table_an_entry_or_a_gpu(tables):
+    tables("op", [{"key": {"n": 8, "dtype": "bfloat16"}, "config": {"BLOCK": 1}}])
+    tables("empty", [])
+    assert get_config("op", GPU, default, n=8, dtype="bfloat16") == {"BLOCK": 1}
+    for op, device, key in [
+        ("op", GPU, {"n": 8, "dtype": "float16"}),  # no entry for that string
+        ("op", torch.device("cpu"), {"n": 8, "dtype": "bfloat16"}),
+        ("empty", GPU, {"n": 8}),
+        ("unknown", GPU, {"n": 8}),
+    ]:
+        assert get_config(op, device, default, **key) == {"BLOCK": 64, "key": key}
+
+
+def test_override(tables):
+    tables("op", [{"key": {"n": 1}, "config": {"BLOCK": 1}}])
+    with override("op", {"BLOCK": 2}) as outer:
+        assert get_config("op", GPU, default, n=1) == {"BLOCK": 2}
+        assert get_config("other", GPU, default, n=1) == default(n=1)
+        with override("op", lambda n: {"BLOCK": 10 * n}) as inner:
+            assert get_config("op", GPU, default, n=7) == {"BLOCK": 70}
+        assert get_config("op", GPU, default, n=3) == {"BLOCK": 2}
+    assert (outer, inner) == ([{"n": 1}, {"n": 3}], [{"n": 7}])
+    with pytest.raises(KeyError, match="boom"), override("op", {"BLOCK": 2}):
+        raise KeyError("boom")
+    assert get_config("op", GPU, default, n=1) == {"BLOCK": 1}

@@ -1,0 +1,341 @@
+"""What decode and prefill attention share: argument checks, the loop over keys, and the reference's softmax.
+
+The loop is the online softmax of Milakov and Gimelshein (2018) tiled as in FlashAttention (Dao et al., 2022), over a
+cache in blocks (Kwon et al., "PagedAttention", 2023). Logits are kept in base 2: exp2 is one instruction.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.runtime.checks import FLOATS, check_same_dtype, check_tensor, require
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# The running maximum of a row that has seen no key: finite, so that no difference of two maxima is NaN.
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def load_rows(p_rows, m_rows, m_cols, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr):
+    """Load a tile; only the masks that are needed reach the compiler, and what they hide reads as 0."""
+    if MASK_ROWS and MASK_COLS:
+        b_x = tl.load(p_rows, mask=m_rows[:, None] & m_cols[None, :], other=0.0)
+    elif MASK_ROWS:
+        b_x = tl.load(p_rows, mask=m_rows[:, None], other=0.0)
+    elif MASK_COLS:
+        b_x = tl.load(p_rows, mask=m_cols[None, :], other=0.0)
+    else:
+        b_x = tl.load(p_rows)
+    return b_x
+
+
+@triton.jit
+def load_block_ids(p_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of keys [start, start + BLOCK_N): one number if they share a block, else one for each key."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        b_block = tl.load(p_table + start // BLOCK_SIZE, mask=start < hi, other=0)
+    else:
+        b_key = start + tl.arange(0, BLOCK_N)
+        b_block = tl.load(p_table + b_key // BLOCK_SIZE, mask=b_key < hi, other=0)
+    return b_block
+
+
+@triton.jit
+def attend(
+    b_acc,  # [M, D] float32: values weighted so far, relative to the running maximum
+    b_m,  # [M] running maximum of the logits, base 2
+    b_l,  # [M] running sum of 2^(logit - maximum)
+    b_q,  # [M, D]
+    b_begin,  # [M] each row sees keys from b_begin (WINDOW only) up to b_end
+    b_end,
+    b_pos,  # [M] position of each row's query
+    b_slope,  # [M] ALiBi slope, base 2
+    p_k,  # the head's first key and value in block 0
+    p_v,
+    p_table,  # the sequence's block ids
+    lo,  # keys [lo, hi); lo is a multiple of BLOCK_N
+    hi,
+    first,  # no row sees a key before this one
+    scale,
+    softcap,
+    stride_k_block,
+    stride_k_slot,
+    stride_v_block,
+    stride_v_slot,
+    MASKED: tl.constexpr,  # False: every row sees all of [lo, hi), and hi is a multiple of BLOCK_N
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend to keys [lo, hi) and return the new (b_acc, b_m, b_l)."""
+    b_dim = tl.arange(0, BLOCK_D)
+    m_dim = b_dim < HEAD_SIZE
+    # A tile's block ids are loaded one tile ahead: were they loaded with it, the compiler's pipeline would hold them in
+    # shared memory and start the key loads a stage later.
+    b_next_block = load_block_ids(p_table, lo, hi, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(lo, hi, BLOCK_N):
+        b_block = b_next_block.to(tl.int64)
+        b_next_block = load_block_ids(p_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
+        b_key = start + tl.arange(0, BLOCK_N)
+        m_key = (b_key >= first) & (b_key < hi)
+        b_slot = b_key % BLOCK_SIZE
+        p_key = p_k + (b_block * stride_k_block + b_slot * stride_k_slot)[:, None] + b_dim[None, :]
+        p_value = p_v + (b_block * stride_v_block + b_slot * stride_v_slot)[:, None] + b_dim[None, :]
+        # Hidden values must read as 0: their weight is 0, but a stale slot may hold NaN.
+        b_k = load_rows(p_key, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE).to(b_q.dtype)
+        b_v = load_rows(p_value, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE).to(b_q.dtype)
+
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M, N]
+        if SOFTCAP:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
+            b_s = (softcap - 2.0 * softcap / (tl.exp2(b_s * (2.0 * LOG2E * scale / softcap)) + 1.0)) * LOG2E
+        elif ALIBI:
+            b_s = b_s * (scale * LOG2E)
+        if ALIBI:
+            b_s += b_slope[:, None] * (b_key[None, :] - b_pos[:, None]).to(tl.float32)
+        if MASKED:
+            m_s = b_key[None, :] < b_end[:, None]
+            if WINDOW:
+                m_s = m_s & (b_key[None, :] >= b_begin[:, None])
+            b_s = tl.where(m_s, b_s, float("-inf"))
+        if SOFTCAP or ALIBI:
+            b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+            b_p = tl.exp2(b_s - b_m_new[:, None])
+        else:  # the scale becomes part of the multiply-add before exp2
+            b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * (scale * LOG2E))
+            b_p = tl.exp2(b_s * (scale * LOG2E) - b_m_new[:, None])
+        b_alpha = tl.exp2(b_m - b_m_new)
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision="ieee")
+        b_m = b_m_new
+    return b_acc, b_m, b_l
+
+
+@triton.jit
+def load_head_factors(
+    scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row, BLOCK_M: tl.constexpr
+):
+    """The factors of logits and values with the caches' per-head scales, and each row's ALiBi slope, base 2."""
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + kv_head)
+    if v_scale_ptr is not None:
+        v_factor *= tl.load(v_scale_ptr + kv_head)
+    b_slope = tl.zeros([BLOCK_M], tl.float32)
+    if slope_ptr is not None:
+        b_slope = tl.load(slope_ptr + b_head, mask=m_row, other=0.0).to(tl.float32) * LOG2E
+    return scale, v_factor, b_slope
+
+
+@triton.jit
+def start_softmax(sink_ptr, b_head, m_row, BLOCK_M: tl.constexpr):
+    """The (maximum, sum) of rows that have seen no key: only the head's sink, if ``sink_ptr`` is not None."""
+    if sink_ptr is not None:
+        b_sink = tl.load(sink_ptr + b_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
+        b_m = tl.maximum(b_sink, LOWEST)
+        b_l = tl.exp2(b_sink - b_m)
+    else:
+        b_m = tl.full([BLOCK_M], LOWEST, tl.float32)
+        b_l = tl.zeros([BLOCK_M], tl.float32)
+    return b_m, b_l
+
+
+@triton.jit
+def finish_softmax(b_acc, b_m, b_l):
+    """The normalized output and the logarithm of the denominator, base 2; (0, -inf) for a row that saw nothing."""
+    b_divisor = tl.where(b_l == 0.0, 1.0, b_l)
+    b_lse = tl.where(b_l == 0.0, float("-inf"), b_m + tl.log2(b_divisor))
+    return b_acc / b_divisor[:, None], b_lse
+
+
+class AttentionArgs(NamedTuple):
+    """The checked arguments of an attention operator, in the order in which both operators end."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    scale: float  # of the logits, with k_scale if that is a number
+    v_factor: float  # v_scale if that is a number
+    window: int  # 0: none
+    softcap: float  # 0: none
+
+
+def check_caches(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, kv_heads: int | str, head_size: int | str, *, like: torch.Tensor
+) -> None:
+    """Check that both caches are ``[P, S, K, D]`` of one dtype on the device of ``like``, with S from 1 to 256."""
+    check_tensor("k_cache", k_cache, ("P", "S", kv_heads, head_size), dtype=(*FLOATS, torch.float8_e4m3fn), like=like)
+    check_tensor("v_cache", v_cache, k_cache.shape, dtype=k_cache.dtype, like=like)
+    require(1 <= k_cache.shape[1] <= 256, f"k_cache must have blocks of 1 to 256 slots, got {k_cache.shape[1]}")
+
+
+def check_cache_dtype(k_cache: torch.Tensor, name: str, x: torch.Tensor) -> None:
+    if k_cache.dtype != torch.float8_e4m3fn:
+        check_same_dtype("k_cache (unless it is torch.float8_e4m3fn)", k_cache, name, x)
+
+
+def require_float8(t: torch.Tensor) -> None:
+    """Raise if ``t`` is float8 on a GPU that cannot convert it."""
+    if t.dtype == torch.float8_e4m3fn and t.is_cuda:
+        major, minor = torch.cuda.get_device_capability(t.device)
+        require(
+            (major, minor) >= (8, 9),
+            f"k_cache is {t.dtype}, which needs compute capability 8.9 or more and this GPU has {major}.{minor}: "
+            "use a cache of the model's dtype",
+        )
+
+
+def check_scale(name: str, scale: float | torch.Tensor | None, heads: int, like: torch.Tensor) -> None:
+    """Check a cache scale: None, a positive number, or a float32 tensor with one per key/value head."""
+    if isinstance(scale, torch.Tensor):
+        check_tensor(name, scale, (heads,), dtype=torch.float32, like=like)
+    elif scale is not None:
+        require(scale > 0 and math.isfinite(scale), f"{name} must be positive and finite, got {scale}")
+
+
+def split_scale(scale: float | torch.Tensor | None) -> tuple[torch.Tensor | None, float]:
+    """A cache scale as (per-head tensor or None, number)."""
+    if isinstance(scale, torch.Tensor):
+        return scale, 1.0
+    return None, 1.0 if scale is None else float(scale)
+
+
+def check_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+    out: torch.Tensor | None,
+    return_lse: bool,
+    *,
+    batch: int,
+) -> AttentionArgs:
+    """Check the arguments that both attention operations take, and allocate the outputs.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or number; the message names the argument.
+    """
+    check_tensor("q", q, ("T", "H", "D"))
+    rows, heads, head_size = q.shape
+    require(
+        16 <= head_size <= 512 and head_size % 8 == 0,
+        f"q must have a head size that is a multiple of 8 from 16 to 512, got {head_size}",
+    )
+    check_caches(k_cache, v_cache, "K", head_size, like=q)
+    check_cache_dtype(k_cache, "q", q)
+    kv_heads = k_cache.shape[2]
+    require(
+        kv_heads > 0 and heads > 0 and heads % kv_heads == 0,
+        f"q must have a multiple of k_cache's {kv_heads} heads, got {heads}",
+    )
+    check_tensor("seq_lens", seq_lens, (batch,), dtype=torch.int32, like=q)
+    check_tensor("block_tables", block_tables, (batch, "M"), dtype=torch.int32, like=q)
+
+    scale = head_size**-0.5 if scale is None else scale
+    require(scale > 0 and math.isfinite(scale), f"scale must be positive and finite, got {scale}")
+    require(window is None or window >= 1, f"window must be None or at least 1 (the current key), got {window}")
+    require(softcap >= 0 and math.isfinite(softcap), f"softcap must be 0 (none) or positive, got {softcap}")
+    for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if t is not None:
+            check_tensor(name, t, (heads,), dtype=FLOATS, like=q)
+    check_scale("k_scale", k_scale, kv_heads, q)
+    check_scale("v_scale", v_scale, kv_heads, q)
+    if out is None:
+        out = torch.empty((rows, heads, head_size), dtype=q.dtype, device=q.device)
+    check_tensor("out", out, q.shape, dtype=q.dtype, like=q)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device) if return_lse else None
+    k_scale, k_factor = split_scale(k_scale)
+    v_scale, v_factor = split_scale(v_scale)
+    return AttentionArgs(
+        out, lse, sinks, alibi_slopes, k_scale, v_scale, scale * k_factor, v_factor, window or 0, float(softcap)
+    )
+
+
+def dtype_name(t: torch.Tensor) -> str:
+    """``"bfloat16"``: a dtype as the tuning tables spell it."""
+    return str(t.dtype).removeprefix("torch.")
+
+
+def as_movable(cache: torch.Tensor) -> torch.Tensor:
+    """The cache, as bytes if it is float8: few operations know that dtype, and moving it needs no arithmetic."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def visible_keys(
+    query_pos: torch.Tensor, seq_lens: torch.Tensor, length: int, *, causal: bool, window: int
+) -> torch.Tensor:
+    """Which of ``length`` keys the queries at ``query_pos [..., N]`` see: ``[..., N, length]``; ``seq_lens [...]``."""
+    key = torch.arange(length, device=query_pos.device)
+    visible = key < seq_lens[..., None, None]
+    if causal:
+        visible = visible & (key <= query_pos[..., None])
+    if window:
+        visible = visible & (key > query_pos[..., None] - window)
+    return visible.expand(*query_pos.shape, length)
+
+
+def gather_tokens(cache: torch.Tensor, block_tables: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Sequences' keys or values in order, ``[..., K, L, D]`` float32; 0 where ``seen [..., L]`` is False."""
+    size, (kv_heads, head_size) = cache.shape[1], cache.shape[2:]
+    in_blocks = seen.unflatten(-1, (seen.shape[-1] // size, size)).any(-1)
+    blocks = block_tables[..., : in_blocks.shape[-1]].masked_fill(~in_blocks, 0)
+    # index_select and index_fill_ copy whole rows: on the CPU several times as fast as indexing and masked_fill.
+    x = as_movable(cache).index_select(0, blocks.flatten()).view(cache.dtype).float()
+    x.view(-1, kv_heads * head_size).index_fill_(0, (~seen).flatten().nonzero().flatten(), 0.0)
+    return x.view(*seen.shape, kv_heads, head_size).transpose(-3, -2).contiguous()
+
+
+def reference_attention(
+    q: torch.Tensor,  # [..., N, H, D]
+    k_cache: torch.Tensor,  # [P, S, K, D]
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,  # [..., M]
+    query_pos: torch.Tensor,  # [..., N]
+    visible: torch.Tensor,  # [..., N, L] bool, L a multiple of S
+    args: AttentionArgs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in float32: ``(out [..., N, H, D], lse [..., N, H])``."""
+    kv_heads = k_cache.shape[2]
+    seen = visible.any(-2)
+    k = gather_tokens(k_cache, block_tables, seen)
+    v = gather_tokens(v_cache, block_tables, seen)
+    grouped = q.float().unflatten(-2, (kv_heads, -1)).movedim(-4, -2)  # [..., K, G, N, D]
+    logits = grouped.flatten(-3, -2) @ k.transpose(-1, -2) * args.scale
+    logits = logits.unflatten(-2, grouped.shape[-3:-1])  # [..., K, G, N, L]
+    if args.k_scale is not None:
+        logits = logits * args.k_scale[:, None, None, None]
+    if args.softcap:
+        logits = args.softcap * torch.tanh(logits / args.softcap)
+    if args.alibi_slopes is not None:
+        distance = torch.arange(visible.shape[-1], device=q.device) - query_pos[..., None]  # [..., N, L]
+        logits = logits + args.alibi_slopes.float().view(kv_heads, -1, 1, 1) * distance[..., None, None, :, :]
+    logits = logits.masked_fill(~visible[..., None, None, :, :], -math.inf)
+    logits = torch.nn.functional.pad(logits, (0, 1), value=-math.inf)  # a last column for the sink
+    if args.sinks is not None:
+        logits[..., -1] = args.sinks.float().view(kv_heads, -1, 1)
+    peak = logits.amax(-1, keepdim=True)
+    peak.masked_fill_(peak == -math.inf, 0.0)
+    weights = logits.sub_(peak).mul_(1 / math.log(2)).exp2_()  # exp2: exp takes 6 times as long for -inf on a CPU
+    total = weights.sum(-1, keepdim=True)
+    lse = (peak + total.log()).squeeze(-1)  # [..., K, G, N]
+    out = (weights[..., :-1].flatten(-3, -2) @ v).view_as(grouped) / total.masked_fill(total == 0, 1.0) * args.v_factor
+    if args.v_scale is not None:
+        out = out * args.v_scale[:, None, None, None]
+    return out.movedim(-2, -4).flatten(-3, -2), lse.movedim(-1, -3).flatten(-2)

@@ -1,0 +1,367 @@
+"""Decode attention: one query token per sequence against a cache in blocks.
+
+Four kernels compute it. :mod:`tritonllm.kernels.attention.sm90.decode`, for Hopper, and
+:mod:`tritonllm.kernels.attention.portable.balanced` deal the keys of the whole batch out evenly;
+:mod:`tritonllm.kernels.attention.portable.split` has a program for each sequence and head, or part of it, and so has
+:mod:`tritonllm.kernels.attention.portable.few`, which does with one launch. A configuration's ``kernel`` says which.
+"""
+
+from typing import Any
+
+import torch
+import triton
+
+from tritonllm.kernels.attention.common import (
+    AttentionArgs,
+    check_attention,
+    dtype_name,
+    reference_attention,
+    require_float8,
+    visible_keys,
+)
+from tritonllm.kernels.attention.portable.balanced import balanced_kernel
+from tritonllm.kernels.attention.portable.few import few_config, launch_few
+from tritonllm.kernels.attention.portable.split import launch_split, split_config
+from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.runtime.checks import check_tensor, require
+from tritonllm.kernels.runtime.registry import register_op
+
+WORKSPACE_SIZE = 4096  # as many stretches of work as any configuration asks for, and a few more
+
+
+def balanced_config(head_size: int, group: int, dtype: str, cache_dtype: str) -> tuning.Config:
+    """``group``: rows that share keys; ``PROGRAMS``: how many, best as many as an H200's 132 processors hold at once.
+
+    ``maxnreg``: left to itself, the assembler rather spills some registers than lets one program less reside.
+    """
+    rows = max(16, triton.next_power_of_2(group))
+    config = {"kernel": "balanced", "maxnreg": 255}
+    if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
+        block_n = 32 if head_size <= 64 else 16  # 32 keys of 80 elements spill on sm_100
+        return config | {"BLOCK_M": 16, "BLOCK_N": block_n, "PROGRAMS": 132, "num_warps": 8, "num_stages": 2}
+    most, block_n = (64, 64) if head_size <= 128 else (32, 32) if head_size <= 256 else (16, 32)
+    block_m = min(rows, most)
+    registers = block_m * triton.next_power_of_2(head_size) * (2 if cache_dtype.startswith("float8") else 1)
+    if registers >= 8192 or block_m > 16:
+        return config | {"BLOCK_M": block_m, "BLOCK_N": block_n, "PROGRAMS": 132, "num_warps": 8, "num_stages": 3}
+    if cache_dtype.startswith("float8") and head_size <= 128:
+        block_n = 128  # b64 x 4096: 203 us against 227
+    return config | {"BLOCK_M": block_m, "BLOCK_N": block_n, "PROGRAMS": 264, "num_warps": 4, "num_stages": 3}
+
+
+def sm90_config(head_size: int, group: int, cache_dtype: str) -> tuning.Config:
+    """Two programs on each processor with up to 16 rows, else one; up to 8 rows each warp works on its own.
+
+    More tiles on their way than needed do harm: b64 x 4096 238 us with two, 239.5 with three; float8 127 with two of
+    128 keys, 131 with three (with three of 64 the same 127, but b256 x 1024 135 instead of 130).
+    """
+    float8 = cache_dtype.startswith("float8")
+    block_m = 8 if group <= 8 else max(16, triton.next_power_of_2(group))
+    config = {"kernel": "sm90", "BLOCK_M": block_m, "BLOCK_N": 64, "num_warps": 4}
+    if block_m > 16:
+        return config | {"PROGRAMS": 132, "num_stages": 4, "maxnreg": 248}
+    config |= {"PROGRAMS": 264, "maxnreg": 128}
+    if float8 and block_m == 8:
+        return config | {"BLOCK_N": 128, "num_stages": 4 if head_size == 64 else 2}
+    return config | {"num_stages": 4 if float8 else 3 if head_size == 64 else 2}
+
+
+SM90_ROWS = 32  # more leave its accumulators too few registers
+FEW_PROGRAMS = 32  # up to which the latency of one launch decides at a few hundred keys
+
+
+def likely_short(capacity: int) -> bool:
+    """Lengths are on the device, so the room in the tables must do. Few sequences may fill 4096 to 32768 keys (8192
+    keys, 4 heads of groups of 8: the few kernel 36.8 us, split 14.2); more room is there for the rare long one (400
+    keys in tables for 4096, 40960 or 131072: the few kernel 4 to 7 us, Hopper's with what prepares it 9 to 10)."""
+    return not 4096 < capacity <= 32768
+
+
+def default_config(
+    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str
+) -> tuning.Config:
+    """A configuration of the kernel that is faster.
+
+    ``programs``: sequences times key/value heads; ``arch``: ``"sm90"`` where its kernel can be had. Hopper's, balanced
+    and split on an H200, in microseconds: with 8 programs 38.0, 46.6, 42.8 (b1 x 32768), 64 66.4, 70.9, 68.8 (b8 x
+    8192), 512 238, 261, 269 (b64 x 4096), 1024 238, 263, 266 (b128 x 2048), 2048 240, 267, 246 (b256 x 1024), with
+    lengths 1 to 300 51, 70, 50. With a float8 cache Hopper's is the fastest everywhere, then balanced: split has no
+    loop of its own for it. Few programs: :func:`~tritonllm.kernels.attention.portable.few.few_config`.
+    """
+    float8 = cache_dtype.startswith("float8")
+    small = group <= 16 and head_size <= 256 and dtype != "float32" and not float8
+    if programs <= FEW_PROGRAMS and likely_short(capacity) and small:
+        return few_config(head_size, group, programs)
+    if arch == "sm90" and group <= SM90_ROWS and (programs <= 2112 or float8):
+        return sm90_config(head_size, group, cache_dtype)
+    if 132 < programs <= 1056 or float8:
+        return balanced_config(head_size, group, dtype, cache_dtype)
+    return split_config(head_size, group, programs, dtype)
+
+
+def config_key(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    batch: int,
+    max_seqlen_q: int,
+) -> dict[str, Any]:
+    """What a configuration depends on."""
+    _, heads, head_size = q.shape
+    _, size, kv_heads, _ = k_cache.shape
+    arch = "any"
+    if chip.on_sm90(q.device):
+        from tritonllm.kernels.attention.sm90 import decode as sm90  # Gluon is not there for every GPU
+
+        arch = "sm90" if sm90.fits(q, k_cache, v_cache) else "any"
+    return {
+        "head_size": head_size,
+        "group": heads // kv_heads * max_seqlen_q,
+        "programs": batch * kv_heads,
+        "capacity": block_tables.shape[1] * size,
+        "dtype": dtype_name(q),
+        "cache_dtype": dtype_name(k_cache),
+        "arch": arch,
+    }
+
+
+def check_workspace(workspace: torch.Tensor | None, like: torch.Tensor) -> None:
+    if workspace is not None:
+        check_tensor("workspace", workspace, ("N",), dtype=torch.int32, like=like)
+        require(len(workspace) >= 1, "workspace must have at least 1 element, got none")
+
+
+def check_order(order: torch.Tensor | None, q: torch.Tensor) -> None:
+    if order is not None:
+        check_tensor("order", order, (len(q),), dtype=torch.int32, like=q)
+
+
+def launch_balanced(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    tree_mask: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    settled: bool,
+    order: torch.Tensor | None,
+    args: AttentionArgs,
+    config: tuning.Config,
+) -> None:
+    """Launch the balanced kernel, or Hopper's, for ``q[T, H, D]``; without ``cu_seqlens_q`` T is B."""
+    config = dict(config)
+    if config.pop("kernel") == "sm90":
+        from tritonllm.kernels.attention.sm90 import decode as sm90
+
+        tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+        sm90.launch(*tensors, max_seqlen_q, tree_mask, workspace, settled, order, args, config)
+        return
+    batch, heads, head_size = len(seq_lens), *q.shape[1:]
+    kv_heads = k_cache.shape[2]
+    group = heads // kv_heads
+    capacity = block_tables.shape[1] * k_cache.shape[1]
+    row_tiles = triton.cdiv(group * max_seqlen_q, config["BLOCK_M"])
+    tiles = batch * kv_heads * row_tiles * max(1, triton.cdiv(capacity, config["BLOCK_N"]))
+    programs = min(config.pop("PROGRAMS"), tiles)
+    if workspace is None:
+        workspace = torch.zeros(programs, dtype=torch.int32, device=q.device)
+    programs = min(programs, len(workspace))
+    part = torch.empty((2 * programs, config["BLOCK_M"], head_size), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(part.shape[:2], dtype=torch.float32, device=q.device)
+    strides = (
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_tables.stride(0),
+        *args.out.stride()[:2],
+    )
+    balanced_kernel[(programs,)](
+        *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, tree_mask, args.out, args.lse, args.sinks),
+        *(args.alibi_slopes, args.k_scale, args.v_scale, part, part_lse, workspace),
+        *(args.scale, args.v_factor, args.window, args.softcap, batch, kv_heads, row_tiles, *strides),
+        GROUP=group,
+        WINDOW=args.window > 0,
+        SOFTCAP=args.softcap > 0,
+        SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+        BLOCK_SIZE=k_cache.shape[1],
+        HEAD_SIZE=head_size,
+        ROWS=min(config["BLOCK_M"], triton.next_power_of_2(group * max_seqlen_q)),
+        BLOCK_D=triton.next_power_of_2(head_size),
+        **config,
+    )
+
+
+def launch_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: torch.Tensor | None,
+    settled: bool,
+    order: torch.Tensor | None,
+    args: AttentionArgs,
+    config: tuning.Config,
+) -> None:
+    """Launch the configuration's kernel for ``q[B, H, D]``."""
+    if config["kernel"] == "few":
+        launch_few(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, args, config)
+    elif config["kernel"] == "split":
+        launch_split(q, k_cache, v_cache, block_tables, seq_lens, args, config)
+    else:
+        launch_balanced(
+            q, k_cache, v_cache, block_tables, None, seq_lens, 1, None, workspace, settled, order, args, config
+        )
+
+
+def decode_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: torch.Tensor | None,
+    settled: bool,
+    order: torch.Tensor | None,
+    *rest: Any,
+) -> None:
+    args = AttentionArgs(*rest)
+    query_pos = (seq_lens - 1)[:, None]
+    blocks = triton.cdiv(int(seq_lens.max()), k_cache.shape[1]) if len(seq_lens) else 0
+    visible = visible_keys(query_pos, seq_lens, blocks * k_cache.shape[1], causal=False, window=args.window)
+    out, lse = reference_attention(q[:, None], k_cache, v_cache, block_tables, query_pos, visible, args)
+    args.out.copy_(out[:, 0])
+    if args.lse is not None:
+        args.lse.copy_(lse[:, 0])
+
+
+@register_op(mutates=("workspace", "out", "lse"), reference=decode_reference)
+def _paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: torch.Tensor | None,
+    settled: bool,
+    order: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    scale: float,
+    v_factor: float,
+    window: int,
+    softcap: float,
+) -> None:
+    require_float8(k_cache)
+    if len(q) == 0:
+        return
+    args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
+    key = config_key(q, k_cache, v_cache, block_tables, len(q), 1)
+    config = tuning.get_config("paged_decode_attention", q.device, default_config, **key)
+    launch_decode(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, args, config)
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+    settled: bool = False,
+    order: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token per sequence, the last, over the sequence's keys and values in blocks.
+
+    Args:
+        q: ``[B, H, D]`` float16, bfloat16 or float32; D a multiple of 8 from 16 to 512. May be a slice of a wider
+            tensor: only the last dimension must be contiguous (here and in the caches).
+        k_cache: ``[P, S, K, D]`` with the dtype of ``q`` or float8_e4m3fn; H a multiple of K, S from 1 to 256. Query
+            head h reads key/value head ``h // (H / K)``.
+        v_cache: as ``k_cache``.
+        block_tables: ``[B, M]`` int32, the ids of each sequence's blocks. Entries of blocks that no query sees (past
+            the length, before the window) are never read and may hold anything, and so may unused slots.
+        seq_lens: ``[B]`` int32, keys of each sequence with the query's own; at most ``M S``. A sequence of length 0
+            gets output 0.
+        scale: factor of the logits; by default ``D ** -0.5``.
+        window: keys that a query sees, itself included: positions ``(p - window, p]``. None: all.
+        softcap: replace logits s by ``softcap * tanh(s / softcap)``; 0: do not.
+        sinks: ``[H]``, a logit that joins each head's softmax without a value (it only takes weight).
+        alibi_slopes: ``[H]``; ``slope * (key position - query position)`` is added to the logits, after the softcap
+            (Press et al., "Train Short, Test Long", 2022).
+        k_scale: what the cache's keys must be multiplied by: a number, or ``[K]`` float32.
+        v_scale: the same for values.
+        out: ``[B, H, D]`` to write into, with the dtype of ``q``; by default a new tensor.
+        return_lse: also return the logarithm of the softmax's denominator.
+        workspace: ``[WORKSPACE_SIZE]`` int32, zeros, and zeros again afterwards, so that all launches on one stream may
+            share it. None: a new one, filled by a launch of its own.
+        settled: no kernel that may still run writes ``block_tables``, ``seq_lens``, or any key or value but the last of
+            each sequence (true while a model is served): they are read before the kernel before this one ends.
+        order: ``[B]`` int32, the sequences from the longest to the shortest (any permutation is right). Given it, where
+            there are some sequences a processor of unequal lengths, Hopper's kernel shares them out whole.
+
+    Returns:
+        ``out``, or ``(out, lse)`` with lse ``[B, H]`` float32: natural, sinks included, -inf for an empty sum.
+
+    Raises:
+        ValueError: a shape, dtype, device or number that does not fit, or a float8 cache on a GPU without float8.
+    """
+    args = check_attention(
+        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
+        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
+        batch=len(q),
+    )
+    check_workspace(workspace, q)
+    check_order(order, q)
+    _paged_decode_attention(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, *args)
+    return args.out if args.lse is None else (args.out, args.lse)
+
+
+def paged_decode_attention_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+    settled: bool = False,
+    order: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`paged_decode_attention` in plain torch (it waits for the device to read the longest length)."""
+    args = check_attention(
+        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
+        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
+        batch=len(q),
+    )
+    check_workspace(workspace, q)
+    check_order(order, q)
+    decode_reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, *args)
+    return args.out if args.lse is None else (args.out, args.lse)

@@ -1,0 +1,1 @@
+"""Attention in plain Triton, for any GPU."""

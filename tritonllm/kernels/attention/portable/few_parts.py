@@ -1,0 +1,292 @@
+"""What a program of :mod:`tritonllm.kernels.attention.portable.few` computes: part of a sequence's keys, the newest, a
+merge.
+
+The products are transposed: their rows are keys and dimensions, of which there are enough, their columns queries, of
+which eight do. So a part's output takes few registers. Programs have one or two warps: with four, waiting for each
+other some thirty times (reductions, operands that change places) takes longer than the work that is saved.
+"""
+
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.attention.common import (
+    LOG2E,
+    LOWEST,
+    load_block_ids,
+    load_head_factors,
+    load_rows,
+    start_softmax,
+)
+from tritonllm.kernels.attention.kv_cache import inverse_scale
+from tritonllm.kernels.attention.portable.projection import load_norm, load_turns, prepare_new_heads
+from tritonllm.kernels.runtime.dependent_launch import wait_for_previous
+
+
+@triton.jit
+def _load_pages(p_k, p_v, b_block, b_key, m_key, b_dim, strides, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr):
+    """Keys and values ``[N, D]``; None for ``m_key``: all are there."""
+    MASKED: tl.constexpr = m_key is not None
+    MASK_D: tl.constexpr = b_dim.shape[0] != HEAD_SIZE
+    b_slot = b_key % BLOCK_SIZE
+    p_key = p_k + (b_block * strides[0] + b_slot * strides[1])[:, None] + b_dim[None, :]
+    p_value = p_v + (b_block * strides[2] + b_slot * strides[3])[:, None] + b_dim[None, :]
+    b_k = load_rows(p_key, m_key, b_dim < HEAD_SIZE, MASKED, MASK_D)
+    return b_k, load_rows(p_value, m_key, b_dim < HEAD_SIZE, MASKED, MASK_D)
+
+
+@triton.jit
+def _weigh(b_acc, b_m, b_l, b_s, b_v, m_key, b_distance, b_slope, scale, softcap, SOFTCAP: tl.constexpr,
+           ALIBI: tl.constexpr):  # fmt: skip
+    """Add the values ``[N, D]`` of a tile by the weights of its logits ``[N, C]``: the new (b_acc, b_m, b_l)."""
+    if SOFTCAP:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
+        b_s = (softcap - 2.0 * softcap / (tl.exp2(b_s * (2.0 * LOG2E * scale / softcap)) + 1.0)) * LOG2E
+    elif ALIBI:
+        b_s = b_s * (scale * LOG2E)
+    if ALIBI:
+        b_s += b_slope[None, :] * b_distance.to(tl.float32)[:, None]
+    b_s = tl.where(m_key[:, None], b_s, float("-inf"))
+    if SOFTCAP or ALIBI:
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 0))
+        b_p = tl.exp2(b_s - b_m_new[None, :])
+    else:  # the scale becomes part of the multiply-add before exp2
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 0) * (scale * LOG2E))
+        b_p = tl.exp2(b_s * (scale * LOG2E) - b_m_new[None, :])
+    b_alpha = tl.exp2(b_m - b_m_new)
+    b_l = b_l * b_alpha + tl.sum(b_p, 0)
+    b_acc = tl.dot(tl.trans(b_v), b_p.to(b_v.dtype), b_acc * b_alpha[None, :], input_precision="ieee")
+    return b_acc, b_m_new, b_l
+
+
+@triton.jit
+def merge_parts(
+    p_part, p_part_lse, parts, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """The parts of one sequence and head, in the order of their keys: ``(out [R, D], log of the denominator [R])``."""
+    b_row = tl.arange(0, ROWS)
+    b_dim = tl.arange(0, BLOCK_D)
+    b_m = tl.full([ROWS], LOWEST, tl.float32)
+    b_l = tl.zeros([ROWS], tl.float32)
+    b_acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for start in tl.range(0, parts, AT_ONCE, num_stages=1):
+        b_part = start + tl.arange(0, AT_ONCE)
+        m_part = b_part < parts
+        b_at = b_part[:, None] * ROWS + b_row[None, :]
+        b_lse = tl.load(p_part_lse + b_at, mask=m_part[:, None], other=float("-inf"))
+        p_x = p_part + b_at[:, :, None] * HEAD_SIZE + b_dim[None, None, :]
+        b_x = tl.load(p_x, mask=m_part[:, None, None] & (b_dim < HEAD_SIZE)[None, None, :], other=0.0)
+        b_m_new = tl.maximum(b_m, tl.max(b_lse, 0))
+        b_weight = tl.exp2(b_lse - b_m_new[None, :])
+        b_alpha = tl.exp2(b_m - b_m_new)
+        b_l = b_l * b_alpha + tl.sum(b_weight, 0)
+        b_acc = b_acc * b_alpha[:, None] + tl.sum(b_x * b_weight[:, :, None], 0)
+        b_m = b_m_new
+    b_divisor, b_lse = _finish(b_m, b_l)
+    return b_acc * (1.0 / b_divisor)[:, None], b_lse
+
+
+@triton.jit
+def _finish(b_m, b_l):
+    """What to divide by, and the logarithm of the softmax's denominator, base 2: (1, -inf) where nothing was seen."""
+    b_divisor = tl.where(b_l == 0.0, 1.0, b_l)
+    return b_divisor, tl.where(b_l == 0.0, float("-inf"), b_m + tl.log2(b_divisor))
+
+
+@triton.jit
+def attend_to_part(
+    seq_len,
+    part,
+    lo,  # keys [lo, hi), lo is a multiple of BLOCK_N
+    hi,
+    first,  # no key before this one is seen
+    row,  # the first of the tile's rows
+    kv_head,
+    places,
+    strides,
+    numbers,
+    q_weight_ptr,
+    sink_ptr,
+    slope_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    FLAGS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """``(out [D, C], logarithm of the denominator [C], row [C])``; columns beyond ROWS repeat others."""
+    p_q, stride_q_head, p_k, p_v, p_table, p_angles = places
+    scale, softcap, eps, weight_offset, v_factor = numbers
+    WAIT: tl.constexpr = FLAGS[0]
+    HALF: tl.constexpr = FLAGS[2]
+    PAIRS: tl.constexpr = FLAGS[3]
+    GROUP: tl.constexpr = SHAPE[0]
+    BLOCK_SIZE: tl.constexpr = SHAPE[2]
+    HEAD_SIZE: tl.constexpr = SHAPE[3]
+    BLOCK_D: tl.constexpr = SHAPE[4]
+    b_dim = tl.arange(0, BLOCK_D)
+    # The last tile before waiting for the kernel before this one, the others later.
+    start = tl.maximum((hi - 1) // BLOCK_N * BLOCK_N, lo)
+    b_key = start + tl.arange(0, BLOCK_N)
+    m_key = (b_key >= first) & (b_key < hi)
+    b_block = load_block_ids(p_table, start, hi, BLOCK_SIZE, BLOCK_N).to(tl.int64)
+    b_k, b_v = _load_pages(p_k, p_v, b_block, b_key, m_key, b_dim, strides, BLOCK_SIZE, HEAD_SIZE)
+
+    b_new = row + tl.arange(0, ROWS)
+    m_new = (b_new < GROUP)[:, None]
+    b_new_head = (kv_head * GROUP + b_new)[:, None]
+    if FLAGS[1]:
+        turns = load_turns(p_angles + b_new[:, None] * 0, b_dim[None, :], HALF, PAIRS)
+        norm = turns
+        if q_weight_ptr is not None:
+            p_weight = q_weight_ptr + b_new_head * (HEAD_SIZE if FLAGS[4] else 0)
+            norm = load_norm(p_weight, m_new, b_dim[None, :], HALF, PAIRS, HEAD_SIZE)
+        wait_for_previous(WAIT)
+        b_q = prepare_new_heads(
+            *(p_q + b_new_head * HEAD_SIZE, m_new, turns, norm, b_dim[None, :], eps, weight_offset),
+            *(q_weight_ptr is not None, HALF, PAIRS, HEAD_SIZE),
+        ).to(p_q.dtype.element_ty)
+    else:
+        wait_for_previous(WAIT)
+        p_rows = p_q + b_new_head * stride_q_head + b_dim[None, :]
+        b_q = tl.load(p_rows, mask=m_new & (b_dim < HEAD_SIZE)[None, :], other=0.0)
+    # Products have eight columns or more: the rows once more.
+    b_q = tl.broadcast_to(b_q[None, :, :], [COLUMNS // ROWS, ROWS, BLOCK_D])
+    b_q = tl.trans(tl.reshape(b_q, [COLUMNS, BLOCK_D]))
+    b_row = row + tl.arange(0, COLUMNS) % ROWS
+    m_row = b_row < GROUP
+    b_head = kv_head * GROUP + b_row
+    scale, v_factor, b_slope = load_head_factors(
+        *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=COLUMNS
+    )
+    b_m, b_l = start_softmax(sink_ptr, b_head, m_row & (part == 0), COLUMNS)  # a sink counts once
+    b_acc = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
+    b_s = tl.dot(b_k.to(b_q.dtype), b_q, input_precision="ieee")  # [N, C]
+    rest = (scale, softcap, FLAGS[6], slope_ptr is not None)
+    b_far = b_key - (seq_len - 1)
+    b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_v.to(b_q.dtype), m_key, b_far, b_slope, *rest)
+    if lo < start:
+        b_next_block = load_block_ids(p_table, lo, start, BLOCK_SIZE, BLOCK_N)
+        for tile in tl.range(lo, start, BLOCK_N):
+            b_block = b_next_block.to(tl.int64)
+            b_next_block = load_block_ids(p_table, tile + BLOCK_N, start, BLOCK_SIZE, BLOCK_N)
+            b_key = tile + tl.arange(0, BLOCK_N)
+            m_key = b_key >= first
+            b_k, b_v = _load_pages(
+                *(p_k, p_v, b_block, b_key, m_key if FLAGS[5] else None, b_dim, strides, BLOCK_SIZE, HEAD_SIZE)
+            )
+            b_s = tl.dot(b_k.to(b_q.dtype), b_q, input_precision="ieee")
+            b_far = b_key - (seq_len - 1)
+            b_acc, b_m, b_l = _weigh(b_acc, b_m, b_l, b_s, b_v.to(b_q.dtype), m_key, b_far, b_slope, *rest)
+    b_divisor, b_lse = _finish(b_m, b_l)
+    return b_acc * (v_factor / b_divisor)[None, :], b_lse, b_row
+
+
+@triton.jit
+def attend_to_newest(
+    seq_len,
+    part,
+    row,
+    kv_head,
+    slot,  # where the newest key and value go (FUSED)
+    places,
+    strides,
+    numbers,
+    k_inverse,
+    v_inverse,
+    q_weight_ptr,
+    k_weight_ptr,
+    sink_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    p_part,
+    p_part_lse,
+    FLAGS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The part of the newest key: its value, and its logits as the logarithm of the denominator. Stores it."""
+    p_q, stride_q_head, p_k, p_v, p_table, p_angles = places
+    scale, softcap, eps, weight_offset, v_factor = numbers
+    WAIT: tl.constexpr = FLAGS[0]
+    FUSED: tl.constexpr = FLAGS[1]
+    HALF: tl.constexpr = FLAGS[2]
+    PAIRS: tl.constexpr = FLAGS[3]
+    GROUP: tl.constexpr = SHAPE[0]
+    KV_HEADS: tl.constexpr = SHAPE[1]
+    BLOCK_SIZE: tl.constexpr = SHAPE[2]
+    HEAD_SIZE: tl.constexpr = SHAPE[3]
+    R: tl.constexpr = triton.next_power_of_2(ROWS + 1) if FUSED else ROWS
+    NORM: tl.constexpr = q_weight_ptr is not None
+    b_dim = tl.arange(0, SHAPE[4])[None, :]
+    m_dim = b_dim < HEAD_SIZE
+    b_at = tl.arange(0, R)[:, None]
+    b_new = row + b_at
+    m_query = (b_at < ROWS) & (b_new < GROUP)
+    if FUSED:
+        m_key = b_at == ROWS  # the newest key takes a row beside the queries
+        b_some_head = tl.where(m_query, kv_head * GROUP + b_new, KV_HEADS * GROUP + kv_head)
+        turns = load_turns(p_angles + b_new * 0, b_dim, HALF, PAIRS)
+        norm = turns
+        if NORM:
+            p_q_weight = q_weight_ptr + (kv_head * GROUP + b_new) * (HEAD_SIZE if FLAGS[4] else 0)
+            p_k_weight = k_weight_ptr + (b_new * 0 + kv_head) * (HEAD_SIZE if FLAGS[4] else 0)
+            b_wq, b_wq_mate = load_norm(p_q_weight, m_query, b_dim, HALF, PAIRS, HEAD_SIZE)
+            b_wk, b_wk_mate = load_norm(p_k_weight, m_key, b_dim, HALF, PAIRS, HEAD_SIZE)
+            norm = (b_wq + b_wk, b_wq_mate + b_wk_mate)
+        if SCALED:
+            k_inverse = inverse_scale(k_scale_ptr, k_inverse, kv_head, kv_head >= 0)
+            v_inverse = inverse_scale(v_scale_ptr, v_inverse, kv_head, kv_head >= 0)
+        wait_for_previous(WAIT)
+        p_value = p_q + (KV_HEADS * (GROUP + 1) + kv_head) * HEAD_SIZE + b_new * 0 + b_dim
+        b_v = tl.load(p_value, mask=m_dim, other=0.0)  # once for each row, so that nothing has to move
+        b_x = prepare_new_heads(
+            *(p_q + b_some_head * HEAD_SIZE, m_query | m_key, turns, norm, b_dim, eps, weight_offset),
+            *(NORM, HALF, PAIRS, HEAD_SIZE),
+        )
+        b_q = b_x
+        if SCALED:
+            b_x *= k_inverse
+            b_v = b_v.to(tl.float32) * v_inverse
+        b_x = b_x.to(p_k.dtype.element_ty)
+        b_v = b_v.to(p_v.dtype.element_ty)
+        block = slot // BLOCK_SIZE
+        at = slot % BLOCK_SIZE
+        p_slot = b_new * 0 + b_dim
+        m_store = m_key & m_dim & (slot >= 0) & (row == 0)  # once for all heads of the group
+        tl.store(p_k + block * strides[0] + at * strides[1] + p_slot, b_x, mask=m_store)
+        tl.store(p_v + block * strides[2] + at * strides[3] + p_slot, b_v, mask=m_store)
+        b_k = tl.sum(tl.where(m_key, b_x.to(tl.float32), 0.0), 0, keep_dims=True)
+    else:
+        newest = tl.maximum(seq_len - 1, 0)
+        m_any = seq_len > 0
+        block = tl.load(p_table + newest // BLOCK_SIZE, mask=m_any, other=0).to(tl.int64)
+        at = newest % BLOCK_SIZE
+        wait_for_previous(WAIT)
+        p_rows = p_q + (kv_head * GROUP + b_new) * stride_q_head + b_dim
+        b_q = tl.load(p_rows, mask=m_query & m_dim, other=0.0).to(tl.float32)
+        p_key = p_k + block * strides[0] + at * strides[1] + b_new * 0 + b_dim
+        p_value = p_v + block * strides[2] + at * strides[3] + b_new * 0 + b_dim
+        b_k = tl.load(p_key, mask=m_dim & m_any, other=0.0).to(tl.float32)
+        b_v = tl.load(p_value, mask=m_dim & m_any, other=0.0)
+    b_row = row + tl.arange(0, R)
+    b_head = kv_head * GROUP + b_row
+    m_row = b_row < GROUP
+    scale, v_factor, _b_slope = load_head_factors(
+        *(scale, v_factor, None, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=R
+    )
+    b_s = tl.sum(b_q * b_k, 1) * scale
+    if FLAGS[6]:
+        b_s = softcap - 2.0 * softcap / (tl.exp2(b_s * (2.0 * LOG2E / softcap)) + 1.0)
+    b_s = tl.where(seq_len > 0, b_s * LOG2E, float("-inf"))
+    b_m, b_l = start_softmax(sink_ptr, b_head, m_row & (part == 0), R)
+    b_m_new = tl.maximum(b_m, b_s)
+    b_p = tl.exp2(b_s - b_m_new)
+    b_l = b_l * tl.exp2(b_m - b_m_new) + b_p
+    b_divisor, b_lse = _finish(b_m_new, b_l)
+    b_out = b_v.to(tl.float32) * (b_p * v_factor / b_divisor)[:, None]
+    b_place = part * ROWS + tl.arange(0, R)
+    m_part = tl.arange(0, R) < ROWS
+    tl.store(p_part + b_place[:, None] * HEAD_SIZE + b_dim, b_out, mask=m_part[:, None] & m_dim)
+    tl.store(p_part_lse + b_place, b_lse, mask=m_part)

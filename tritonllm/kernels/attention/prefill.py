@@ -1,0 +1,270 @@
+"""Prefill attention: the newest tokens of each sequence, of any number, against a cache in blocks.
+
+``4 D`` FLOPs for each query head and visible key, so the floor is FLOPs over the matrix-product rate. Two kernels share
+the work: ``portable/prefill.py`` for any GPU, ``sm90/prefill.py`` for Hopper.
+"""
+
+from typing import Any
+
+import torch
+import triton
+
+from tritonllm.kernels.attention.common import (
+    AttentionArgs,
+    check_attention,
+    dtype_name,
+    reference_attention,
+    require_float8,
+    visible_keys,
+)
+from tritonllm.kernels.attention.decode import check_workspace
+from tritonllm.kernels.attention.portable import prefill as portable
+from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.runtime.checks import check_tensor, require
+from tritonllm.kernels.runtime.registry import register_op
+
+# The Hopper kernel's rows a tile are 128: half a tile's and fewer leave most of it empty.
+SM90_MIN_ROWS = 64
+# Keys from which its tiles are of 128 keys (16 x 1024 tokens: 341 us, with tiles of 64 keys 276; 4 x 4096: 883, 963).
+SM90_LONG = 2048
+# Keys up to which its loops do the last tile too (64 x 256 tokens: 119.5 us instead of 135; 16 x 1024: 292, 282).
+SM90_SHORT = 512
+
+
+def default_config(
+    head_size: int,
+    group: int,
+    tokens: int,
+    max_q: int,
+    capacity: int,
+    dtype: str,
+    cache_dtype: str,
+    arch: str,
+    logits: str,
+) -> tuning.Config:
+    """``arch``: ``"sm90"`` where the Hopper kernel can be had; ``logits``: ``"plain"``, or ``"changed"`` by options."""
+    rows = max(16, triton.next_power_of_2(max_q * group))
+    if arch == "sm90" and rows >= SM90_MIN_ROWS:
+        hopper: tuning.Config = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
+        if capacity >= SM90_LONG and logits == "plain" and 64 % group == 0:  # otherwise registers do not suffice
+            return hopper | {"BLOCK_N": 128, "PARTS": 1, "MERGED": False, "num_stages": 2}
+        return hopper | {"BLOCK_N": 64, "PARTS": 2, "MERGED": capacity <= SM90_SHORT, "num_stages": 4}
+    config: tuning.Config = {"kernel": "portable"}
+    if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
+        return config | {"BLOCK_M": min(rows, 32), "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
+    if head_size > 256:
+        return config | {"BLOCK_M": min(rows, 32), "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    if head_size > 128:
+        return config | {"BLOCK_M": min(rows, 64), "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    config |= {"BLOCK_M": min(rows, 128), "BLOCK_N": 64, "num_warps": 8 if rows > 32 else 4, "num_stages": 3}
+    # Left to itself, the assembler rather spills (on sm_100) than lets one program less reside.
+    return config | ({"maxnreg": 255} if head_size <= 64 else {})
+
+
+def _config_key(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_seqlen_q: int,
+    args: AttentionArgs,
+) -> dict[str, Any]:
+    """What a configuration depends on."""
+    tokens, heads, head_size = q.shape
+    arch = "any"
+    if chip.on_sm90(q.device):
+        from tritonllm.kernels.attention.sm90 import prefill as sm90  # Gluon is not there for every GPU
+
+        arch = "sm90" if sm90.fits(q, k_cache, v_cache) else "any"
+    plain = args.alibi_slopes is None and args.window == 0 and args.softcap == 0
+    return {
+        "head_size": head_size,
+        "group": heads // k_cache.shape[2],
+        "tokens": tokens,
+        "max_q": max_seqlen_q,
+        "capacity": block_tables.shape[1] * k_cache.shape[1],
+        "dtype": dtype_name(q),
+        "cache_dtype": dtype_name(k_cache),
+        "arch": arch,
+        "logits": "plain" if plain else "changed",
+    }
+
+
+def _reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    causal: bool,
+    workspace: torch.Tensor | None,
+    *rest: Any,
+) -> None:
+    args = AttentionArgs(*rest)
+    begins, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+    for seq, length in enumerate(lengths):
+        begin, end = begins[seq : seq + 2]
+        padded = triton.cdiv(length, k_cache.shape[1]) * k_cache.shape[1]
+        rows = max(1, 2**27 // (q.shape[1] * max(length, 1)))  # bounds the logits' memory
+        for at in range(begin, end, rows):
+            tokens = slice(at, min(at + rows, end))
+            query_pos = torch.arange(tokens.start, tokens.stop, device=q.device) + (length - end)
+            visible = visible_keys(query_pos, seq_lens[seq], padded, causal=causal, window=args.window)
+            out, lse = reference_attention(q[tokens], k_cache, v_cache, block_tables[seq], query_pos, visible, args)
+            args.out[tokens] = out.to(q.dtype)
+            if args.lse is not None:
+                args.lse[tokens] = lse
+
+
+@register_op(mutates=("workspace", "out", "lse"), reference=_reference)
+def _varlen_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    causal: bool,
+    workspace: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    scale: float,
+    v_factor: float,
+    window: int,
+    softcap: float,
+) -> None:
+    require_float8(k_cache)
+    if len(q) == 0 or len(seq_lens) == 0:
+        return
+    args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
+    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+    launch_prefill(*tensors, max_seqlen_q, causal, workspace, args)
+
+
+def launch_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    causal: bool,
+    workspace: torch.Tensor | None,
+    args: AttentionArgs,
+) -> None:
+    """Look up the configuration and launch the kernel that it is for."""
+    key = _config_key(q, k_cache, v_cache, block_tables, max_seqlen_q, args)
+    config = dict(tuning.get_config("varlen_prefill_attention", q.device, default_config, **key))
+    if config.pop("kernel") == "sm90":
+        from tritonllm.kernels.attention.sm90 import prefill as sm90
+
+        sm90.launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, causal, workspace, args, config)
+        return
+    portable.launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, causal, args, config)
+
+
+def varlen_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last tokens of each sequence over the sequence's keys and values in blocks.
+
+    The keys and values of the new tokens must be in the cache already. Sequences may bring any number of tokens, one
+    or none included, so prefills, prefill chunks and decodes mix in one batch.
+
+    Args:
+        q: ``[T, H, D]``, the sequences' new tokens one after the other. Dtypes, head sizes and strides as in
+            :func:`~tritonllm.kernels.paged_decode_attention`, and so for all arguments not listed here.
+        cu_seqlens_q: ``[B + 1]`` int32, rising from 0: tokens ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of ``q``
+            are the last of sequence b. Tokens from ``cu_seqlens_q[B]`` on are padding: what ``out`` and lse hold there
+            does not change.
+        seq_lens: ``[B]`` int32, keys of each sequence with its new tokens.
+        max_seqlen_q: the most new tokens of a sequence, or a bound; chooses the tile size, results do not depend on it.
+        causal: a query sees no key after itself; False: all keys of its sequence. ``window`` hides keys at positions
+            up to ``p - window`` in both cases.
+        out: ``[T, H, D]`` to write into, with the dtype of ``q``; by default a new tensor.
+        workspace: ``[1]`` int32 or longer, zeros, and zeros again afterwards: decode attention's may be shared. None:
+            a new one, filled by a launch of its own.
+
+    Returns:
+        ``out``, or ``(out, lse)`` with lse ``[T, H]`` float32. A query that sees no key (a sequence longer in queries
+        than in keys) gets output 0.
+
+    Raises:
+        ValueError: a shape, dtype, device or number that does not fit, or a float8 cache on a GPU without float8.
+    """
+    args = check_attention(
+        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
+        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
+        batch=_check_lengths(q, cu_seqlens_q, max_seqlen_q),
+    )
+    check_workspace(workspace, q)
+    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+    _varlen_prefill_attention(*tensors, max_seqlen_q, causal, workspace, *args)
+    return args.out if args.lse is None else (args.out, args.lse)
+
+
+def varlen_prefill_attention_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`varlen_prefill_attention` in plain torch (it waits for the device to read the lengths)."""
+    args = check_attention(
+        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
+        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
+        batch=_check_lengths(q, cu_seqlens_q, max_seqlen_q),
+    )
+    check_workspace(workspace, q)
+    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+    _reference(*tensors, max_seqlen_q, causal, workspace, *args)
+    return args.out if args.lse is None else (args.out, args.lse)
+
+
+def _check_lengths(q: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int) -> int:
+    """Check what only prefill takes, and return the number of sequences."""
+    check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",), dtype=torch.int32, like=q)
+    require(len(cu_seqlens_q) >= 1, "cu_seqlens_q must begin with 0, got an empty tensor")
+    require(max_seqlen_q >= 1 or len(q) == 0, f"max_seqlen_q must be at least 1, got {max_seqlen_q}")
+    return len(cu_seqlens_q) - 1

@@ -1,0 +1,224 @@
+"""Verify attention: the few newest tokens of each sequence, a speculative draft, against a cache in blocks.
+
+All tokens of a draft read the keys once, together: the kernels are decode's, with more rows (tokens times ``H / K``).
+:func:`~tritonllm.kernels.varlen_prefill_attention` computes the same without a tree; its kernel takes over where it is
+faster: many rows of many sequences.
+"""
+
+from typing import Any
+
+import torch
+
+from tritonllm.kernels.attention.common import (
+    AttentionArgs,
+    check_attention,
+    reference_attention,
+    require_float8,
+    visible_keys,
+)
+from tritonllm.kernels.attention.decode import (
+    SM90_ROWS,
+    balanced_config,
+    check_workspace,
+    config_key,
+    launch_balanced,
+    sm90_config,
+)
+from tritonllm.kernels.attention.prefill import launch_prefill
+from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.checks import check_tensor, require
+from tritonllm.kernels.runtime.registry import register_op
+
+
+def _reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    tree_mask: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    *rest: Any,
+) -> None:
+    args = AttentionArgs(*rest)
+    begins, lengths, size = cu_seqlens_q.tolist(), seq_lens.tolist(), k_cache.shape[1]
+    for seq, length in enumerate(lengths):
+        tokens = slice(begins[seq], begins[seq + 1])
+        new = tokens.stop - tokens.start
+        if new == 0:
+            continue
+        padded = -(-length // size) * size
+        query_pos = torch.arange(length - new, length, device=q.device)
+        bits = None
+        if tree_mask is not None:
+            bits = (tree_mask[tokens, None] >> torch.arange(new, device=q.device)) & 1  # [new, new]
+            query_pos = length - new - 1 + bits.sum(-1)
+        visible = visible_keys(query_pos, seq_lens[seq], padded, causal=bits is None, window=args.window)
+        if bits is not None:
+            visible = visible.clone()
+            visible[:, length - new : length] &= bits.bool()
+        out, lse = reference_attention(q[tokens], k_cache, v_cache, block_tables[seq], query_pos, visible, args)
+        args.out[tokens] = out.to(q.dtype)
+        if args.lse is not None:
+            args.lse[tokens] = lse
+
+
+def default_config(
+    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str, tree: str
+) -> tuning.Config:
+    """``group``: tokens of a draft times query heads that share keys; ``tree``: ``"yes"`` or ``"no"``.
+
+    64 x 4096 with 16 tokens of 4 heads: balanced 380 us, prefill 272, but a prefill does not split a sequence's keys.
+    """
+    if arch == "sm90" and group <= SM90_ROWS:
+        return sm90_config(head_size, group, cache_dtype)
+    if arch == "sm90" and tree == "no" and programs >= 132 and dtype == cache_dtype:
+        return {"kernel": "prefill"}
+    return balanced_config(head_size, group, dtype, cache_dtype)
+
+
+@register_op(mutates=("workspace", "out", "lse"), reference=_reference)
+def _paged_verify_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    tree_mask: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    scale: float,
+    v_factor: float,
+    window: int,
+    softcap: float,
+) -> None:
+    require_float8(k_cache)
+    if len(q) == 0 or len(seq_lens) == 0:
+        return
+    args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
+    key = config_key(q, k_cache, v_cache, block_tables, len(seq_lens), max_seqlen_q)
+    key["tree"] = "no" if tree_mask is None else "yes"
+    config = tuning.get_config("paged_verify_attention", q.device, default_config, **key)
+    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+    if config["kernel"] == "prefill":
+        launch_prefill(*tensors, max_seqlen_q, True, workspace, args)
+        return
+    launch_balanced(*tensors, max_seqlen_q, tree_mask, workspace, False, None, args, config)
+
+
+def paged_verify_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    tree_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each sequence's newest tokens, a few, over all its keys and values in blocks.
+
+    Args:
+        q: ``[T, H, D]``, the queries of all sequences one after the other. This and what is not listed here: as in
+            :func:`~tritonllm.kernels.paged_decode_attention`.
+        cu_seqlens_q: ``[B + 1]`` int32, the first query of each sequence, and the end of the last. No sequence may
+            have more queries than keys; one without queries is skipped, and rows of no sequence are left as they are.
+        seq_lens: ``[B]`` int32, keys of each sequence, its new tokens included.
+        max_seqlen_q: no sequence has more new tokens than this (which decides the tile).
+        tree_mask: ``[T]`` int32 for a tree of drafts instead of a chain: bit j of a token's number says that it sees
+            new token j of its sequence, an ancestor; its own bit must be set. At most 32 new tokens; a token's position
+            is that of the first new token plus the number of its ancestors, which a window counts with. None: each
+            token sees those before it.
+
+    Returns:
+        ``out``, or ``(out, lse)`` with lse ``[T, H]`` float32.
+
+    Raises:
+        ValueError: as in :func:`~tritonllm.kernels.paged_decode_attention`; or a tree of more than 32 tokens, with
+            ``alibi_slopes``, or with a window shorter than ``max_seqlen_q``.
+    """
+    args = check_attention(
+        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
+        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
+        batch=_check_queries(q, cu_seqlens_q, max_seqlen_q, tree_mask, window, alibi_slopes),
+    )
+    check_workspace(workspace, q)
+    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+    _paged_verify_attention(*tensors, max_seqlen_q, tree_mask, workspace, *args)
+    return args.out if args.lse is None else (args.out, args.lse)
+
+
+def paged_verify_attention_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    tree_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`paged_verify_attention` in plain torch (it waits for the device to read the lengths)."""
+    args = check_attention(
+        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
+        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
+        batch=_check_queries(q, cu_seqlens_q, max_seqlen_q, tree_mask, window, alibi_slopes),
+    )
+    check_workspace(workspace, q)
+    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+    _reference(*tensors, max_seqlen_q, tree_mask, workspace, *args)
+    return args.out if args.lse is None else (args.out, args.lse)
+
+
+def _check_queries(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    tree_mask: torch.Tensor | None,
+    window: int | None,
+    alibi_slopes: torch.Tensor | None,
+) -> int:
+    """Check what decode does not take, and return the number of sequences."""
+    check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",), dtype=torch.int32, like=q)
+    require(len(cu_seqlens_q) >= 1, "cu_seqlens_q must begin with 0, got an empty tensor")
+    require(max_seqlen_q >= 1, f"max_seqlen_q must be at least 1, got {max_seqlen_q}")
+    if tree_mask is not None:
+        check_tensor("tree_mask", tree_mask, (len(q),), dtype=torch.int32, like=q)
+        require(max_seqlen_q <= 32, f"max_seqlen_q must be at most 32 with tree_mask, got {max_seqlen_q}")
+        require(alibi_slopes is None, "alibi_slopes must be None with tree_mask: keys of a tree have no one position")
+        require(
+            window is None or window >= max_seqlen_q,
+            f"window must be at least max_seqlen_q={max_seqlen_q} with tree_mask, got {window}",
+        )
+    return len(cu_seqlens_q) - 1

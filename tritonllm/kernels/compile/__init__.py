@@ -1,0 +1,1 @@
+"""Kernels compiled without a GPU, ahead of time or in parallel, and where they are kept."""

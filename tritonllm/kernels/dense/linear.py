@@ -1,0 +1,340 @@
+"""Products of few rows with a matrix, with what comes before and after them in a decode step.
+
+Up to 64 rows, reading the weight bounds the product, and cuBLAS takes up to 1.7 times as long as that. A table says for
+each size which of three is fastest: `portable/rows.py` (one or two rows), `portable/tiles.py`, or cuBLAS between
+kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's; but from some thousand on, a
+gated product on Hopper is one launch of `sm90/gated.py`.
+"""
+
+import torch
+import triton
+
+from tritonllm import env
+from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
+from tritonllm.kernels.dense.portable.tiles import launch_tiles
+from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm, rms_norm_ref
+from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
+from tritonllm.kernels.runtime.chip import on_sm90
+from tritonllm.kernels.runtime.dependent_launch import dependent_launch
+from tritonllm.kernels.runtime.registry import register_op
+
+MAX_M = 64
+SMALL = 2**23  # elements of a weight; Qwen3-0.6B's have up to 6.3 million, Llama-3.1-8B's 17 million and more
+MIN_BLOCK_N = 32  # of any configuration of `portable/tiles.py`
+GATED = ("silu", "gelu", "gelu_tanh")
+_NAMES = ", ".join(ACTIVATIONS)
+TORCH = {"kernel": "torch"}
+
+
+def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.Config:
+    """What was fastest on an H200 among some 20 configurations for each size of Qwen3-0.6B and Llama-3.1-8B.
+
+    Chosen in decode steps as a whole, in which a product's weights are loaded while the kernel before it ends. One row,
+    and two of a small weight: fewer weights a thread where the rows are few, more of a small or gated weight. Up to 16
+    rows, and 64 of a small weight: tiles, one program for each processor where the weight is small. Otherwise cuBLAS
+    comes near, and a wrong choice costs most.
+    """
+    small = n * k <= SMALL
+    if m == 1 or (m <= MAX_ROWS and small):
+        block_n = 4 if n >= 2048 and k <= 8192 else 2
+        whole = max(32, triton.next_power_of_2(k))
+        many = m == 1 and itemsize == 2 and (small or gated == "yes")
+        per_thread = 32 if n < 2048 else 128 if many else 64
+        most = 8 if itemsize == 2 and block_n * whole <= 2**15 else 16
+        warps = min(most, max(1, block_n * whole // (32 * per_thread)))
+        tile = {"BLOCK_N": block_n, "BLOCK_K": min(whole, 4096 if k < 4096 else 2048), "num_warps": warps}
+        return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
+    if itemsize == 4 or k % 16 or (m > 16 and not small):  # the first two: no tensor cores, no wide loads
+        return TORCH
+    if n < 6144 or m > 16:
+        split = max(1, min(132 * 32 // n, k // 512))
+        block_k = 256 if m <= 16 else 128
+        stages = 6 if m <= 16 or n * split <= 132 * 32 else 4  # 147 kB: one program a processor
+        tile = {"BLOCK_N": 32, "BLOCK_K": block_k, "SPLIT_K": split, "num_warps": 4, "num_stages": stages}
+    elif n <= 132 * 64:
+        tile = {"BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": 1, "num_warps": 4, "num_stages": 6}
+    elif n < 16384:  # 14336 x 4096, 16 rows: 31.9 us with the best tiles, 30.7 with cuBLAS
+        return TORCH
+    else:
+        tile = {"BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": 1, "num_warps": 8, "num_stages": 3}
+    return {"kernel": "tiles"} | tile
+
+
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+    eps: float,
+    norm_offset: float,
+    activation: str | None,
+    gated: bool,
+    add: bool,
+    scale: float,
+    constant_weight: bool,
+) -> None:
+    x = x.float()
+    if norm_weight is not None:
+        x = rms_norm_ref(x, norm_weight, eps, weight_offset=norm_offset)
+    y = x @ weight.float().T
+    if bias is not None:
+        y += bias
+    gate, up = y.chunk(2, dim=-1) if gated else (y, None)
+    if activation is not None:
+        gate = ACTIVATIONS[activation](gate)
+    y = gate if up is None else gate * up
+    out.copy_(torch.add(out.float(), y, alpha=scale) if add else y)
+
+
+def _only_compiles(x: torch.Tensor) -> bool:
+    """Launches compile and do nothing else; a product on the CPU would take minutes at the sizes of a GPU."""
+    return x.is_cpu and env.CPU_BACKEND == "compile"
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """``x @ weight.T + bias`` by cuBLAS, which writes float32 itself: rounded first, it would lose what it is for."""
+    if _only_compiles(x):
+        return
+    if out.dtype == x.dtype:
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+        return
+    if x.is_cuda and out.dtype == torch.float32:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(x.float() @ weight.t().float())
+    if bias is not None:
+        out += bias
+
+
+def _gate(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str | None
+) -> None:
+    """The gated product: cuBLAS and a kernel after it; of many rows on Hopper one launch."""
+    assert activation is not None
+    if on_sm90(x.device):
+        from tritonllm.kernels.dense.sm90 import gated as sm90  # Gluon is not there for every GPU
+
+        if sm90.takes(x, weight, out):
+            sm90.launch_gated_sm90(x, weight, bias, out, activation)
+            return
+    y = x.new_empty(len(x), len(weight))
+    _product(x, weight, bias, y)
+    act_and_mul(y, activation, out=out)
+
+
+def _by_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str | None,
+    gated: bool,
+    add: bool,
+    scale: float,
+) -> None:
+    """cuBLAS, and a kernel for each step after the product that is not fused."""
+    if activation is None and not add:
+        _product(x, weight, bias, out)
+        return
+    if activation is None and bias is None and out.dtype == x.dtype and not _only_compiles(x):
+        out.addmm_(x, weight.t(), alpha=scale)
+        return
+    if gated:
+        y = x.new_empty(out.shape) if add else out
+        _gate(x, weight, bias, y, activation)
+    else:
+        y = out if out.dtype == x.dtype and not add else x.new_empty(out.shape)
+        _product(x, weight, bias, y)
+        if activation is not None:
+            apply_activation(y, activation, out=y if add else out)
+    if add:
+        out.add_(y, alpha=scale)
+
+
+@register_op(mutates=("out", "workspace"), reference=_reference)
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+    eps: float,
+    norm_offset: float,
+    activation: str | None,
+    gated: bool,
+    add: bool,
+    scale: float,
+    constant_weight: bool,
+) -> None:
+    m, k = x.shape
+    if out.numel() == 0:
+        return
+    config = TORCH
+    if m <= MAX_M:
+        key = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k, "itemsize": weight.dtype.itemsize}
+        config = tuning.get_config("linear", x.device, default_config, **key, gated="yes" if gated else "no")
+    if config["kernel"] == "rows" and m <= MAX_ROWS:
+        launch_rows(
+            x,
+            weight,
+            bias,
+            norm_weight,
+            out,
+            eps=eps,
+            norm_offset=norm_offset,
+            activation=activation,
+            gated=gated,
+            add=add,
+            scale=scale,
+            early=constant_weight,
+            config=config,
+            launch=dependent_launch(weight.device),
+        )
+        return
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps, weight_offset=norm_offset)
+    if config["kernel"] != "tiles":
+        _by_torch(x, weight, bias, out, activation, gated, add, scale)
+        return
+    launch_tiles(
+        *(x, weight, bias, out, workspace),
+        activation=activation,
+        gated=gated,
+        add=add,
+        scale=scale,
+        config=config,
+        launch=dependent_launch(weight.device),
+    )
+
+
+def _checked(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    activation: str | None,
+    gated: bool,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(x [M, K], what is written)`` after all checks."""
+    check_tensor("x", x, [None] * max(x.dim(), 1))
+    k = x.shape[-1]
+    check_tensor("weight", weight, ("N", k), like=x)
+    check_same_dtype("weight", weight, "x", x)
+    rows = weight.shape[0]
+    require(activation is None or activation in ACTIVATIONS, f"activation must be one of {_NAMES}, got {activation!r}")
+    if gated:
+        require(activation in GATED, f"activation must be {' or '.join(GATED)} if gated, got {activation!r}")
+        require(rows % 2 == 0, f"weight must have an even number of rows if gated (gate, then up), got {rows}")
+    if bias is not None:
+        check_tensor("bias", bias, (rows,), like=x)
+        check_same_dtype("bias", bias, "x", x)
+    if norm_weight is not None:
+        check_tensor("norm_weight", norm_weight, (k,), like=x)
+    if workspace is not None:
+        check_tensor("workspace", workspace, (None,), dtype=torch.int32, like=x)
+        size = linear_workspace_size(rows)
+        require(len(workspace) >= size, f"workspace must have {size} elements or more, got {len(workspace)}")
+    require(residual is None or out is None, "out must be None if there is a residual, which is what is written")
+    shape = (*x.shape[:-1], rows // 2 if gated else rows)
+    name, out = ("out", out) if residual is None else ("residual", residual)
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    check_tensor(name, out, shape, like=x)
+    require(out.dim() <= 2 or out.is_contiguous(), f"{name} must be contiguous if it has more than two dimensions")
+    return x.reshape(-1, k), out
+
+
+def linear_workspace_size(rows: int) -> int:
+    """Elements of the ``workspace`` of a weight with so many rows."""
+    return triton.cdiv(rows, MIN_BLOCK_N)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    constant_weight: bool = False,
+) -> torch.Tensor:
+    """``act(rms_norm(x) @ weight.T + bias)``, or that times ``scale`` added to ``residual``: one launch for few rows.
+
+    Sums are in float32 and rounded once, when they are stored. Which kernel computes them depends on the size alone
+    (beyond 64 rows it is cuBLAS, but for gated products of many rows on Hopper); for the same kernel and number of
+    rows, a row's result does not depend on the others.
+
+    Args:
+        x: ``[..., K]`` float16, bfloat16 or float32; contiguous in the last dimension.
+        weight: ``[N, K]`` with the dtype of ``x``; contiguous in the last dimension.
+        bias: ``[N]`` with the dtype of ``x``.
+        norm_weight: ``[K]`` float16, bfloat16 or float32; ``x`` is normalised first, as by :func:`rms_norm`.
+        norm_eps: added to the mean square.
+        norm_weight_offset: added to ``norm_weight``, in float32.
+        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"`` or ``"relu2"`` of the result.
+        gated: the first half of the weight's rows is a gate: the result is ``activation(gate) * up``, ``[..., N / 2]``.
+            With ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        residual: ``[..., N]``, to which ``scale`` times the result is added in place; any of the three dtypes. Must not
+            overlap ``x``.
+        scale: see ``residual``; without effect if there is none.
+        out: ``[..., N]`` to write into, of any of the three dtypes; by default a new tensor with the dtype of ``x``.
+            Must not overlap ``x``.
+        workspace: ``[linear_workspace_size(N)]`` int32, zeros, and zeros again afterwards, so that all
+            launches on one stream may share it. None: a new one, filled by a launch of its own where one is needed.
+        constant_weight: no kernel that may still run writes ``weight``, ``bias`` or ``norm_weight`` (true while a model
+            is served): they are read before the kernel before this one ends.
+
+    Returns:
+        ``residual`` or ``out``.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, another activation, both ``residual`` and ``out``.
+    """
+    rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
+    _linear(
+        *(rows, weight, bias, norm_weight, target.view(-1, target.shape[-1]), workspace, norm_eps, norm_weight_offset),
+        *(activation, gated, residual is not None, scale, constant_weight),
+    )
+    return target
+
+
+def linear_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    constant_weight: bool = False,
+) -> torch.Tensor:
+    """:func:`linear` in plain torch, all of it in float32."""
+    rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
+    _reference(
+        *(rows, weight, bias, norm_weight, target.view(-1, target.shape[-1]), workspace, norm_eps, norm_weight_offset),
+        *(activation, gated, residual is not None, scale, constant_weight),
+    )
+    return target

@@ -1,0 +1,1 @@
+"""Products in plain Triton, for any GPU."""

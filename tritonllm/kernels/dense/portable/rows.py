@@ -1,0 +1,157 @@
+"""The product of one or two rows with a matrix: each program takes a few rows of the weight from end to end.
+
+Memory bounds it: ``N K`` elements, each read once. A program loads all of its weights into registers, with nothing
+between the loads, so that as many bytes are under way as registers hold; a loop over K, whose next loads wait for its
+sums, takes longer (4096 x 4096 on an H200: 9.4 us, 10.2 with the best loop, 10.7 through shared memory). With all of K
+in one program nothing has to be merged, and a result depends on its own row of ``x`` alone. Every row multiplies every
+weight once more in the ordinary arithmetic units, so with more rows the tensor cores win (`portable/tiles.py`).
+
+Weights do not depend on the kernel before, so they are loaded before waiting for it (`dependent_launch`): while a
+kernel drains, or attention waits for its own results, the memory reads the next product's weights into registers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.elementwise import activate
+from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
+
+MAX_ROWS = 2
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_rows_kernel(
+    x_ptr,  # [M, K]
+    weight_ptr,  # [N, K]; [2 N, K] if GATED
+    bias_ptr,  # [N] or [2 N], or None
+    norm_ptr,  # [K] weight of the RMS norm of x, or None
+    out_ptr,  # [M, N]; read too if ADD
+    M,
+    N,
+    K,
+    eps,
+    norm_offset,
+    scale,
+    stride_x,
+    stride_weight,
+    stride_out,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,  # no kernel in flight writes the weights
+    LATE: tl.constexpr,  # the next kernel may start when the weights are under way, not at once
+    TILES: tl.constexpr,  # along K
+    EVEN_K: tl.constexpr,  # BLOCK_K divides K
+    ROWS: tl.constexpr,  # M rounded up to a power of two
+    BLOCK_N: tl.constexpr,  # rows of the weight, two for each column of the output if GATED
+    BLOCK_K: tl.constexpr,
+):
+    if not LATE:
+        let_next_start(PDL)
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    b_col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    m_col = b_col < N
+    if GATED:  # the gate's rows and those of up in turn
+        b_pair = tl.arange(0, BLOCK_N)
+        b_row = tl.minimum(tl.program_id(0) * COLUMNS + b_pair // 2, N - 1) + b_pair % 2 * N
+    else:
+        b_row = tl.minimum(b_col, N - 1)
+    b_k = tl.arange(0, BLOCK_K)[None, :]
+    p_weight = weight_ptr + b_row.to(tl.int64)[:, None] * stride_weight + b_k
+    if not EARLY:
+        wait_for_previous(PDL)
+    weights: tl.tuple = ()
+    norms: tl.tuple = ()
+    for t in tl.static_range(TILES):
+        at = t * BLOCK_K + b_k
+        # each weight is used once: other lines shall stay in the cache rather than these
+        if EVEN_K or t < TILES - 1:
+            weights += (tl.load(p_weight + t * BLOCK_K, eviction_policy="evict_first"),)
+        else:
+            weights += (tl.load(p_weight + t * BLOCK_K, mask=at < K, other=0.0, eviction_policy="evict_first"),)
+        if norm_ptr is not None:
+            norms += (tl.load(norm_ptr + at, mask=at < K, other=0.0),)
+    if LATE:
+        let_next_start(PDL)
+    if EARLY:
+        wait_for_previous(PDL)
+
+    for m in tl.static_range(ROWS):
+        p_out = out_ptr + m * stride_out + b_col
+        m_out = m_col & (m < M)
+        if ADD:
+            b_before = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
+        b_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        b_squares = tl.zeros([1, BLOCK_K], tl.float32)
+        for t in tl.static_range(TILES):
+            at = t * BLOCK_K + b_k
+            b_x = tl.load(x_ptr + m * stride_x + at, mask=(at < K) & (m < M), other=0.0).to(tl.float32)
+            if norm_ptr is not None:
+                b_squares += b_x * b_x
+                b_x *= norms[t].to(tl.float32) + norm_offset
+            b_sums += weights[t].to(tl.float32) * b_x
+        b_y = tl.sum(b_sums, axis=1)
+        if norm_ptr is not None:  # one factor for the whole row of x, so it can wait until the end
+            b_y *= tl.rsqrt(tl.sum(b_squares) / K + eps)
+        if bias_ptr is not None:
+            b_y += tl.load(bias_ptr + b_row).to(tl.float32)
+        if GATED:
+            b_gate, b_up = tl.split(tl.reshape(b_y, [COLUMNS, 2]))
+            b_y = activate(b_gate, ACT) * b_up
+        elif ACT is not None:
+            b_y = activate(b_y, ACT)
+        if ADD:
+            b_y = b_before + b_y * scale
+        tl.store(p_out, b_y.to(out_ptr.dtype.element_ty), mask=m_out)
+
+
+def launch_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    eps: float,
+    norm_offset: float,
+    activation: str | None,
+    gated: bool,
+    add: bool,
+    scale: float,
+    early: bool,
+    config: tuning.Config,
+    launch: dict[str, bool],
+) -> None:
+    m, k = x.shape
+    block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]
+    linear_rows_kernel[(triton.cdiv(weight.shape[0], block_n),)](
+        x,
+        weight,
+        bias,
+        norm_weight,
+        out,
+        m,
+        out.shape[1],
+        k,
+        eps,
+        norm_offset,
+        scale,
+        x.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        ACT=activation,
+        GATED=gated,
+        ADD=add,
+        EARLY=early,
+        LATE=config["LATE"],
+        TILES=triton.cdiv(k, block_k),
+        EVEN_K=k % block_k == 0,
+        ROWS=triton.next_power_of_2(m),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=config["num_warps"],
+        **launch,
+    )

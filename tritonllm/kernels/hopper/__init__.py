@@ -1,0 +1,1 @@
+"""Gluon pieces that several operations share on Hopper."""

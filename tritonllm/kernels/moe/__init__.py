@@ -1,0 +1,1 @@
+"""Mixture of experts: which experts a token takes, and their products."""

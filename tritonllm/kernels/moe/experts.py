@@ -1,0 +1,330 @@
+"""Mixture of experts, second half: the experts' gated MLPs, and each token's weighted sum of them.
+
+Three ways; the configuration's ``kernel`` says which (:func:`tritonllm.kernels.moe.tiles.default_config`):
+
+- ``direct`` (:mod:`tritonllm.kernels.moe.portable.direct`), for a token or two: no grouping, a program for some columns
+  of one pair (token, expert), and of one token for the second product and the sum;
+- ``sm90`` (:mod:`tritonllm.kernels.moe.sm90.products`), for many pairs an expert on Hopper, and
+- ``portable`` (:mod:`tritonllm.kernels.moe.portable.products`): pairs ordered by expert
+  (:mod:`tritonllm.kernels.moe.grouping`), two grouped products, and a last kernel that adds the ``k`` weighted rows of
+  a token in float32, in the order of the choices, so results do not depend on timing.
+
+The floor is reading the weights of the experts that were hit (``3 I N`` elements each; all 128 experts of 768 x 2048
+in bfloat16 are 1.2 GB, 250 us at 4.8 TB/s) or, from some hundred tokens an expert, ``6 T k I N`` operations. The gated
+activation and the rows of the second product are rounded to the dtype of ``x``; all sums are float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, check_affine, gated_reference, norm_reference
+from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
+from tritonllm.kernels.moe.portable import direct, products
+from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy
+from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
+from tritonllm.kernels.runtime.chip import processors
+from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.runtime.registry import OPS, register_op
+
+MAX_NORMED = 8192  # columns of a token that the last kernel normalises, too, by one program for all of them
+
+
+@triton.jit
+def _sum_kernel(
+    y_ptr,  # [T * TOP_K, N]
+    weights_ptr,  # [T, TOP_K]
+    ids_ptr,
+    map_ptr,
+    out_ptr,  # [T, N]; read too if ADD
+    norm_ptr,  # [N], or None: no norm of what is in out_ptr then
+    normed_ptr,  # [T, N]
+    scale,
+    eps,
+    norm_offset,
+    N,
+    experts,
+    num_ids,
+    stride_weights,
+    stride_ids,
+    stride_out,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns of a program: with a norm all of them
+):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_column = column < N
+    if norm_ptr is not None:
+        b_weight = tl.load(norm_ptr + column, mask=m_column, other=0.0).to(tl.float32) + norm_offset
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        pair = token * TOP_K + j
+        # a pair without an expert here was never written
+        here = expert_of_pairs(ids_ptr, map_ptr, pair, pair + 1, experts, num_ids, stride_ids, TOP_K, HAS_MAP) >= 0
+        weight = tl.load(weights_ptr + token * stride_weights + j, mask=here, other=0.0).to(tl.float32)
+        b_sum += tl.load(y_ptr + pair * N + column, mask=m_column & here, other=0.0).to(tl.float32) * weight
+    p_out = out_ptr + token * stride_out + column
+    if ADD:
+        b_sum = tl.load(p_out, mask=m_column, other=0.0).to(tl.float32) + b_sum * scale
+    tl.store(p_out, b_sum.to(out_ptr.dtype.element_ty), mask=m_column)
+    if norm_ptr is not None:
+        b_normed = b_sum * tl.rsqrt(tl.sum(b_sum * b_sum, 0) / N + eps) * b_weight
+        tl.store(normed_ptr + token * N + column, b_normed.to(normed_ptr.dtype.element_ty), mask=m_column)
+
+
+def fused_moe_reference(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    normed: torch.Tensor | None,
+    activation: str,
+    add: bool,
+    scale: float,
+    norm_eps: float,
+    norm_offset: float,
+) -> None:
+    experts = w_gate_up.shape[0]
+    local = ids
+    if expert_map is not None:
+        known = (ids >= 0) & (ids < expert_map.shape[0])
+        local = expert_map[ids.where(known, 0)].where(known, -1)
+    y = x.new_zeros((*ids.shape, x.shape[1]), dtype=torch.float32)
+    for expert in local.unique().tolist():
+        if 0 <= expert < experts:
+            token, choice = (local == expert).nonzero(as_tuple=True)
+            gate_up = x[token].float() @ w_gate_up[expert].float().T
+            if gate_up_bias is not None:
+                gate_up += gate_up_bias[expert]
+            row = gated_reference(gate_up, activation) @ w_down[expert].float().T
+            if down_bias is not None:
+                row += down_bias[expert]
+            y[token, choice] = row * weights[token, choice, None]
+    out.copy_(torch.add(out.float(), y.sum(1), alpha=scale) if add else y.sum(1))
+    if normed is not None:
+        norm_reference(out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
+
+
+def _launch_products(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    config: tuning.Config,
+) -> torch.Tensor:
+    """The row of each pair that has an expert: ``y [T * k, N]``."""
+    (pairs, top_k), (experts, n, i) = (ids.numel(), ids.shape[1]), w_down.shape
+    h = torch.empty((pairs, i), dtype=x.dtype, device=x.device)
+    y = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
+    keep_h, keep_y = eviction_policy(h, top_k), eviction_policy(y, top_k)
+    config = dict(config)
+    if config.pop("kernel") == "sm90":
+        from tritonllm.kernels.moe.sm90 import products as sm90  # Gluon is not there for every GPU
+
+        blocks = group_by_expert(ids, experts, config["PAIRS"] + config["TAIL"], expert_map, unit=sm90.UNIT)
+        programs = processors(x.device)
+        sm90.launch_gate_up(x, w_gate_up, gate_up_bias, h, blocks, top_k, activation, keep_h, programs, config)
+        sm90.launch_down(h, w_down, down_bias, y, blocks, keep_y, programs, config)
+    else:
+        blocks = group_by_expert(ids, experts, config["BLOCK_M"], expert_map)
+        products.launch_gate_up(x, w_gate_up, gate_up_bias, h, blocks, top_k, activation, keep_h, config)
+        products.launch_down(h, w_down, down_bias, y, blocks, keep_y, config)
+    return y
+
+
+@register_op(mutates=("out", "normed"), reference=fused_moe_reference)
+def _fused_moe(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    normed: torch.Tensor | None,
+    activation: str,
+    add: bool,
+    scale: float,
+    norm_eps: float,
+    norm_offset: float,
+) -> None:
+    tokens, top_k = ids.shape
+    if tokens == 0:
+        return
+    experts, n, _ = w_down.shape
+    num_ids = experts if expert_map is None else expert_map.shape[0]
+    key = config_key(x, w_gate_up, w_down, top_k, num_ids, activation)
+    config = tuning.get_config("fused_moe", x.device, default_config, **key)
+    biases = (gate_up_bias, down_bias)
+    if config["kernel"] == "direct":
+        choice = direct.Choice(weights, ids, expert_map)
+        direct.launch(x, w_gate_up, w_down, choice, *biases, out, activation, add, scale)
+    else:
+        y = _launch_products(x, w_gate_up, w_down, *biases, ids, expert_map, activation, config)
+        norm = (norm_weight, normed) if n <= MAX_NORMED else (None, None)
+        block = triton.next_power_of_2(n)
+        block = min(1024, block) if norm[0] is None else block
+        parts = triton.cdiv(n, block)
+        _sum_kernel[(tokens, parts)](
+            *(y, weights, ids, ids if expert_map is None else expert_map, out, *norm, scale, norm_eps, norm_offset),
+            *(n, experts, num_ids, weights.stride(0), ids.stride(0), out.stride(0)),
+            **dependent_launch(x.device, tokens * parts),
+            TOP_K=top_k,
+            HAS_MAP=expert_map is not None,
+            ADD=add,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+        )
+    if normed is not None and (config["kernel"] == "direct" or n > MAX_NORMED):
+        OPS["norm"](out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
+
+
+def check_experts(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    residual: torch.Tensor | None,
+) -> None:
+    """All but the choice."""
+    require(
+        activation in GATED_ACTIVATIONS, f"activation must be one of {', '.join(GATED_ACTIVATIONS)}, got {activation!r}"
+    )
+    check_tensor("x", x, ("T", "N"))
+    n = x.shape[1]
+    check_tensor("w_down", w_down, ("E", n, "I"), like=x)
+    experts, _, i = w_down.shape
+    check_tensor("w_gate_up", w_gate_up, (experts, 2 * i, n), like=x)
+    check_same_dtype("w_gate_up", w_gate_up, "x", x)
+    check_same_dtype("w_down", w_down, "x", x)
+    require(w_down.numel() > 0, f"w_down must not be empty, got shape {list(w_down.shape)}")
+    if gate_up_bias is not None:
+        check_tensor("gate_up_bias", gate_up_bias, (experts, 2 * i), like=x)
+    if down_bias is not None:
+        check_tensor("down_bias", down_bias, (experts, n), like=x)
+    if residual is not None:
+        check_tensor("residual", residual, x.shape, like=x)
+        check_same_dtype("residual", residual, "x", x)
+
+
+def outputs(
+    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is written: the result, and its norm if ``norm_weight`` (checked here) asks for it."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    if norm_weight is None:
+        return out, None
+    check_affine("norm_weight", norm_weight, x)
+    return out, torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _check_choice(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None) -> None:
+    check_tensor("ids", ids, (len(x), "k"), dtype=(torch.int32, torch.int64), like=x)
+    require(ids.shape[1] > 0, "ids must have at least one expert for each token, got none")
+    require(ids.numel() < 2**31, f"ids must have fewer than 2^31 elements, got {ids.numel()}; split the tokens")
+    check_tensor("weights", weights, ids.shape, like=x)
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map, ("experts",), dtype=torch.int32, like=x)
+
+
+def fused_moe(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    activation: str = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum over each token's experts of ``(act(x @ gate.T) * (x @ up.T)) @ down.T``, biases included.
+
+    Only the weights of experts that were hit are read. An id out of range has no expert and adds nothing, so padding
+    tokens may carry -1.
+
+    Args:
+        x: ``[T, N]`` float16, bfloat16 or float32; contiguous in the last dimension, as all arguments.
+        w_gate_up: ``[E, 2I, N]`` of the dtype of ``x``: the gate projection's rows, then the up projection's.
+        w_down: ``[E, N, I]`` of the dtype of ``x``.
+        weights: ``[T, k]`` of a float dtype, usually from :func:`moe_route`.
+        ids: ``[T, k]`` int32 or int64 experts of each token.
+        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, or ``"swigluoai"`` (GPT-OSS): with the gate limited
+            to at most 7 and up to -7 to 7, ``gate * sigmoid(1.702 * gate) * (up + 1)``.
+        gate_up_bias: ``[E, 2I]`` of a float dtype, in the order of ``w_gate_up``.
+        down_bias: ``[E, N]`` of a float dtype; the routing weight multiplies it too.
+        expert_map: ``[E_global]`` int32 from an id to one of the ``E`` experts here, or -1 for one that lives elsewhere
+            and adds nothing here (expert parallelism); by default ids are experts.
+        residual: ``[T, N]`` of the dtype of ``x``, to which ``scale`` times the result is added in place; may be ``x``.
+        scale: see ``residual``; without effect if there is none.
+        norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
+            ``norm_eps`` and ``norm_weight_offset`` are its.
+
+    Returns:
+        ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``; with ``norm_weight`` that and its norm. The same
+        input gives the same bits.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device, or another activation.
+    """
+    check_experts(x, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual)
+    _check_choice(x, weights, ids, expert_map)
+    out, normed = outputs(x, residual, norm_weight)
+    _fused_moe(
+        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, norm_weight, normed),
+        *(activation, residual is not None, scale, norm_eps, norm_weight_offset),
+    )
+    return out if normed is None else (out, normed)
+
+
+def fused_moe_ref(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    activation: str = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fused_moe` in plain torch: one pair of products for each expert that was hit, in float32."""
+    out, normed = outputs(x, residual, norm_weight)
+    fused_moe_reference(
+        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, norm_weight, normed),
+        *(activation, residual is not None, scale, norm_eps, norm_weight_offset),
+    )
+    return out if normed is None else (out, normed)

@@ -1,0 +1,1 @@
+"""Products of experts in plain Triton, for any GPU."""

@@ -1,0 +1,303 @@
+"""Mixture of experts, routing: which experts each token goes to, and with what weights.
+
+The scores of a token stay in registers while the largest is taken ``top_k`` times: no sort, and bound by latency.
+Routing: Shazeer et al., "Outrageously Large Neural Networks" (2017); groups of experts and the correction bias:
+DeepSeek-V2 and DeepSeek-V3 (2024).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.checks import check_tensor, require
+from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.runtime.registry import register_op
+
+# Stands for NaN and -inf when experts are compared: less than any score, more than an expert that may not be taken.
+LOWEST = tl.constexpr(-1e38)
+
+
+@triton.jit
+def _only_best_groups(
+    b_choice,
+    HAS_BIAS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_K_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Set the experts outside the best groups to -inf."""
+    b_grouped = tl.reshape(b_choice, (b_choice.shape[0], GROUPS, GROUP))
+    b_score, b_best = tl.max(b_grouped, axis=2, return_indices=True)
+    if HAS_BIAS and GROUP_SIZE > 1:
+        is_best = tl.arange(0, GROUP)[None, None, :] == b_best[:, :, None]
+        b_score += tl.max(tl.where(is_best, float("-inf"), b_grouped), axis=2)
+    group = tl.arange(0, GROUPS)[None, :]
+    b_taken = tl.zeros([b_choice.shape[0], GROUPS], tl.int32)
+    for _ in range(TOP_K_GROUPS):
+        hit = group == tl.argmax(b_score, axis=1)[:, None]
+        b_taken = tl.where(hit, 1, b_taken)
+        b_score = tl.where(hit, float("-inf"), b_score)
+    return tl.reshape(tl.where(b_taken[:, :, None] > 0, b_grouped, float("-inf")), b_choice.shape)
+
+
+@triton.jit
+def _largest_first(b_choice, lane, TOP_K: tl.constexpr):
+    """``[ROWS, LANES]`` float32 without NaN -> the place of each among the row's ``TOP_K`` largest, or ``TOP_K``.
+
+    Of equals the lowest lane goes first. Floats are compared as integers of the same order, whose maximum over a warp
+    is one instruction.
+    """
+    b_bits = tl.where(b_choice == 0.0, 0.0, b_choice).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    b_key = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+    b_rank = tl.full(b_choice.shape, TOP_K, tl.int32)
+    for i in range(TOP_K):
+        b_hits = tl.where(b_key == tl.max(b_key, axis=1)[:, None], lane, 0x7FFFFFFF)
+        hit = lane == tl.min(b_hits, axis=1)[:, None]
+        b_rank = tl.where(hit, i, b_rank)
+        b_key = tl.where(hit, -0x80000000, b_key)  # less than -inf
+    return b_rank
+
+
+@triton.jit
+def choose_experts(p_logits, m_row, bias_ptr, TOP_K: tl.constexpr, ROUTING: tl.constexpr):
+    """The ``TOP_K`` experts of each row of logits.
+
+    Args:
+        p_logits: ``[ROWS, 1]`` pointers to rows of logits; m_row: ``[ROWS, 1]`` which of them there are.
+        bias_ptr: ``[E]`` added to the scores for the choice, or None.
+        ROUTING: of :func:`routing_constants`.
+
+    Returns:
+        experts ``[1, LANES]``, their logits ``[ROWS, LANES]`` in float32 (-inf in lanes without an expert), and the
+        place ``[ROWS, LANES]`` of each among the chosen, or ``TOP_K``.
+    """
+    SOFTMAX: tl.constexpr = ROUTING[0]
+    NUM_GROUPS: tl.constexpr = ROUTING[2]
+    GROUP_SIZE: tl.constexpr = ROUTING[3]
+    TOP_K_GROUPS: tl.constexpr = ROUTING[4]
+    GROUPS: tl.constexpr = ROUTING[5]
+    GROUP: tl.constexpr = ROUTING[6]
+    # each group has its own lanes, so that a reshape finds it; lanes are in the order of the experts
+    lane = tl.arange(0, GROUPS * GROUP)[None, :]
+    expert = lane // GROUP * GROUP_SIZE + lane % GROUP
+    m_expert = (lane // GROUP < NUM_GROUPS) & (lane % GROUP < GROUP_SIZE)
+    b_logits = tl.load(p_logits + expert, mask=m_row & m_expert, other=float("-inf")).to(tl.float32)
+    b_choice = b_logits
+    if bias_ptr is not None:
+        b_bias = tl.load(bias_ptr + expert, mask=m_expert, other=0.0).to(tl.float32)
+        b_choice = _scores(b_logits, SOFTMAX) + b_bias
+    b_choice = tl.where(b_choice > LOWEST, b_choice, LOWEST)  # also where it is NaN
+    b_choice = tl.where(m_expert, b_choice, float("-inf"))
+    if TOP_K_GROUPS < NUM_GROUPS:
+        b_choice = _only_best_groups(b_choice, bias_ptr is not None, GROUP_SIZE, TOP_K_GROUPS, GROUPS, GROUP)
+    return expert, b_logits, _largest_first(b_choice, lane, TOP_K)
+
+
+@triton.jit
+def _scores(b_logits, SOFTMAX: tl.constexpr):
+    if SOFTMAX:
+        b_exp = tl.exp(b_logits - tl.max(b_logits, axis=1)[:, None])
+        b_scores = b_exp / tl.sum(b_exp, axis=1)[:, None]
+    else:
+        b_scores = tl.sigmoid(b_logits)
+    return b_scores
+
+
+@triton.jit
+def weigh_experts(b_logits, b_rank, scale, TOP_K: tl.constexpr, ROUTING: tl.constexpr):
+    """The weights ``[ROWS, LANES]`` of the chosen experts; 0 for the others."""
+    SOFTMAX: tl.constexpr = ROUTING[0]
+    RENORMALIZE: tl.constexpr = ROUTING[1]
+    b_weights = tl.where(b_rank < TOP_K, _scores(b_logits, SOFTMAX), 0.0)
+    if RENORMALIZE:
+        b_weights = b_weights / (tl.sum(b_weights, axis=1)[:, None] + 1e-20)  # sigmoids may all be 0
+    return b_weights * scale
+
+
+@triton.jit(do_not_specialize=["T"])
+def _moe_route_kernel(
+    logits_ptr,  # [T, E]
+    bias_ptr,  # [E] or None
+    weights_ptr,  # [T, TOP_K]
+    ids_ptr,  # [T, TOP_K]
+    T,
+    stride_logits,
+    scale,
+    TOP_K: tl.constexpr,
+    ROUTING: tl.constexpr,
+    PDL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    expert, b_logits, b_rank = choose_experts(logits_ptr + row * stride_logits, row < T, bias_ptr, TOP_K, ROUTING)
+    b_weights = weigh_experts(b_logits, b_rank, scale, TOP_K, ROUTING)
+    place = row * TOP_K + b_rank
+    m_chosen = (row < T) & (b_rank < TOP_K)
+    tl.store(weights_ptr + place, b_weights, mask=m_chosen)
+    tl.store(ids_ptr + place, expert, mask=m_chosen)
+
+
+def routing_constants(
+    experts: int, renormalize: bool, scoring: str, num_groups: int, top_k_groups: int
+) -> tuple[bool | int, ...]:
+    """What the kernels know of a routing when they are compiled, as they take it."""
+    group_size = experts // num_groups
+    lanes = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
+    return (scoring == "softmax", renormalize, num_groups, group_size, top_k_groups, *lanes)
+
+
+def default_route_config(experts: int, tokens: int) -> tuning.Config:
+    """One warp a token, so that no comparison leaves it; four tokens a program once that fills the chip."""
+    rows = 4 if tokens >= 4096 else 1
+    return {"ROWS": rows, "num_warps": rows * max(1, min(8, experts // 512))}
+
+
+def _route_reference(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    renormalize: bool,
+    scoring: str,
+    num_groups: int,
+    top_k_groups: int,
+    scale: float,
+) -> None:
+    logits = router_logits.float()
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    choice = logits if bias is None else scores + bias.float()
+    choice = choice.nan_to_num(nan=LOWEST.value, posinf=float("inf"), neginf=LOWEST.value).clamp(min=LOWEST.value)
+    if top_k_groups < num_groups:
+        grouped = choice.unflatten(-1, (num_groups, -1))
+        per_group = 1 if bias is None else min(2, grouped.shape[-1])
+        group_score = grouped.topk(per_group, dim=-1).values.sum(-1)
+        best = group_score.sort(dim=-1, descending=True, stable=True).indices[:, :top_k_groups]
+        allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
+        choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]]
+    picked = scores.gather(1, chosen)
+    if renormalize:
+        picked = picked / (picked.sum(dim=-1, keepdim=True) + 1e-20)
+    weights.copy_(picked * scale)
+    ids.copy_(chosen)
+
+
+@register_op(mutates=("weights", "ids"), reference=_route_reference)
+def _moe_route(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    renormalize: bool,
+    scoring: str,
+    num_groups: int,
+    top_k_groups: int,
+    scale: float,
+) -> None:
+    tokens, experts = router_logits.shape
+    if tokens == 0:
+        return
+    config = tuning.get_config("moe_route", router_logits.device, default_route_config, experts=experts, tokens=tokens)
+    programs = triton.cdiv(tokens, config["ROWS"])
+    _moe_route_kernel[(programs,)](
+        *(router_logits, bias, weights, ids, tokens, router_logits.stride(0), scale),
+        TOP_K=ids.shape[1],
+        ROUTING=routing_constants(experts, renormalize, scoring, num_groups, top_k_groups),
+        **dependent_launch(router_logits.device, programs),
+        **config,
+    )
+
+
+def check_routing(
+    logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None, groups: int, top_k_groups: int
+) -> None:
+    check_tensor("router_logits", logits, ("T", "E"))
+    experts = logits.shape[1]
+    require(scoring in ("softmax", "sigmoid"), f"scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
+    if bias is not None:
+        check_tensor("bias", bias, (experts,), like=logits)
+    require(groups >= 1 and experts % groups == 0, f"num_groups must divide the {experts} experts, got {groups}")
+    require(1 <= top_k_groups <= groups, f"top_k_groups must be from 1 to num_groups={groups}, got {top_k_groups}")
+    available = experts // groups * top_k_groups
+    require(1 <= top_k <= available, f"top_k must be from 1 to the {available} experts to choose from, got {top_k}")
+
+
+def _prepare(
+    router_logits: torch.Tensor,
+    top_k: int,
+    scoring: str,
+    bias: torch.Tensor | None,
+    num_groups: int | None,
+    top_k_groups: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Check, and allocate ``(weights, ids)``; the groups are 1 of 1 if there are none."""
+    require((num_groups is None) == (top_k_groups is None), "num_groups and top_k_groups must be given together")
+    groups = 1 if num_groups is None else num_groups
+    best_groups = 1 if top_k_groups is None else top_k_groups
+    check_routing(router_logits, top_k, scoring, bias, groups, best_groups)
+    weights = torch.empty((router_logits.shape[0], top_k), dtype=torch.float32, device=router_logits.device)
+    return weights, torch.empty_like(weights, dtype=torch.int32), groups, best_groups
+
+
+def moe_route(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    scoring: str = "softmax",
+    bias: torch.Tensor | None = None,
+    num_groups: int | None = None,
+    top_k_groups: int | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the ``top_k`` experts of each token, best first, and their weights.
+
+    The scores are computed in float32 over all experts, and a weight is the score of a chosen expert. The choice is
+    by score (softmax and sigmoid increase, so the logits themselves are compared), or by score + ``bias``. Of equal
+    experts the lowest goes first; NaN loses to every number, so that ids are always valid and distinct, and its
+    weights are NaN. Mixtral and Qwen3-MoE: the defaults.
+
+    With groups, experts are ``num_groups`` runs of equal length, and only those of the ``top_k_groups`` best can be
+    chosen. A group's score is its largest one (DeepSeek-V2) or, if there is a bias, the sum of its two largest
+    (DeepSeek-V3).
+
+    Args:
+        router_logits: ``[T, E]`` float16, bfloat16 or float32.
+        top_k: experts a token.
+        renormalize: divide the weights of a token by their sum.
+        scoring: ``"softmax"`` or ``"sigmoid"``.
+        bias: ``[E]`` added for the choice only (DeepSeek-V3's correction bias).
+        num_groups: divides ``E``; with ``top_k_groups``.
+        top_k_groups: groups a token.
+        scale: multiplies the weights (DeepSeek's routed scaling factor).
+
+    Returns:
+        ``(weights, ids)``: ``[T, top_k]`` float32 and int32.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device, or a number that does not fit the others.
+    """
+    weights, ids, groups, best_groups = _prepare(router_logits, top_k, scoring, bias, num_groups, top_k_groups)
+    _moe_route(router_logits, bias, weights, ids, renormalize, scoring, groups, best_groups, scale)
+    return weights, ids
+
+
+def moe_route_ref(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    scoring: str = "softmax",
+    bias: torch.Tensor | None = None,
+    num_groups: int | None = None,
+    top_k_groups: int | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`moe_route` in plain torch."""
+    weights, ids, groups, best_groups = _prepare(router_logits, top_k, scoring, bias, num_groups, top_k_groups)
+    _route_reference(router_logits, bias, weights, ids, renormalize, scoring, groups, best_groups, scale)
+    return weights, ids

@@ -1,0 +1,1 @@
+"""What every kernel stands on: operators, launch configurations, the chip, checks, random numbers."""

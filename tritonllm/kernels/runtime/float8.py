@@ -1,0 +1,49 @@
+"""Rows as float8 (e4m3) with a float32 scale each: what the kernels that quantise on the way out share.
+
+A row's scale maps its largest magnitude to 448, the largest number of e4m3: ``x`` is about ``q.float() * scale``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.runtime.checks import require
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
+SMALLEST_ROW = 1e-30  # a row whose largest magnitude is below counts as if it were this: its inverse is finite
+_INVERSE_LARGEST: tl.constexpr = tl.constexpr(1.0 / LARGEST)
+_SMALLEST_ROW: tl.constexpr = tl.constexpr(SMALLEST_ROW)
+
+
+@triton.jit
+def row_scale(b_largest):
+    """``(scale, 1 / scale)`` of rows with these largest magnitudes, float32."""
+    b_scale = tl.maximum(b_largest, _SMALLEST_ROW) * _INVERSE_LARGEST
+    return b_scale, tl.div_rn(1.0, b_scale)
+
+
+def quantize_reference(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
+    """Rows ``x[..., N]`` into ``q[..., N]`` float8_e4m3fn and ``scale[...]`` float32.
+
+    A product and a reciprocal, as in the kernels: torch divides by a number in one way on the CPU, in another on a GPU.
+    """
+    largest = x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1).clamp(min=SMALLEST_ROW)
+    scale.copy_(largest * (1.0 / LARGEST))
+    q.copy_((x.float() * scale.reciprocal()[..., None]).clamp(-LARGEST, LARGEST).to(DTYPE))
+
+
+def empty_rows(x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """New ``(q[..., n], scale[...])`` for rows of the shape of ``x[..., *]``.
+
+    Raises:
+        ValueError: a GPU without float8.
+    """
+    if x.is_cuda:
+        major, minor = torch.cuda.get_device_capability(x.device)
+        require(
+            (major, minor) >= (8, 9),
+            f"x is on a GPU of compute capability {major}.{minor}, and float8 needs 8.9 or more: do not quantize there",
+        )
+    q = torch.empty((*x.shape[:-1], n), dtype=DTYPE, device=x.device)
+    return q, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)

@@ -1,0 +1,154 @@
+"""Launch configurations: looked up in committed tables by GPU, op and problem, never searched while serving.
+
+A table is ``configs/<gpu>/<op>.json``, written by ``python -m autotune --op <op>``::
+
+    {"op": "...", "gpu": "NVIDIA H200", "triton": "3.6.0", "torch": "...", "kernel_hash": "...", "date": "...",
+     "entries": [{"key": {"n": 14336, "tokens": 64}, "config": {"BLOCK": 1024, "num_warps": 4}, "us": 3.0}]}
+
+A lookup takes the entry with the nearest key: strings (and what ``EXACT`` names) must be equal, other numbers count by
+the distance of their logarithms. A GPU without a table takes the op's default, a plain function of the same key.
+"""
+
+import functools
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritonllm.kernels.runtime import chip
+
+logger = logging.getLogger(__name__)
+Config = dict[str, Any]  # constexpr arguments plus num_warps and num_stages, passed to the launch as keywords
+Key = Mapping[str, int | str]
+
+TABLES = Path(__file__).parents[1] / "configs"
+EXACT = frozenset({"head_size", "itemsize", "block_m"})  # a tile that fits the chip may not fit it with another
+
+
+def gpu_slug(name: str) -> str:
+    """``"NVIDIA H200"`` -> ``"nvidia_h200"``: the name of the GPU's folder."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+@functools.cache
+def load_table(slug: str, op: str) -> dict[str, Any] | None:
+    path = TABLES / slug / f"{op}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def distance(a: Key, b: Key) -> float:
+    """How far two keys are apart; infinite if a string, an ``EXACT`` number, or the set of names, differs."""
+    if a.keys() != b.keys():
+        return math.inf
+    total = 0.0
+    for name, x in a.items():
+        y = b[name]
+        if isinstance(x, str) or isinstance(y, str) or name in EXACT:
+            if x != y:
+                return math.inf
+        else:
+            total += abs(math.log2((x + 1) / (y + 1)))
+    return total
+
+
+def tables_of(gpu_name: str) -> list[str]:
+    """The operations that have a table tuned on this kind of GPU."""
+    return sorted(path.stem for path in (TABLES / gpu_slug(gpu_name)).glob("*.json"))
+
+
+@functools.cache
+def _gpu_slug_of(index: int) -> str:
+    name = torch.cuda.get_device_name(index)
+    report_tables(name)
+    return gpu_slug(name)
+
+
+def report_tables(gpu_name: str) -> None:
+    """Log which tuning tables a GPU takes."""
+    tables = tables_of(gpu_name)
+    if tables:
+        logger.info("%s: launch configurations from the tables in %s/", gpu_name, TABLES / gpu_slug(gpu_name))
+    else:
+        logger.warning(
+            "%s has no tuning tables: kernels take their default launch configurations, which may be slower; "
+            "`python -m autotune --all` makes tables",
+            gpu_name,
+        )
+
+
+_gpu_of_meta: ContextVar[str | None] = ContextVar("_gpu_of_meta", default=None)
+
+
+@contextmanager
+def meta_tensors_on(gpu_name: str | None) -> Iterator[None]:
+    """Inside the block, meta tensors stand for tensors on the GPU ``gpu_name``; ``None``: one without tables."""
+    token = _gpu_of_meta.set(gpu_name)
+    try:
+        yield
+    finally:
+        _gpu_of_meta.reset(token)
+
+
+def _slug_of(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        return _gpu_slug_of(device.index or 0)
+    name = _gpu_of_meta.get() if device.type == "meta" else None
+    return None if name is None else gpu_slug(name)
+
+
+@functools.lru_cache(maxsize=65536)
+def _lookup(slug: str | None, op: str, default: Callable[..., Config], key: tuple[tuple[str, Any], ...]) -> Config:
+    table = load_table(slug, op) if slug else None
+    wanted = dict(key)
+    if table and table["entries"]:
+        best = min(table["entries"], key=lambda entry: distance(entry["key"], wanted))
+        if distance(best["key"], wanted) < math.inf:
+            return dict(best["config"])
+    return default(**wanted)
+
+
+_overrides: dict[str, tuple[Config | Callable[..., Config], list[dict[str, int | str]]]] = {}
+
+
+@contextmanager
+def override(op: str, config: Config | Callable[..., Config]) -> Iterator[list[dict[str, int | str]]]:
+    """Make every launch of ``op`` inside the block use ``config``, or ``config(**key)``: for the tuner and for tests.
+
+    Yields the list of the keys that those launches ask for, as they do.
+    """
+    previous = _overrides.get(op)
+    asked: list[dict[str, int | str]] = []
+    _overrides[op] = config, asked
+    try:
+        yield asked
+    finally:
+        if previous is None:
+            del _overrides[op]
+        else:
+            _overrides[op] = previous
+
+
+def get_config(op: str, device: torch.device, default: Callable[..., Config], **key: int | str) -> Config:
+    """The launch configuration of ``op`` for a problem described by ``key``.
+
+    Args:
+        op: the table's name.
+        device: where the launch goes; decides the table.
+        default: ``default(**key) -> Config`` for a GPU without a table (and for the interpreter).
+        key: numbers and strings that decide the best configuration; only capacities, never values on the device.
+    """
+    if op in _overrides:
+        config, asked = _overrides[op]
+        asked.append(key)
+        return config(**key) if callable(config) else config
+    config = _lookup(_slug_of(device), op, default, tuple(key.items()))
+    if "maxnreg" in config and chip.on_amd(device):
+        return {name: value for name, value in config.items() if name != "maxnreg"}
+    return config
