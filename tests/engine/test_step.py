@@ -76,8 +76,8 @@ def test_another_runner_gives_the_same_tokens_for_a_pickled_step(ahead):
             in_flight.append((plan, runner.run(step), other.run(copy)))
         if in_flight and not (ahead and plan.scheduled and len(in_flight) < 2):
             plan, mine, theirs = in_flight.pop(0)
-            result = mine.wait()
-            assert theirs.wait() == result
+            result = mine.wait(60.0, str)
+            assert theirs.wait(60.0, str) == result
             scheduler.update(plan, result.sampled)
     assert len(kinds) >= 3
     assert scheduler.stats.preemptions > 0 and scheduler.pool.num_free == NUM_BLOCKS
