@@ -24,7 +24,7 @@ from tritonllm.kernels.attention.portable.few import few_config, launch_few
 from tritonllm.kernels.attention.portable.split import launch_split, split_config
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 WORKSPACE_SIZE = 4096  # as many stretches of work as any configuration asks for, and a few more
 
@@ -335,33 +335,4 @@ def paged_decode_attention(
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def paged_decode_attention_ref(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    workspace: torch.Tensor | None = None,
-    settled: bool = False,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`paged_decode_attention` in plain torch (it waits for the device to read the longest length)."""
-    args = check_attention(
-        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=len(q),
-    )
-    check_workspace(workspace, q)
-    check_order(order, q)
-    decode_reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, *args)
-    return args.out if args.lse is None else (args.out, args.lse)
+paged_decode_attention_ref = with_reference(paged_decode_attention)

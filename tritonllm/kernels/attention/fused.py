@@ -21,7 +21,7 @@ from tritonllm.kernels.attention.decode import (
 from tritonllm.kernels.attention.portable.few import Projection, launch_few
 from tritonllm.kernels.attention.qk_norm_rope import check_projection, qk_norm_rope_store_reference, split_heads
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.registry import OPS, register_op
+from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
 
 
 def _reference(
@@ -167,48 +167,4 @@ def fused_decode_attention(
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def fused_decode_attention_ref(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    cos_sin_cache: torch.Tensor | None = None,
-    *,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    interleaved: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    workspace: torch.Tensor | None = None,
-    settled: bool = False,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fused_decode_attention` in plain torch (it waits for the device to read the longest length)."""
-    rows = (positions, cos_sin_cache, q_weight, k_weight)
-    k_factor = check_projection(qkv, k_cache, v_cache, slot_mapping, *rows, k_scale, v_scale)[2]
-    args = check_attention(
-        *(split_heads(qkv, k_cache)[0], k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=len(qkv),
-    )
-    check_workspace(workspace, qkv)
-    check_order(order, qkv)
-    _reference(
-        *(qkv, k_cache, v_cache, slot_mapping, block_tables, seq_lens, *rows, workspace, settled, order),
-        *(k_factor, eps, weight_offset),
-        interleaved,
-        *args,
-    )
-    return args.out if args.lse is None else (args.out, args.lse)
+fused_decode_attention_ref = with_reference(fused_decode_attention)

@@ -19,7 +19,7 @@ from tritonllm.kernels.attention.common import (
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 @triton.jit
@@ -251,19 +251,7 @@ def store_kv(
     )
 
 
-def store_kv_ref(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-) -> None:
-    """:func:`store_kv` in plain torch."""
-    scales = _check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    store_reference(k, v, k_cache, v_cache, slot_mapping, *scales)
+store_kv_ref = with_reference(store_kv)
 
 
 def _check_store(
@@ -304,10 +292,7 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tenso
     _copy_blocks(k_cache, v_cache, pairs)
 
 
-def copy_blocks_ref(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
-    """:func:`copy_blocks` in plain torch."""
-    _check_copy(k_cache, v_cache, pairs)
-    _copy_reference(k_cache, v_cache, pairs)
+copy_blocks_ref = with_reference(copy_blocks)
 
 
 def _check_copy(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:

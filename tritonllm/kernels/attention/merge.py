@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tritonllm.kernels.attention.common import LOG2E, LOWEST
 from tritonllm.kernels.runtime.checks import check_tensor
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 # Strides of the lse change with the batch: one compilation serves them all.
@@ -200,17 +200,4 @@ def merge_attention_states(
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def merge_attention_states_ref(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    *,
-    use_a: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`merge_attention_states` in plain torch."""
-    args = _check_states(out_a, lse_a, out_b, lse_b, use_a, out, return_lse)
-    _reference(*args)
-    return args.out if args.lse is None else (args.out, args.lse)
+merge_attention_states_ref = with_reference(merge_attention_states)

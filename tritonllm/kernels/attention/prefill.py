@@ -21,7 +21,7 @@ from tritonllm.kernels.attention.decode import check_workspace
 from tritonllm.kernels.attention.portable import prefill as portable
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 # The Hopper kernel's rows a tile are 128: half a tile's and fewer leave most of it empty.
 SM90_MIN_ROWS = 64
@@ -229,37 +229,7 @@ def varlen_prefill_attention(
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def varlen_prefill_attention_ref(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    max_seqlen_q: int,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    workspace: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`varlen_prefill_attention` in plain torch (it waits for the device to read the lengths)."""
-    args = check_attention(
-        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=_check_lengths(q, cu_seqlens_q, max_seqlen_q),
-    )
-    check_workspace(workspace, q)
-    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-    _reference(*tensors, max_seqlen_q, causal, workspace, *args)
-    return args.out if args.lse is None else (args.out, args.lse)
+varlen_prefill_attention_ref = with_reference(varlen_prefill_attention)
 
 
 def _check_lengths(q: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int) -> int:

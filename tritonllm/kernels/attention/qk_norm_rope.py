@@ -12,11 +12,11 @@ import triton.language as tl
 from tritonllm.kernels.attention.common import check_cache_dtype, check_caches, check_scale, require_float8, split_scale
 from tritonllm.kernels.attention.kv_cache import inverse_scale, store_reference
 from tritonllm.kernels.attention.prepare_heads import load_weights, prepare_heads
-from tritonllm.kernels.elementwise import check_rope, norm_reference, rope_reference
+from tritonllm.kernels.elementwise import apply_rope, check_rope, rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 @triton.jit
@@ -164,10 +164,10 @@ def qk_norm_rope_store_reference(
     q, k, v = split_heads(qkv, k_cache)
     k = k.clone()
     if q_weight is not None and k_weight is not None:
-        norm_reference(q, None, q_weight, None, q, None, eps, weight_offset, 1.0, False)
-        norm_reference(k, None, k_weight, None, k, None, eps, weight_offset, 1.0, False)
+        rms_norm(q, q_weight, eps, weight_offset=weight_offset, out=q)
+        rms_norm(k, k_weight, eps, weight_offset=weight_offset, out=k)
     if positions is not None and cos_sin_cache is not None:
-        rope_reference(q, k, positions, cos_sin_cache, interleaved)
+        apply_rope(q, k, positions, cos_sin_cache, interleaved=interleaved)
     store_reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_factor, v_factor)
 
 
@@ -292,32 +292,7 @@ def qk_norm_rope_store(
     return split_heads(qkv, k_cache)[0]
 
 
-def qk_norm_rope_store_ref(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    cos_sin_cache: torch.Tensor | None = None,
-    *,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    interleaved: bool = False,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    constant_weight: bool = False,
-) -> torch.Tensor:
-    """:func:`qk_norm_rope_store` in plain torch."""
-    scales = check_projection(
-        qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale
-    )
-    qk_norm_rope_store_reference(
-        *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, *scales),
-        *(eps, weight_offset, interleaved, constant_weight),
-    )
-    return split_heads(qkv, k_cache)[0]
+qk_norm_rope_store_ref = with_reference(qk_norm_rope_store)
 
 
 def check_projection(

@@ -27,7 +27,7 @@ from tritonllm.kernels.attention.decode import (
 from tritonllm.kernels.attention.prefill import launch_prefill
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 def _reference(
@@ -168,37 +168,7 @@ def paged_verify_attention(
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def paged_verify_attention_ref(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    max_seqlen_q: int,
-    tree_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    workspace: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`paged_verify_attention` in plain torch (it waits for the device to read the lengths)."""
-    args = check_attention(
-        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=_check_queries(q, cu_seqlens_q, max_seqlen_q, tree_mask, window, alibi_slopes),
-    )
-    check_workspace(workspace, q)
-    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-    _reference(*tensors, max_seqlen_q, tree_mask, workspace, *args)
-    return args.out if args.lse is None else (args.out, args.lse)
+paged_verify_attention_ref = with_reference(paged_verify_attention)
 
 
 def _check_queries(

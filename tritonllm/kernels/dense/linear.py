@@ -12,12 +12,12 @@ import triton
 from tritonllm import env
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
-from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm, rms_norm_ref
+from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
 from tritonllm.kernels.runtime.chip import on_sm90
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 MAX_M = 64
 SMALL = 2**23  # elements of a weight; Qwen3-0.6B's have up to 6.3 million, Llama-3.1-8B's 17 million and more
@@ -78,7 +78,7 @@ def _reference(
 ) -> None:
     x = x.float()
     if norm_weight is not None:
-        x = rms_norm_ref(x, norm_weight, eps, weight_offset=norm_offset)
+        x = rms_norm(x, norm_weight, eps, weight_offset=norm_offset)
     y = x @ weight.float().T
     if bias is not None:
         y += bias
@@ -315,26 +315,4 @@ def linear(
     return target
 
 
-def linear_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-    activation: str | None = None,
-    gated: bool = False,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-    out: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    constant_weight: bool = False,
-) -> torch.Tensor:
-    """:func:`linear` in plain torch, all of it in float32."""
-    rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
-    _reference(
-        *(rows, weight, bias, norm_weight, target.view(-1, target.shape[-1]), workspace, norm_eps, norm_weight_offset),
-        *(activation, gated, residual is not None, scale, constant_weight),
-    )
-    return target
+linear_ref = with_reference(linear)

@@ -18,7 +18,7 @@ from tritonllm.kernels.dense.sm90.tile import Tile, fits
 from tritonllm.kernels.elementwise import ACTIVATIONS
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
 from tritonllm.kernels.runtime.chip import on_sm90
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 MIN_M, MAX_M = 65, 256
 MIN_N = 1024  # rows of the weight: with fewer there are too few tiles
@@ -235,22 +235,7 @@ def add_linear(
     return Unnormed(scaled, squares, norm_eps)
 
 
-def add_linear_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stream: torch.Tensor,
-    norm_weight: torch.Tensor,
-    *,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-    scale: float = 1.0,
-    constant_weight: bool = False,
-) -> Unnormed:
-    """:func:`add_linear` in plain torch."""
-    scaled, squares = _outputs(x, weight, bias, stream, norm_weight)
-    _add_reference(x, weight, bias, stream, norm_weight, scaled, squares, scale, norm_weight_offset, constant_weight)
-    return Unnormed(scaled, squares, norm_eps)
+add_linear_ref = with_reference(add_linear)
 
 
 def _output(x: Unnormed, weight: torch.Tensor, bias: torch.Tensor | None, act: str | None, gated: bool) -> torch.Tensor:
@@ -290,16 +275,4 @@ def linear_unnormed(
     return out
 
 
-def linear_unnormed_ref(
-    x: Unnormed,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    gated: bool = False,
-    constant_weight: bool = False,
-) -> torch.Tensor:
-    """:func:`linear_unnormed` in plain torch."""
-    out = _output(x, weight, bias, activation, gated)
-    _unnormed_reference(x.scaled, x.squares, weight, bias, out, x.eps, activation, gated, constant_weight)
-    return out
+linear_unnormed_ref = with_reference(linear_unnormed)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, check_affine, gated_reference, norm_reference
+from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, check_affine, gated_reference, rms_norm
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
 from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy
@@ -26,7 +26,7 @@ from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
 from tritonllm.kernels.runtime.chip import processors
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import OPS, register_op
+from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
 
 MAX_NORMED = 8192  # columns of a token that the last kernel normalises, too, by one program for all of them
 
@@ -113,8 +113,8 @@ def fused_moe_reference(
                 row += down_bias[expert]
             y[token, choice] = row * weights[token, choice, None]
     out.copy_(torch.add(out.float(), y.sum(1), alpha=scale) if add else y.sum(1))
-    if normed is not None:
-        norm_reference(out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
+    if norm_weight is not None:
+        rms_norm(out, norm_weight, norm_eps, weight_offset=norm_offset, out=normed)
 
 
 def _launch_products(
@@ -195,7 +195,7 @@ def _fused_moe(
             num_warps=max(1, block // 256),
         )
     if normed is not None and (config["kernel"] == "direct" or n > MAX_NORMED):
-        OPS["norm"](out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
+        OPS["norm"](out, None, normed, None, 1.0, norm_weight, None, norm_eps, norm_offset, False)
 
 
 def check_experts(
@@ -304,27 +304,4 @@ def fused_moe(
     return out if normed is None else (out, normed)
 
 
-def fused_moe_ref(
-    x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    activation: str = "silu",
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fused_moe` in plain torch: one pair of products for each expert that was hit, in float32."""
-    out, normed = outputs(x, residual, norm_weight)
-    fused_moe_reference(
-        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, norm_weight, normed),
-        *(activation, residual is not None, scale, norm_eps, norm_weight_offset),
-    )
-    return out if normed is None else (out, normed)
+fused_moe_ref = with_reference(fused_moe)

@@ -11,11 +11,11 @@ import torch
 
 from tritonllm.kernels.moe.experts import check_experts, fused_moe_reference, outputs
 from tritonllm.kernels.moe.portable import direct
-from tritonllm.kernels.moe.route import check_routing, moe_route_ref, routing_constants
+from tritonllm.kernels.moe.route import check_routing, moe_route, routing_constants
 from tritonllm.kernels.moe.tiles import config_key, default_config
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor
-from tritonllm.kernels.runtime.registry import OPS, register_op
+from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
 
 # Of longer rows programs have 8 warps, which each choose: gpt-oss (2880) 57 us instead of 52.
 MAX_HIDDEN = 2048
@@ -46,7 +46,7 @@ def _reference(
 ) -> None:
     groups: dict[str, Any] = {"num_groups": num_groups, "top_k_groups": top_k_groups, "scale": routing_scale}
     how: dict[str, Any] = {"renormalize": renormalize, "scoring": scoring, "bias": correction_bias}
-    choice = moe_route_ref(logits, top_k, **how, **groups)
+    choice = moe_route(logits, top_k, **how, **groups)
     fused_moe_reference(
         *(x, w_gate_up, w_down, *choice, gate_up_bias, down_bias, None, out, norm_weight, normed, activation, add),
         *(scale, norm_eps, norm_offset),
@@ -88,7 +88,7 @@ def _moe_from_logits(
         routing = direct.Routing(logits, correction_bias, routing_scale, top_k, constants)
         direct.launch(x, w_gate_up, w_down, routing, *biases, out, activation, add, scale)
         if normed is not None:
-            OPS["norm"](out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
+            OPS["norm"](out, None, normed, None, 1.0, norm_weight, None, norm_eps, norm_offset, False)
         return
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty_like(weights, dtype=torch.int32)
@@ -165,34 +165,4 @@ def moe_from_logits(
     return out if normed is None else (out, normed)
 
 
-def moe_from_logits_ref(
-    x: torch.Tensor,
-    logits: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool = True,
-    scoring: str = "softmax",
-    correction_bias: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_k_groups: int = 1,
-    routing_scale: float = 1.0,
-    activation: str = "silu",
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`moe_from_logits` in plain torch."""
-    out, normed = _prepare(x, logits, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual, norm_weight)
-    check_routing(logits, top_k, scoring, correction_bias, num_groups, top_k_groups)
-    _reference(
-        *(x, logits, w_gate_up, w_down, correction_bias, gate_up_bias, down_bias, out, norm_weight, normed),
-        *(top_k, renormalize, scoring, num_groups, top_k_groups, routing_scale, activation, residual is not None),
-        *(scale, norm_eps, norm_weight_offset),
-    )
-    return out if normed is None else (out, normed)
+moe_from_logits_ref = with_reference(moe_from_logits)

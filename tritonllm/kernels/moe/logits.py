@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.elementwise import rms_norm_ref
+from tritonllm.kernels.elementwise import rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _reference(
     norm_offset: float,
     constant_weight: bool,
 ) -> None:
-    y = rms_norm_ref(x.float(), norm_weight, eps, weight_offset=norm_offset)
+    y = rms_norm(x.float(), norm_weight, eps, weight_offset=norm_offset)
     normed.copy_(y)
     torch.matmul(y, weight.float().T, out=logits)
     if bias is not None:
@@ -175,17 +175,4 @@ def moe_logits(
     return logits, normed
 
 
-def moe_logits_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-    constant_weight: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`moe_logits` in plain torch."""
-    logits, normed = _prepare(x, weight, norm_weight, bias)
-    _reference(x, norm_weight, weight, bias, logits, normed, norm_eps, norm_weight_offset, constant_weight)
-    return logits, normed
+moe_logits_ref = with_reference(moe_logits)

@@ -12,7 +12,7 @@ import triton.language as tl
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 # Stands for NaN and -inf when experts are compared: less than any score, more than an expert that may not be taken.
 LOWEST = tl.constexpr(-1e38)
@@ -286,18 +286,4 @@ def moe_route(
     return weights, ids
 
 
-def moe_route_ref(
-    router_logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool = True,
-    scoring: str = "softmax",
-    bias: torch.Tensor | None = None,
-    num_groups: int | None = None,
-    top_k_groups: int | None = None,
-    scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`moe_route` in plain torch."""
-    weights, ids, groups, best_groups = _prepare(router_logits, top_k, scoring, bias, num_groups, top_k_groups)
-    _route_reference(router_logits, bias, weights, ids, renormalize, scoring, groups, best_groups, scale)
-    return weights, ids
+moe_route_ref = with_reference(moe_route)

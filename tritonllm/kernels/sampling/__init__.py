@@ -25,7 +25,7 @@ from tritonllm.kernels.sampling.common import (
 )
 from tritonllm.kernels.sampling.draw import draw_of_group, group_score
 from tritonllm.kernels.sampling.row_limits import find_row_limits
-from tritonllm.kernels.sampling.sample import check_parameters, sample_ref, sample_rows
+from tritonllm.kernels.sampling.sample import check_parameters, sample_rows
 from tritonllm.kernels.sampling.truncation import limits_ref
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "list_groups",
     "load_logits",
     "load_scan",
-    "sample_ref",
     "sample_rows",
     "scale_of",
     "scale_ref",

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 from tritonllm.kernels.sampling.candidates import (
     SMALL,
     bound_groups,
@@ -259,13 +259,4 @@ def token_logprobs(
     return ids, logprobs, ranks
 
 
-def token_logprobs_ref(
-    logits: torch.Tensor, chosen: torch.Tensor, top_n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`token_logprobs` in plain torch."""
-    rows, top_n = len(logits), min(top_n, logits.shape[1])
-    ids = torch.empty(rows, 1 + top_n, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, 1 + top_n, dtype=torch.float32, device=logits.device)
-    ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _reference(logits, chosen, top_n, ids, logprobs, ranks)
-    return ids, logprobs, ranks
+token_logprobs_ref = with_reference(token_logprobs)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.runtime.checks import check_tensor
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 BLOCK = 256
 
@@ -55,7 +55,4 @@ def fill_pending_tokens(ids: torch.Tensor, drawn: torch.Tensor) -> None:
     _fill_pending_tokens(ids, drawn)
 
 
-def fill_pending_tokens_ref(ids: torch.Tensor, drawn: torch.Tensor) -> None:
-    """The same in plain torch."""
-    _check(ids, drawn)
-    _reference(ids, drawn)
+fill_pending_tokens_ref = with_reference(fill_pending_tokens)

@@ -17,7 +17,7 @@ import torch
 
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, clean_ref, draw_ref, keep_ref, scale_ref
 from tritonllm.kernels.sampling.draw import draw_rows
 from tritonllm.kernels.sampling.edits import LogitEdits, check_edits, edit_logits_ref
@@ -213,26 +213,4 @@ def sample(
     return out
 
 
-def sample_ref(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    *,
-    edits: LogitEdits | None = None,
-    seats: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """:func:`sample` in plain torch, with the same noise: equal ids but where two scores are within rounding."""
-    if out is None:
-        out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    given = (logits, temperature, top_k, top_p, min_p, seeds, steps, workspace, out)
-    if edits is not None and seats is not None:
-        _edited_reference(*given, seats, list(edits))
-    else:
-        _reference(*given)
-    return out
+sample_ref = with_reference(sample)

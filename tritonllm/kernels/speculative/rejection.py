@@ -21,9 +21,10 @@ only single values are read, but in the rare rows whose proposals all fail.
 
 import torch
 
+from tritonllm.kernels import sample
 from tritonllm.kernels.runtime.checks import FLOATS, check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
-from tritonllm.kernels.sampling import check_parameters, sample_ref, sample_rows
+from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.sampling import check_parameters, sample_rows
 from tritonllm.kernels.speculative.draft_path import (
     follow_chain,
     follow_chain_ref,
@@ -42,7 +43,7 @@ def sample_rows_ref(target_logits: torch.Tensor, parameters: Parameters, offsets
     top_k, top_p, min_p = (None if t is None else t.repeat_interleave(positions) for t in limits)
     temperature, seeds = temperature.repeat_interleave(positions), seeds.repeat_interleave(positions)
     steps = (steps[:, None] + offsets.expand(batch, positions)).flatten()
-    tokens = sample_ref(target_logits.reshape(-1, vocab), temperature, top_k, top_p, min_p, seeds, steps)
+    tokens = sample(target_logits.reshape(-1, vocab), temperature, top_k, top_p, min_p, seeds, steps)
     return tokens.view(batch, positions)
 
 
@@ -145,6 +146,9 @@ def rejection_sample(
     return ids, accepted
 
 
+rejection_sample_ref = with_reference(rejection_sample)
+
+
 def check_drafts(draft_ids: torch.Tensor, target_logits: torch.Tensor, workspace: torch.Tensor | None) -> None:
     """Check what chains and trees of drafts share."""
     check_tensor("target_logits", target_logits, ("B", "G + 1", "V"))
@@ -157,27 +161,6 @@ def check_drafts(draft_ids: torch.Tensor, target_logits: torch.Tensor, workspace
         check_tensor("workspace", workspace, ("B * (G + 1)",), dtype=torch.int32, like=target_logits)
         least = batch * positions
         require(len(workspace) >= least, f"workspace must have at least {least} elements, got {len(workspace)}")
-
-
-def rejection_sample_ref(
-    draft_ids: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    *,
-    min_p: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`rejection_sample` in plain torch, with the same noise."""
-    ids = torch.empty(target_logits.shape[:2], dtype=torch.int64, device=target_logits.device)
-    accepted = torch.empty(len(target_logits), dtype=torch.int64, device=target_logits.device)
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
-    _reference(draft_ids, draft_probs, target_logits, *parameters, workspace, ids, accepted)
-    return ids, accepted
 
 
 def _tree_reference(
@@ -269,22 +252,4 @@ def rejection_sample_tree(
     return ids, accepted, path
 
 
-def rejection_sample_tree_ref(
-    draft_ids: torch.Tensor,
-    parents: torch.Tensor,
-    target_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    *,
-    min_p: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`rejection_sample_tree` in plain torch, with the same noise."""
-    ids = torch.empty(target_logits.shape[:2], dtype=torch.int64, device=target_logits.device)
-    accepted, path = torch.empty(len(ids), dtype=torch.int64, device=ids.device), torch.empty_like(ids)
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
-    _tree_reference(draft_ids, parents, target_logits, *parameters, workspace, ids, accepted, path)
-    return ids, accepted, path
+rejection_sample_tree_ref = with_reference(rejection_sample_tree)
