@@ -173,14 +173,18 @@ class Norm(NamedTuple):
     mean: bool = False  # LayerNorm
 
 
-def _reference(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    scale: torch.Tensor | None,
-    x_scale: float,
-    norm: Norm,
-) -> None:
+class Rows(NamedTuple):
+    """What is normalised, and what is written."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None  # gets the sum
+    out: torch.Tensor
+    scale: torch.Tensor | None  # of each row, if out is float8
+    x_scale: float
+
+
+def _reference(given: Rows, norm: Norm) -> None:
+    x, residual, out, scale, x_scale = given
     dtype = x.dtype
     if residual is not None:
         x = residual.copy_(torch.add(residual.float(), x.float(), alpha=x_scale))
@@ -199,14 +203,8 @@ def _reference(
 
 
 @register_op(mutates=("residual", "out", "scale"), reference=_reference)
-def _norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    scale: torch.Tensor | None,
-    x_scale: float,
-    norm: Norm,
-) -> None:
+def _norm(given: Rows, norm: Norm) -> None:
+    x, residual, out, scale, x_scale = given
     if x.numel() == 0:
         return
     n = x.shape[-1]
