@@ -10,6 +10,7 @@ import torch
 import triton
 
 from tritonllm import env
+from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm
@@ -61,32 +62,19 @@ def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.
     return {"kernel": "tiles"} | tile
 
 
-def _reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-    eps: float,
-    norm_offset: float,
-    activation: str | None,
-    gated: bool,
-    add: bool,
-    scale: float,
-    constant_weight: bool,
-) -> None:
+def _reference(operands: Operands, fused: Fused) -> None:
+    x, weight, bias, norm_weight, out, _ = operands
     x = x.float()
     if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps, weight_offset=norm_offset)
+        x = rms_norm(x, norm_weight, fused.eps, weight_offset=fused.norm_offset)
     y = x @ weight.float().T
     if bias is not None:
         y += bias
-    gate, up = y.chunk(2, dim=-1) if gated else (y, None)
-    if activation is not None:
-        gate = ACTIVATIONS[activation](gate)
+    gate, up = y.chunk(2, dim=-1) if fused.gated else (y, None)
+    if fused.activation is not None:
+        gate = ACTIVATIONS[fused.activation](gate)
     y = gate if up is None else gate * up
-    out.copy_(torch.add(out.float(), y, alpha=scale) if add else y)
+    out.copy_(torch.add(out.float(), y, alpha=fused.scale) if fused.add else y)
 
 
 def _only_compiles(x: torch.Tensor) -> bool:
@@ -129,16 +117,10 @@ def _gate(
 
 
 def _by_torch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    activation: str | None,
-    gated: bool,
-    add: bool,
-    scale: float,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, fused: Fused
 ) -> None:
     """cuBLAS, and a kernel for each step after the product that is not fused."""
+    _, _, activation, gated, add, scale, _ = fused
     if activation is None and not add:
         _product(x, weight, bias, out)
         return
@@ -158,60 +140,25 @@ def _by_torch(
 
 
 @register_op(mutates=("out", "workspace"), reference=_reference)
-def _linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-    eps: float,
-    norm_offset: float,
-    activation: str | None,
-    gated: bool,
-    add: bool,
-    scale: float,
-    constant_weight: bool,
-) -> None:
+def _linear(operands: Operands, fused: Fused) -> None:
+    x, weight, bias, norm_weight, out, workspace = operands
     m, k = x.shape
     if out.numel() == 0:
         return
     config = TORCH
     if m <= MAX_M:
         key = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k, "itemsize": weight.dtype.itemsize}
-        config = tuning.get_config("linear", x.device, default_config, **key, gated="yes" if gated else "no")
+        config = tuning.get_config("linear", x.device, default_config, **key, gated="yes" if fused.gated else "no")
     if config["kernel"] == "rows" and m <= MAX_ROWS:
-        launch_rows(
-            x,
-            weight,
-            bias,
-            norm_weight,
-            out,
-            eps=eps,
-            norm_offset=norm_offset,
-            activation=activation,
-            gated=gated,
-            add=add,
-            scale=scale,
-            early=constant_weight,
-            config=config,
-            launch=dependent_launch(weight.device),
-        )
+        launch_rows(operands, fused, config, dependent_launch(weight.device))
         return
     if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps, weight_offset=norm_offset)
-    if config["kernel"] != "tiles":
-        _by_torch(x, weight, bias, out, activation, gated, add, scale)
-        return
-    launch_tiles(
-        *(x, weight, bias, out, workspace),
-        activation=activation,
-        gated=gated,
-        add=add,
-        scale=scale,
-        config=config,
-        launch=dependent_launch(weight.device),
-    )
+        x = rms_norm(x, norm_weight, fused.eps, weight_offset=fused.norm_offset)
+    if config["kernel"] == "tiles":
+        operands = Operands(x, weight, bias, None, out, workspace)
+        launch_tiles(operands, fused, config, dependent_launch(weight.device))
+    else:
+        _by_torch(x, weight, bias, out, fused)
 
 
 def _checked(
@@ -309,8 +256,8 @@ def linear(
     """
     rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
     _linear(
-        *(rows, weight, bias, norm_weight, target.view(-1, target.shape[-1]), workspace, norm_eps, norm_weight_offset),
-        *(activation, gated, residual is not None, scale, constant_weight),
+        *(rows, weight, bias, norm_weight, target.view(-1, target.shape[-1]), workspace),
+        *Fused(norm_eps, norm_weight_offset, activation, gated, residual is not None, scale, constant_weight),
     )
     return target
 
