@@ -69,7 +69,7 @@ def test_flat_arguments_find_their_parts():
 
 
 def test_an_unknown_argument_is_named_beside_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown argument 'blocksize'; known: async_scheduling, block_size"):
+    with pytest.raises(ValueError, match=r"unknown argument 'blocksize' \(did you mean block_size"):
         EngineConfig.from_kwargs(model="m", blocksize=8)
 
 
