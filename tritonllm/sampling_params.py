@@ -35,6 +35,12 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
         raise ValueError(f"{name} must be an integer {limits}, got {value!r}")
 
 
+def _plain_bias(token: Any, bias: Any) -> tuple[Any, Any]:
+    """A JSON object's key as an integer, and the bias within its range; what is neither stays, to be refused."""
+    token = int(token) if isinstance(token, str) and token.isdecimal() else token
+    return token, next((limit for limit in (-100.0, 100.0) if isinstance(bias, int | float) and bias / limit > 1), bias)
+
+
 @dataclass(slots=True)
 class SamplingParams(VllmSampling):
     """Parameters of one request. They are checked when made, and again when a request is added, which keeps a copy:
@@ -158,7 +164,7 @@ class SamplingParams(VllmSampling):
         """
         given = {name: value for name, value in kwargs.items() if value is not None or name == "max_tokens"}
         if isinstance(bias := given.get("logit_bias"), Mapping):
-            given["logit_bias"] = {int(token): min(100.0, max(-100.0, value)) for token, value in bias.items()}
+            given["logit_bias"] = dict(_plain_bias(*item) for item in bias.items())
         return cls(**given)
 
     def clone(self) -> "SamplingParams":

@@ -145,6 +145,10 @@ def test_from_optional():
     )
     assert params == SamplingParams(top_p=0.5, max_tokens=None, logit_bias={7: 100.0})
     assert SamplingParams.from_optional() == SamplingParams()
+    assert SamplingParams.from_optional(logit_bias={1: -200, 2: 3}).logit_bias == {1: -100.0, 2: 3}
+    for bias in ({"a": 1.0}, {1: NAN}, {1: None}, 5):
+        with pytest.raises(ValueError, match=r"^logit_bias"):
+            SamplingParams.from_optional(logit_bias=bias)
 
 
 def test_places_are_those_of_vllm():
