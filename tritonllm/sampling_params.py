@@ -182,6 +182,10 @@ class SamplingParams(VllmSampling):
             copy.logit_bias = dict(copy.logit_bias)
         return copy
 
+    def __hash__(self) -> int:
+        """Equal ones are one key of a dict. Do not change one that is a key."""
+        return hash((self.n, self.temperature, self.top_k, self.top_p, self.seed, self.max_tokens))
+
     def __repr__(self) -> str:
         shown = (field.name for field in fields(self) if field.name not in _NEUTRAL_NAMES)
         return f"SamplingParams({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"

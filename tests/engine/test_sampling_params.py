@@ -139,6 +139,10 @@ def test_a_clone_shares_nothing():
     assert params == SamplingParams(stop=["a"], logit_bias={1: 2.0}, bad_words=["b"])
 
 
+def test_equal_parameters_are_one_key():
+    assert len({SamplingParams(stop=["a"]), SamplingParams(stop="a"), SamplingParams(stop="b")}) == 2
+
+
 def test_from_optional():
     params = SamplingParams.from_optional(
         n=None, temperature=None, top_p=0.5, max_tokens=None, logit_bias={"7": 200.0}, structured_outputs=None
