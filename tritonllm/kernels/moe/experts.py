@@ -23,7 +23,7 @@ from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
 from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
+from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import processors
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.registry import OPS, register_op
@@ -283,7 +283,7 @@ def fused_moe(
         expert_map: ``[E_global]`` int32 from an id to one of the ``E`` experts here, or -1 for one that lives elsewhere
             and adds nothing here (expert parallelism); by default ids are experts.
         residual: ``[T, N]`` of the dtype of ``x``, to which ``scale`` times the result is added in place; may be ``x``.
-        scale: see ``residual``; without effect if there is none.
+        scale: see ``residual``, without which it must be 1.
         norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
             ``norm_eps`` and ``norm_weight_offset`` are its.
 
@@ -296,6 +296,7 @@ def fused_moe(
     """
     check_experts(x, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual)
     _check_choice(x, weights, ids, expert_map)
+    check_scaled(scale, residual)
     out, normed = outputs(x, residual, norm_weight)
     _fused_moe(
         *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, norm_weight, normed),
@@ -322,6 +323,7 @@ def fused_moe_ref(
     norm_weight_offset: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`fused_moe` in plain torch: one pair of products for each expert that was hit, in float32."""
+    check_scaled(scale, residual)
     out, normed = outputs(x, residual, norm_weight)
     fused_moe_reference(
         *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, norm_weight, normed),

@@ -14,7 +14,7 @@ from tritonllm.kernels.moe.portable import direct
 from tritonllm.kernels.moe.route import check_routing, moe_route_ref, routing_constants
 from tritonllm.kernels.moe.tiles import config_key, default_config
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.checks import check_tensor
+from tritonllm.kernels.runtime.checks import check_scaled, check_tensor
 from tritonllm.kernels.runtime.registry import OPS, register_op
 
 # Of longer rows programs have 8 warps, which each choose: gpt-oss (2880) 57 us instead of 52.
@@ -147,7 +147,7 @@ def moe_from_logits(
         correction_bias: the ``bias`` of :func:`moe_route`; ``routing_scale``: its ``scale``.
         num_groups: divides ``E``; 1 for no groups.
         top_k_groups: groups a token.
-        scale: multiplies the result where it is added to ``residual``.
+        scale: multiplies the result where it is added to ``residual``, without which it must be 1.
 
     Returns:
         ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``; with ``norm_weight`` that and its norm.
@@ -155,6 +155,7 @@ def moe_from_logits(
     Raises:
         ValueError: as those two do.
     """
+    check_scaled(scale, residual)
     out, normed = _prepare(x, logits, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual, norm_weight)
     check_routing(logits, top_k, scoring, correction_bias, num_groups, top_k_groups)
     _moe_from_logits(
@@ -188,6 +189,7 @@ def moe_from_logits_ref(
     norm_weight_offset: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`moe_from_logits` in plain torch."""
+    check_scaled(scale, residual)
     out, normed = _prepare(x, logits, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual, norm_weight)
     check_routing(logits, top_k, scoring, correction_bias, num_groups, top_k_groups)
     _reference(
