@@ -69,6 +69,10 @@ ENGINE: dict[str, dict[str, Any]] = {
     "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
     "step-timeout": {"type": float, "metavar": "S", "help": "seconds that a GPU may take for a step (default: 300)"},
     "kernel-cache": {"metavar": "DIR", "help": "folder that `tritonllm precompile` made"},
+    "allow-nan": {
+        "action": "store_true",
+        "help": "load weights that are NaN or infinite, which are an error otherwise",
+    },
     "trust-remote-code": {"action": "store_true", "help": "download and run Python code that comes with the model"},
 }
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tritonllm.engine.tokenizer import render_template
 from tritonllm.inputs import Prompt
 
 Message = Mapping[str, Any]
@@ -64,7 +65,6 @@ class ChatOptions:
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
             "tools": list(self.tools) if self.tools else None,
-            "tokenize": False,
         }
 
 
@@ -80,13 +80,8 @@ def render(tokenizer: Any, conversation: Sequence[Message], options: ChatOptions
         raise ValueError("messages must be dicts with 'role' and 'content', at least one in a conversation")
     if options.chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("the model's tokenizer has no chat template: pass chat_template, or use generate")
-    from jinja2 import TemplateError  # comes with the tokenizer
-
     messages = [_plain(index, message) for index, message in enumerate(conversation)]
-    try:
-        text = tokenizer.apply_chat_template(messages, **options.variables())
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
+    text = render_template(tokenizer, messages, **options.variables())
     # the template writes the special tokens itself
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 

@@ -253,6 +253,7 @@ def load_parts(config: EngineConfig) -> Parts:
             load_format=model_config.load_format,
             seed=model_config.seed,
             trust_remote_code=trusted,
+            allow_nan=model_config.allow_nan,
         )
     runner = ModelRunner(model, config, device, limit)
     num_blocks = runner.fit_num_blocks()

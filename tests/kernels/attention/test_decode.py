@@ -187,7 +187,7 @@ BAD = [
     (dict.fromkeys(("k_cache", "v_cache"), torch.zeros(4, 257, 2, 64)), r"the cache is \[blocks, block_size, kv_heads"),
     ({"v_cache": torch.zeros(4, 8, 2, 64)}, "v_cache must have shape"),
     ({"v_cache": torch.zeros(4, 16, 2, 64).half()}, "v_cache must be torch.float32"),
-    ({"block_tables": torch.zeros(2, 2, dtype=torch.int64)}, r"block_tables must be .*: use block_tables.to\(torch.int32\)"),
+    ({"block_tables": torch.zeros(2, 2, dtype=torch.int64)}, "block_tables must be .* use block_tables.to.torch.int32"),
     ({"block_tables": torch.zeros(1, 2, dtype=torch.int32)}, "block_tables must have shape"),
     ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "seq_lens must be torch.int32"),
     ({"scale": 0.0}, "scale must be positive"),

@@ -318,8 +318,9 @@ def linear(
     """
     check_scaled(scale, residual)
     rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
+    written = target.view(len(rows), target.shape[-1])
     _linear(
-        *(rows, weight, bias, norm_weight, target.view(len(rows), target.shape[-1]), workspace, norm_eps, norm_weight_offset),
+        *(rows, weight, bias, norm_weight, written, workspace, norm_eps, norm_weight_offset),
         *(activation, gated, residual is not None, scale, constant_weight),
     )
     return target
@@ -344,8 +345,9 @@ def linear_ref(
     """:func:`linear` in plain torch, all of it in float32."""
     check_scaled(scale, residual)
     rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
+    written = target.view(len(rows), target.shape[-1])
     _reference(
-        *(rows, weight, bias, norm_weight, target.view(len(rows), target.shape[-1]), workspace, norm_eps, norm_weight_offset),
+        *(rows, weight, bias, norm_weight, written, workspace, norm_eps, norm_weight_offset),
         *(activation, gated, residual is not None, scale, constant_weight),
     )
     return target

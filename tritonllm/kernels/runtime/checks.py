@@ -50,7 +50,9 @@ def check_tensor(
     if like is not None and t.device != like.device:
         raise ValueError(f"{name} must be on {like.device}, got {t.device}")
     if t.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad, but this is inference only: wrap the call in torch.no_grad() or detach")
+        raise ValueError(
+            f"{name} requires grad, but this is inference only: wrap the call in torch.no_grad() or detach it"
+        )
     check_last_contiguous(name, t)
 
 
