@@ -474,7 +474,7 @@ def test_reader_that_went_away():
 
 
 SHELL = {  # what a shell does with the streams -> exit status and what is said
-    "generate {model} --prompt a --max-tokens 200 --ignore-eos --json | head -c1 >/dev/null": (141, ""),
+    "generate {model} --prompt a --max-tokens 200 --ignore-eos --json | true": (141, ""),
     "--help | true": (141, ""),
     "generate {model} <&-": (2, "stdin is closed"),
     "generate {model} --prompt a <&- >/dev/null": (0, "generated tokens"),
