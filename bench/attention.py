@@ -17,6 +17,7 @@ from typing import Any
 from autotune.search import Caller
 from autotune.table import commit
 from autotune.worker import Failed, Worker
+from bench import reports
 from bench.attention_cases import ROWS, SWEEP, Attention
 from bench.attention_peers import PEERS, installed
 from bench.attention_runner import CASES
@@ -27,7 +28,7 @@ CASE_SECONDS = 120.0  # compiling included
 PEER_SECONDS = 300.0  # FlashInfer compiles CUDA
 SWEEP_MEMORY = 0.4  # of the GPU's, for a case's inputs
 HERE = Path(__file__).parent
-LISTED: dict[str, dict[str, float]] = json.loads((HERE / "listed_peers.json").read_text())["us"]
+LISTED: dict[str, dict[str, float]] = reports.LISTED["us"]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -21,16 +21,6 @@ from autotune.problem import Problem
 from bench import baselines
 from bench.logprobs import TokenLogprobs, log_softmax_and_topk
 
-GROUPS = {
-    "K1": "paged decode attention",
-    "K2": "prefill attention, causal, paged",
-    "K3": "memory-bound: norm, rope, activation, KV store",
-    "K4": "mixture of experts",
-    "K5": "sampling, log-probabilities",
-    "K6": "rejection sampling",
-    "K7": "products of few rows",
-}
-
 
 @dataclass(frozen=True)
 class Case:

@@ -30,9 +30,9 @@ from autotune.table import commit
 from autotune.worker import Failed, Worker
 from bench.engine_floors import floor
 from bench.engine_workloads import MODELS, WORKLOADS, requests
+from bench.reports import LISTED, number
 
 HERE = Path(__file__).parent
-LISTED: dict[str, Any] = json.loads((HERE / "listed_peers.json").read_text())
 ENGINES = ("tritonllm", "vllm")
 START = "start"
 START_MODEL = "qwen3-0.6b"
@@ -189,11 +189,6 @@ def line(row: dict[str, Any]) -> str:
     if row.get("kernels_compiled"):
         text += f" | {row['kernels_compiled']} kernels compiled meanwhile"
     return text
-
-
-def number(value: float) -> str:
-    """Four digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def failures(process: Process, reason: Failed) -> list[dict[str, Any]]:

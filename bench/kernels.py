@@ -15,7 +15,8 @@ from typing import Any
 from autotune.search import Caller
 from autotune.table import commit
 from autotune.worker import Failed, Worker
-from bench.cases import CASES, GROUPS
+from bench.cases import CASES
+from bench.reports import GROUPS
 from bench.runner import rates
 
 START_SECONDS = 180.0

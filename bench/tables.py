@@ -1,7 +1,7 @@
 """``python -m bench.tables RESULTS.json``: what a benchmark wrote, as a table in Markdown.
 
-For ``bench.engine``, ``bench.kernels`` and ``bench.timeline``. ``2.00x`` always means that ours takes half the time of
-the other, or has twice its rate.
+``bench.report`` makes docs/results.md of these tables. ``2.00x`` always means that ours takes half the time of the
+other, or has twice its rate.
 """
 
 import argparse
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import timeline
-from bench.engine import number
-from bench.plot_bars import GROUPS, LISTED, best_listed
+from bench.reports import GROUPS, LISTED, best_listed, facts, kind_of, number
+
+Table = dict[str, Any]  # a report, as its file holds it
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -22,67 +23,119 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {line} |" if not line.startswith("---") else f"|{line}|" for line in lines)
 
 
-def facts(report: dict[str, Any]) -> str:
-    """Where and when it was measured."""
-    versions = {name: version for name, version in report["machine"].items() if name != "gpu"}
-    named = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{report['machine']['gpu']} ({named}), commit {report['commit']}, {report['date'][:10]}."
+def engine(report: Table, same_day: Table | None = None) -> str:
+    """Workloads beside floor, aim and vLLM.
 
-
-def engine(report: dict[str, Any]) -> str:
-    peer = LISTED["engine"]["peer"]
-    rows = []
-    for row in report["rows"]:
-        if "failed" in row:
-            rows.append([row["workload"], row["failed"], *[""] * 4])
-            continue
-        value = f"**{number(row['value'])}** {row['unit']}"
-        if "warm_value" in row:
-            value += f" (warm {number(row['warm_value'])})"
-        floor = f"{number(row['floor'])} ({row['percent']:.0f}%)" if "floor" in row else ""
-        if "floor_shared_reads" in row:
-            floor += f", shared {number(row['floor_shared_reads'])} ({row['percent_of_floor_shared_reads']:.0f}%)"
-        goal = f"{number(row['goal'])} {'met' if row['goal_met'] else 'missed'}"
-        listed = [number(row["listed"]), f"{row['times_better_than_listed']:.2f}x"] if "listed" in row else ["", ""]
-        rows.append([f"{row['workload']} {row['model']}", value, floor, goal, *listed])
+    Args:
+        same_day: vLLM's own report of the same day and kind of GPU; without it the listed figures stand there.
+    """
+    peer = f"{LISTED['engine']['peer']}, {LISTED['date']}"
+    values = {row["workload"]: row["listed"] for row in report["rows"] if "listed" in row}
+    if same_day is not None:
+        peer = f"vLLM {same_day['engine']['version']}, same day"
+        values = {row["workload"]: row["value"] for row in same_day["rows"] if "value" in row}
     head = ["workload", report["engine"]["name"], "floor (percent of it)", "aim", peer, "times better"]
-    return markdown(head, rows)
+    return markdown(head, [_workload(row, values.get(row["workload"])) for row in report["rows"]])
 
 
-def kernels(report: dict[str, Any], groups: Sequence[str]) -> str:
+def _workload(row: Table, peer: float | None) -> list[str]:
+    if "failed" in row:
+        return [row["workload"], row["failed"], *[""] * 4]
+    value = f"**{number(row['value'])}** {row['unit']}"
+    if "warm_value" in row:
+        value += f" (warm {number(row['warm_value'])})"
+    floor = f"{number(row['floor'])} ({row['percent']:.0f}%)" if "floor" in row else ""
+    if "floor_shared_reads" in row:
+        floor += f", shared {number(row['floor_shared_reads'])} ({row['percent_of_floor_shared_reads']:.0f}%)"
+    goal = f"{number(row['goal'])} {'met' if row['goal_met'] else 'missed'}" if "goal" in row else ""
+    beside = ["", ""] if peer is None else [number(peer), f"{times_better(row, peer):.2f}x"]
+    return [f"{row['workload']} {row['model']}", value, floor, goal, *beside]
+
+
+def times_better(row: Table, peer: float) -> float:
+    """Of a workload: 2 for twice the rate or half the time."""
+    return peer / row["value"] if row["kind"] in ("latency", "start") else row["value"] / peer
+
+
+def kernels(report: Table, groups: Sequence[str]) -> str:
     parts = []
     for group in groups:
-        rows = [kernel(case) for case in report["cases"] if case["group"] == group]
+        rows = [_kernel(case) for case in report["cases"] if case["group"] == group]
         if rows:
-            head = ["case", "us", "floor", "error", "torch, same run", "best listed peer", "times faster"]
+            head = ["case", "us", "floor", "error", "torch, same run", f"best peer, {LISTED['date']}", "times faster"]
             parts.append(f"{group}: {GROUPS[group].lower()}\n\n{markdown(head, rows)}")
     return "\n\n".join(parts)
 
 
-def kernel(case: dict[str, Any]) -> list[str]:
+def _kernel(case: Table) -> list[str]:
     if "failed" in case:
         return [case["case"], "failed", "", case["failed"], "", "", ""]
     torch = number(case["torch_us"]) if "torch_us" in case else ""
-    peer, us = best_listed(case)
-    beside = [f"{peer} {number(us)}", f"{us / case['us']:.2f}x"] if us else ["", ""]
     values = [f"**{number(case['us'])}**", f"{case['percent']:.0f}%", f"{case['error']:.1e}"]
-    return [case["case"], *values, torch, *beside]
+    return [case["case"], *values, torch, *_beside(*best_listed(case), case["us"])]
 
 
-def table(report: dict[str, Any], groups: Sequence[str]) -> str:
+def _beside(peer: str, us: float, ours: float) -> list[str]:
+    return [f"{peer} {number(us)}", f"{us / ours:.2f}x"] if us else ["", ""]
+
+
+def attention(report: Table) -> str:
+    head = ["case", "us", "floor", "error", "torch, same run", f"best peer, {LISTED['date']}", "times faster"]
+    rows = []
+    for case in report["rows"]:
+        name = f"{case['case']} {case['precision']}"
+        if "failed" in case:
+            rows.append([name, "failed", "", case["failed"], "", "", ""])
+            continue
+        torch = f"{case['torch']} {number(case['torch_us'])}" if "torch_us" in case else ""
+        best = case.get("listed_best", "")
+        beside = _beside(best, case["listed_us"][best] if best else 0.0, case["us"])
+        values = [f"**{number(case['us'])}**", f"{case['percent']:.0f}%", f"{case['error']:.1e}"]
+        rows.append([name, *values, torch, *beside])
+    return markdown(head, rows)
+
+
+def host(report: Table) -> str:
+    """Milliseconds of the host for a step of decodes."""
+    parts = {"plan": "schedule", "build": "build", "take in": "update", "report": "report", "all": "all"}
+    rows = [
+        [f"{row['running']}, {row['outputs']} outputs", *(f"{row['ms'][key]:.2f}" for key in parts.values())]
+        for row in report["steps"]
+    ]
+    return markdown(["decodes", *parts], rows)
+
+
+def parity(report: Table) -> str:
+    """Model outputs beside transformers': how many comparisons, and the largest error of each kind."""
+    kinds: dict[str, list[Table]] = {}
+    for row in report["measured"]:
+        kinds.setdefault(row["test"].split("::")[1].split("[")[0], []).append(row)
+    rows = []
+    for name, found in kinds.items():
+        numbers = {key: 0.0 for row in found for key, value in row.items() if isinstance(value, float)}
+        for row in found:
+            numbers = {key: max(most, abs(row.get(key, 0.0))) for key, most in numbers.items()}
+        largest = ", ".join(f"{key.replace('_', ' ')} {value:.2g}" for key, value in numbers.items())
+        rows.append([name, str(len(found)), str(sum(row["outcome"] == "passed" for row in found)), largest])
+    return markdown(["test", "models", "passed", "largest"], rows)
+
+
+def table(report: Table, groups: Sequence[str]) -> str:
     """Any of the reports as Markdown.
 
     Raises:
         ValueError: not a report of these benchmarks.
     """
-    if "timelines" in report:
+    kind = kind_of(report)
+    simple = {"engine": engine, "attention": attention, "host": host, "parity": parity}
+    if kind == "timeline":
         body = "\n\n".join(map(timeline.text, report["timelines"]))
-    elif "cases" in report:
+    elif kind == "kernels":
         body = kernels(report, groups)
-    elif "rows" in report and "engine" in report:
-        body = engine(report)
+    elif kind in simple:
+        body = simple[kind](report)
     else:
-        raise ValueError("not the results of bench.engine, bench.kernels or bench.timeline")
+        raise ValueError("not the results of bench.engine, bench.kernels, bench.timeline or another benchmark")
     return f"{facts(report)}\n\n{body}"
 
 

@@ -1,27 +1,48 @@
 """LLM inference whose hot paths are Triton kernels that anyone can import.
 
 ``from tritonllm import LLM, SamplingParams`` is the engine, ``from tritonllm.kernels import rms_norm`` one kernel.
-Importing this package imports neither torch nor anything else: an attribute access imports the file that holds it.
+Importing this package imports nothing but the standard library: an attribute access imports the file that holds it.
+Its loggers are ``tritonllm`` and those below it; a program that sets up no logging sees no message.
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from tritonllm.version import __version__
 
 if TYPE_CHECKING:
+    from tritonllm.engine.arg_utils import EngineArgs
+    from tritonllm.engine.engine import LLMEngine
     from tritonllm.engine.llm import LLM
     from tritonllm.engine.outputs import CompletionOutput, RequestOutput
+    from tritonllm.inputs import TextPrompt, TokensPrompt
     from tritonllm.sampling_params import SamplingParams
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
     "LLM": "engine.llm",
     "SamplingParams": "sampling_params",
     "RequestOutput": "engine.outputs",
     "CompletionOutput": "engine.outputs",
+    "EngineArgs": "engine.arg_utils",
+    "LLMEngine": "engine.engine",
+    "TextPrompt": "inputs",
+    "TokensPrompt": "inputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,8 +22,9 @@ from autotune.ops.sampling.sample import MODES, FlatSampling, Sampling
 from autotune.ops.speculative.rejection_judge import DRAFTS, RejectionSampling
 from autotune.worker import Failed
 from bench import baselines, kernels
-from bench.cases import CASES, GROUPS, Case
+from bench.cases import CASES, Case
 from bench.logprobs import TokenLogprobs, log_softmax_and_topk
+from bench.reports import GROUPS
 from bench.runner import measure, rates
 
 TINY = [

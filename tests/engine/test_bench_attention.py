@@ -1,9 +1,8 @@
-"""The attention benchmark without a GPU: cases, work, references, peers, the results file, the table and the plot."""
+"""The attention benchmark without a GPU: cases, work, references, peers, the results file, and the table."""
 
 import itertools
 import json
 import sys
-import xml.etree.ElementTree as ET
 import zlib
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from autotune.problem import make_sets
 from autotune.verify import prepare, verify
 from autotune.worker import Failed
-from bench import attention, attention_cases, attention_peers, attention_runner, plot
+from bench import attention, attention_cases, attention_peers, attention_runner
 from bench.attention_cases import PRECISIONS, ROWS, SWEEP, Attention, ragged_lengths
 from bench.attention_peers import PEERS, Peer
 from bench.attention_runner import AttentionRunner, peer_timed
@@ -333,55 +332,6 @@ def test_no_gpu(monkeypatch, capsys, tmp_path):
 def test_list(capsys):
     assert attention.main(["--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(ROWS) + len(SWEEP)
-
-
-def swept(group, batch, length, **rest):
-    return {"group": group, "batch": batch, "new": 1, "length": length} | rest
-
-
-REPORT = {
-    "machine": {"gpu": "NVIDIA Test"},
-    "commit": "abc",
-    "date": "2026-01-02T03:04:05+00:00",
-    "ceilings": {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 700.0},
-    "sweep": [
-        swept("K1", 1, 128, us=2.0, percent=3.2),
-        swept("K1", 256, 32768, us=8000.0, percent=104.0),
-        swept("K2", 4, 64, failed="error 0.5 > 0.01"),
-    ],
-}
-
-
-def test_plot(tmp_path):
-    results, out = tmp_path / "results.json", tmp_path / "img" / "plot.svg"
-    results.write_text(json.dumps(REPORT))
-    assert plot.main([str(results), "-o", str(out)]) == 0
-    svg = ET.parse(out).getroot()
-    shown = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
-    # the axes with every batch and length once, and a number in each cell
-    assert [shown.count(what) for what in ("1", "256", "128", "32k", "4", "64", "3", "104", "failed")] == [1] * 9
-    assert {"Paged decode", "Prefill, causal", "floor / time, %"} <= set(shown)
-    assert "NVIDIA Test, abc, 2026-01-02; floor from copy 4000 GB/s, bfloat16 products 700 TFLOP/s" in shown
-    place = {element.text: (element.get("x"), element.get("y")) for element in svg.iter() if element.text}
-    for number, batch, length in (("3", "1", "128"), ("104", "256", "32k"), ("failed", "4", "64")):
-        assert place[number] == (place[length][0], place[batch][1])  # in the column and the row of its labels
-    width, height = float(svg.get("width")), float(svg.get("height"))
-    boxes = [element for element in svg.iter("{http://www.w3.org/2000/svg}rect") if element.get("x")]
-    assert all(float(box.get("x")) + float(box.get("width")) <= width for box in boxes)
-    assert all(float(box.get("y")) + float(box.get("height")) <= height for box in boxes)
-
-
-def test_colours_run_over_the_scale():
-    assert plot.colour(0) == plot.SCALE[0] == plot.colour(-1)
-    assert plot.colour(100) == plot.SCALE[-1] == plot.colour(120)
-    assert plot.colour(50) == plot.SCALE[2] and plot.colour(12.5) == (248, 218, 161)
-
-
-def test_plot_without_a_sweep(tmp_path, capsys):
-    results = tmp_path / "results.json"
-    results.write_text(json.dumps(REPORT | {"sweep": []}))
-    assert plot.main([str(results), "-o", str(tmp_path / "plot.svg")]) == 1
-    assert "run python -m bench.attention without --quick" in capsys.readouterr().err
 
 
 def test_reference_against_plain_softmax():

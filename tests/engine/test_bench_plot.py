@@ -1,22 +1,23 @@
 """Bars and listed figures: what is drawn, from results that are made up and from those that are committed."""
 
 import json
-import xml.etree.ElementTree as ET
-from pathlib import Path
+import sys
 
 import pytest
 
-from bench import plot, plot_bars, plot_timeline, tables
+from bench import drawing, plot, tables
 from bench.cases import CASES
-from bench.plot_bars import LISTED, Bar, Row
+from bench.drawing import Bar, Row
+from bench.reports import GROUPS, LISTED, RESULTS, kind_of
 
-RESULTS = Path(plot.__file__).parent / "results"
-SVG = "{http://www.w3.org/2000/svg}"
-KERNELS = {
+WHERE = {
     "machine": {"gpu": "NVIDIA Test"},
     "commit": "abc",
     "date": "2026-01-02T03:04:05+00:00",
     "ceilings": {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 700.0},
+}
+KERNELS = {
+    **WHERE,
     "cases": [
         {
             "group": "K3",
@@ -37,7 +38,7 @@ KERNELS = {
     ],
 }
 ENGINE = {
-    **{key: KERNELS[key] for key in ("machine", "commit", "date", "ceilings")},
+    **WHERE,
     "engine": {"name": "tritonllm", "version": "1.2"},
     "rows": [
         {"workload": "start cold", "model": "m", "kind": "start", "value": 9.0, "unit": "s", "goal": 15},
@@ -66,50 +67,98 @@ ENGINE = {
 }
 
 
-def drawn(tmp_path, report, *more):
-    """The texts of the plot, and its elements."""
-    source, out = tmp_path / "results.json", tmp_path / "new" / "plot.svg"
-    source.write_text(json.dumps(report))
-    assert plot.main([str(source), "-o", str(out), *more]) == 0
-    root = ET.parse(out).getroot()
-    width, height = float(root.get("width")), float(root.get("height"))
-    for box in root.iter(f"{SVG}rect"):
-        if box.get("x"):
-            assert float(box.get("x")) >= 0 and float(box.get("x")) + float(box.get("width")) <= width
-            assert float(box.get("y")) + float(box.get("height")) <= height
-    return [element.text for element in root.iter(f"{SVG}text")], root
+def figure(report, groups=tuple(GROUPS)):
+    return drawing.draw(report, groups)
 
 
-def test_bars_of_kernels(tmp_path):
-    shown, _ = drawn(tmp_path, KERNELS)
-    assert "K3  Norm, rotary embedding, activation, KV store" in shown and "K6  Rejection sampling" in shown
-    for said in ("80%  10 us", "20%  torch 40", "54%  vLLM Triton 14.7, ours 1.47x", "0%  failed", "best listed peer"):
-        assert any(said in text for text in shown), said
-    assert any(text.startswith("NVIDIA Test, abc, 2026-01-02; floor from copy 4000 GB/s") for text in shown)
+def bars_of(axes):
+    """The lengths of a panel's bars, from above."""
+    return [bar.get_width() for bar in axes.patches]
 
 
-def test_only_some_groups(tmp_path, capsys):
-    shown, _ = drawn(tmp_path, KERNELS, "--only", "K6")
-    assert not any("store_kv" in text for text in shown) and any("50 us" in text for text in shown)
+def texts(figure):
+    found = [text.get_text() for axes in figure.axes for text in (*axes.texts, *axes.get_yticklabels())]
+    return [*found, *(axes.get_title(loc="left") for axes in figure.axes), figure.get_suptitle()]
+
+
+def test_bars_of_kernels():
+    drawn = figure(KERNELS)
+    assert [bars_of(axes) for axes in drawn.axes] == [
+        [80, pytest.approx(20), pytest.approx(800 / 14.7), 0],  # ours, torch, the listed peer; the one that failed
+        [90, pytest.approx(4500 / 50.6)],
+    ]
+    shown = texts(drawn)
+    for said in ("80%  10 us", "20%  torch 40", "54%  vLLM Triton 14.7, ours 1.47x", "0%  failed"):
+        assert said in shown
+    assert {case["case"] for case in KERNELS["cases"]} <= set(shown)
+    assert {"K3  Norm, rotary embedding, activation, KV store", "K6  Rejection sampling"} <= set(shown)
+    assert "NVIDIA Test, commit abc, 2026-01-02; floor: copies at 4000 GB/s" in shown[-1]
+    assert [text.get_text() for text in drawn.legends[0].get_texts()][-1] == "best listed peer, another day"
+
+
+def test_only_some_groups(capsys):
+    shown = texts(figure(KERNELS, ["K6"]))
+    assert not any("store_kv" in text for text in shown) and "90%  50 us" in shown
     with pytest.raises(SystemExit):
         plot.main(["x.json", "-o", "y.svg", "--only", "K9"])
     assert "got K9" in capsys.readouterr().err
 
 
-def test_bars_of_the_engine(tmp_path):
-    shown, root = drawn(tmp_path, ENGINE)
-    for said in ("50%  500 output tok/s", "25%  vLLM 0.24.0 250, ours 2.00x", "25%  4 ms/token", "aim"):
-        assert said in shown, said
-    assert "W5  m" not in " ".join(shown) and "start cold" not in " ".join(shown)
-    marks = [path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke") == "#060"]
-    at = plot_bars.LABELS + plot_bars.WIDTH * 0.8, plot_bars.LABELS + plot_bars.WIDTH * 0.5
-    assert [float(mark[1:].split()[0]) for mark in marks[1:]] == list(at)  # the first is the legend's
+def test_bars_of_the_engine():
+    drawn = figure(ENGINE)
+    (axes,) = drawn.axes
+    assert bars_of(axes) == [50, 25, 25]  # W1 and its peer, W3a; the start and the failed one have no floor
+    assert [line.get_xdata()[0] for line in axes.lines] == [80, 50]  # the aims
+    shown = texts(drawn)
+    assert "25%  vLLM 0.24.0 250, ours 2.00x" in shown and "25%  4 ms/token" in shown
+    assert not any("W5" in text or "start cold" in text for text in shown)
 
 
-def test_bars_beyond_the_floor_end_at_the_margin():
-    picture = plot_bars.draw("t", "f", {"p": [Row("r", [Bar("listed", 400.0, "x")], goal=90.0)]}, {"listed": "l"})
-    widths = [float(box.get("width")) for box in ET.fromstring(picture).iter(f"{SVG}rect") if box.get("x")]
-    assert max(widths) == pytest.approx(plot_bars.WIDTH * 1.1, abs=0.1)
+def test_a_floor_that_reads_shared_keys_once_is_the_one_drawn():
+    row = ENGINE["rows"][1] | {"workload": "W4", "kind": "prefix", "floor": 400.0, "floor_shared_reads": 2000.0}
+    assert bars_of(figure(ENGINE | {"rows": [row]}).axes[0]) == [25, 12.5]
+
+
+def test_bars_beyond_the_floor_end_before_their_labels():
+    drawn = drawing.bars("t", {"p": [Row("r", [Bar("listed", 400.0, "x")], goal=90.0)]}, {"listed": "l"})
+    assert bars_of(drawn.axes[0]) == [drawing.MOST] and drawing.MOST < drawing.LABELS_AT
+    assert "400%  x" in texts(drawn)
+
+
+def swept(group, batch, length, **rest):
+    return {"group": group, "batch": batch, "length": length} | rest
+
+
+def test_the_sweep_shows_every_size_in_its_place():
+    cases = [
+        swept("K1", 1, 128, us=2.0, percent=3.2),
+        swept("K1", 256, 32768, us=8000.0, percent=104.0),
+        swept("K2", 4, 64, failed="error 0.5 > 0.01"),
+    ]
+    decode, prefill, scale = figure(WHERE | {"sweep": cases}).axes
+    columns, rows = ([label.get_text() for label in axis.get_ticklabels()] for axis in (decode.xaxis, decode.yaxis))
+    assert columns == ["128", "32k"] and rows == ["1", "256"]
+    assert [(text.get_position(), text.get_text()) for text in decode.texts] == [((0, 0), "3"), ((1, 1), "104")]
+    values = decode.collections[0].get_array()  # what the colours are made of
+    assert values[0, 0] == 3.2 and values[1, 1] == 104 and values.mask.tolist() == [[False, True], [True, False]]
+    assert [text.get_text() for text in prefill.texts] == ["failed"]
+    assert (decode.get_title(), prefill.get_title(), scale.get_ylabel()) == (
+        "Paged decode",
+        "Causal prefill",
+        "floor / time, percent",
+    )
+
+
+def test_a_timeline_is_drawn_to_scale():
+    names = ["norm", "product"] * 3
+    sequence = [{"name": name, "us": us, "gap_us": 1.0} for name, us in zip(names, (2.0, 7.0) * 3, strict=True)]
+    kernels = [{"name": name, "count": 3, "us": us, "share": us} for name, us in (("product", 21.0), ("norm", 6.0))]
+    numbers = {"step_us": 30.0, "recorded_step_us": 33.0, "events": 6, "busy_percent_alone": 90.0, "busy_percent": 82.0}
+    timeline = {"workload": "W1", "running": 4, "kernels": kernels, "sequence": sequence, **numbers}
+    step, layer = figure(WHERE | {"timelines": [timeline]}).axes
+    boxes = [path.get_extents() for path in step.collections[0].get_paths()]
+    assert [(box.x0, box.x1) for box in boxes[:3]] == [(0, 2), (3, 10), (11, 13)] and step.get_xlim() == (0, 33)
+    assert len(layer.collections[0].get_paths()) == 2
 
 
 @pytest.mark.parametrize(
@@ -117,8 +166,9 @@ def test_bars_beyond_the_floor_end_at_the_margin():
     [
         (KERNELS | {"cases": []}, "run python -m bench.kernels"),
         (ENGINE | {"rows": []}, "run python -m bench.engine"),
+        (WHERE | {"sweep": []}, "run python -m bench.attention without --quick"),
         ({"timelines": []}, "run python -m bench.timeline"),
-        ({}, "not the results of a benchmark"),
+        ({}, "not the results of"),
     ],
 )
 def test_nothing_to_draw(report, says, tmp_path, capsys):
@@ -127,12 +177,24 @@ def test_nothing_to_draw(report, says, tmp_path, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_without_matplotlib_the_command_says_what_to_install(tmp_path, capsys, monkeypatch):
+    (tmp_path / "r.json").write_text(json.dumps(KERNELS))
+    monkeypatch.delitem(sys.modules, "bench.drawing", raising=False)
+    monkeypatch.delattr("bench.drawing", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot.main([str(tmp_path / "r.json"), "-o", str(tmp_path / "r.svg")]) == 1
+    assert "pip install -e '.[dev]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_committed_results_can_be_drawn(path, tmp_path):
-    report = json.loads(path.read_text())
-    if report.keys() & {"sweep", "cases", "timelines", "rows"}:
-        shown, _ = drawn(tmp_path, report)
-        assert len(shown) > 10
+    """Twice, with the same bytes: neither the day nor chance is in the file."""
+    if kind_of(json.loads(path.read_text())) in ("attention", "engine", "kernels", "timeline"):
+        outs = [tmp_path / "new" / name for name in ("a.svg", "b.svg")]
+        for out in outs:
+            assert plot.main([str(path), "-o", str(out)]) == 0
+        first, second = (out.read_text() for out in outs)
+        assert first == second and "<text" in first and "<dc:date>" not in first
 
 
 @pytest.mark.parametrize(
@@ -163,9 +225,9 @@ def test_no_table(tmp_path, capsys):
 def test_a_layer_is_found_in_a_step():
     names = ["embed", *["norm", "gemm", "attention", "gemm", "norm", "gemm", "gemm"] * 5, "head", "sample"]
     step = [{"name": name, "us": 1.0, "gap_us": 0.0} for name in names]
-    layer = plot_timeline.one_layer(step)
+    layer = drawing.one_layer(step)
     assert len(layer) == 7 and sorted(row["name"] for row in layer) == sorted(names[1:8])
-    assert plot_timeline.one_layer(step[:3]) == [] == plot_timeline.one_layer([])
+    assert drawing.one_layer(step[:3]) == [] == drawing.one_layer([])
 
 
 @pytest.mark.parametrize("group", ["K3", "K4", "K5", "K6"])

@@ -33,6 +33,7 @@ def test_finish_reason():
         RequestStatus.FINISHED_STOPPED: "stop",
         RequestStatus.FINISHED_LENGTH: "length",
         RequestStatus.FINISHED_ABORTED: "abort",
+        RequestStatus.FINISHED_ERROR: "error",
     }
     assert set(reasons) == set(RequestStatus)
     request = make([1], [])

@@ -10,7 +10,7 @@ from tritonllm.kernels import apply_rope, plan_cascade
 from tritonllm.layers import attention
 from tritonllm.layers.attention import Attention, AttentionSpec
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
-from tritonllm.layers.norm import NormSpec
+from tritonllm.layers.norm import BlockInput, NormSpec
 from tritonllm.layers.rope import RopeSpec
 
 HEADS, HEAD, BLOCK = 2, 16, 4
@@ -27,6 +27,10 @@ def make(device: torch.device) -> Attention:
     for p in layer.parameters():
         p.normal_(0, 0.2)
     return layer
+
+
+def run(layer: Attention, x: torch.Tensor, *step) -> torch.Tensor:
+    return layer(BlockInput(x), *step).alone()
 
 
 def batch(num_decodes: int, chunks: list[int], device: torch.device) -> AttentionMetadata:
@@ -57,7 +61,7 @@ def test_launches_only_what_there_is(device, num_decodes, chunks):
         patch.object(attention, "paged_decode_attention", wraps=attention.paged_decode_attention) as decode,
         patch.object(attention, "varlen_prefill_attention", wraps=attention.varlen_prefill_attention) as prefill,
     ):
-        out = layer(x, positions, torch.cat((angles.cos(), angles.sin()), -1), metadata, cache)
+        out = run(layer, x, positions, torch.cat((angles.cos(), angles.sin()), -1), metadata, cache)
     assert fused.call_count == (len(chunks) == 0)
     assert decode.call_count == (num_decodes > 0 and len(chunks) > 0)
     assert prefill.call_count == (len(chunks) > 0)
@@ -84,10 +88,10 @@ def test_the_norm_of_queries_and_keys(device, kind, over, fused):
         patch.object(attention, "qk_norm_rope_store", wraps=attention.qk_norm_rope_store) as store,
         patch.object(attention, "paged_attention", wraps=attention.paged_attention) as attend,
     ):
-        out = layer(x, positions, table, metadata, cache)
+        out = run(layer, x, positions, table, metadata, cache)
     assert ("q_weight" in store.call_args.kwargs) == fused
     another = KVCacheView(*torch.zeros(2, 8, BLOCK, 2, HEAD, device=device))
-    torch.testing.assert_close(layer(x, positions, table, batch(3, [], device), another), out)
+    torch.testing.assert_close(run(layer, x, positions, table, batch(3, [], device), another), out)
     torch.testing.assert_close((another.k, another.v), (cache.k, cache.v))
 
     q, k, v = layer.qkv(x).unflatten(1, (8, HEAD)).split((4, 2, 2), dim=1)
@@ -145,7 +149,7 @@ def test_padding_of_a_captured_batch(device):
     table = torch.cat((torch.ones(BLOCK, HEAD // 2), torch.zeros(BLOCK, HEAD // 2)), -1).to(device)
     positions = torch.zeros(5, dtype=torch.int64, device=device)
     caches = [KVCacheView(*torch.full((2, 8, BLOCK, 1, HEAD), float("nan"), device=device)) for _ in range(2)]
-    want = layer(x[:2], positions[:2], table, metadata, caches[0])
-    got = layer(x, positions, table, padded, caches[1])
+    want = run(layer, x[:2], positions[:2], table, metadata, caches[0])
+    got = run(layer, x, positions, table, padded, caches[1])
     torch.testing.assert_close(got[:2], want)
     torch.testing.assert_close(caches[1].k, caches[0].k, equal_nan=True)

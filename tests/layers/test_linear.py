@@ -3,7 +3,7 @@ import torch
 from support.compare import assert_close, poisoned
 from torch.nn import functional as F
 
-from tritonllm.layers.linear import Embedding, Linear, few_rows
+from tritonllm.layers.linear import Embedding, Linear
 from tritonllm.layers.norm import Norm, NormSpec
 
 
@@ -19,28 +19,36 @@ def test_linear(device, bias):
     assert (layer.bias is not None) == bias
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("rows", [3, 100])
-def test_what_surrounds_the_product(device, rows, kind):
+def test_what_surrounds_the_product(device, rows):
     """Norm before, activation, scale and addition after, for few rows and for many."""
     layer = Linear(6, 8, bias=True, dtype=torch.float32, device=device)
-    norm = Norm((6,), NormSpec(kind=kind, eps=1e-5), dtype=torch.float32, device=device)
+    norm = Norm((6,), NormSpec(kind="rms", eps=1e-5), dtype=torch.float32, device=device)
     for p in (*layer.parameters(), *norm.parameters()):
         p.normal_()
     x, residual = torch.randn(rows, 6, device=device), torch.randn(rows, 4, device=device)
-    normed = (F.rms_norm if kind == "rms" else F.layer_norm)(x, (6,), norm.weight, eps=1e-5)
+    normed = F.rms_norm(x, (6,), norm.weight, eps=1e-5)
     gate, up = F.linear(normed, layer.weight, layer.bias).chunk(2, dim=-1)
     want = residual + 0.5 * F.silu(gate) * up
     before = x.clone()
-    assert layer(x, norm=norm, activation="silu", gated=True, residual=residual, scale=0.5) is residual
+    assert layer(x, norm, activation="silu", gated=True, residual=residual, scale=0.5) is residual
     assert_close(residual, want)
     assert torch.equal(x, before)
 
 
-def test_few_rows():
-    """A matter of the shape alone, so that a captured graph always takes the same path. Nothing is fused on the CPU."""
-    assert not few_rows(torch.empty(1, 6))
-    assert few_rows(torch.empty(64, 6, device="meta")) and not few_rows(torch.empty(65, 6, device="meta"))
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_norm_between_two_products(device, bias):
+    """The first adds to the stream and begins the norm, the second ends it."""
+    first, second = (Linear(*shape, bias=bias, dtype=torch.float32, device=device) for shape in ((6, 8), (8, 4)))
+    norm = Norm((8,), NormSpec(kind="rms", eps=1e-2, weight_offset=1.0), dtype=torch.float32, device=device)
+    for p in (*first.parameters(), *second.parameters(), *norm.parameters()):
+        p.normal_()
+    x, stream = torch.randn(5, 6, device=device), torch.randn(5, 8, device=device)
+    total = stream + 0.5 * F.linear(x, first.weight, first.bias)
+    begun = first.add_and_normalize(stream, x, norm, 0.5)
+    assert_close(stream, total)
+    gate, up = F.linear(norm.normalize(total), second.weight, second.bias).chunk(2, dim=-1)
+    assert_close(second(*begun, activation="silu", gated=True), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

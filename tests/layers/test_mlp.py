@@ -4,7 +4,7 @@ from support.compare import assert_close
 from torch.nn import functional as F
 
 from tritonllm.layers.mlp import ACTIVATIONS, GATED_ACTIVATIONS, MLP, MLPSpec
-from tritonllm.layers.norm import Norm, NormSpec
+from tritonllm.layers.norm import BlockInput, Norm, NormSpec
 
 FUNCTIONS = {
     "silu": F.silu,
@@ -28,7 +28,7 @@ def test_gated(device, activation, bias):
     mlp = make(MLPSpec(intermediate_size=10, activation=activation, bias=bias), device)
     x = torch.randn(4, 6, device=device)
     gate, up = F.linear(x, mlp.up.weight, mlp.up.bias).chunk(2, dim=-1)
-    assert_close(mlp(x), F.linear(FUNCTIONS[activation](gate) * up, mlp.down.weight, mlp.down.bias))
+    assert_close(mlp(BlockInput(x)).alone(), F.linear(FUNCTIONS[activation](gate) * up, mlp.down.weight, mlp.down.bias))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -37,7 +37,7 @@ def test_plain(device, activation, bias):
     mlp = make(MLPSpec(intermediate_size=10, activation=activation, gated=False, bias=bias), device)
     x = torch.randn(4, 6, device=device)
     inner = FUNCTIONS[activation](F.linear(x, mlp.up.weight, mlp.up.bias))
-    assert_close(mlp(x), F.linear(inner, mlp.down.weight, mlp.down.bias))
+    assert_close(mlp(BlockInput(x)).alone(), F.linear(inner, mlp.down.weight, mlp.down.bias))
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -46,8 +46,9 @@ def test_with_its_norm_and_the_stream(device, gated):
     norm = Norm((6,), NormSpec(kind="rms", eps=1e-5), dtype=torch.float32, device=device)
     norm.weight.normal_()
     stream = torch.randn(4, 6, device=device)
-    want = stream + 0.3 * mlp(norm.normalize(stream))
-    assert mlp(stream, norm=norm, residual=stream, scale=0.3) is stream
+    want = stream + 0.3 * mlp(BlockInput(norm.normalize(stream))).alone()
+    product, inner = mlp(BlockInput(stream, norm))
+    product.add_to(stream, inner, 0.3)
     assert_close(stream, want)
 
 

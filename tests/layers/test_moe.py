@@ -3,10 +3,9 @@ import torch
 from support.compare import assert_close
 from torch.nn import functional as F
 
-from tritonllm.layers import moe as moe_layer
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoE, MoESpec
-from tritonllm.layers.norm import Norm, NormSpec
+from tritonllm.layers.norm import BlockInput, Norm, NormSpec
 
 SIZE, INNER = 8, 6
 
@@ -47,7 +46,7 @@ def want(moe: MoE, x: torch.Tensor) -> torch.Tensor:
         weights = scores[ids] / (scores[ids].sum() if spec.renormalize else 1)
         out = sum(w * spec.scale * expert(moe, row, int(e)) for w, e in zip(weights, ids, strict=True))
         if moe.shared is not None:
-            shared = moe.shared(row[None])[0]
+            shared = moe.shared(BlockInput(row[None])).alone()[0]
             out = out + (shared if moe.shared_gate is None else shared * moe.shared_gate(row).sigmoid())
         rows.append(out)
     return torch.stack(rows)
@@ -74,31 +73,45 @@ def test_matches_the_definition(device, axes):
     torch.manual_seed(0)
     moe, x = make(device, **axes), torch.randn(9, SIZE, device=device)
     before = x.clone()
-    assert_close(moe(x), want(moe, before))
+    assert_close(moe(BlockInput(x)).alone(), want(moe, before))
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("few", [0, 2 * 4 * SIZE])
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("axes", [{}, {"shared": SHARED}, {"shared": SHARED, "shared_gate": True}], ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5])
-def test_norm_before_and_addition_after(monkeypatch, device, tokens, few, kind):
-    """Of few tokens the router normalises; the stream is what it was plus the result."""
-    monkeypatch.setattr(moe_layer, "MAX_ROUTED_AT_ONCE", few)
+def test_norm_before_and_addition_after(device, tokens, axes, at_once):
+    """The router may normalise; the stream is what it was plus the result."""
     torch.manual_seed(0)
-    moe = make(device, shared=SHARED, router_bias=True)
-    norm = Norm((SIZE,), NormSpec(kind=kind, eps=1e-5), dtype=torch.float32, device=device)
+    moe = make(device, router_bias=True, **axes)
+    norm = Norm((SIZE,), NormSpec(kind="rms", eps=1e-5), dtype=torch.float32, device=device)
     assert norm.weight is not None
     norm.weight.normal_(1, 0.1)
     stream = torch.randn(tokens, SIZE, device=device)
     expected = stream.clone()
     if tokens:
         expected += 0.5 * want(moe, norm.normalize(stream))
-    assert moe(stream, norm=norm, residual=stream, scale=0.5) is stream
+    product, routed = moe(BlockInput(stream, norm) if at_once else BlockInput(norm.normalize(stream)))
+    product.add_to(stream, routed, 0.5)
     assert_close(stream, expected)
 
 
+def test_the_sum_normalises_for_the_next_block(device):
+    torch.manual_seed(0)
+    moe, x, stream = make(device), torch.randn(5, SIZE, device=device), torch.randn(5, SIZE, device=device)
+    norm = Norm((SIZE,), NormSpec(kind="rms", eps=1e-2, weight_offset=0.5), dtype=torch.float32, device=device)
+    assert norm.weight is not None
+    norm.weight.normal_(1, 0.1)
+    expected = stream + 0.5 * want(moe, x)
+    product, routed = moe(BlockInput(x))
+    rows, left, squares = product.add_and_normalize(stream, routed, norm, 0.5)
+    assert left is None and squares is None
+    assert_close(stream, expected)
+    assert_close(rows, norm.normalize(expected))
+
+
 def test_no_tokens(device):
-    assert make(device, shared=SHARED)(torch.zeros(0, SIZE, device=device)).shape == (0, SIZE)
+    assert make(device, shared=SHARED)(BlockInput(torch.zeros(0, SIZE, device=device))).alone().shape == (0, SIZE)
 
 
 def test_correction_bias_keeps_its_precision(device):

@@ -7,21 +7,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.fusion import set_fusion
 from support.tiny_models import ALL_FAMILIES, PagedRunner, PagedSequence, random_tokens, tiny_config
 
 from tritonllm.layers import linear
-from tritonllm.layers.moe import MoE
+from tritonllm.layers.fusion import Limits
 from tritonllm.layers.norm import Norm
-from tritonllm.models import decoder
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.weights import dummy_weights
 from tritonllm.testing import RELATIVE_ERROR, relative_error
 
-
-def few_rows(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
-    for module in (linear, decoder):
-        monkeypatch.setattr(module, "few_rows", lambda x: few)
+ALL_ROWS = Limits(few=1000)
 
 
 def logits(model: Decoder, prompts: list[list[int]]) -> torch.Tensor:
@@ -39,15 +36,10 @@ def test_same_logits(monkeypatch, device, family):
     model = Decoder(spec_from_config(tiny_config(family)), dtype=torch.float32, device=device, max_model_len=64)
     dummy_weights(model, 0)
     prompts = [random_tokens(n, 101, seed=n) for n in (9, 4)]
-    few_rows(monkeypatch, False)
+    set_fusion(monkeypatch, model)
     want = logits(model, prompts)
-    few_rows(monkeypatch, True)
+    set_fusion(monkeypatch, model, ALL_ROWS)
     assert relative_error(logits(model, prompts), want) < 3 * RELATIVE_ERROR[torch.float32]  # of 3 layers
-
-
-def last_layer_only_few(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    for module in (linear, decoder):
-        monkeypatch.setattr(module, "few_rows", lambda x: x.shape[0] <= limit)
 
 
 @pytest.mark.parametrize("limit", [0, 3, 100])  # no step has few rows; the last layer's are few; all have
@@ -61,9 +53,9 @@ def test_wanted_rows(monkeypatch, device, family, limit):
     hidden: list[torch.Tensor] = []
 
     def both(*args):
-        last_layer_only_few(monkeypatch, 0)
+        set_fusion(monkeypatch, model, Limits(few=0))
         hidden.append(forward(*args))
-        last_layer_only_few(monkeypatch, limit)
+        set_fusion(monkeypatch, model, Limits(few=limit))
         for rows in ([8, 12], [12, 0, 5], []):
             wanted = forward(*args, torch.tensor(rows, dtype=torch.int64, device=device))
             assert wanted.shape == (len(rows), model.spec.hidden_size)
@@ -85,7 +77,7 @@ def test_pre_norm_layers_add_and_normalise_in_their_products(monkeypatch, device
     """Three layers: how many products add to the stream, and how many norms are left."""
     model = Decoder(spec_from_config(tiny_config(family)), dtype=torch.float32, device=device, max_model_len=64)
     dummy_weights(model, 0)
-    few_rows(monkeypatch, True)
+    set_fusion(monkeypatch, model, ALL_ROWS)
     added, normed = [], []
     product, forward, normalize = linear.linear, Norm.forward, Norm.normalize
     monkeypatch.setattr(linear, "linear", lambda *a, **k: added.append(k.get("residual")) or product(*a, **k))
@@ -110,12 +102,11 @@ def test_what_sums_up_the_experts_normalises(monkeypatch, device, few_last):
     model = Decoder(spec, dtype=torch.float32, device=device, max_model_len=64)
     dummy_weights(model, 0)
     runner, forward = PagedRunner(model), model.forward
-    last_layer_only_few(monkeypatch, 3 if few_last else 0)
     results, norms = {}, {}
 
     def both(*args):
         for handed_on in (True, False):
-            monkeypatch.setattr(MoE, "hands_on", lambda self, norm, handed_on=handed_on: handed_on)
+            set_fusion(monkeypatch, model, Limits(few=3 if few_last else 0), hands_on=handed_on)
             with (
                 patch.object(Norm, "forward", autospec=True, side_effect=Norm.forward) as add,
                 patch.object(Norm, "normalize", autospec=True, side_effect=Norm.normalize) as alone,

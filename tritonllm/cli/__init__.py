@@ -7,10 +7,12 @@ good, so a mistake and ``--help`` answer at once.
 """
 
 import argparse
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tritonllm.cli import bench, generate, info, precompile
@@ -28,6 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
         added.add_argument(
             "model", nargs="?", metavar="MODEL", help="folder or hub id (default: the small model in this package)"
         )
+        added.add_argument(
+            "-v", "--verbose", action="count", default=0, help="tell on stderr what the engine does; -vv: in detail"
+        )
         added.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -44,6 +49,40 @@ def make_llm(model: str, **kwargs: Any) -> Any:
     return LLM(model, **kwargs)
 
 
+@contextmanager
+def logging_to_stderr(verbosity: int) -> Iterator[None]:
+    """Inside the block the package's messages go to stderr: warnings, with 1 information too, with 2 everything."""
+    logger, handler = logging.getLogger("tritonllm"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbosity, logging.DEBUG))
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def check(args: argparse.Namespace) -> None:
+    """What all commands need: somewhere for their results, and a model."""
+    if sys.stdout is None:  # `>&-`
+        args.wrong_usage("stdout is closed, and results go there")
+    if args.model is None:
+        args.model = default_model()
+    elif not args.model.strip():
+        args.wrong_usage("MODEL is empty: name a folder or a hub id, or leave it out")
+
+
+def drop_unwritable() -> None:
+    """Throw away what can no longer be written, or Python's last flush would fail with a traceback of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def main(argv: Sequence[str] | None = None, *, make_llm: Callable[..., Any] = make_llm) -> int:
     """Run a command line and return its exit status.
 
@@ -54,20 +93,27 @@ def main(argv: Sequence[str] | None = None, *, make_llm: Callable[..., Any] = ma
     Raises:
         SystemExit: wrong usage, ``--help`` and ``--version``, as argparse does it.
     """
-    args = build_parser().parse_args(argv)
+    if sys.stderr is None:  # `2>&-`: or errors would go where results go
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+    args = None
     try:
-        args.model = args.model or default_model()
-        status = args.run(args, make_llm)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # the reader of our output has seen enough; nor may Python's own last flush complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            args = build_parser().parse_args(argv)
+            check(args)
+            with logging_to_stderr(args.verbose):
+                return args.run(args, make_llm)
+        finally:  # an error is seen here and not at Python's own last flush; `--help` has a reader, too
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has seen enough
+        drop_unwritable()
         return BROKEN_PIPE
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if args.debug:
+        drop_unwritable()
+        if args is not None and args.debug:
             traceback.print_exc()
         print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return FAILED

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         description="Show versions, GPU, the tuning tables that its kernels take, and the structure of a model.",
         usage="tritonllm info [MODEL] [options]",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, wrong_usage=parser.error)
     return parser
 
 
@@ -34,7 +34,7 @@ def gpu_rows() -> dict[str, str]:
     """Each GPU, and which operations have a table tuned on its kind."""
     import torch
 
-    from tritonllm.kernels.runtime.tuning import TABLES, gpu_slug
+    from tritonllm.kernels.runtime.tuning import tables_of
 
     if not torch.cuda.is_available():
         return {"gpu": "none: on the CPU each kernel is replaced by its plain-torch reference"}
@@ -42,7 +42,7 @@ def gpu_rows() -> dict[str, str]:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         rows[f"gpu {index}"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-        tables = sorted(path.stem for path in (TABLES / gpu_slug(gpu.name)).glob("*.json"))
+        tables = tables_of(gpu.name)
         rows[f"tuning {index}"] = f"tables for {', '.join(tables)}" if tables else "no tables: built-in defaults"
     return rows
 

@@ -106,6 +106,9 @@ class DecodeGraphs:
         for size in reversed(self._sizes):  # the largest first: the others then fit into its memory
             self._graphs[size, False] = self._capture(size, shared=False)
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def _capture(self, size: int, *, shared: bool) -> _Captured:
         """Capture the step on what is in the buffers.
 

@@ -99,6 +99,9 @@ class MixedGraphs:
         for room in reversed(self._rooms):  # the largest first: the others then fit into its memory
             self._capture(room)
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def _capture(self, room: tuple[int, int]) -> None:
         decodes, tokens = room
         chunks, t = chunk_capacity(tokens), self._buffer.tensors

@@ -21,6 +21,7 @@ from tritonllm.engine.batch import (
 )
 from tritonllm.engine.cuda_graphs import DecodeGraphs, graph_sizes, padded
 from tritonllm.engine.graph_capture import GraphCapture
+from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.mixed_graphs import MixedGraphs, token_sizes
 from tritonllm.engine.sampler import LogprobTensors, Sampler, TokenLogprobs
 from tritonllm.engine.scheduler import StepPlan
@@ -175,6 +176,11 @@ class ModelRunner:
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
 
     @property
+    def num_graphs(self) -> int:
+        """Steps captured as CUDA graphs."""
+        return sum(len(graphs) for graphs in (self._graphs, self._mixed) if graphs is not None)
+
+    @property
     def _max_blocks(self) -> int:
         return -(-self._max_model_len // self._block_size)
 
@@ -221,7 +227,7 @@ class ModelRunner:
         """Room for prompt tokens in captured steps."""
         if not self._model.supports_graphs or self._config.enforce_eager:
             return []
-        return token_sizes(self._config.scheduler.max_num_batched_tokens, self._model.host_bound_tokens)
+        return token_sizes(self._config.scheduler.max_num_batched_tokens, host_bound_tokens(self._model.work))
 
     def _peak(self, warm_up: WarmUp, tokens: int) -> int:
         """Bytes that a step of so many tokens needs for itself."""

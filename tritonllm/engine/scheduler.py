@@ -34,6 +34,7 @@ as it came. For the same reason a step that preempted admits nobody.
 """
 
 import itertools
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,12 @@ from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.waiting_queue import WaitingQueue
 
+logger = logging.getLogger(__name__)
 _ORDER = attrgetter("order")
+_PREEMPTED = (
+    "the KV cache (%d blocks) is too small for %d running requests: one gives up its blocks and is computed again "
+    "later. Lower max_num_seqs, or give the cache more memory; stats.preemptions counts further ones"
+)
 
 
 class ScheduledRequest(NamedTuple):
@@ -363,6 +369,8 @@ class Scheduler:
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
+        if not self._preemptions:
+            logger.warning(_PREEMPTED, self.pool.num_blocks, len(self._running) + 1)
         self._preemptions += 1
         return request
 

@@ -13,9 +13,12 @@ from tritonllm.kernels import (
     qk_norm_rope_store,
     varlen_prefill_attention,
 )
-from tritonllm.layers.linear import Linear, empty_parameter
+from tritonllm.layers.fusion import decodes_at_once, normalises_heads
+from tritonllm.layers.linear import Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
-from tritonllm.layers.norm import Norm, NormSpec
+from tritonllm.layers.norm import BlockInput, Norm, NormSpec
+from tritonllm.layers.parameters import empty_parameter
+from tritonllm.layers.residual import Addend
 from tritonllm.layers.rope import RopeSpec
 
 
@@ -92,32 +95,26 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: BlockInput,
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor | None,
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
-        *,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend from ``x[T, hidden]`` at ``positions[T]``; writes the new keys and values into ``kv_cache``.
+    ) -> Addend:
+        """Attend from ``[T, hidden]`` at ``positions[T]``; writes the new keys and values into ``kv_cache``.
 
         Args:
             cos_sin_cache: the table of the spec's ``rope``; ``None`` without one.
-            norm: of ``x`` first.
-            residual: ``[R, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
             rows: ``[R]`` int64, the tokens whose results are wanted; ``None`` for all T.
 
         Returns:
-            ``[R, hidden]``.
+            ``[R, hidden]``, to be added.
         """
-        out = self.attend(self.qkv(x, norm=norm), positions, cos_sin_cache, metadata, kv_cache)
-        return self.o(out if rows is None else out.index_select(0, rows), residual=residual, scale=scale)
+        out = self._attend(self.qkv(*x), positions, cos_sin_cache, metadata, kv_cache)
+        return Addend(self.o, out if rows is None else out.index_select(0, rows))
 
-    def attend(
+    def _attend(
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
@@ -125,7 +122,7 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
     ) -> torch.Tensor:
-        """What lies between the two projections of :meth:`forward`: ``qkv[T, (H + 2 K) D]`` -> ``[T, H D]``."""
+        """What lies between the two projections: ``qkv[T, (H + 2 K) D]`` -> ``[T, H D]``."""
         cache = kv_cache.k, kv_cache.v
         rope = (None if cos_sin_cache is None else positions, cos_sin_cache)
         heads = {"interleaved": self.spec.rope is not None and self.spec.rope.interleaved, **self._norm_weights(qkv)}
@@ -136,7 +133,7 @@ class Attention(nn.Module):
             "sinks": self.sinks,
             "alibi_slopes": self.alibi_slopes,
         }
-        if metadata.cascade is None and metadata.num_decodes == len(qkv):
+        if decodes_at_once(metadata, len(qkv)):
             tables = metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
             # settled: within a step only qkv is new to a layer
             state = {"workspace": kv_cache.workspace, "order": metadata.decode_order, "settled": True}
@@ -152,7 +149,7 @@ class Attention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return {}
         norm = self.q_norm.spec
-        if norm.kind == "rms" and self.spec.qk_norm_over != "all":
+        if normalises_heads(norm.kind, self.spec.qk_norm_over):
             weights = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
             return {**weights, "eps": norm.eps, "weight_offset": norm.weight_offset}
         q, k, _ = qkv.unflatten(1, (sum(self.heads), self.spec.head_size)).split(self.heads, dim=1)

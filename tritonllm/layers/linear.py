@@ -3,36 +3,21 @@
 Many rows go to cuBLAS, with nothing fused but (on Hopper) the gate of an MLP. Few rows, whose product is bound by
 reading the weights, go to :func:`tritonllm.kernels.linear`, which takes the norm before, and the activation or the
 addition after, along. With some hundred rows one product can leave the norm after it to the next
-(:mod:`tritonllm.kernels.dense.medium`).
+(:mod:`tritonllm.kernels.dense.medium`). Which of these a block does, :mod:`tritonllm.layers.fusion` decides.
 Parameters are for inference only (no gradient) and are left uninitialised: a loader writes every element once.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from tritonllm.kernels import apply_activation, linear
-from tritonllm.kernels import linear_workspace_size as workspace_size
-from tritonllm.kernels.dense.linear import MAX_M
+from tritonllm.kernels.dense.linear import linear_workspace_size
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
 from tritonllm.kernels.elementwise.activation import act_and_mul
-
-if TYPE_CHECKING:
-    from tritonllm.layers.norm import Norm
-
-
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """An uninitialised parameter without gradient."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def few_rows(x: torch.Tensor) -> bool:
-    """``x[T, ...]`` has so few rows that products with it are bound by reading the weights: fusing pays."""
-    return x.shape[0] <= MAX_M and not x.is_cpu
+from tritonllm.layers.fusion import few_rows
+from tritonllm.layers.norm import BlockInput, Norm
+from tritonllm.layers.parameters import empty_parameter
 
 
 def linear_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,14 +50,15 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
-        workspace = torch.zeros(workspace_size(out_features), dtype=torch.int32, device=device)
+        workspace = torch.zeros(linear_workspace_size(out_features), dtype=torch.int32, device=device)
         self.register_buffer("workspace", workspace, persistent=False)
 
     def forward(
         self,
         x: torch.Tensor,
-        *,
         norm: Norm | None = None,
+        squares: torch.Tensor | None = None,
+        *,
         activation: str | None = None,
         gated: bool = False,
         residual: torch.Tensor | None = None,
@@ -81,13 +67,19 @@ class Linear(nn.Module):
         """``x[T, in]`` -> ``[T, out]``, with what surrounds the product: in one launch if there are few rows.
 
         Args:
-            norm: of ``x`` first.
+            x, norm, squares: a :class:`~tritonllm.layers.norm.BlockInput`. With ``squares`` there is no ``residual``.
             activation: of the result; ``gated``: of its first half, which then multiplies the second.
             residual: ``[T, out]``, to which ``scale`` times the result is added in place.
 
         Returns:
             ``residual`` if there is one, else a new tensor.
         """
+        if squares is not None:
+            assert norm is not None and residual is None
+            begun = Unnormed(x, squares, norm.spec.eps)
+            return linear_unnormed(
+                begun, self.weight, self.bias, activation=activation, gated=gated, constant_weight=True
+            )
         alone = norm is None and residual is None and not few_rows(x)
         if alone and (activation is None or x.is_cpu):
             y = F.linear(x, self.weight, self.bias)
@@ -95,8 +87,6 @@ class Linear(nn.Module):
                 return y
             # there `linear` would convert a 16-bit weight each time: 3.2 ms for one row of Qwen3-0.6B's MLP, this 1.1
             return act_and_mul(y, activation) if gated else apply_activation(y, activation, out=y)
-        if norm is not None and norm.spec.kind != "rms":
-            x, norm = norm.normalize(x), None
         return linear(
             x,
             self.weight,
@@ -112,15 +102,17 @@ class Linear(nn.Module):
             constant_weight=True,
         )
 
-    def of_unnormed(self, x: Unnormed, *, activation: str | None = None, gated: bool = False) -> torch.Tensor:
-        """:meth:`forward` of rows ``[T, in]`` that :meth:`add_to` left to be normalised."""
-        return linear_unnormed(x, self.weight, self.bias, activation=activation, gated=gated, constant_weight=True)
+    def alone(self, x: torch.Tensor) -> torch.Tensor:
+        """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
+        return self.forward(x)
 
-    def add_to(self, stream: torch.Tensor, x: torch.Tensor, norm: Norm, *, scale: float) -> Unnormed:
-        """Add ``scale`` times the result for ``x[T, in]`` to ``stream[T, out]``; returns what is left of ``norm``, an
-        RMS norm of the stream, to the product that follows."""
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+        self.forward(x, residual=stream, scale=scale)
+
+    def add_and_normalize(self, stream: torch.Tensor, x: torch.Tensor, norm: Norm, scale: float) -> BlockInput:
+        """The norm is only begun: the product that follows ends it."""
         assert norm.weight is not None
-        return add_linear(
+        begun = add_linear(
             x,
             self.weight,
             self.bias,
@@ -131,6 +123,7 @@ class Linear(nn.Module):
             scale=scale,
             constant_weight=True,
         )
+        return BlockInput(begun.scaled, norm, begun.squares)
 
 
 class Embedding(nn.Module):

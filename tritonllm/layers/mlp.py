@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from tritonllm.layers.linear import Linear
-from tritonllm.layers.norm import Norm
+from tritonllm.layers.norm import BlockInput
+from tritonllm.layers.residual import Addend
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 ACTIVATIONS = (*GATED_ACTIVATIONS, "relu", "relu2")
@@ -46,19 +47,6 @@ class MLP(nn.Module):
         self.up = Linear(hidden_size, columns, bias=spec.bias, dtype=dtype, device=device)
         self.down = Linear(inner, hidden_size, bias=spec.bias, dtype=dtype, device=device)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        *,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        """``x[T, hidden]`` -> ``[T, hidden]``.
-
-        Args:
-            norm: of ``x`` first.
-            residual: ``[T, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
-        """
-        inner = self.up(x, norm=norm, activation=self.spec.activation, gated=self.spec.gated)
-        return self.down(inner, residual=residual, scale=scale)
+    def forward(self, x: BlockInput) -> Addend:
+        """``[T, hidden]`` -> ``[T, hidden]``, to be added."""
+        return Addend(self.down, self.up(*x, activation=self.spec.activation, gated=self.spec.gated))

@@ -1,19 +1,18 @@
 """Mixture of experts: each token goes through a few of many MLPs (Shazeer et al., 2017)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from tritonllm.kernels import moe_from_logits, moe_logits
-from tritonllm.layers.linear import Linear, empty_parameter, linear_float32
+from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
-from tritonllm.layers.norm import Norm
+from tritonllm.layers.norm import BlockInput, Norm
+from tritonllm.layers.parameters import empty_parameter
+from tritonllm.layers.residual import Addend
 
-# Tokens times elements of the router up to which norm and logits are one launch: of Qwen3-30B-A3B 16 tokens (with the
-# choice of experts 5.9 us, apart 9.6; one token 2.8 and 5.3).
-MAX_ROUTED_AT_ONCE = 2**22
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
 
@@ -67,6 +66,13 @@ class MoESpec:
             raise ValueError(f"top_k must be from 1 to the {available} experts to choose from, got {self.top_k}")
 
 
+class Routed(NamedTuple):
+    """What the sum over experts needs: ``rows[T, hidden]``, and the router's ``logits[T, experts]`` in float32."""
+
+    rows: torch.Tensor
+    logits: torch.Tensor
+
+
 class MoE(nn.Module):
     """Routing, the experts' two grouped products, and the shared MLP."""
 
@@ -89,56 +95,46 @@ class MoE(nn.Module):
         if spec.shared_gate:
             self.shared_gate = Linear(hidden_size, 1, bias=False, dtype=dtype, device=device)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        *,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        """``x[T, hidden]`` -> ``[T, hidden]``.
+    def forward(self, x: BlockInput) -> Addend:
+        """``[T, hidden]`` -> ``[T, hidden]``, to be added.
 
-        Args:
-            norm: of ``x`` first.
-            residual: ``[T, hidden]``, to which ``scale`` times the result is added in place, and which is returned.
+        The router's logits are in float32: two experts that bfloat16 takes for equal would be chosen by their number.
         """
-        logits, x = self._logits(x, norm)
-        out = self._experts(x, logits, residual, scale)
+        rows, weight, bias = x.rows, self.router.weight, self.router.bias
+        if x.norm is None:
+            return Addend(self, Routed(rows, linear_float32(rows, weight, bias)))
+        norm, spec = x.norm, x.norm.spec
+        assert norm.weight is not None
+        numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
+        logits, rows = moe_logits(rows, weight, norm.weight, bias, **numbers, constant_weight=True)
+        return Addend(self, Routed(rows, logits))
+
+    def alone(self, x: Routed) -> torch.Tensor:
+        """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
+        out = self._sum(x, None, 1.0)
         assert isinstance(out, torch.Tensor)
-        if self.shared is None:
-            return out
-        if self.shared_gate is None:
-            return self.shared(x, residual=out, scale=1.0 if residual is None else scale)
-        shared = self.shared(x) * self.shared_gate(x).sigmoid()
-        return out.add_(shared, alpha=1.0 if residual is None else scale)
+        self._add_shared(out, x.rows, 1.0)
+        return out
 
-    def hands_on(self, norm: Norm | None) -> bool:
-        """Whether :meth:`add_to` can compute the norm that follows."""
-        return self.shared is None and norm is not None and norm.spec.kind == "rms" and norm.weight is not None
+    def add_to(self, stream: torch.Tensor, x: Routed, scale: float) -> None:
+        self._sum(x, stream, scale)
+        self._add_shared(stream, x.rows, scale)
 
-    def add_to(self, stream: torch.Tensor, x: torch.Tensor, following: Norm, *, scale: float) -> torch.Tensor:
-        """Add ``scale`` times the result of ``x[T, hidden]`` to the stream, in place; returns what ``following`` makes
-        of that."""
-        logits, x = self._logits(x, None)
-        return self._experts(x, logits, stream, scale, following)[1]
+    def add_and_normalize(self, stream: torch.Tensor, x: Routed, norm: Norm, scale: float) -> BlockInput:
+        """Without a shared MLP."""
+        return BlockInput(self._sum(x, stream, scale, norm)[1])
 
-    def _experts(
-        self,
-        x: torch.Tensor,
-        logits: torch.Tensor,
-        residual: torch.Tensor | None,
-        scale: float,
-        following: Norm | None = None,
+    def _sum(
+        self, x: Routed, residual: torch.Tensor | None, scale: float, following: Norm | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """What :func:`moe_from_logits` returns."""
+        """The experts' part, as :func:`moe_from_logits` returns it."""
         spec, after = self.spec, {}
         if following is not None:
             norm = following.spec
             after = {"norm_weight": following.weight, "norm_eps": norm.eps, "norm_weight_offset": norm.weight_offset}
         return moe_from_logits(
-            x,
-            logits,
+            x.rows,
+            x.logits,
             self.gate_up,
             self.down,
             spec.top_k,
@@ -156,16 +152,12 @@ class MoE(nn.Module):
             **after,
         )
 
-    def _logits(self, x: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's logits, and ``x`` after the norm.
-
-        In float32: two experts that bfloat16 takes for equal would be chosen by their number.
-        """
-        weight, bias = self.router.weight, self.router.bias
-        few = len(x) * weight.numel() <= MAX_ROUTED_AT_ONCE
-        if norm is not None and norm.spec.kind == "rms" and norm.weight is not None and few:
-            numbers = {"norm_eps": norm.spec.eps, "norm_weight_offset": norm.spec.weight_offset}
-            return moe_logits(x, weight, norm.weight, bias, **numbers, constant_weight=True)
-        if norm is not None:
-            x = norm.normalize(x)
-        return linear_float32(x, weight, bias), x
+    def _add_shared(self, out: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
+        """Add ``scale`` times what the shared MLP, if there is one, makes of the same rows."""
+        if self.shared is None:
+            return
+        part = self.shared(BlockInput(rows))
+        if self.shared_gate is None:
+            part.product.add_to(out, part.x, scale)
+        else:
+            out.add_(part.alone() * self.shared_gate(rows).sigmoid(), alpha=scale)

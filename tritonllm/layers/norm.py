@@ -4,13 +4,13 @@ RMS norm: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Lay
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from tritonllm.kernels import fused_add_layer_norm, fused_add_rms_norm, layer_norm, rms_norm
-from tritonllm.layers.linear import empty_parameter
+from tritonllm.layers.parameters import empty_parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,3 +78,18 @@ class Norm(nn.Module):
         if self.weight is None or self.spec.kind == "layer":
             return layer_norm(x, self.weight, self.bias, self.spec.eps, out=out)
         return rms_norm(x, self.weight, self.spec.eps, weight_offset=self.spec.weight_offset, out=out)
+
+
+class BlockInput(NamedTuple):
+    """Rows with which a block begins, and what its first product has still to do to them.
+
+    Attributes:
+        rows: ``[T, size]``.
+        norm: an RMS norm that the product takes along; ``None`` if the rows are as they should be.
+        squares: ``[parts, T]`` float32, with a ``norm`` that was begun: ``rows`` are multiplied by its weight, and
+            their squares before that add up to these. What is left is to divide by the root mean square.
+    """
+
+    rows: torch.Tensor
+    norm: Norm | None = None
+    squares: torch.Tensor | None = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +32,18 @@ class ModelFacts(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
+class LayerWork(NamedTuple):
+    """What a layer computes of a token.
+
+    Attributes:
+        weights: those that the token meets; of experts, those of the chosen.
+        experts: the layer has some.
+    """
+
+    weights: int
+    experts: bool
+
+
 class CausalLM(Protocol):
     """A loaded model: :class:`~tritonllm.models.decoder.Decoder`, whose docstrings say what the methods do."""
 
@@ -41,7 +53,7 @@ class CausalLM(Protocol):
     @property
     def spec(self) -> ModelFacts: ...
     @property
-    def host_bound_tokens(self) -> int: ...
+    def work(self) -> Sequence[LayerWork]: ...
 
     def __call__(
         self,

@@ -1,5 +1,7 @@
 """From a checkpoint's folder to a model: one of our families, or transformers behind our attention."""
 
+import logging
+import time
 from pathlib import Path
 
 import torch
@@ -12,6 +14,8 @@ from tritonllm.models.families import is_supported, spec_from_config
 from tritonllm.models.interface import CausalLM
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.weights import dummy_weights, load_weights
+
+logger = logging.getLogger(__name__)
 
 
 def read_spec(folder: Path, *, trust_remote_code: bool = False) -> ModelSpec | FallbackSpec:
@@ -36,6 +40,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
+    allow_nan: bool = False,
 ) -> CausalLM:
     """Build the model and fill its weights.
 
@@ -45,11 +50,14 @@ def load_model(
         max_model_len: the longest sequence that may come.
         load_format: which files; ``dummy`` makes weights up from ``seed`` instead of reading them.
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
+        allow_nan: take weights that are NaN or infinite.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor.
     """
+    begin = time.monotonic()
     if isinstance(spec, FallbackSpec):
+        logger.info("%s has no family here: the fallback decoder runs it through transformers", spec.architecture)
         return load_fallback(
             folder,
             spec,
@@ -59,10 +67,14 @@ def load_model(
             load_format=load_format,
             seed=seed,
             max_model_len=max_model_len,
+            allow_nan=allow_nan,
         )
     model = Decoder(spec, dtype=dtype, device=device, max_model_len=max_model_len)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:
-        load_weights(model, folder, load_format=load_format)
+        load_weights(model, folder, load_format=load_format, allow_nan=allow_nan)
+    gigabytes = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
+    source = "made up" if load_format == "dummy" else f"read from {folder}"
+    logger.info("%.2f GB of weights %s in %.1f s", gigabytes, source, time.monotonic() - begin)
     return model

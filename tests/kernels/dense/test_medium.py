@@ -163,9 +163,10 @@ def test_layouts():
      (257, 1024, True, False), (100, 2**17 + 8, True, False), (100, 128, True, False)],
 )  # fmt: skip
 def test_when_it_is_taken(rows, n, hopper, taken):
-    """And a decoder that asks for the same sizes hears the same."""
+    """And who decides what is fused hears the same of these sizes."""
     x, weight = torch.empty(rows, 64, dtype=BF16), torch.empty(n, 64, dtype=BF16, device="meta")
     with patch.object(medium, "on_sm90", return_value=hopper):
         assert medium.takes(x, weight, False) == taken
-        assert medium.leaves_norms(x, weight, weight) == taken
-        assert not medium.leaves_norms(x, weight, weight.half())
+        rows_fit = len(x) in medium.rows_that_begin_norms(x.device)
+        assert (rows_fit and medium.begins_norms(weight)) == taken
+        assert not medium.begins_norms(weight.half())

@@ -287,6 +287,7 @@ GOOD = {
         ({"down_bias": torch.zeros(2, 8)}, r"down_bias must have shape \[3, 8\], got \[2, 8\]"),
         ({"down_bias": torch.zeros(3, 8, device="meta")}, "down_bias must be on cpu"),
         ({"expert_map": torch.zeros(5)}, "expert_map must be torch.int32"),
+        ({"scale": 0.5}, r"scale=0\.5 needs residual"),
         ({"residual": torch.zeros(3, 8)}, r"residual must have shape \[2, 8\], got \[3, 8\]"),
         ({"residual": torch.zeros(2, 8, dtype=torch.float16)}, "residual must have the dtype of x"),
     ],

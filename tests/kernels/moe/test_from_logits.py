@@ -135,6 +135,7 @@ def test_programs_choose_for_one_token(device, tokens, n, groups, chooses):
         ({"correction_bias": torch.zeros(3)}, r"bias must have shape \[4\]"),
         ({"w_down": torch.zeros(4, 8, 5)}, "w_gate_up must have shape"),
         ({"activation": "relu"}, "activation must be one of"),
+        ({"scale": 0.5}, r"scale=0\.5 needs residual"),
         ({"residual": torch.zeros(3, 8)}, "residual must have shape"),
         ({"norm_weight": torch.zeros(6)}, r"norm_weight must have shape \[8\]"),
         ({"norm_weight": torch.zeros(8, dtype=torch.int32)}, "norm_weight must be torch.float16"),

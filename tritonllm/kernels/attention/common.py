@@ -154,13 +154,24 @@ def finish_softmax(b_acc, b_m, b_l):
     return b_acc / b_divisor[:, None], b_lse
 
 
+CACHE_ORDER = "the cache is [blocks, block_size, kv_heads, head_size]"
+
+
 def check_caches(
     k_cache: torch.Tensor, v_cache: torch.Tensor, kv_heads: int | str, head_size: int | str, *, like: torch.Tensor
 ) -> None:
     """Check that both caches are ``[P, S, K, D]`` of one dtype on the device of ``like``, with S from 1 to 256."""
+    if isinstance(k_cache, torch.Tensor) and k_cache.dim() == 4 and isinstance(kv_heads, int):
+        require(
+            k_cache.shape[1] != kv_heads or k_cache.shape[2] == kv_heads,
+            f"k_cache has shape {list(k_cache.shape)}, with its {kv_heads} heads before its slots: {CACHE_ORDER}",
+        )
     check_tensor("k_cache", k_cache, ("P", "S", kv_heads, head_size), dtype=(*FLOATS, torch.float8_e4m3fn), like=like)
     check_tensor("v_cache", v_cache, k_cache.shape, dtype=k_cache.dtype, like=like)
-    require(1 <= k_cache.shape[1] <= 256, f"k_cache must have blocks of 1 to 256 slots, got {k_cache.shape[1]}")
+    require(
+        1 <= k_cache.shape[1] <= 256,
+        f"k_cache must have blocks of 1 to 256 slots, got {k_cache.shape[1]}: {CACHE_ORDER}",
+    )
 
 
 def check_cache_dtype(k_cache: torch.Tensor, name: str, x: torch.Tensor) -> None:
@@ -221,7 +232,7 @@ def check_attention(
     kv_heads = k_cache.shape[2]
     require(
         kv_heads > 0 and heads > 0 and heads % kv_heads == 0,
-        f"q must have a multiple of k_cache's {kv_heads} heads, got {heads}",
+        f"q must have a multiple of k_cache's {kv_heads} heads, got {heads}: {CACHE_ORDER}",
     )
     check_tensor("seq_lens", seq_lens, (batch,), dtype=torch.int32, like=q)
     check_tensor("block_tables", block_tables, (batch, "M"), dtype=torch.int32, like=q)

@@ -6,6 +6,8 @@ kernels of their own for the norm, the activation and the addition. More rows ar
 gated product on Hopper is one launch of `sm90/gated.py`.
 """
 
+import math
+
 import torch
 import triton
 
@@ -15,7 +17,7 @@ from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
+from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import on_sm90
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch
 from tritonllm.kernels.runtime.registry import register_op, with_reference
@@ -145,6 +147,9 @@ def _linear(operands: Operands, fused: Fused) -> None:
     m, k = x.shape
     if out.numel() == 0:
         return
+    if k == 0:  # sums of nothing: what is left is the bias
+        _reference(operands._replace(norm_weight=None), fused)
+        return
     config = TORCH
     if m <= MAX_M:
         key = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k, "itemsize": weight.dtype.itemsize}
@@ -198,7 +203,7 @@ def _checked(
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     check_tensor(name, out, shape, like=x)
     require(out.dim() <= 2 or out.is_contiguous(), f"{name} must be contiguous if it has more than two dimensions")
-    return x.reshape(-1, k), out
+    return x.reshape(math.prod(x.shape[:-1]), k), out
 
 
 def linear_workspace_size(rows: int) -> int:
@@ -240,7 +245,7 @@ def linear(
             With ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
         residual: ``[..., N]``, to which ``scale`` times the result is added in place; any of the three dtypes. Must not
             overlap ``x``.
-        scale: see ``residual``; without effect if there is none.
+        scale: see ``residual``, without which it must be 1.
         out: ``[..., N]`` to write into, of any of the three dtypes; by default a new tensor with the dtype of ``x``.
             Must not overlap ``x``.
         workspace: ``[linear_workspace_size(N)]`` int32, zeros, and zeros again afterwards, so that all
@@ -252,11 +257,14 @@ def linear(
         ``residual`` or ``out``.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit, another activation, both ``residual`` and ``out``.
+        ValueError: a shape, dtype or device that does not fit, another activation, both ``residual`` and ``out``, a
+            ``scale`` without ``residual``.
     """
+    check_scaled(scale, residual)
     rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
+    written = target.view(len(rows), target.shape[-1])
     _linear(
-        *(rows, weight, bias, norm_weight, target.view(-1, target.shape[-1]), workspace),
+        *(rows, weight, bias, norm_weight, written, workspace),
         *Fused(norm_eps, norm_weight_offset, activation, gated, residual is not None, scale, constant_weight),
     )
     return target

@@ -59,23 +59,27 @@ def tile_of(m: int, n: int, adds: bool) -> Tile:
     return Tile(64, 96, 8, 104, True) if wide else Tile(64, 64, 12, 88, True)
 
 
-def _pays(m: int, weight: torch.Tensor) -> bool:
-    """Whether a product of ``m`` rows with such a weight is faster by the Hopper kernel."""
-    return MIN_M <= m <= MAX_M and weight.shape[0] >= MIN_N and weight.numel() <= MAX_WEIGHT
+def _pays(weight: torch.Tensor) -> bool:
+    """Whether a product of such a number of rows with such a weight is faster by the Hopper kernel."""
+    return weight.shape[0] >= MIN_N and weight.numel() <= MAX_WEIGHT
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
     """Whether the Hopper kernel computes such a product."""
-    return _pays(len(x), weight) and on_sm90(x.device) and fits(x, weight, gated)
+    return MIN_M <= len(x) <= MAX_M and _pays(weight) and on_sm90(x.device) and fits(x, weight, gated)
 
 
-def leaves_norms(rows: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether ``rows[M, ...]`` and such weights of a layer make :func:`add_linear` and :func:`linear_unnormed` pay.
+def rows_that_begin_norms(device: torch.device) -> range:
+    """The numbers of rows for which :func:`add_linear` and :func:`linear_unnormed` may pay on ``device``."""
+    return range(MIN_M, MAX_M + 1) if on_sm90(device) else range(0)
+
+
+def begins_norms(weight: torch.Tensor) -> bool:
+    """Whether they pay for such a weight; both products of a norm must.
 
     In bfloat16, for products before the normalisation may leave the range of float16.
     """
-    fit = all(_pays(len(rows), w) and w.dtype == torch.bfloat16 and w.stride(0) % 8 == 0 for w in weights)
-    return fit and on_sm90(rows.device)
+    return _pays(weight) and weight.dtype == torch.bfloat16 and weight.stride(0) % 8 == 0
 
 
 def _add_reference(operands: Operands, fused: Fused, after: NextNorm) -> None:

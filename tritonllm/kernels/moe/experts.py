@@ -24,7 +24,7 @@ from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
 from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
+from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import processors
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
@@ -244,7 +244,7 @@ def fused_moe(
         expert_map: ``[E_global]`` int32 from an id to one of the ``E`` experts here, or -1 for one that lives elsewhere
             and adds nothing here (expert parallelism); by default ids are experts.
         residual: ``[T, N]`` of the dtype of ``x``, to which ``scale`` times the result is added in place; may be ``x``.
-        scale: see ``residual``; without effect if there is none.
+        scale: see ``residual``, without which it must be 1.
         norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
             ``norm_eps`` and ``norm_weight_offset`` are its.
 
@@ -255,6 +255,7 @@ def fused_moe(
     Raises:
         ValueError: a wrong shape, dtype or device, or another activation.
     """
+    check_scaled(scale, residual)
     experts = Experts(w_gate_up, w_down, gate_up_bias, down_bias, activation)
     choice = Choice(weights, ids, expert_map)
     check_experts(x, experts, residual)

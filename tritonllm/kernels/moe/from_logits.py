@@ -13,7 +13,7 @@ from tritonllm.kernels.moe.portable import direct
 from tritonllm.kernels.moe.route import check_routing, routing_constants
 from tritonllm.kernels.moe.tiles import config_key, default_config
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.checks import check_tensor
+from tritonllm.kernels.runtime.checks import check_scaled, check_tensor
 from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
 
 # Of longer rows programs have 8 warps, which each choose: gpt-oss (2880) 57 us instead of 52.
@@ -90,7 +90,7 @@ def moe_from_logits(
         correction_bias: the ``bias`` of :func:`moe_route`; ``routing_scale``: its ``scale``.
         num_groups: divides ``E``; 1 for no groups.
         top_k_groups: groups a token.
-        scale: multiplies the result where it is added to ``residual``.
+        scale: multiplies the result where it is added to ``residual``, without which it must be 1.
 
     Returns:
         ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``; with ``norm_weight`` that and its norm.
@@ -98,6 +98,7 @@ def moe_from_logits(
     Raises:
         ValueError: as those two do.
     """
+    check_scaled(scale, residual)
     experts = Experts(w_gate_up, w_down, gate_up_bias, down_bias, activation)
     rule = Rule(renormalize, scoring, num_groups, top_k_groups, routing_scale)
     check_experts(x, experts, residual)

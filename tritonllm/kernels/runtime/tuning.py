@@ -11,6 +11,7 @@ the distance of their logarithms. A GPU without a table takes the op's default, 
 
 import functools
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ import torch
 
 from tritonllm.kernels.runtime import chip
 
+logger = logging.getLogger(__name__)
 Config = dict[str, Any]  # constexpr arguments plus num_warps and num_stages, passed to the launch as keywords
 Key = Mapping[str, int | str]
 
@@ -56,9 +58,29 @@ def distance(a: Key, b: Key) -> float:
     return total
 
 
+def tables_of(gpu_name: str) -> list[str]:
+    """The operations that have a table tuned on this kind of GPU."""
+    return sorted(path.stem for path in (TABLES / gpu_slug(gpu_name)).glob("*.json"))
+
+
 @functools.cache
 def _gpu_slug_of(index: int) -> str:
-    return gpu_slug(torch.cuda.get_device_name(index))
+    name = torch.cuda.get_device_name(index)
+    report_tables(name)
+    return gpu_slug(name)
+
+
+def report_tables(gpu_name: str) -> None:
+    """Log which tuning tables a GPU takes."""
+    tables = tables_of(gpu_name)
+    if tables:
+        logger.info("%s: launch configurations from the tables in %s/", gpu_name, TABLES / gpu_slug(gpu_name))
+    else:
+        logger.warning(
+            "%s has no tuning tables: kernels take their default launch configurations, which may be slower; "
+            "`python -m autotune --all` makes tables",
+            gpu_name,
+        )
 
 
 _gpu_of_meta: ContextVar[str | None] = ContextVar("_gpu_of_meta", default=None)

@@ -1,4 +1,4 @@
-"""The Hopper kernel computes what the references do (`test_linear_medium` tests when it is taken)."""
+"""The Hopper kernel computes what the references do (`test_medium` tests when it is taken)."""
 
 from contextlib import contextmanager
 from unittest.mock import patch

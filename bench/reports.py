@@ -1,0 +1,59 @@
+"""What all results files have in common: who measured when, the groups of cases, and figures of others.
+
+A results file says where its numbers come from (``machine``, ``commit``, ``date``). ``listed_peers.json`` holds what
+others took on another day: a ratio to such a figure is less certain than one within a run, so tables and plots name
+the day.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+LISTED: dict[str, Any] = json.loads((HERE / "listed_peers.json").read_text())
+GROUPS = {
+    "K1": "Paged decode attention",
+    "K2": "Prefill attention",
+    "K3": "Norm, rotary embedding, activation, KV store",
+    "K4": "Mixture of experts",
+    "K5": "Sampling and log-probabilities",
+    "K6": "Rejection sampling",
+    "K7": "Products of few rows",
+}
+
+
+def number(value: float) -> str:
+    """Four digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def of_floor(value: float, floor: float, latency: bool) -> float:
+    """Percent of the floor that a value reaches: a time lies above its floor, a rate below it."""
+    return 100 * (floor / value if latency else value / floor)
+
+
+def best_listed(case: dict[str, Any]) -> tuple[str, float]:
+    """The fastest listed peer for a kernel case, and its microseconds; 0 if nobody is listed."""
+    listed = {**LISTED["us"], **LISTED["kernels_us"].get(case["group"], {})}.get(case["case"])
+    if not listed:
+        return "", 0.0
+    best = min(listed, key=lambda name: listed[name])
+    return best, listed[best]
+
+
+def kind_of(report: dict[str, Any]) -> str | None:
+    """Which benchmark wrote a report, by what is in it; ``None`` for none of them."""
+    if "sweep" in report:
+        return "attention"
+    if "rows" in report and "engine" in report:
+        return "engine"
+    keys = {"cases": "kernels", "timelines": "timeline", "steps": "host", "outcomes": "parity"}
+    return next((kind for key, kind in keys.items() if key in report), None)
+
+
+def facts(report: dict[str, Any]) -> str:
+    """Where and when it was measured, as a sentence."""
+    machine = report.get("machine") or {"gpu": report.get("cpu", "?"), "python": report.get("python", "?")}
+    versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "gpu")
+    return f"{machine['gpu']} ({versions}), commit {report['commit']}, {report['date'][:10]}."

@@ -1,0 +1,110 @@
+"""docs/results.md: it is what the committed files say, newer results win, and days are kept apart."""
+
+import copy
+import json
+
+import pytest
+
+from bench import report
+from bench.reports import RESULTS, number
+
+BLOCK = f"# Kernels\n{report.BEGIN}{report.END}"
+OURS = {
+    "machine": {"gpu": "NVIDIA Test", "torch": "2.0"},
+    "engine": {"name": "tritonllm", "version": "1"},
+    "commit": "abc",
+    "date": "2026-01-02T03:04:05+00:00",
+    "ceilings": {},
+    "rows": [
+        {"workload": "W1", "model": "m", "kind": "throughput", "value": 500.0, "unit": "output tok/s", "listed": 250.0},
+        {"workload": "W3a", "model": "m", "kind": "latency", "value": 4.0, "unit": "ms/token", "listed": 5.0},
+        {"workload": "start warm", "model": "m", "kind": "start", "value": 9.0, "unit": "s", "listed": 90.0},
+        {"workload": "W5", "model": "m", "failed": "no memory"},
+    ],
+}
+
+
+def case(us, **more):
+    return {"group": "K7", "case": "linear M1", "us": us, "percent": 50.0, "error": 0.0, "torch_us": 30.0} | more
+
+
+FAILED = {"group": "K7", "case": "linear M2", "failed": "wrong"}
+
+
+def kernels(day, *cases):
+    return {**{key: OURS[key] for key in ("machine", "commit")}, "date": f"2026-01-0{day}", "cases": list(cases)}
+
+
+def written(tmp_path, **files):
+    """docs/results.md and docs/kernels.md of these results files."""
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    results.mkdir(exist_ok=True)
+    docs.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (results / f"{name}.json").write_text(json.dumps(data))
+    (docs / "kernels.md").write_text(BLOCK)
+    assert report.main(["--results", str(results), "--docs", str(docs)]) == 0
+    assert report.main(["--results", str(results), "--docs", str(docs), "--check"]) == 0
+    return (docs / "results.md").read_text(), (docs / "kernels.md").read_text()
+
+
+def test_the_committed_pages_are_what_the_files_say(capsys):
+    assert report.main(["--check"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["attention", "engine", "kernels"])
+def test_every_newest_result_is_on_the_page(name):
+    page = (report.DOCS / "results.md").read_text(encoding="utf-8")
+    files = report.of_kind(report.read(RESULTS), name)
+    assert files and all(file.link in page for file in files if name in ("engine", "attention"))
+    for row in files[0].data["rows"] if name in ("engine", "attention") else report.cases(files):
+        assert f"**{number(row.get('value', row.get('us')))}**" in page
+
+
+def test_the_newer_of_two_results_is_shown(tmp_path):
+    page, summary = written(tmp_path, a=kernels(2, case(10.0)), b=kernels(3, case(20.0), FAILED))
+    assert "| linear M1 | **20** |" in page and "**10**" not in page and "a.json" not in page
+    assert "| linear M2 | failed |" in page
+    assert "1.50x (1 of 1)" in summary and summary.endswith(report.END)
+
+
+def test_every_run_of_the_engine_is_shown(tmp_path):
+    other = copy.deepcopy(OURS) | {"date": "2026-01-01T00:00:00", "commit": "old"}
+    page, _ = written(tmp_path, a=OURS, b=other)
+    assert page.index("commit abc") < page.index("commit old") and "| W5 | no memory |" in page
+
+
+def test_another_day_is_named(tmp_path):
+    page, _ = written(tmp_path, a=OURS)
+    assert "In 2 engine workloads on one NVIDIA Test, tritonllm is 1.25 to 2.00 times as fast as vLLM" in page
+    assert "of another day (2026-11-20)" in page and "vLLM 0.24.0, 2026-11-20 |" in page
+
+
+@pytest.mark.parametrize(
+    ("day", "gpu", "together"), [(2, "NVIDIA Test", True), (3, "NVIDIA Test", False), (2, "X", False)]
+)
+def test_the_same_day_and_gpu_are_compared_directly(tmp_path, day, gpu, together):
+    theirs = copy.deepcopy(OURS) | {"engine": {"name": "vllm", "version": "9"}, "date": f"2026-01-0{day}T09:00:00"}
+    theirs["machine"]["gpu"] = gpu
+    theirs["rows"] = [row | {"value": 400.0} for row in theirs["rows"][:1]]
+    page, _ = written(tmp_path, a=OURS, b=theirs)
+    assert ("is 1.25 to 1.25 times as fast as vLLM 9, measured on the same day." in page) == together
+    assert ("| vLLM 9, same day |" in page) == together and "## vLLM, measured here" in page
+
+
+def test_a_run_of_ones_own_is_not_published(tmp_path):
+    page, _ = written(tmp_path, engine=OURS)
+    assert "abc" not in page
+
+
+def test_check_fails_on_a_page_that_is_old(tmp_path, capsys):
+    written(tmp_path, a=OURS)
+    (tmp_path / "docs" / "results.md").write_text("something else")
+    assert report.main(["--results", str(tmp_path / "results"), "--docs", str(tmp_path / "docs"), "--check"]) == 1
+    assert "run python -m bench.report" in capsys.readouterr().err
+    assert (tmp_path / "docs" / "results.md").read_text() == "something else"
+
+
+def test_a_page_without_markers():
+    with pytest.raises(ValueError, match="no block between"):
+        report.filled("nothing", "x")

@@ -1,0 +1,157 @@
+"""The stream is what the plain formula gives, whichever launch adds to it and whichever normalises it."""
+
+import pytest
+import torch
+from support.compare import assert_close
+
+from tritonllm.layers.fusion import AddBy, NormBy
+from tritonllm.layers.linear import Linear
+from tritonllm.layers.mlp import MLP, MLPSpec
+from tritonllm.layers.moe import MoE, MoESpec
+from tritonllm.layers.norm import BlockInput, Norm, NormSpec
+from tritonllm.layers.residual import Addend, Stream
+
+SIZE, INNER, ROWS = 16, 24, 5
+RMS = NormSpec(kind="rms", eps=1e-3, weight_offset=0.5)
+LAYER = NormSpec(kind="layer", eps=1e-3, bias=True)
+
+
+def filled(module: torch.nn.Module) -> torch.nn.Module:
+    for p in module.parameters():
+        p.normal_(0.5, 0.5)
+    return module
+
+
+def norm_of(spec: NormSpec, device: torch.device) -> Norm:
+    return filled(Norm((SIZE,), spec, dtype=torch.float32, device=device))
+
+
+def linear(device: torch.device, bias: bool = True) -> Linear:
+    return filled(Linear(INNER, SIZE, bias=bias, dtype=torch.float32, device=device))
+
+
+def mlp(device: torch.device) -> MLP:
+    spec = MLPSpec(intermediate_size=INNER, activation="silu")
+    return filled(MLP(SIZE, spec, dtype=torch.float32, device=device))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("add", "by", "spec"),
+    [
+        (AddBy.LATER, NormBy.ADDITION, RMS),
+        (AddBy.LATER, NormBy.ADDITION, LAYER),
+        (AddBy.PRODUCT, NormBy.ALONE, RMS),
+        (AddBy.PRODUCT, NormBy.ALONE, LAYER),
+        (AddBy.PRODUCT, NormBy.PRODUCT, RMS),
+        (AddBy.PRODUCT_WITH_NORM, NormBy.BEFORE, RMS),
+        (AddBy.PRODUCT_WITH_NORM, NormBy.PRODUCT, RMS),  # begun in vain
+        (AddBy.PRODUCT_WITH_NORM, NormBy.ALONE, RMS),
+    ],
+)
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_add_and_enter(device, add, by, spec, scale):
+    """Twice: what was pending is gone after a block has entered."""
+    rows, norm, then = torch.randn(ROWS, SIZE, device=device), norm_of(spec, device), mlp(device)
+    stream, want = Stream(rows.clone(), scale=scale), rows
+    for bias in (True, False):
+        product, x = linear(device, bias), torch.randn(ROWS, INNER, device=device)
+        want = want + scale * product(x)
+        stream.add(Addend(product, x), add, following=norm)
+        entered = then(stream.enter(norm, by)).alone()
+        assert_close(stream.rows, want)
+        assert_close(entered, then(BlockInput(norm.normalize(want))).alone())
+
+
+@pytest.mark.parametrize("shared", [None, MLPSpec(intermediate_size=INNER, activation="silu")])
+@pytest.mark.parametrize(
+    ("add", "by"),
+    [
+        (AddBy.LATER, NormBy.ADDITION),
+        (AddBy.PRODUCT, NormBy.ALONE),
+        (AddBy.PRODUCT, NormBy.PRODUCT),
+        (AddBy.PRODUCT_WITH_NORM, NormBy.BEFORE),
+    ],
+)
+def test_experts(device, add, by, shared):
+    """What sums them up adds, and computes the norm, and their router normalises."""
+    if shared is not None and add is AddBy.PRODUCT_WITH_NORM:
+        shared = None  # no plan asks for it
+    spec = MoESpec(num_experts=4, top_k=2, intermediate_size=INNER, shared=shared)
+    moe, norm = filled(MoE(SIZE, spec, dtype=torch.float32, device=device)), norm_of(RMS, device)
+    rows, x = torch.randn(2, ROWS, SIZE, device=device)
+    stream = Stream(rows.clone(), scale=0.3)
+    want = rows + 0.3 * moe(BlockInput(x.clone())).alone()
+    stream.add(moe(BlockInput(x)), add, following=norm)
+    entered = moe(stream.enter(norm, by)).alone()
+    assert_close(stream.rows, want)
+    assert_close(entered, moe(BlockInput(norm.normalize(want))).alone())
+
+
+@pytest.mark.parametrize("by", [NormBy.ALONE, NormBy.PRODUCT])
+def test_begins_with_its_rows(device, by):
+    """They are not changed by a norm of them."""
+    rows, norm, then = torch.randn(ROWS, SIZE, device=device), norm_of(RMS, device), mlp(device)
+    stream = Stream(rows.clone(), scale=0.3)
+    assert_close(then(stream.enter(norm, by)).alone(), then(BlockInput(norm.normalize(rows))).alone())
+    assert torch.equal(stream.rows, rows)
+
+
+def test_without_a_norm(device):
+    """A block reads the stream itself (norms after the blocks)."""
+    rows, x = torch.randn(ROWS, SIZE, device=device), torch.randn(ROWS, INNER, device=device)
+    stream, product, after = Stream(rows.clone(), scale=0.3), linear(device), norm_of(RMS, device)
+    assert stream.enter(None, NormBy.ALONE).rows is stream.rows
+    stream.add(Addend(product, x), AddBy.LATER, after=after)
+    assert torch.equal(stream.rows, rows)  # pending
+    entered = stream.enter(None, NormBy.ADDITION)
+    assert entered.norm is None and entered.rows is stream.rows
+    assert_close(stream.rows, rows + 0.3 * after.normalize(product(x)))
+
+
+@pytest.mark.parametrize("spec", [RMS, LAYER])
+def test_norms_before_and_after(device, spec):
+    """The sandwich of Gemma 2."""
+    rows, x = torch.randn(ROWS, SIZE, device=device), torch.randn(ROWS, INNER, device=device)
+    stream, product = Stream(rows.clone()), linear(device)
+    after, before = norm_of(spec, device), norm_of(spec, device)
+    stream.add(Addend(product, x), AddBy.LATER, after=after)
+    want = rows + after.normalize(product(x))
+    assert_close(stream.enter(before, NormBy.ADDITION).rows, before.normalize(want))
+    assert_close(stream.rows, want)
+
+
+def test_the_stream_becomes_its_norm(device):
+    """The original transformer, and OPT-350m."""
+    rows, x = torch.randn(ROWS, SIZE, device=device), torch.randn(ROWS, INNER, device=device)
+    stream, product, norm = Stream(rows.clone(), becomes_normed=True), linear(device), norm_of(LAYER, device)
+    stream.add(Addend(product, x), AddBy.LATER)
+    entered = stream.enter(norm, NormBy.ADDITION).rows
+    assert entered is stream.rows
+    assert_close(entered, norm.normalize(rows + product(x)))
+
+
+def test_parallel_blocks(device):
+    """Both read the stream as it was, and are added together."""
+    rows, x, y = torch.randn(ROWS, SIZE, device=device), *torch.randn(2, ROWS, INNER, device=device)
+    stream, first, second = Stream(rows.clone(), scale=0.3), linear(device), linear(device)
+    norm, following = norm_of(LAYER, device), norm_of(LAYER, device)
+    stream.add(Addend(first, x), AddBy.LATER)
+    assert_close(stream.enter(norm, NormBy.ALONE).rows, norm.normalize(rows))
+    assert torch.equal(stream.rows, rows)
+    stream.add(Addend(second, y), AddBy.LATER)
+    want = rows + 0.3 * (first(x) + second(y))
+    assert_close(stream.enter(following, NormBy.ADDITION).rows, following.normalize(want))
+    assert_close(stream.rows, want)
+
+
+def test_keep(device):
+    rows, x = torch.randn(ROWS, SIZE, device=device), torch.randn(2, INNER, device=device)
+    stream, product = Stream(rows.clone()), linear(device)
+    stream.keep(torch.tensor([3, 1], device=device))
+    stream.add(Addend(product, x), AddBy.PRODUCT)
+    assert_close(stream.rows, rows[[3, 1]] + product(x))

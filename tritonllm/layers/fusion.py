@@ -1,0 +1,231 @@
+"""The one place that decides what is fused: where a step adds to its residual stream, and where it normalises it.
+
+A pre-norm layer adds a block's last product to the stream, normalises the stream, and multiplies that by the next
+block's first weight. How many launches that takes depends on the number of rows:
+
+- **few**: reading the weights bounds the products. A block's last product adds to the stream, and its first product
+  normalises: a step is half as many kernels.
+- **some hundred** (medium, on Hopper): a block's last product adds to the stream and begins the norm; the product that
+  follows ends it (:mod:`tritonllm.kernels.dense.medium`).
+- **many**: products are cuBLAS's. What a block computed is pending until the norm that follows adds it. What sums up
+  the experts adds to the stream and computes the next norm itself.
+
+Other layers (norms after a block, parallel blocks) only add and normalise in one launch.
+
+:class:`FusionPlanner` makes one :class:`FusionPlan` for each size of a step; :class:`~tritonllm.layers.residual.Stream`
+does what it says. A kernel knows what it can take along and for which sizes that pays (``MAX_M`` of
+:mod:`~tritonllm.kernels.dense.linear`, ``rows_that_begin_norms`` and ``begins_norms`` of
+:mod:`~tritonllm.kernels.dense.medium`); it is asked here and nowhere else.
+
+Tensor parallelism, adapters and narrow weights have their place here too: each is a trait of a layer, which
+:func:`plan_step` turns into another way to add or to normalise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from tritonllm.kernels.dense.linear import MAX_M
+from tritonllm.kernels.dense.medium import begins_norms, rows_that_begin_norms
+from tritonllm.layers.metadata import AttentionMetadata
+
+# Tokens times elements of the router up to which norm and logits are one launch: of Qwen3-30B-A3B 16 tokens (with the
+# choice of experts 5.9 us, apart 9.6; one token 2.8 and 5.3).
+MAX_ROUTED_AT_ONCE = 2**22
+
+
+class NormBy(Enum):
+    """What normalises a block's input."""
+
+    ALONE = auto()  # a launch of its own
+    ADDITION = auto()  # the launch that adds what is pending; without a norm, what is pending is only added
+    PRODUCT = auto()  # the block's first product, or its router
+    BEFORE = auto()  # what added to the stream before has begun the norm or computed it
+
+
+class AddBy(Enum):
+    """What adds a block's result to the stream."""
+
+    LATER = auto()  # the launch in which the next block enters
+    PRODUCT = auto()  # the block's last product
+    PRODUCT_WITH_NORM = auto()  # the block's last product, which also begins or computes the norm that follows
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Where one layer of a step normalises and adds."""
+
+    attention_norm: NormBy
+    attention_add: AddBy
+    mlp_norm: NormBy
+    mlp_add: AddBy
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """Where a whole step normalises and adds.
+
+    Attributes:
+        layers: one for each layer that runs.
+        last_norm: of the norm behind them.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    last_norm: NormBy
+
+
+@dataclass(frozen=True)
+class LayerTraits:
+    """What of a layer decides its fusions.
+
+    Attributes:
+        sequential: two blocks, one after the other, each with a norm before it and none after it.
+        rms: its norms are RMS norms; the kernels of products know no others.
+        parallel: both blocks read the layer's input.
+        begins_norms: its products pay for beginning norms and ending them.
+        router: elements of the router's weight; 0 if the MLP is dense.
+        sums_last: nothing comes after the sum of the experts: there are experts, and no shared MLP.
+    """
+
+    sequential: bool
+    rms: bool
+    parallel: bool = False
+    begins_norms: bool = False
+    router: int = 0
+    sums_last: bool = False
+
+    @classmethod
+    def of_dense(cls, *, sequential: bool, rms: bool, parallel: bool, weights: Sequence[torch.Tensor]) -> "LayerTraits":
+        """A layer whose products have these ``weights``, from the first to the last."""
+        begins = sequential and rms and all(map(begins_norms, weights))
+        return cls(sequential=sequential, rms=rms, parallel=parallel, begins_norms=begins)
+
+    @classmethod
+    def of_experts(
+        cls, *, sequential: bool, rms: bool, parallel: bool, router: torch.Tensor, shared: bool
+    ) -> "LayerTraits":
+        """A layer with experts, and perhaps a ``shared`` MLP."""
+        return cls(sequential=sequential, rms=rms, parallel=parallel, router=router.numel(), sums_last=not shared)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """For how many rows a device fuses what.
+
+    Attributes:
+        few: most rows of which products normalise first and add to the stream; -1 for none, as on the CPU.
+        medium: rows of which products begin norms and end them.
+        routed: most rows, times elements of the router, of which norm and router are one launch.
+    """
+
+    few: int = -1
+    medium: range = range(0)
+    routed: int = MAX_ROUTED_AT_ONCE
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Limits":
+        return cls(-1 if device.type == "cpu" else MAX_M, rows_that_begin_norms(device))
+
+
+def few_rows(x: torch.Tensor) -> bool:
+    """A product with ``x[T, ...]`` is bound by reading the weights: our kernels compute it, with what is around it."""
+    return x.shape[0] <= MAX_M and not x.is_cpu
+
+
+def decodes_at_once(metadata: AttentionMetadata, tokens: int) -> bool:
+    """The step has only decodes, which share no keys: one operation goes from their projections to their attention."""
+    return metadata.cascade is None and metadata.num_decodes == tokens
+
+
+def normalises_heads(kind: str, over: str) -> bool:
+    """The launch that rotates queries and keys knows their norm: ``kind`` and ``over`` are those of the specs."""
+    return kind == "rms" and over != "all"
+
+
+class _Handed(Enum):
+    """What a layer leaves to the next one, or what begins a step."""
+
+    STREAM = auto()  # nothing is pending
+    ADDEND = auto()  # a result to be added
+    BEGUN = auto()  # a norm to be ended
+    NORMED = auto()  # the next block's input
+
+
+def plan_step(layers: Sequence[LayerTraits], limits: Limits, rows: int, wanted: int | None = None) -> FusionPlan:
+    """Decide a step's fusions.
+
+    Args:
+        layers: those that run, in their order.
+        rows: tokens of the step.
+        wanted: those whose results are wanted of the last layer, which computes only them behind its attention;
+            ``None`` for all.
+    """
+    plans: list[LayerPlan] = []
+    handed = _Handed.STREAM
+    for place, layer in enumerate(layers):
+        last = place == len(layers) - 1
+        plan = _plan_layer(layer, limits, rows, wanted if last else None, handed, last)
+        plans.append(plan)
+        handed = _handed_on(layer, plan)
+    return FusionPlan(tuple(plans), NormBy.ADDITION if handed is _Handed.ADDEND else NormBy.ALONE)
+
+
+def _plan_layer(
+    layer: LayerTraits, limits: Limits, rows: int, wanted: int | None, handed: _Handed, last: bool
+) -> LayerPlan:
+    kept = rows if wanted is None else wanted
+    # a product that begins a norm has the rows of the one that ends it; a norm that is computed need not be ended
+    medium = layer.begins_norms and wanted is None and rows in limits.medium and handed is not _Handed.NORMED
+    few = not medium and layer.sequential and kept <= limits.few
+    by_product = NormBy.PRODUCT if layer.rms else NormBy.ALONE
+    if handed is _Handed.ADDEND:
+        enter = NormBy.ADDITION
+    elif handed is _Handed.NORMED or (handed is _Handed.BEGUN and medium):
+        enter = NormBy.BEFORE
+    else:
+        enter = by_product if medium or few else NormBy.ALONE
+    if medium:
+        add = AddBy.PRODUCT if last else AddBy.PRODUCT_WITH_NORM
+        return LayerPlan(enter, AddBy.PRODUCT_WITH_NORM, NormBy.BEFORE, add)
+    if few:
+        routed = kept * layer.router <= limits.routed
+        return LayerPlan(enter, AddBy.PRODUCT, by_product if routed else NormBy.ALONE, AddBy.PRODUCT)
+    hands_on = layer.sums_last and layer.sequential and layer.rms and not last
+    add = AddBy.PRODUCT_WITH_NORM if hands_on else AddBy.LATER
+    return LayerPlan(enter, AddBy.LATER, NormBy.ALONE if layer.parallel else NormBy.ADDITION, add)
+
+
+def _handed_on(layer: LayerTraits, plan: LayerPlan) -> _Handed:
+    if plan.mlp_add is AddBy.PRODUCT_WITH_NORM:
+        return _Handed.NORMED if layer.router else _Handed.BEGUN
+    return _Handed.ADDEND if plan.mlp_add is AddBy.LATER else _Handed.STREAM
+
+
+class FusionPlanner:
+    """The plans of a model: one for each size of a step, made when the first such step comes.
+
+    Args:
+        layers: from the first to the last.
+        limits: ``None`` asks the device of the first step.
+    """
+
+    def __init__(self, layers: Sequence[LayerTraits], limits: Limits | None = None) -> None:
+        self.layers = tuple(layers)
+        self._limits = limits
+        self._plans: dict[tuple[Sequence[int], int, int | None], FusionPlan] = {}
+
+    def plan(self, running: Sequence[int], rows: int, wanted: int | None, device: torch.device) -> FusionPlan:
+        """The plan of a step of so many ``rows``, of which so many are ``wanted``, through the layers at ``running``
+        (hashable), on ``device``."""
+        limits = self._limits = self._limits or Limits.of(device)
+        # beyond its limits, a step's plan depends on its size no more: few plans are kept
+        rows = min(rows, max(limits.few + 1, limits.medium.stop))
+        if wanted is not None:
+            wanted = min(wanted, limits.few + 1)
+        key = running, rows, wanted
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = plan_step([self.layers[place] for place in running], limits, rows, wanted)
+        return plan

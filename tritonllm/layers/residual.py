@@ -1,0 +1,106 @@
+"""The residual stream of a step: what every block reads and adds to, and what is pending on it.
+
+A block (attention, an MLP) enters the stream, which gives it its input, and its result is added. Which launch does the
+adding and which the norm is planned (:mod:`tritonllm.layers.fusion`), so two things may be pending: a result that is
+not added yet, or a norm that the launch which added has begun or computed for the block that follows.
+
+What else will be pending here: a sum over the GPUs that share a layer's weights (:meth:`Stream.add` gets each GPU's
+part, and what adds or normalises next sums them up), and an adapter's part of a block's last product (one more thing
+that an :class:`Addend` brings along). Both are other ways to add, which the plan names; no block sees them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tritonllm.layers.fusion import AddBy, NormBy
+from tritonllm.layers.norm import BlockInput, Norm
+
+
+class LastProduct(Protocol):
+    """The product that ends a block: a linear map, or the sum over experts. ``x`` is what the block has for it."""
+
+    def alone(self, x: Any) -> torch.Tensor:
+        """The result, ``[T, hidden]``."""
+
+    def add_to(self, stream: torch.Tensor, x: Any, scale: float) -> None:
+        """Add ``scale`` times the result to ``stream[T, hidden]``."""
+
+    def add_and_normalize(self, stream: torch.Tensor, x: Any, norm: Norm, scale: float) -> BlockInput:
+        """:meth:`add_to`; returns what the next block begins with, which is this RMS norm of the stream."""
+
+
+class Addend(NamedTuple):
+    """A block's result but for its last product, which may take the addition along."""
+
+    product: LastProduct
+    x: Any
+
+    def alone(self) -> torch.Tensor:
+        """The result, added to nothing."""
+        return self.product.alone(self.x)
+
+
+class Stream:
+    """The residual stream.
+
+    Args:
+        rows: ``[T, hidden]``, with which it begins; changed in place.
+        scale: multiplies what is added (Granite, MiniCPM).
+        becomes_normed: a norm's result is the stream from there on (the original transformer).
+    """
+
+    def __init__(self, rows: torch.Tensor, *, scale: float = 1.0, becomes_normed: bool = False) -> None:
+        self.rows = rows
+        self._scale = scale
+        self._becomes_normed = becomes_normed
+        self._addend: torch.Tensor | None = None  # a result to be added
+        self._input: BlockInput | None = None  # the next block's, as far as it is computed
+
+    def enter(self, norm: Norm | None, by: NormBy) -> BlockInput:
+        """The input of a block that begins with ``norm`` (``None``: with the stream itself), which ``by`` computes."""
+        given, self._input = self._input, None
+        if by is NormBy.BEFORE:
+            assert given is not None
+            return given
+        if by is NormBy.PRODUCT:
+            return BlockInput(self.rows, norm)
+        if by is NormBy.ADDITION:
+            addend, self._addend = self._addend, None
+            assert addend is not None
+            if norm is None:
+                self.rows.add_(addend, alpha=self._scale)
+                return BlockInput(self.rows)
+            normed, _ = norm(addend, self.rows, self._scale)
+        elif norm is None:
+            return BlockInput(self.rows)
+        else:
+            normed = norm.normalize(self.rows)
+        if self._becomes_normed:
+            self.rows = normed
+        return BlockInput(normed)
+
+    def add(self, block: Addend, by: AddBy, *, after: Norm | None = None, following: Norm | None = None) -> None:
+        """Add a block's result, as ``by`` says.
+
+        Args:
+            after: a norm of the result, before it is added.
+            following: the norm with which the next block begins, for ``AddBy.PRODUCT_WITH_NORM``.
+        """
+        if by is AddBy.PRODUCT:
+            block.product.add_to(self.rows, block.x, self._scale)
+        elif by is AddBy.PRODUCT_WITH_NORM:
+            assert following is not None
+            self._input = block.product.add_and_normalize(self.rows, block.x, following, self._scale)
+        else:
+            result = block.product.alone(block.x)
+            if after is not None:
+                after.normalize(result, out=result)
+            # of two parallel blocks both are pending: their sum is added at once
+            self._addend = result if self._addend is None else self._addend.add_(result)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows alone, ``[R]`` int64; nothing may be pending."""
+        self.rows = self.rows.index_select(0, rows)
