@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 from tritonllm.version import __version__
 
 if TYPE_CHECKING:
+    from tritonllm.engine.arg_utils import EngineArgs
+    from tritonllm.engine.engine import LLMEngine
     from tritonllm.engine.llm import LLM
     from tritonllm.engine.outputs import CompletionOutput, RequestOutput
+    from tritonllm.inputs import TextPrompt, TokensPrompt
     from tritonllm.sampling_params import SamplingParams
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -23,9 +26,23 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "RequestOutput": "engine.outputs",
     "CompletionOutput": "engine.outputs",
+    "EngineArgs": "engine.arg_utils",
+    "LLMEngine": "engine.engine",
+    "TextPrompt": "inputs",
+    "TokensPrompt": "inputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

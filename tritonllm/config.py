@@ -5,12 +5,16 @@ A value that only the model or the machine can decide (length, dtype, device, nu
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from tritonllm.vllm_arguments import translate
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 POLICIES = ("fcfs", "priority")
+_DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
 _OWN_KWARGS = (
     "enforce_eager",
     "disable_cascade_attn",
@@ -49,7 +53,10 @@ class ModelConfig:
         max_model_len: most tokens of prompt and output together; by default the model's own limit.
         load_format: ``safetensors`` files, ``pt`` (``pytorch_model*.bin``), ``auto`` for the first of them that is
             there; ``dummy`` fills the weights from ``seed`` instead of reading them.
+        allow_nan: load weights that are NaN or infinite, which are an error otherwise.
         seed: of dummy weights and of requests that bring none.
+        generation_config: where the defaults of sampling come from: ``auto`` is the model's ``generation_config.json``,
+            ``vllm`` are those of :class:`SamplingParams`, anything else a folder with such a file.
     """
 
     model: str
@@ -61,17 +68,24 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
+    allow_nan: bool = False
     seed: int = 0
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
+        if not isinstance(self.model, str) or not self.model.strip():
             raise ValueError(f"model must be a folder or a hub id, got {self.model!r}")
+        if not _DEVICE.fullmatch(str(self.device)):
+            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _at_least("max_model_len", self.max_model_len, 1)
         _is_a("skip_tokenizer_init", self.skip_tokenizer_init, bool)
         _is_a("trust_remote_code", self.trust_remote_code, bool)
+        _is_a("allow_nan", self.allow_nan, bool)
         _is_a("seed", self.seed, int)
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ValueError(f"generation_config must be auto, vllm or a folder, got {self.generation_config!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,18 +179,17 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
-        """Sort flat keyword arguments (vLLM's names) into their parts.
+        """Sort flat keyword arguments (vLLM's names, or ours) into their parts.
 
         Raises:
-            ValueError: an argument that no part knows, or a bad value.
+            ValueError: an argument that no part knows, one of vLLM's at a value that we lack, or a bad value.
         """
+        kwargs = translate(kwargs, cls.known_kwargs())
         parts: dict[str, Any] = {}
         for name, part in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
             names = {f.name for f in dataclasses.fields(part)}
             parts[name] = part(**{key: kwargs.pop(key) for key in list(kwargs) if key in names})
         own = {key: kwargs.pop(key) for key in _OWN_KWARGS if key in kwargs}
-        if kwargs:
-            raise ValueError(f"unknown argument {', '.join(map(repr, kwargs))}; known: {', '.join(cls.known_kwargs())}")
         return cls(**parts, **own)
 
     @classmethod

@@ -3,11 +3,16 @@
 import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Any
+
+from tritonllm.vllm_arguments import SAMPLING_DEFAULTS, VllmSampling, is_neutral, refuse
 
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy: the division by it would overflow
 MAX_LOGPROBS = 1024
 MAX_N = 16384
+_NEUTRAL_NAMES = {name for name, _ in SAMPLING_DEFAULTS}
 INT32_MAX = 2**31 - 1  # the largest number that the kernels' parameters hold
 
 
@@ -30,9 +35,16 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
         raise ValueError(f"{name} must be an integer {limits}, got {value!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Parameters of one request.
+def _plain_bias(token: Any, bias: Any) -> tuple[Any, Any]:
+    """A JSON object's key as an integer, and the bias within its range; what is neither stays, to be refused."""
+    token = int(token) if isinstance(token, str) and token.isdecimal() else token
+    return token, next((limit for limit in (-100.0, 100.0) if isinstance(bias, int | float) and bias / limit > 1), bias)
+
+
+@dataclass(slots=True)
+class SamplingParams(VllmSampling):
+    """Parameters of one request. They are checked when made, and again when a request is added, which keeps a copy:
+    change them as you like. The fields that vLLM has beside these take their neutral values only.
 
     Args:
         n: how many completions to generate for the prompt.
@@ -65,29 +77,30 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    _: KW_ONLY
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = field(default_factory=tuple)
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -108,6 +121,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name, default in SAMPLING_DEFAULTS:
+            value = getattr(self, name)
+            if value is not default and not is_neutral(name, value, default):
+                refuse(name, value)
         self._normalise_sequences()
 
     def _normalise_sequences(self) -> None:
@@ -117,32 +134,66 @@ class SamplingParams:
                 raise ValueError(f"{name} must be a list, got {value!r}")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must be a dict from token id to bias, got {self.logit_bias!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be a string or strings, none of them empty, got {self.stop!r}")
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True; use stop_token_ids instead")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        self.stop = stop
+        self.bad_words = list(self.bad_words or ())
         if not all(isinstance(s, str) and s for s in self.bad_words):
             raise ValueError(f"bad_words must be strings, none of them empty, got {self.bad_words!r}")
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
-            if ids is None:
-                continue
-            for i in ids:
+            for i in ids or ():
                 _integer(f"{name} entries", i, 0)
-            object.__setattr__(self, name, tuple(ids))
+            if ids is not None or name == "stop_token_ids":
+                setattr(self, name, list(ids or ()))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty; leave it out to allow all tokens")
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias keys", token, 0)
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0, "in [-100, 100]")
 
+    @classmethod
+    def from_optional(cls, **kwargs: Any) -> "SamplingParams":
+        """Where ``None`` means the default (``max_tokens`` aside), as in vLLM; biases' keys may be strings.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        given = {name: value for name, value in kwargs.items() if value is not None or name == "max_tokens"}
+        if isinstance(bias := given.get("logit_bias"), Mapping):
+            given["logit_bias"] = dict(_plain_bias(*item) for item in bias.items())
+        return cls(**given)
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one."""
+        return deepcopy(self)
+
+    def checked(self) -> "SamplingParams":
+        """A copy whose values are checked, for the engine to keep.
+
+        Raises:
+            ValueError: a value that was assigned is outside its range.
+        """
+        copy = replace(self)
+        if copy.logit_bias is not None:
+            copy.logit_bias = dict(copy.logit_bias)
+        return copy
+
+    def __hash__(self) -> int:
+        """Equal ones are one key of a dict. Do not change one that is a key."""
+        return hash((self.n, self.temperature, self.top_k, self.top_p, self.seed, self.max_tokens))
+
+    def __repr__(self) -> str:
+        shown = (field.name for field in fields(self) if field.name not in _NEUTRAL_NAMES)
+        return f"SamplingParams({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
     @property
     def greedy(self) -> bool:
         return self.temperature < SAMPLING_EPS
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return self.stop or ()  # type: ignore[return-value]
+    def stop_strings(self) -> Sequence[str]:
+        return self.stop or ()

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.engines import tiny_checkpoint
+from support.engines import tiny_checkpoint, tiny_llm
 
 from tritonllm import LLM
 from tritonllm.engine.startup import resolve_dtype
@@ -82,6 +82,35 @@ def test_leftover_tensor(folder):
 def test_wrong_shape(folder):
     edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
     refuse(folder, r"model\.norm\.weight")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_no_numbers(folder, value):
+    """Said with the tensor's name and how many; whoever wants them can have them."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors[name][3, 4:6].fill_(value))
+    refuse(folder, rf"tensor {name} has 2 values that are NaN or infinite in float32: .*allow_nan=True")
+    assert LLM(str(folder), allow_nan=True, num_blocks=8).engine is not None
+
+
+def test_weights_that_overflow_in_another_dtype(folder):
+    edit_tensors(folder, lambda tensors: tensors["model.norm.weight"][:1].fill_(1e5))
+    refuse(folder, r"tensor model\.norm\.weight has 1 values .* in float16", dtype="float16")
+
+
+TEMPLATE_ERRORS = {
+    "{{ messages[0]['content'": r"not valid Jinja: .*line 1",
+    "{{ user.name }}": r"cannot render these messages: 'user' is undefined",
+    "{{ raise_exception('the system role is not supported') }}": "these messages: the system role is not supported",
+    "{{ 'a' + messages[0]['content'] + 1 }}": "cannot render these messages: can only concatenate",
+    "{{ 1 / 0 }}": "cannot render these messages: division by zero",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATE_ERRORS)
+def test_a_chat_template_that_fails(template):
+    with pytest.raises(ValueError, match=TEMPLATE_ERRORS[template]):
+        tiny_llm().chat([{"role": "system", "content": "hi"}], chat_template=template, use_tqdm=False)
 
 
 def test_no_tokenizer(folder):

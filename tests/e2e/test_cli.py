@@ -2,7 +2,10 @@
 
 import io
 import json
+import math
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +29,8 @@ CLOSING_LINE = re.compile(
 
 class RepeatingLLM:
     """Stands in for LLM and its engine: answers a prompt with its own words, one a step. Refuses the word `refuse`."""
+
+    logprob = -0.5
 
     def __init__(self, model, **options):
         self.engine, self.model, self.options = self, model, options
@@ -64,7 +69,9 @@ class RepeatingLLM:
                 index=index,
                 text="".join(f" {word}" for word in words[start:end]),
                 token_ids=list(range(start, end)),
-                logprobs=None if params.logprobs is None else [{i: Logprob(-0.5, 1, "x")} for i in range(start, end)],
+                logprobs=None
+                if params.logprobs is None
+                else [{i: Logprob(self.logprob, 1, "x")} for i in range(start, end)],
                 finish_reason="stop" if finished else None,
             )
             for index in range(params.n)
@@ -255,6 +262,7 @@ def test_a_priority_for_each_prompt(llm):
         (["--stop", ""], "stop"),
         (["--num-blocks", "0"], "num_blocks"),
         (["--dtype", "int3"], "dtype"),
+        (["--device", "frob"], "device must be auto, cpu, cuda or cuda:N"),
         (["--max-num-batched-tokens", "10"], "max_num_batched_tokens"),
         (["--logprobs", "2"], "--logprobs needs --json"),
         (["--priority", "1", "--priority", "2"], "--priority: 2 values for 1 prompts"),
@@ -274,8 +282,54 @@ def test_wrong_command(llm, capsys, argv):
 def test_no_prompt(llm, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     assert "stdin is empty" in wrong_usage(["generate", "m"], llm, capsys)
+    monkeypatch.setattr("sys.stdin", None)
+    assert "stdin is closed" in wrong_usage(["generate", "m"], llm, capsys)
     (tmp_path / "empty").write_text("\n \n")
     assert "empty is empty" in wrong_usage(["generate", "m", "--prompt-file", str(tmp_path / "empty")], llm, capsys)
+
+
+def stdin_of(data):
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
+
+
+def test_text_that_is_not_utf8(llm, capsys, monkeypatch, tmp_path):
+    """Whichever way it comes: where it is from, the byte, and its position, in bytes."""
+    in_argument = os.fsdecode(b"\xc3\xa9t\xe9")
+    for name in ("--prompt", "--system", "--stop"):
+        argv = ["generate", "m", "--prompt", "a", name, in_argument]
+        assert f"{name}{' (number 2)' if name == '--prompt' else ''} is not UTF-8: byte 0xe9 at position 3" in (
+            wrong_usage(argv, llm, capsys)
+        )
+    file = tmp_path / "latin1.txt"
+    file.write_bytes(b"a\n\xe9\n")
+    complaint = f"--prompt-file {file} is not UTF-8: byte 0xe9 at position 2"
+    assert complaint in wrong_usage(["generate", "m", "--prompt-file", str(file)], llm, capsys)
+    monkeypatch.setattr("sys.stdin", stdin_of(b"abc\xff"))
+    assert "stdin is not UTF-8: byte 0xff at position 3" in wrong_usage(["generate", "m"], llm, capsys)
+
+
+def test_byte_order_mark_and_line_ends(llm, capsys, monkeypatch, tmp_path):
+    data = "\ufeffé b\r\nc\r\n".encode()
+    (tmp_path / "prompts.txt").write_bytes(data)
+    assert main(["generate", "m", "--prompt-file", str(tmp_path / "prompts.txt"), "--json"], make_llm=llm) == 0
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["é b", "c"]
+    monkeypatch.setattr("sys.stdin", stdin_of(data))
+    assert main(["generate", "m", "--json"], make_llm=llm) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "é b\nc"
+
+
+@pytest.mark.parametrize("command", ["generate", "info", "precompile", "bench throughput"])
+@pytest.mark.parametrize("model", ["", " "])
+def test_no_name_of_a_model(llm, capsys, command, model):
+    assert "MODEL is empty" in wrong_usage([*command.split(), model], llm, capsys)
+
+
+def test_json_has_no_infinity(llm, capsys, monkeypatch):
+    """A banned token's log-probability is -inf, for which JSON has no word."""
+    monkeypatch.setattr(RepeatingLLM, "logprob", -math.inf)
+    assert main(["generate", "m", "--prompt", "a", "--json", "--logprobs", "1"], make_llm=llm) == 0
+    result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert result["outputs"][0]["logprobs"] == [[{"token_id": 0, "token": "x", "logprob": None, "rank": 1}]]
 
 
 def test_missing_prompt_file(llm, capsys):
@@ -384,7 +438,6 @@ def test_default_model_does_sums(capsys):
     ("argv", "names"),
     [
         (["./nowhere"], "nowhere"),
-        (["{model}", "--device", "abacus"], "device"),
         (["{model}", "--max-model-len", "999999"], "max_model_len"),
         (["{model}", "--tokenizer", "./nowhere"], "tokenizer"),
     ],
@@ -418,6 +471,37 @@ def test_reader_that_went_away():
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=300) == 141
+
+
+SHELL = {  # what a shell does with the streams -> exit status and what is said
+    "generate {model} --prompt a --max-tokens 200 --ignore-eos --json | true": (141, ""),
+    "--help | true": (141, ""),
+    "generate {model} <&-": (2, "stdin is closed"),
+    "generate {model} --prompt a <&- >/dev/null": (0, "generated tokens"),
+    "generate {model} --prompt a >&-": (2, "stdout is closed"),
+    "info {model} >&-": (2, "stdout is closed"),
+    "generate {model} --prompt a 2>&- >/dev/null": (0, ""),
+    "generate ./nowhere --prompt a 2>&-": (1, ""),
+    "info {model} >/dev/full": (1, "error: [Errno 28] No space left on device"),
+    "generate {model} --prompt $'\\xff'": (2, "--prompt is not UTF-8: byte 0xff at position 0"),
+    "generate {model} --chat --prompt a": (2, "the chat template cannot render these messages: only in verse"),
+}
+
+
+@pytest.mark.parametrize("line", SHELL)
+def test_odd_terminals(line, tmp_path):
+    """No traceback, and a status that scripts can tell apart."""
+    status, says = SHELL[line]
+    model = tiny_checkpoint()
+    if "--chat" in line:
+        model = shutil.copytree(model, tmp_path / "model")
+        (model / "chat_template.jinja").write_text("{{ raise_exception('only in verse') }}")
+    command = f"{sys.executable} -m tritonllm {line.format(model=model)}"
+    command += "; exit ${PIPESTATUS[0]}" if "|" in line else ""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, env=buffered)
+    assert done.returncode == status, done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
 def test_ctrl_c_while_generating(tmp_path):

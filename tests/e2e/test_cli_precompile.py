@@ -65,14 +65,27 @@ def test_other_gpus_and_options_have_other_kernels(found, tmp_path, capsys):
     [
         (["--target", "gfx942"], "--target must be sm_80, sm_90, sm_100"),
         (["--target", "sm_70"], "--target must be sm_80, sm_90, sm_100"),
-        (["--target", "sm_90", "--jobs", "0"], "--jobs must be at least 1"),
-        (["--target", "sm_90", "--max-num-seqs", "0"], "max_num_seqs must be"),
         (["--target", "sm_90", "--max-model-len", "100000"], "beyond the model's max_position_embeddings"),
         (["--target", "sm_90", "-o", __file__], "File exists"),
     ],
 )
 def test_refuses(found, capsys, options, complaint):
     assert main(["precompile", str(tiny_checkpoint()), *options]) == 1
+    assert complaint in capsys.readouterr().err
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--jobs", "0"], "--jobs must be at least 1"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be"),
+    ],
+)
+def test_wrong_usage(found, capsys, options, complaint):
+    with pytest.raises(SystemExit) as stopped:
+        main(["precompile", str(tiny_checkpoint()), "--target", "sm_90", *options])
+    assert stopped.value.code == 2
     assert complaint in capsys.readouterr().err
     assert found == []
 

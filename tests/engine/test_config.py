@@ -12,6 +12,10 @@ from tritonllm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
         (ModelConfig, {"model": ""}, "model must be a folder or a hub id"),
         (ModelConfig, {"model": Path("x")}, "model must be a folder or a hub id"),
         (ModelConfig, {"dtype": "int8"}, "dtype must be one of auto, float32"),
+        (ModelConfig, {"model": " "}, "model must be a folder or a hub id"),
+        (ModelConfig, {"device": "frob"}, "device must be auto, cpu, cuda or cuda:N, got 'frob'"),
+        (ModelConfig, {"device": "cuda:x"}, "device must be"),
+        (ModelConfig, {"allow_nan": 1}, "allow_nan must be of type bool"),
         (ModelConfig, {"load_format": "gguf"}, "load_format must be one of auto, safetensors"),
         (ModelConfig, {"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
         (ModelConfig, {"max_model_len": 1.5}, "max_model_len"),
@@ -69,7 +73,7 @@ def test_flat_arguments_find_their_parts():
 
 
 def test_an_unknown_argument_is_named_beside_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown argument 'blocksize'; known: async_scheduling, block_size"):
+    with pytest.raises(ValueError, match=r"unknown argument 'blocksize' \(did you mean block_size"):
         EngineConfig.from_kwargs(model="m", blocksize=8)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tritonllm import LLM, SamplingParams
 from tritonllm.cli import logging_to_stderr, main
 from tritonllm.demo import model_path
-from tritonllm.engine.startup import build_engine  # noqa: F401  (so that the package's loggers exist)
+from tritonllm.engine.startup import load_parts  # noqa: F401  (so that the package's loggers exist)
 from tritonllm.kernels.compile import monitor as compile_monitor
 from tritonllm.kernels.compile.monitor import CompileMonitor
 from tritonllm.kernels.runtime import tuning

@@ -197,6 +197,33 @@ def test_edits_that_do_not_fit_are_refused():
         check_edits(request(bad_words=(tuple(range(18)),)))
 
 
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        ({"allowed_token_ids": [0], "min_tokens": 1}, "min_tokens=1"),
+        ({"allowed_token_ids": [0, 6], "min_tokens": 2, "stop_token_ids": [6]}, "min_tokens=2"),
+        ({"allowed_token_ids": [3, 5], "bad_words": ((3,), (5,))}, "bad_words: allow"),
+        ({"allowed_token_ids": [0, 5], "min_tokens": 1, "bad_words": ((5,),)}, "min_tokens=1 .* and bad_words"),
+    ],
+)
+def test_something_must_be_allowed(params, names):
+    with pytest.raises(ValueError, match=f"allowed_token_ids are all banned by {names}"):
+        check_edits(request(**params))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": [0, 5], "min_tokens": 1},
+        {"allowed_token_ids": [0]},
+        {"allowed_token_ids": [3], "bad_words": ((5, 3), (4,))},  # banned after 5 only, which cannot come
+        {"allowed_token_ids": [3], "logit_bias": {3: -100.0}},  # a bias is no ban
+    ],
+)
+def test_enough_is_allowed(params):
+    check_edits(request(**params))
+
+
 def test_a_seed_gives_the_same_token_in_any_batch():
     logits = torch.randn(1, VOCAB)
     (alone,), _ = sample_from(logits.clone(), [request(seed=7)])

@@ -94,12 +94,13 @@ def test_limits_themselves_are_allowed(kwargs):
     assert {name: getattr(params, name) for name in kwargs} == kwargs
 
 
-def test_sequences_become_tuples():
-    params = SamplingParams(stop="END", stop_token_ids=[1, 2], allowed_token_ids={3}, bad_words=["a", "b"])
-    assert (params.stop, params.stop_strings) == (("END",), ("END",))
-    assert (params.stop_token_ids, params.allowed_token_ids, params.bad_words) == ((1, 2), (3,), ("a", "b"))
-    assert SamplingParams().stop_strings == ()
-    assert SamplingParams(bad_words=None).bad_words == ()
+def test_sequences_become_lists():
+    params = SamplingParams(stop="END", stop_token_ids=(1, 2), allowed_token_ids={3}, bad_words=("a", "b"))
+    assert (params.stop, params.stop_strings) == (["END"], ["END"])
+    assert (params.stop_token_ids, params.allowed_token_ids, params.bad_words) == ([1, 2], [3], ["a", "b"])
+    empty = SamplingParams(stop_token_ids=None, bad_words=None)
+    assert (empty.stop, empty.stop_token_ids, empty.bad_words) == ([], [], [])
+    assert empty.allowed_token_ids is None
 
 
 def test_stop_strings_need_text():
@@ -110,3 +111,98 @@ def test_stop_strings_need_text():
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1.0, False)])
 def test_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+def test_parameters_can_be_changed_and_are_checked_when_used():
+    params = SamplingParams()
+    params.temperature, params.stop = 0.5, "END"
+    params.stop_token_ids.append(3)
+    kept = params.checked()
+    assert (kept.temperature, kept.stop, kept.stop_token_ids) == (0.5, ["END"], [3])
+    params.stop_token_ids.append(4)
+    assert kept.stop_token_ids == [3]
+    params.top_p = 2.0
+    with pytest.raises(ValueError, match=r"^top_p"):
+        params.checked()
+    with pytest.raises(AttributeError, match="temprature"):
+        params.temprature = 1.0
+
+
+def test_a_clone_shares_nothing():
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, bad_words=["b"])
+    clone = params.clone()
+    assert clone == params
+    for copy in (clone, params.checked()):
+        copy.stop.append("c")
+        copy.bad_words.append("c")
+        copy.logit_bias[1] = 0.0
+    assert params == SamplingParams(stop=["a"], logit_bias={1: 2.0}, bad_words=["b"])
+
+
+def test_equal_parameters_are_one_key():
+    assert len({SamplingParams(stop=["a"]), SamplingParams(stop="a"), SamplingParams(stop="b")}) == 2
+
+
+def test_from_optional():
+    params = SamplingParams.from_optional(
+        n=None, temperature=None, top_p=0.5, max_tokens=None, logit_bias={"7": 200.0}, structured_outputs=None
+    )
+    assert params == SamplingParams(top_p=0.5, max_tokens=None, logit_bias={7: 100.0})
+    assert SamplingParams.from_optional() == SamplingParams()
+    assert SamplingParams.from_optional(logit_bias={1: -200, 2: 3}).logit_bias == {1: -100.0, 2: 3}
+    for bias in ({"a": 1.0}, {1: NAN}, {1: None}, 5):
+        with pytest.raises(ValueError, match=r"^logit_bias"):
+            SamplingParams.from_optional(logit_bias=bias)
+
+
+def test_places_are_those_of_vllm():
+    assert SamplingParams(2, 0.1, 0.2, 1.1, 0.7, 0.9, 5, 0.05, 3) == SamplingParams(
+        n=2,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.05,
+        seed=3,
+    )
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"best_of": None, "guided_decoding": None, "structured_outputs": None, "extra_args": None},
+        {"best_of": 1, "extra_args": {}, "logits_processors": [], "truncate_prompt_tokens": None},
+        {"output_text_buffer_length": 0, "flat_logprobs": False, "skip_clone": True, "use_beam_search": False},
+    ],
+)
+def test_neutral_values_of_vllm(kwargs):
+    assert SamplingParams(**kwargs).checked().temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("best_of", 3, "ask for n"),
+        ("guided_decoding", object(), "leave it out"),
+        ("structured_outputs", {"regex": "a+"}, "leave it out"),
+        ("logits_processors", [len], "logit_bias"),
+        ("truncate_prompt_tokens", 5, "cut the prompt"),
+        ("use_beam_search", True, "leave it out"),
+        ("extra_args", {"a": 1}, "leave it out"),
+    ],
+)
+def test_other_values_of_vllm_are_refused(name, value, advice):
+    with pytest.raises(ValueError, match=rf"^{name}=.*{advice}"):
+        SamplingParams(**{name: value})
+    params = SamplingParams()
+    setattr(params, name, value)
+    with pytest.raises(ValueError, match=rf"^{name}="):
+        params.checked()
+
+
+def test_repr_shows_what_has_an_effect():
+    text = repr(SamplingParams(top_k=3))
+    assert "top_k=3" in text
+    assert "best_of" not in text

@@ -55,7 +55,7 @@ def generate_alone(request, num_slots):
         if len(output) >= params.min_tokens:
             if output[-1] == EOS and not params.ignore_eos:
                 return output, RequestStatus.FINISHED_STOPPED, None
-            if output[-1] == STOP and params.stop_token_ids == (STOP,):
+            if output[-1] == STOP and params.stop_token_ids == [STOP]:
                 return output, RequestStatus.FINISHED_STOPPED, STOP
         length = len(tokens) + len(output)
         if len(output) == params.max_tokens or length == MAX_MODEL_LEN or length == num_slots + 1:

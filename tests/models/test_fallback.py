@@ -301,6 +301,16 @@ def test_missing_tensor(olmo):
         load(olmo)
 
 
+def test_weights_that_are_no_numbers(olmo):
+    tensors = load_file(olmo / "model.safetensors")
+    tensors[Q][0, :3] = torch.nan
+    save_file(tensors, olmo / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"tensor {Q} has 3 values that are NaN or infinite"):
+        load(olmo)
+    with pytest.raises(ValueError, match="logits differ"):  # loaded, but the probe gets no numbers out of it
+        load(olmo, allow_nan=True)
+
+
 def test_unexpected_tensor(olmo):
     tensors = load_file(olmo / "model.safetensors")
     save_file({**tensors, "model.extra.weight": torch.ones(2)}, olmo / "model.safetensors", {"format": "pt"})

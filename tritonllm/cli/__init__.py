@@ -64,6 +64,25 @@ def logging_to_stderr(verbosity: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
+def check(args: argparse.Namespace) -> None:
+    """What all commands need: somewhere for their results, and a model."""
+    if sys.stdout is None:  # `>&-`
+        args.wrong_usage("stdout is closed, and results go there")
+    if args.model is None:
+        args.model = default_model()
+    elif not args.model.strip():
+        args.wrong_usage("MODEL is empty: name a folder or a hub id, or leave it out")
+
+
+def drop_unwritable() -> None:
+    """Throw away what can no longer be written, or Python's last flush would fail with a traceback of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def main(argv: Sequence[str] | None = None, *, make_llm: Callable[..., Any] = make_llm) -> int:
     """Run a command line and return its exit status.
 
@@ -74,21 +93,27 @@ def main(argv: Sequence[str] | None = None, *, make_llm: Callable[..., Any] = ma
     Raises:
         SystemExit: wrong usage, ``--help`` and ``--version``, as argparse does it.
     """
-    args = build_parser().parse_args(argv)
+    if sys.stderr is None:  # `2>&-`: or errors would go where results go
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+    args = None
     try:
-        args.model = args.model or default_model()
-        with logging_to_stderr(args.verbose):
-            status = args.run(args, make_llm)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # the reader of our output has seen enough; nor may Python's own last flush complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            args = build_parser().parse_args(argv)
+            check(args)
+            with logging_to_stderr(args.verbose):
+                return args.run(args, make_llm)
+        finally:  # an error is seen here and not at Python's own last flush; `--help` has a reader, too
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has seen enough
+        drop_unwritable()
         return BROKEN_PIPE
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if args.debug:
+        drop_unwritable()
+        if args is not None and args.debug:
             traceback.print_exc()
         print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return FAILED

@@ -116,7 +116,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f"--{name} must be at least {0 if 'warmup' in name or 'prefix' in name else 1}, got {value}"
             )
-    if args.temperature < 0:
+    if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature must be at least 0, got {args.temperature}")
     options = given(args, OPTIONS)
     EngineConfig.from_kwargs(model=args.model, **options)
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     print(table(report))
     if args.output_json is not None:
         args.output_json.parent.mkdir(parents=True, exist_ok=True)
-        args.output_json.write_text(json.dumps(report, indent=1) + "\n")
+        args.output_json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tritonllm.cli.prompts import read_prompts
 from tritonllm.config import DTYPES, LOAD_FORMATS, EngineConfig
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
@@ -69,6 +71,10 @@ ENGINE: dict[str, dict[str, Any]] = {
     "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
     "step-timeout": {"type": float, "metavar": "S", "help": "seconds that a GPU may take for a step (default: 300)"},
     "kernel-cache": {"metavar": "DIR", "help": "folder that `tritonllm precompile` made"},
+    "allow-nan": {
+        "action": "store_true",
+        "help": "load weights that are NaN or infinite, which are an error otherwise",
+    },
     "trust-remote-code": {"action": "store_true", "help": "download and run Python code that comes with the model"},
 }
 
@@ -151,36 +157,24 @@ def check(args: argparse.Namespace) -> Job:
     )
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    if args.prompt is not None:
-        return args.prompt
-    if args.prompt_file is not None:
-        texts = [line for line in args.prompt_file.read_text(encoding="utf-8").split("\n") if line.strip()]
-        source = f"--prompt-file {args.prompt_file}"
-    else:
-        if sys.stdin.isatty():
-            print("reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
-        text = sys.stdin.read().removesuffix("\n")
-        texts, source = [text] if text else [], "stdin"
-    if not texts:
-        raise ValueError(f"no prompt: {source} is empty")
-    return texts
-
-
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     try:
         job = check(args)
     except ValueError as error:
         args.wrong_usage(str(error))
     llm = make_llm(args.model, **job.engine_options)
-    prompts = [chat_prompt(llm, text, args.system) for text in job.texts] if args.chat or args.system else job.texts
+    try:
+        prompts = [chat_prompt(llm, text, args.system) for text in job.texts] if args.chat or args.system else job.texts
+    except ValueError as error:  # no chat template, or one that refuses these messages
+        args.wrong_usage(str(error))
     totals, status = Totals(), DONE
     for number, result in generate(llm.engine, prompts, job, totals):
         if isinstance(result, ValueError):
             status = FAILED
             print(f"error: prompt {number + 1}: {result}", file=sys.stderr)
         if args.json:
-            print(json.dumps(as_json(number, job.texts[number], result), ensure_ascii=False), flush=True)
+            line = as_json(number, job.texts[number], result)
+            print(json.dumps(line, ensure_ascii=False, allow_nan=False), flush=True)
         elif isinstance(result, RequestOutput) and not job.stream:
             print_text(number, job.texts, result.outputs)
     if totals.requests:
@@ -295,8 +289,13 @@ def as_json(number: int, text: str, result: RequestOutput | ValueError) -> dict[
 
 
 def logprobs_as_json(entries: Logprobs) -> list[dict[str, Any]]:
-    """One position: the chosen token, then the most likely ones."""
+    """One position: the chosen token, then the most likely ones. JSON has no -Infinity: that is null."""
     return [
-        {"token_id": token, "token": entry.decoded_token, "logprob": entry.logprob, "rank": entry.rank}
+        {
+            "token_id": token,
+            "token": entry.decoded_token,
+            "logprob": entry.logprob if math.isfinite(entry.logprob) else None,
+            "rank": entry.rank,
+        }
         for token, entry in entries.items()
     ]

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         description="Show versions, GPU, the tuning tables that its kernels take, and the structure of a model.",
         usage="tritonllm info [MODEL] [options]",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, wrong_usage=parser.error)
     return parser
 
 

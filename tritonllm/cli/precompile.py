@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         usage="tritonllm precompile [MODEL] [--target sm_90] [-o DIR] [options]",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=120),
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, wrong_usage=parser.error)
     parser.add_argument("--target", metavar="ARCH", help="sm_80, sm_90, sm_100, ... (default: this machine's GPU)")
     parser.add_argument(
         "--gpu", metavar="NAME", help="GPU whose tuning tables hold, as nvidia-smi names it (default: by architecture)"
@@ -61,9 +61,12 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     from tritonllm.models.loading import read_spec
     from tritonllm.models.spec import ModelSpec
 
-    config = EngineConfig.from_kwargs(model=args.model, **given(args, {name: ENGINE[name] for name in OPTIONS}))
-    if args.jobs is not None and args.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+    try:
+        config = EngineConfig.from_kwargs(model=args.model, **given(args, {name: ENGINE[name] for name in OPTIONS}))
+        if args.jobs is not None and args.jobs < 1:
+            raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+    except ValueError as error:
+        args.wrong_usage(str(error))
     arch, name = target_of(args.target, args.gpu)
     trusted = config.model.trust_remote_code
     folder = checkpoint.resolve(config.model.model, config.model.revision, trust_remote_code=trusted)

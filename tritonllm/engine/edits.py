@@ -76,9 +76,11 @@ def check_edits(request: Request) -> None:
     """Whether the request's wishes fit.
 
     Raises:
-        ValueError: too many biases and bans, or too long a bad word.
+        ValueError: too many biases and bans, too long a bad word, or no token left.
     """
-    count = len(entries_of(request))
+    entries = entries_of(request)
+    _check_allowed(request, entries)
+    count = len(entries)
     if count > MAX_ENTRIES:
         raise ValueError(
             f"logit_bias, bad_words and (with min_tokens) stop_token_ids name {count} tokens, more than {MAX_ENTRIES}: "
@@ -87,3 +89,15 @@ def check_edits(request: Request) -> None:
     longest = max((len(word) for word in request.bad_words), default=0)
     if longest > MAX_BAD_WORD:
         raise ValueError(f"bad_words has one of {longest} tokens, more than {MAX_BAD_WORD}: use its beginning")
+
+
+def _check_allowed(request: Request, entries: Sequence[TokenEdit]) -> None:
+    """Something must be left of ``allowed_token_ids``: with all logits -inf, any token could come."""
+    allowed = request.params.allowed_token_ids
+    banned = {entry.token for entry in entries if entry.value == -math.inf and not entry.after}
+    if allowed is None or not banned.issuperset(allowed):
+        return
+    words = {word[0] for word in request.bad_words if len(word) == 1}
+    by = [] if words.issuperset(allowed) else [f"min_tokens={request.params.min_tokens} (they end the output)"]
+    by += ["bad_words"] if words.intersection(allowed) else []
+    raise ValueError(f"allowed_token_ids are all banned by {' and '.join(by)}: allow another token, or drop the ban")

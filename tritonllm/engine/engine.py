@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tritonllm.config import EngineConfig
-from tritonllm.engine.input_processor import InputProcessor, Prompt
+from tritonllm.config import EngineConfig, ModelConfig
+from tritonllm.engine.arg_utils import EngineArgs
+from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import RequestMetrics, RequestOutput
 from tritonllm.engine.plan import NewTokens, StepPlan, describe
@@ -25,8 +26,11 @@ from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.startup import load_parts
+from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.sampling_params import SamplingParams
+from tritonllm.vllm_arguments import refuse
 
 
 @dataclass(frozen=True)
@@ -77,31 +81,50 @@ class LLMEngine:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "LLMEngine":
-        """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.build_engine`."""
-        from tritonllm.engine.startup import build_engine
+        """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.load_parts`."""
+        return cls(*load_parts(config))
 
-        return build_engine(config)
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+        """The same from arguments under vLLM's names."""
+        return cls.from_config(engine_args.create_engine_config())
 
     @property
     def tokenizer(self) -> Any:
         return self.inputs.tokenizer
 
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model
+
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
     ) -> None:
         """Queue a request.
 
         Args:
             request_id: unique among the unfinished ones.
             prompt: text, token ids, or a dict of either.
-            params: how to continue it.
+            params: how to continue it, by default as the model's ``generation_config.json`` says. The engine keeps a
+                copy.
+            lora_request: none; there are no adapters yet.
             priority: lower is earlier, under the ``priority`` policy.
 
         Raises:
             ValueError: bad input; nothing was queued and nothing else is affected.
         """
         self._recover()
-        params = params or SamplingParams()
+        if lora_request is not None:
+            refuse("lora_request", lora_request)
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._states or request_id in self._lost:
@@ -110,7 +133,7 @@ class LLMEngine:
             raise ValueError(f"priority must be an integer, got {priority!r}")
         if priority and self.config.scheduler.policy != "priority":
             raise ValueError(f"priority={priority} needs policy='priority'; this engine's policy is 'fcfs'")
-        self.inputs.check_params(params)
+        params = self.inputs.take_params(params)
         tokenized = self.inputs.tokenize(prompt)
         requests = self.inputs.requests(request_id, tokenized, params, priority, next(self._arrivals))
         for request in requests:
@@ -147,6 +170,18 @@ class LLMEngine:
         """Whether :meth:`step` has something to run, or to report."""
         self._recover()
         return bool(self._states or self._lost)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts (the weights changed, say). ``False``: nothing was forgotten, as a request runs."""
+        self._recover()
+        cache, stats = self._scheduler.prefix_cache, self._scheduler.stats
+        if stats.num_free_blocks != stats.num_blocks:
+            return False
+        self._whole = False
+        if cache is not None:
+            cache.reset()
+        self._whole = True
+        return True
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.

@@ -4,29 +4,15 @@ import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
 from tritonllm.engine.edits import check_edits
 from tritonllm.engine.request import Request
 from tritonllm.engine.tokenizer import bad_word_ids
+from tritonllm.inputs import KNOWN_FORMS, Prompt, is_array, to_list
 from tritonllm.sampling_params import SamplingParams
-
-
-class TextPrompt(TypedDict, total=False):
-    prompt: str
-    cache_salt: str
-
-
-class TokensPrompt(TypedDict, total=False):
-    prompt_token_ids: list[int]
-    prompt: str
-    cache_salt: str
-
-
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
-KNOWN_FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
 
 @dataclass(frozen=True)
@@ -70,16 +56,24 @@ class InputProcessor:
     max_model_len: most tokens of prompt and output together.
     eos_token_ids: tokens that end an output.
     seed: the engine's, for requests without one.
+    default_params: of requests that bring none.
     """
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, max_model_len: int, eos_token_ids: frozenset[int], seed: int
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+        default_params: SamplingParams | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._seed = seed
+        self.default_params = default_params or SamplingParams()
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Token ids of a prompt in any of its forms.
@@ -122,30 +116,33 @@ class InputProcessor:
                 raise ValueError(f"prompt['cache_salt'] must be a string that is not empty, got {salt!r}")
             if ids is None:
                 return text, None, salt
-            if not isinstance(ids, Sequence) or isinstance(ids, str):
+            if isinstance(ids, str) or not (isinstance(ids, Sequence) or is_array(ids)):
                 raise ValueError(f"prompt['prompt_token_ids'] must be a list of integers, got {type(ids).__name__}")
-            return text, list(ids), salt
-        if isinstance(prompt, list | tuple | range):
-            return None, list(prompt), None
+            return text, to_list(ids), salt
+        if isinstance(prompt, list | tuple | range) or is_array(prompt):
+            return None, to_list(prompt), None
         raise ValueError(f"prompt must be {KNOWN_FORMS}, got {type(prompt).__name__}")
 
-    def check_params(self, params: SamplingParams) -> None:
-        """What only the engine can check of sampling parameters.
+    def take_params(self, params: SamplingParams | None) -> SamplingParams:
+        """A copy that the user cannot change, checked; of the defaults, if there are none.
 
         Raises:
-            ValueError: text features without a tokenizer, or token ids outside the vocabulary.
+            ValueError: a bad value, text features without a tokenizer, or token ids outside the vocabulary.
         """
+        params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        params = params.checked()
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise ValueError("stop and bad_words are text, but the engine has no tokenizer: use token ids")
-        for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
+        for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
             for word in words:
                 _check_text(name, word)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self._vocab_size:
                     raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self._vocab_size - 1}")
+        return params
 
     def requests(
         self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int, arrival: int

@@ -1,20 +1,22 @@
 """The offline interface: ``LLM(model).generate(prompts, SamplingParams(...))``, as in vLLM."""
 
-import dataclasses
+import copy
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.engine import LLMEngine
-from tritonllm.engine.input_processor import Prompt
 from tritonllm.engine.outputs import RequestOutput
+from tritonllm.inputs import Prompt, as_list
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.vllm_arguments import refuse
 
-Message = Mapping[str, Any]
+Progress = bool | Callable[..., Any]  # whether to show a bar, or what makes one, like tqdm
 
 
 class LLM:
@@ -23,21 +25,29 @@ class LLM:
     Args:
         model: a folder in Hugging Face format, or a hub id.
         kwargs: the fields of :class:`ModelConfig`, :class:`CacheConfig`, :class:`SchedulerConfig` and
-            :class:`EngineConfig`, by name. ``num_gpu_blocks_override`` is vLLM's name for ``num_blocks``.
+            :class:`EngineConfig`, or vLLM's names for them (:class:`EngineArgs`). Arguments that only vLLM has take
+            their neutral values (:mod:`tritonllm.vllm_arguments`).
 
     Raises:
         ValueError: an unknown argument, a bad value, or a model that cannot be loaded; says which and what to do.
     """
 
-    def __init__(self, model: str, *, tensor_parallel_size: int = 1, **kwargs: Any) -> None:
-        if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: only one GPU so far, leave it at 1")
-        if "num_gpu_blocks_override" in kwargs:
-            if "num_blocks" in kwargs:
-                raise ValueError("num_gpu_blocks_override and num_blocks are the same: give one")
-            kwargs["num_blocks"] = kwargs.pop("num_gpu_blocks_override")
+    def __init__(self, model: str, **kwargs: Any) -> None:
         self.engine = LLMEngine.from_config(EngineConfig.from_kwargs(model=model, **kwargs))
         self._ids = itertools.count()
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, under vLLM's name."""
+        return self.engine
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts. ``False``: a request of the engine runs, and nothing was forgotten."""
+        return self.engine.reset_prefix_cache()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """A copy of what holds where none are given; from ``generation_config.json``, see ``generation_config=``."""
+        return self.engine.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer; ``None`` with ``skip_tokenizer_init``."""
@@ -47,16 +57,18 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt.
 
         Args:
-            prompts: one or several of: text, a list of token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}``.
-            sampling_params: one for all, or one for each prompt.
-            use_tqdm: show a progress bar with throughput.
+            prompts: one or several of: text, a list, array or tensor of token ids, ``{"prompt": ...}``,
+                ``{"prompt_token_ids": [...]}``.
+            sampling_params: one for all, or one for each prompt; by default :meth:`get_default_sampling_params`.
+            use_tqdm: show a progress bar with throughput; or what makes the bar, like tqdm.
+            lora_request: none; there are no adapters yet.
             priority: one for each prompt (lower is earlier); needs ``policy="priority"``.
 
         Returns:
@@ -65,8 +77,10 @@ class LLM:
         Raises:
             ValueError: bad input, naming the prompt by its index; nothing was generated.
         """
-        batch = _as_list(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(batch))
+        _no_adapter(lora_request)
+        batch = as_list(prompts)
+        default = self.engine.inputs.default_params
+        params = _one_each("sampling_params", default if sampling_params is None else sampling_params, len(batch))
         priorities = [0] * len(batch) if priority is None else _one_each("priority", list(priority), len(batch))
         ids = [str(next(self._ids)) for _ in batch]
         try:
@@ -82,15 +96,17 @@ class LLM:
         try:
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-            final = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+            final = copy.copy(params)  # the engine checks it
+            final.output_kind = RequestOutputKind.FINAL_ONLY
             self.engine.add_request(request_id, prompt, final, priority=priority)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
 
-    def _run(self, total: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(self, total: int, use_tqdm: Progress) -> dict[str, RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         start, read, written = time.monotonic(), 0, 0
-        with tqdm(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
                     outputs[output.request_id] = output
@@ -106,56 +122,53 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of ``{"role": ..., "content": ...}``.
 
         Args:
-            chat_template: a Jinja template to use instead of the tokenizer's.
-            add_generation_prompt: end the prompt where the assistant's turn begins.
+            messages: content is text, or parts ``{"type": "text", "text": ...}``, which are joined by line ends.
+            sampling_params, use_tqdm, lora_request: as for :meth:`generate`.
+            chat_template, ...: see :class:`ChatOptions`.
 
         Raises:
-            ValueError: no tokenizer, no chat template, or a malformed conversation.
+            ValueError: no tokenizer, no chat template, a malformed conversation, or a template that fails on it.
         """
+        options: dict[str, Any] = {
+            "chat_template": chat_template,
+            "chat_template_content_format": chat_template_content_format,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+            "mm_processor_kwargs": mm_processor_kwargs,
+        }
+        _no_adapter(lora_request)
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        options: dict[str, Any] = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
         prompts = [self.render_chat(conversation, **options) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm)
 
-    def render_chat(
-        self,
-        conversation: Sequence[Message],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-    ) -> Prompt:
-        """The prompt that :meth:`chat` makes of one conversation; arguments and errors are the same."""
-        tokenizer = self.get_tokenizer()
-        if tokenizer is None:
-            raise ValueError("chat needs a tokenizer: leave out skip_tokenizer_init, or pass token ids to generate")
-        if not conversation or not all(isinstance(m, Mapping) and "role" in m for m in conversation):
-            raise ValueError("messages must be dicts with 'role' and 'content', at least one in a conversation")
-        if chat_template is None and not getattr(tokenizer, "chat_template", None):
-            raise ValueError("the model's tokenizer has no chat template: pass chat_template, or use generate")
-        text = tokenizer.apply_chat_template(
-            conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt, tokenize=False
-        )
-        # the template writes the special tokens itself
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    def render_chat(self, conversation: Sequence[Message], **options: Any) -> Prompt:
+        """The prompt that :meth:`chat` makes of one conversation; same errors, options as :class:`ChatOptions`."""
+        return render(self.get_tokenizer(), conversation, ChatOptions(**options))
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several? A list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _no_adapter(lora_request: Any) -> None:
+    """Raises:
+    ValueError: there is one.
+    """
+    requests = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
+    for request in requests:
+        if request is not None:
+            refuse("lora_request", request)
 
 
 def _one_each(name: str, values: Any, count: int) -> list[Any]:

@@ -1,15 +1,15 @@
-"""From a configuration to an engine that is ready to serve."""
+"""From a configuration to the parts of an engine that is ready to serve."""
 
 import dataclasses
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from tritonllm.config import EngineConfig, ModelConfig, SchedulerConfig
-from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.precompile import BackgroundCompiler, Target
 from tritonllm.engine.runner import ModelRunner
@@ -21,9 +21,14 @@ from tritonllm.models import checkpoint
 from tritonllm.models.interface import ModelFacts
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.spec import ModelSpec
+from tritonllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 SINGLE_THREAD_BELOW = 512  # hidden size
+DEFAULTED = {  # entry of generation_config.json: field of SamplingParams
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -118,10 +123,46 @@ def limit_cpu_threads(spec: ModelFacts) -> None:
         torch.set_num_threads(1)
 
 
-def end_tokens(spec: ModelFacts, generation_config: dict) -> frozenset[int]:
+def end_tokens(spec: ModelFacts, generation_config: dict[str, Any], tokenizer: Any = None) -> frozenset[int]:
+    """What ends an output: the ids of config.json and generation_config.json, and the tokenizer's ``eos_token``."""
     ids = generation_config.get("eos_token_id")
     more = [ids] if isinstance(ids, int) else list(ids or [])
-    return frozenset([*spec.eos_token_ids, *more])
+    own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(
+        token
+        for token in (*spec.eos_token_ids, *more, own)
+        if isinstance(token, int) and 0 <= token < spec.vocab_size  # a tokenizer may know tokens that the model lacks
+    )
+
+
+def read_generation_config(source: str, model: Path) -> dict[str, Any]:
+    """That of the model (``auto`` and ``vllm``), or of another folder.
+
+    Raises:
+        ValueError: no such folder, or no such file in it.
+    """
+    if source in ("auto", "vllm"):
+        return checkpoint.read_generation_config(model)
+    if not (Path(source) / "generation_config.json").is_file():
+        raise ValueError(
+            f"generation_config={source!r} must be auto, vllm, or a folder that holds generation_config.json"
+        )
+    return checkpoint.read_generation_config(Path(source))
+
+
+def default_params(source: str, generation_config: dict[str, Any]) -> SamplingParams:
+    """How a request is continued that brings no parameters; vLLM reads the same entries.
+
+    Raises:
+        ValueError: an entry outside its range.
+    """
+    if source == "vllm":
+        return SamplingParams()
+    values = {name: generation_config[entry] for entry, name in DEFAULTED.items() if entry in generation_config}
+    try:
+        return SamplingParams.from_optional(**{name: value for name, value in values.items() if value is not None})
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}; pass generation_config='vllm' to ignore it") from error
 
 
 def background_compiler(spec: ModelFacts, config: EngineConfig) -> AbstractContextManager[BackgroundCompiler | None]:
@@ -160,7 +201,16 @@ def log_ready(
     )
 
 
-def build_engine(config: EngineConfig) -> LLMEngine:
+class Parts(NamedTuple):
+    """What an engine is made of."""
+
+    config: EngineConfig  # its values are resolved
+    runner: ModelRunner
+    scheduler: Scheduler
+    inputs: InputProcessor
+
+
+def load_parts(config: EngineConfig) -> Parts:
     """Load a model and everything around it.
 
     Raises:
@@ -175,6 +225,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     trusted = model_config.trust_remote_code
     folder = checkpoint.resolve(model_config.model, model_config.revision, trust_remote_code=trusted)
     spec = read_spec(folder, trust_remote_code=trusted)
+    generation_config = read_generation_config(model_config.generation_config, folder)
+    defaults = default_params(model_config.generation_config, generation_config)
     with background_compiler(spec, config) as compiler:  # leaving the block waits for it
         device = resolve_device(model_config.device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -201,6 +253,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             load_format=model_config.load_format,
             seed=model_config.seed,
             trust_remote_code=trusted,
+            allow_nan=model_config.allow_nan,
         )
     runner = ModelRunner(model, config, device, limit)
     num_blocks = runner.fit_num_blocks()
@@ -213,8 +266,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     )
     runner.start(num_blocks, max_model_len)
     scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len)
-    eos = end_tokens(spec, checkpoint.read_generation_config(folder))
-    inputs = InputProcessor(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed)
+    eos = end_tokens(spec, generation_config, tokenizer)
+    inputs = InputProcessor(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed, defaults)
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
-    return LLMEngine(config, runner, scheduler, inputs)
+    return Parts(config, runner, scheduler, inputs)

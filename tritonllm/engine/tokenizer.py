@@ -1,5 +1,6 @@
 """Loading a tokenizer, with errors that say what to do."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,26 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         raise ValueError(
             f"tokenizer: none could be loaded from {name!r} ({type(error).__name__}: {error}). {WAY_OUT}"
         ) from error
+
+
+def render_template(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """What the chat template makes of a conversation.
+
+    Args:
+        options: ``chat_template`` and ``add_generation_prompt`` of the tokenizer's ``apply_chat_template``.
+
+    Raises:
+        ValueError: the template is no Jinja, asks for what the messages lack, or refuses them; with its own words.
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    try:
+        return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
+    # a template is a program: what it does with a message that it does not expect can be any of these
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"the chat template cannot render these messages: {error}") from error
 
 
 def bad_word_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

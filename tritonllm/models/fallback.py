@@ -18,6 +18,7 @@ from tritonllm.models import checkpoint
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.fallback_attention import PAGED, register
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder, refused
+from tritonllm.models.finite import not_finite, refuse
 
 _SAFETENSORS = {"auto": None, "safetensors": True, "pt": False}  # transformers' name of our load formats
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -158,6 +159,7 @@ def load_fallback(
     load_format: str,
     seed: int,
     max_model_len: int,
+    allow_nan: bool = False,
 ) -> TransformersDecoder:
     """Load a model and check that it can be served.
 
@@ -168,6 +170,7 @@ def load_fallback(
         load_format: which files, as in :func:`~tritonllm.models.weights.load_weights`; ``dummy`` makes weights up
             from ``seed`` as transformers initialises them.
         max_model_len: the longest sequence that may come.
+        allow_nan: take weights that are NaN or infinite.
 
     Raises:
         ValueError: weights that do not match the configuration (the message names a tensor), or a model that the
@@ -188,6 +191,9 @@ def load_fallback(
             lm = AutoModelForCausalLM.from_config(config, **settings).eval()
     else:
         lm = _load(folder, config, {**settings, "use_safetensors": _SAFETENSORS[load_format]}).to(device)
+        parameters = dict(lm.named_parameters())
+        if not allow_nan and (bad := not_finite(parameters)):
+            refuse(f"{folder}: ", ((name, parameters[name]) for name in parameters if name in bad))
     decoder = TransformersDecoder(lm.requires_grad_(False), spec, dtype=dtype, max_model_len=max_model_len)
     warnings.warn(
         f"{spec.architecture} is not a native family: transformers computes it, with our attention. This is slower and "

@@ -40,6 +40,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
+    allow_nan: bool = False,
 ) -> CausalLM:
     """Build the model and fill its weights.
 
@@ -49,6 +50,7 @@ def load_model(
         max_model_len: the longest sequence that may come.
         load_format: which files; ``dummy`` makes weights up from ``seed`` instead of reading them.
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
+        allow_nan: take weights that are NaN or infinite.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor.
@@ -65,12 +67,13 @@ def load_model(
             load_format=load_format,
             seed=seed,
             max_model_len=max_model_len,
+            allow_nan=allow_nan,
         )
     model = Decoder(spec, dtype=dtype, device=device, max_model_len=max_model_len)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:
-        load_weights(model, folder, load_format=load_format)
+        load_weights(model, folder, load_format=load_format, allow_nan=allow_nan)
     gigabytes = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
     source = "made up" if load_format == "dummy" else f"read from {folder}"
     logger.info("%.2f GB of weights %s in %.1f s", gigabytes, source, time.monotonic() - begin)

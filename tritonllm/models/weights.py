@@ -19,6 +19,7 @@ from tqdm import tqdm
 from tritonllm.layers.norm import Norm
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import is_extra, weight_map
+from tritonllm.models.finite import not_finite, refuse
 from tritonllm.models.slots import PIECE, Slot, parameter_shape, unfilled
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.tensor_files import (
@@ -55,7 +56,9 @@ def hf_tensors(model: Decoder) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, folder: Path, *, load_format: str = "auto", progress: bool | None = None) -> None:
+def load_weights(
+    model: Decoder, folder: Path, *, load_format: str = "auto", allow_nan: bool = False, progress: bool | None = None
+) -> None:
     """Fill ``model`` from the files of ``folder``, converting to the model's dtype.
 
     Names may lack their first component
@@ -64,12 +67,14 @@ def load_weights(model: Decoder, folder: Path, *, load_format: str = "auto", pro
     Args:
         load_format: ``safetensors`` reads ``model*.safetensors``, ``pt`` ``pytorch_model*.bin``, ``auto`` the first of
             them that is there.
+        allow_nan: take NaN and infinite values, too.
         progress: show a bar; ``None`` shows it if the standard error is a terminal.
 
     Raises:
         ValueError: no files; a file absent, truncated or corrupt; a tensor missing, left over, there twice, of a wrong
             shape or of a type that is neither floating point nor MXFP4; an output projection that differs from the
-            embeddings where ``config.json`` says they are tied. Nothing has been copied then.
+            embeddings where ``config.json`` says they are tied. Nothing has been copied then. Last, values that are NaN
+            or infinite in the model's dtype, unless ``allow_nan``.
     """
     stored = stored_tensors(folder, load_format)
     plan = _plan(model, stored, f"{folder}: ")
@@ -86,6 +91,9 @@ def load_weights(model: Decoder, folder: Path, *, load_format: str = "auto", pro
                     slot = plan.slots[name]
                     _write(slot, parameters[slot.parameter], read(file, name, stored[name]))
                     bar.update(stored[name].num_bytes)
+    if not allow_nan and (bad := not_finite(parameters)):
+        places = {name: slot for name, slot in plan.slots.items() if slot.parameter in bad}
+        refuse(f"{folder}: ", ((name, slot.place(parameters[slot.parameter])) for name, slot in places.items()))
 
 
 @torch.no_grad()

@@ -39,7 +39,8 @@ class FusedMoe(Problem):
         return (fused_moe(x["x"], x["w_gate_up"], x["w_down"], x["weights"], x["ids"]),)
 
     def reference(self, x: Inputs) -> tuple[torch.Tensor, ...]:
-        return (fused_moe_ref(x["x"].float(), x["w_gate_up"], x["w_down"], x["weights"], x["ids"]),)
+        exact = (x[name].float() for name in ("x", "w_gate_up", "w_down"))
+        return (fused_moe_ref(*exact, x["weights"], x["ids"]),)
 
     def work(self, x: Inputs) -> Work:
         of_one_expert = 3 * self.hidden * self.intermediate

@@ -13,6 +13,7 @@ from tritonllm.kernels import (
     paged_decode_attention,
     qk_norm_rope_store,
 )
+from tritonllm.kernels.attention.arguments import AttentionArgs, Heads, Hints, Pages
 from tritonllm.kernels.runtime import tuning
 
 FEW = {
@@ -159,9 +160,9 @@ def test_operator(device):
         device, [20, 3], rotary=0, norm=None, dtype=torch.float32, head_size=16
     )
     out = torch.empty(2, 4, 16, device=device)
-    numbers = (True, None, 1.0, 1e-6, 0.0, False)
-    nothing = (None,) * 5
-    args = (qkv, *rest, slots, tables, lens, *nothing, *numbers, out, *nothing, 0.25, 1.0, 0, 0.0)
+    heads, hints = Heads(None, None, None, None, 1e-6, 0.0, False), Hints(None, settled=True)
+    output = AttentionArgs(out, None, None, None, None, None, 0.25, 1.0, 0, 0.0)
+    args = (qkv, slots, 1.0, *Pages(*rest, tables, lens), *heads, *hints, *output)
     torch.library.opcheck(torch.ops.tritonllm.fused_decode_attention.default, args)
 
 

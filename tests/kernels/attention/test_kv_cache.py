@@ -118,6 +118,7 @@ BAD_STORE = [
     ({"v": torch.zeros(3, 2, 64).half()}, "v must be torch.float32"),
     ({"k": torch.zeros(3, 64, 2).transpose(1, 2)}, "k must be contiguous in its last dimension"),
     ({"k_cache": torch.zeros(4, 16, 1, 64)}, "k_cache must have shape"),
+    ({"k_cache": torch.zeros(4, 2, 16, 64)}, r"heads before its slots: the cache is \[blocks, block_size, kv_heads"),
     ({"k_cache": CACHE.half(), "v_cache": CACHE.half()}, "k_cache .* must have the dtype of k"),
     ({"v_cache": torch.zeros(5, 16, 2, 64)}, "v_cache must have shape"),
     ({"k_cache": torch.zeros(1, 300, 2, 64), "v_cache": torch.zeros(1, 300, 2, 64)}, "blocks of 1 to 256 slots"),

@@ -8,6 +8,7 @@ from support.attention import Problem, make_problem, options, shapes
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
 
 from tritonllm.kernels import paged_decode_attention, varlen_prefill_attention, varlen_prefill_attention_ref
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.runtime import tuning
 
 # Small tiles, so that small problems have several: few queries and few keys, more queries, more keys.
@@ -133,10 +134,12 @@ def test_bad_arguments(change, message):
 def test_operator(device):
     """Registered well enough for torch.compile: schema, fake tensors and functionalisation."""
     p = make_problem(device, [3, 1], [20, 3], head_size=16)
+    q, k_cache, v_cache, tables, begins, lens = p.prefill
+    given = (*Queries(q, begins, 3), *Pages(k_cache, v_cache, tables, lens), *Hints(None))
     nothing = (None, None, None, None)
     for lse in (None, torch.empty(4, 4, device=device)):
-        args = (*p.prefill, 3, True, None, torch.zeros(4, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
-        torch.library.opcheck(torch.ops.tritonllm.varlen_prefill_attention.default, args)
+        output = AttentionArgs(torch.zeros(4, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
+        torch.library.opcheck(torch.ops.tritonllm.varlen_prefill_attention.default, (*given, *output))
 
 
 REAL = [

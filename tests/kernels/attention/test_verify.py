@@ -6,6 +6,7 @@ from support.attention import make_problem, options, shapes, tree_masks
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
 
 from tritonllm.kernels import paged_verify_attention, paged_verify_attention_ref, varlen_prefill_attention_ref
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.runtime import tuning
 
 TINY = {
@@ -119,8 +120,10 @@ def test_bad_arguments(change, message):
 def test_operator(device):
     p = make_problem(device, [2, 1], [20, 3], head_size=16)
     for tree in (None, CHAIN.to(device)):
-        given = (*p.prefill, 2, tree, None, torch.empty(3, 4, 16, device=device), None, None, None, None, None)
-        torch.library.opcheck(torch.ops.tritonllm.paged_verify_attention.default, (*given, 0.25, 1.0, 0, 0.0))
+        q, k_cache, v_cache, tables, begins, lens = p.prefill
+        given = (*Queries(q, begins, 2, tree_mask=tree), *Pages(k_cache, v_cache, tables, lens), *Hints(None))
+        output = AttentionArgs(torch.empty(3, 4, 16, device=device), None, None, None, None, None, 0.25, 1.0, 0, 0.0)
+        torch.library.opcheck(torch.ops.tritonllm.paged_verify_attention.default, (*given, *output))
 
 
 @pytest.mark.gpu

@@ -81,6 +81,26 @@ def test_leading_dimensions(device, config, shape):
     assert_close(out, F.linear(x, weight))
 
 
+@pytest.mark.parametrize("config", [ROWS, TILES, TORCH], ids=lambda config: config["kernel"])
+@pytest.mark.parametrize(("n", "k"), [(6, 0), (0, 8), (0, 0)])
+def test_nothing_to_sum_or_to_write(device, config, n, k):
+    """A sum of nothing is 0; no columns are no work."""
+    x, weight = torch.ones(2, 3, k, device=device), torch.ones(n, k, device=device)
+    bias, norm_weight = torch.arange(float(n), device=device), torch.ones(k, device=device)
+    with tuning.override("linear", config):
+        for fn in (linear, linear_ref):
+            assert torch.equal(fn(x, weight), torch.zeros(2, 3, n, device=device))
+            assert torch.equal(fn(x, weight, bias, norm_weight=norm_weight), bias.expand(2, 3, n))
+            assert torch.equal(fn(x, weight, bias, activation="silu", gated=True), gate_of(bias).expand(2, 3, n // 2))
+            residual = torch.ones(2, 3, n, device=device)
+            assert torch.equal(fn(x, weight, bias, residual=residual, scale=0.5), 1 + 0.5 * bias.expand(2, 3, n))
+
+
+def gate_of(bias):
+    gate, up = bias.chunk(2)
+    return F.silu(gate) * up
+
+
 def test_reference_matches_torch(device):
     """The reference itself, against torch's operations in turn."""
     x, weight, bias = (torch.randn(*shape, device=device) for shape in ((3, 20), (16, 20), (16,)))
@@ -144,6 +164,7 @@ ZEROS = {"x": torch.zeros(2, 8), "weight": torch.zeros(6, 8)}
         ({"x": torch.zeros(1, 2, 8), "out": torch.zeros(1, 2, 7)[..., :6]}, "out must be contiguous if it has more"),
         ({"workspace": torch.zeros(0, dtype=torch.int32)}, "workspace must have 1 elements or more, got 0"),
         ({"workspace": torch.zeros(9)}, "workspace must be torch.int32"),
+        ({"scale": 0.5}, r"scale=0\.5 needs residual"),
     ],
 )
 def test_bad_arguments(changes, names):

@@ -12,6 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tritonllm.kernels import fused_moe, fused_moe_ref, moe_route
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS
+from tritonllm.kernels.moe.arguments import Result
 from tritonllm.kernels.runtime import tuning
 
 SMALL_TILE = {"kernel": "portable", "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 2, "num_warps": 1}
@@ -286,6 +287,7 @@ GOOD = {
         ({"down_bias": torch.zeros(2, 8)}, r"down_bias must have shape \[3, 8\], got \[2, 8\]"),
         ({"down_bias": torch.zeros(3, 8, device="meta")}, "down_bias must be on cpu"),
         ({"expert_map": torch.zeros(5)}, "expert_map must be torch.int32"),
+        ({"scale": 0.5}, r"scale=0\.5 needs residual"),
         ({"residual": torch.zeros(3, 8)}, r"residual must have shape \[2, 8\], got \[3, 8\]"),
         ({"residual": torch.zeros(2, 8, dtype=torch.float16)}, "residual must have the dtype of x"),
     ],
@@ -301,11 +303,14 @@ def test_operator(device):
     expert_map = torch.tensor([0, -1, 1], dtype=torch.int32, device=device)
     biases = random_biases(w_down, torch.bfloat16).values()
     op = torch.ops.tritonllm.fused_moe.default
-    args = (x, w_gate_up, w_down, weights, ids)
-    torch.library.opcheck(op, (*args, None, None, None, torch.empty_like(x), None, None, "silu", False, 1.0, 0.0, 0.0))
-    norm = (torch.rand(16, device=device), torch.empty_like(x))
-    rest = (*norm, "swigluoai", True, 0.5, 1e-6, 1.0)
-    torch.library.opcheck(op, (*args, *biases, expert_map, torch.rand_like(x), *rest))
+    experts, result = (
+        (w_gate_up, w_down, None, None, "silu"),
+        Result(torch.empty_like(x), False, 1.0, None, None, 0.0, 0.0),
+    )
+    torch.library.opcheck(op, (x, *experts, weights, ids, None, *result))
+    experts = (w_gate_up, w_down, *biases, "swigluoai")
+    norm = (torch.empty_like(x), torch.rand(16, device=device), 1e-6, 1.0)
+    torch.library.opcheck(op, (x, *experts, weights, ids, expert_map, torch.rand_like(x), True, 0.5, *norm))
 
 
 def real_problem(tokens, experts, top_k, n, i, dtype, device):

@@ -121,7 +121,7 @@ def test_programs_choose_for_one_token(device, tokens, n, groups, chooses):
     args = problem(tokens, 8, n, 8, torch.float32, device)
     with kernels(direct=True), patch.object(moe_direct, "launch", wraps=moe_direct.launch) as launch:
         moe_from_logits(*args, 2, num_groups=groups)
-    assert isinstance(launch.call_args.args[3], moe_direct.Routing) == chooses
+    assert isinstance(launch.call_args.args[2], moe_direct.Routing) == chooses
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,7 @@ def test_programs_choose_for_one_token(device, tokens, n, groups, chooses):
         ({"correction_bias": torch.zeros(3)}, r"bias must have shape \[4\]"),
         ({"w_down": torch.zeros(4, 8, 5)}, "w_gate_up must have shape"),
         ({"activation": "relu"}, "activation must be one of"),
+        ({"scale": 0.5}, r"scale=0\.5 needs residual"),
         ({"residual": torch.zeros(3, 8)}, "residual must have shape"),
         ({"norm_weight": torch.zeros(6)}, r"norm_weight must have shape \[8\]"),
         ({"norm_weight": torch.zeros(8, dtype=torch.int32)}, "norm_weight must be torch.float16"),
@@ -149,12 +150,12 @@ def test_bad_arguments(kwargs, names):
 
 def test_operator(device):
     """Registered well enough for torch.compile: schema, fake tensors and functionalisation."""
-    args = problem(2, 4, 16, 16, torch.float32, device)
+    x, logits, *experts = problem(2, 4, 16, 16, torch.float32, device)
     out = torch.rand(2, 16, device=device)
     op = torch.ops.tritonllm.moe_from_logits.default
-    for norm in ((None, None), (torch.rand(16, device=device), torch.empty(2, 16, device=device))):
-        rest = (2, True, "softmax", 1, 1, 1.0, "silu", True, 1.0, 1e-6, 0.0)
-        torch.library.opcheck(op, (*args, None, None, None, out, *norm, *rest))
+    rule, experts = (True, "softmax", 1, 1, 1.0), (*experts, None, None, "silu")
+    for norm in ((None, None), (torch.empty(2, 16, device=device), torch.rand(16, device=device))):
+        torch.library.opcheck(op, (x, logits, None, 2, *rule, *experts, out, True, 1.0, *norm, 1e-6, 0.0))
 
 
 @pytest.mark.gpu

@@ -213,8 +213,8 @@ def test_operators(device):
         torch.tensor([1, 0], dtype=torch.int32, device=device),
         torch.zeros(2, dtype=torch.int64, device=device),
     )
-    given = (torch.randn(2, 9, device=device), torch.ones(2, device=device), None, None, None, numbers, numbers)
-    arguments = (*given, None, numbers.clone(), seats, list(edits))
+    parameters = (torch.ones(2, device=device), None, None, None, numbers, numbers)
+    arguments = (torch.randn(2, 9, device=device), None, numbers.clone(), seats, *parameters, *edits)
     torch.library.opcheck(torch.ops.tritonllm.sample_edited.default, arguments)
     counts = (numbers, seats, edits.output_counts, edits.recent)
     torch.library.opcheck(torch.ops.tritonllm.count_tokens.default, counts)

@@ -88,6 +88,24 @@ def test_many(device, top_n):
     assert_same(token_logprobs(logits, chosen, top_n), token_logprobs_ref(logits, chosen, top_n))
 
 
+@given(
+    vocab=st.sampled_from([33, 130, 300]),
+    beyond=st.integers(1, 90),
+    dtype=st.sampled_from(FLOATS),
+    few_values=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_many_with_ties_and_no_numbers(device, vocab, beyond, dtype, few_values, seed):
+    """Beyond the tokens that the kernel selects, too, the lower of equals comes first, NaN is -inf and +inf finite."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, vocab, generator=g) * 4
+    logits = logits.round().clamp(-1, 1) if few_values else logits  # with 0 and -0, which are equal
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf])[torch.randint(3, (2, vocab), generator=g)]
+    logits[0] = torch.where(torch.rand(vocab, generator=g) < 0.3, odd[0], logits[0])
+    arguments = logits.to(device, dtype), torch.tensor([7, 32], device=device), MOST_SELECTED + beyond
+    assert_same(token_logprobs(*arguments), token_logprobs_ref(*arguments))
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [

@@ -8,7 +8,7 @@ from support.compare import FLOATS
 from support.limits import check_limits
 
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.sampling.common import scan
+from tritonllm.kernels.sampling.common import Parameters, scan
 from tritonllm.kernels.sampling.row_limits import find_row_limits
 
 
@@ -17,7 +17,9 @@ def check(logits, temperature, top_k, top_p, min_p):
     positions, vocab = logits.shape[1:]
     group_max, group_sum = scan(logits, temperature)
     groups = torch.empty_like(group_max, dtype=torch.int32)
-    limits = find_row_limits(logits, (temperature, top_k, top_p, min_p), group_max, group_sum, groups)
+    limits = find_row_limits(
+        logits, Parameters(temperature, top_k, top_p, min_p, None, None), group_max, group_sum, groups
+    )
     rows = logits.reshape(-1, vocab)
     parameters = [t.repeat_interleave(positions) for t in (temperature, top_k, top_p, min_p)]
     drawn = (parameters[0] >= 1e-5) & (rows > -torch.inf).any(-1)
@@ -67,7 +69,7 @@ def test_rows_may_lie_apart(device):
 def test_without_limits_nothing_is_launched(device):
     logits, temperature, *_ = make_case(2, 1, 300, torch.float32, 2, device)
     groups = torch.empty(2, 3, device=device)
-    assert find_row_limits(logits, (temperature, None, None, None), groups, groups, groups.int()) is None
+    assert find_row_limits(logits, Parameters(temperature, *[None] * 5), groups, groups, groups.int()) is None
 
 
 @pytest.mark.gpu

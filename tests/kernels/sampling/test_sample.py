@@ -253,7 +253,7 @@ def test_operator(device, limits):
     optional = optional if limits else [None] * 3
     out = torch.empty(2, dtype=torch.int64, device=device)
     workspace = torch.zeros(3, dtype=torch.int32, device=device) if limits else None
-    arguments = (torch.randn(2, 9, device=device), temperature, *optional, seeds, steps, workspace, out)
+    arguments = (torch.randn(2, 9, device=device), workspace, out, temperature, *optional, seeds, steps)
     torch.library.opcheck(torch.ops.tritonllm.sample.default, arguments)
 
 

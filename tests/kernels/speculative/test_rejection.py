@@ -348,15 +348,15 @@ def test_operator(device, with_probs):
         ids,
         probs if with_probs else None,
         logits,
+        None,
+        out,
+        accepted,
         temperature,
         top_k,
         top_p,
         None,
         seeds,
         steps,
-        None,
-        out,
-        accepted,
     )
     torch.library.opcheck(torch.ops.tritonllm.rejection_sample.default, arguments)
 

@@ -207,7 +207,7 @@ def test_bad_arguments(change, names):
 def test_operator(device):
     ids, parents, logits, (temperature, top_k, top_p, seeds, steps) = make_tree(2, 2, 9, 0, device)
     out = torch.empty(2, 3, dtype=torch.int64, device=device)
-    given = (ids, parents, logits, temperature, top_k, top_p, None, seeds, steps, None, out, seeds.clone(), out.clone())
+    given = (ids, parents, logits, None, out, seeds.clone(), out.clone(), temperature, top_k, top_p, None, seeds, steps)
     torch.library.opcheck(torch.ops.tritonllm.rejection_sample_tree.default, given)
 
 

@@ -12,17 +12,17 @@ tiles of queries, so the shared keys are divided into parts, each a sequence of 
 tiles fill the chip.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch.nn.functional import pad
 
-from tritonllm.kernels.attention.decode import paged_decode_attention, paged_decode_attention_ref
-from tritonllm.kernels.attention.merge import merge_attention_states, merge_attention_states_ref
-from tritonllm.kernels.attention.prefill import varlen_prefill_attention, varlen_prefill_attention_ref
+from tritonllm.kernels.attention.decode import paged_decode_attention
+from tritonllm.kernels.attention.merge import merge_attention_states
+from tritonllm.kernels.attention.prefill import varlen_prefill_attention
 from tritonllm.kernels.runtime.checks import check_tensor, require
+from tritonllm.kernels.runtime.registry import with_reference
 
 MAX_PARTS = 16
 
@@ -119,37 +119,6 @@ def _check_plan(q: torch.Tensor, plan: CascadePlan) -> None:
     check_tensor("plan.shares", plan.shares, (batch,), dtype=torch.bool, like=q)
 
 
-def _cascade(
-    prefill: Callable[..., Any],
-    decode: Callable[..., Any],
-    merge: Callable[..., Any],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    plan: CascadePlan,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor | None,
-    return_lse: bool,
-    workspace: torch.Tensor | None,
-    options: dict[str, Any],
-) -> Any:
-    _check_plan(q, plan)
-    parts = len(plan.prefix_lens)
-    prefix_out, prefix_lse = prefill(
-        *(q if parts == 1 else q.repeat(parts, 1, 1), k_cache, v_cache),
-        *(plan.prefix_tables, plan.prefix_cu_seqlens, plan.prefix_lens),
-        max_seqlen_q=max(1, len(q)),
-        causal=False,
-        return_lse=True,
-        workspace=workspace,
-        **options,
-    )
-    tables = plan.suffix_tables, plan.suffix_lens
-    suffix = decode(q, k_cache, v_cache, *tables, sinks=sinks, return_lse=True, workspace=workspace, **options)
-    prefix = prefix_out.view(parts, *q.shape), prefix_lse.view(parts, *q.shape[:2])
-    return merge(*prefix, *suffix, use_a=plan.shares, out=out, return_lse=return_lse)
-
-
 def cascade_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -182,27 +151,20 @@ def cascade_decode_attention(
     Raises:
         ValueError: a shape, dtype, device or number that does not fit, or a float8 cache on a GPU without float8.
     """
-    ops = varlen_prefill_attention, paged_decode_attention, merge_attention_states
-    options = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
-    return _cascade(*ops, q, k_cache, v_cache, plan, sinks, out, return_lse, workspace, options)
+    _check_plan(q, plan)
+    parts = len(plan.prefix_lens)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
+    options |= {"return_lse": True, "workspace": workspace}
+    prefix_out, prefix_lse = varlen_prefill_attention(
+        *(q if parts == 1 else q.repeat(parts, 1, 1), k_cache, v_cache),
+        *(plan.prefix_tables, plan.prefix_cu_seqlens, plan.prefix_lens),
+        max_seqlen_q=max(1, len(q)),
+        causal=False,
+        **options,
+    )
+    suffix = paged_decode_attention(q, k_cache, v_cache, plan.suffix_tables, plan.suffix_lens, sinks=sinks, **options)
+    prefix = prefix_out.view(parts, *q.shape), prefix_lse.view(parts, *q.shape[:2])
+    return merge_attention_states(*prefix, *suffix, use_a=plan.shares, out=out, return_lse=return_lse)
 
 
-def cascade_decode_attention_ref(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    plan: CascadePlan,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    workspace: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`cascade_decode_attention` in plain torch (it waits for the device to read the lengths)."""
-    ops = varlen_prefill_attention_ref, paged_decode_attention_ref, merge_attention_states_ref
-    options = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
-    return _cascade(*ops, q, k_cache, v_cache, plan, sinks, out, return_lse, workspace, options)
+cascade_decode_attention_ref = with_reference(cascade_decode_attention)

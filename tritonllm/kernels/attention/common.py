@@ -5,12 +5,12 @@ cache in blocks (Kwon et al., "PagedAttention", 2023). Logits are kept in base 2
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.attention.arguments import AttentionArgs, Options, Pages, Scales
 from tritonllm.kernels.runtime.checks import FLOATS, check_same_dtype, check_tensor, require
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -154,28 +154,24 @@ def finish_softmax(b_acc, b_m, b_l):
     return b_acc / b_divisor[:, None], b_lse
 
 
-class AttentionArgs(NamedTuple):
-    """The checked arguments of an attention operator, in the order in which both operators end."""
-
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    scale: float  # of the logits, with k_scale if that is a number
-    v_factor: float  # v_scale if that is a number
-    window: int  # 0: none
-    softcap: float  # 0: none
+CACHE_ORDER = "the cache is [blocks, block_size, kv_heads, head_size]"
 
 
 def check_caches(
     k_cache: torch.Tensor, v_cache: torch.Tensor, kv_heads: int | str, head_size: int | str, *, like: torch.Tensor
 ) -> None:
     """Check that both caches are ``[P, S, K, D]`` of one dtype on the device of ``like``, with S from 1 to 256."""
+    if isinstance(k_cache, torch.Tensor) and k_cache.dim() == 4 and isinstance(kv_heads, int):
+        require(
+            k_cache.shape[1] != kv_heads or k_cache.shape[2] == kv_heads,
+            f"k_cache has shape {list(k_cache.shape)}, with its {kv_heads} heads before its slots: {CACHE_ORDER}",
+        )
     check_tensor("k_cache", k_cache, ("P", "S", kv_heads, head_size), dtype=(*FLOATS, torch.float8_e4m3fn), like=like)
     check_tensor("v_cache", v_cache, k_cache.shape, dtype=k_cache.dtype, like=like)
-    require(1 <= k_cache.shape[1] <= 256, f"k_cache must have blocks of 1 to 256 slots, got {k_cache.shape[1]}")
+    require(
+        1 <= k_cache.shape[1] <= 256,
+        f"k_cache must have blocks of 1 to 256 slots, got {k_cache.shape[1]}: {CACHE_ORDER}",
+    )
 
 
 def check_cache_dtype(k_cache: torch.Tensor, name: str, x: torch.Tensor) -> None:
@@ -194,44 +190,37 @@ def require_float8(t: torch.Tensor) -> None:
         )
 
 
-def check_scale(name: str, scale: float | torch.Tensor | None, heads: int, like: torch.Tensor) -> None:
-    """Check a cache scale: None, a positive number, or a float32 tensor with one per key/value head."""
+def _split_scale(
+    name: str, scale: float | torch.Tensor | None, heads: int, like: torch.Tensor
+) -> tuple[torch.Tensor | None, float]:
     if isinstance(scale, torch.Tensor):
         check_tensor(name, scale, (heads,), dtype=torch.float32, like=like)
-    elif scale is not None:
-        require(scale > 0 and math.isfinite(scale), f"{name} must be positive and finite, got {scale}")
-
-
-def split_scale(scale: float | torch.Tensor | None) -> tuple[torch.Tensor | None, float]:
-    """A cache scale as (per-head tensor or None, number)."""
-    if isinstance(scale, torch.Tensor):
         return scale, 1.0
-    return None, 1.0 if scale is None else float(scale)
+    if scale is None:
+        return None, 1.0
+    require(scale > 0 and math.isfinite(scale), f"{name} must be positive and finite, got {scale}")
+    return None, float(scale)
+
+
+def check_scales(
+    k_scale: float | torch.Tensor | None, v_scale: float | torch.Tensor | None, heads: int, like: torch.Tensor
+) -> Scales:
+    """Check the caches' scales: each None, a positive number, or a float32 tensor with one per key/value head."""
+    k_scale, k_factor = _split_scale("k_scale", k_scale, heads, like)
+    v_scale, v_factor = _split_scale("v_scale", v_scale, heads, like)
+    return Scales(k_scale, v_scale, k_factor, v_factor)
 
 
 def check_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    k_scale: float | torch.Tensor | None,
-    v_scale: float | torch.Tensor | None,
-    out: torch.Tensor | None,
-    return_lse: bool,
-    *,
-    batch: int,
+    q: torch.Tensor, pages: Pages, options: Options, out: torch.Tensor | None, return_lse: bool, *, batch: int
 ) -> AttentionArgs:
     """Check the arguments that both attention operations take, and allocate the outputs.
 
     Raises:
         ValueError: a wrong shape, dtype, device or number; the message names the argument.
     """
+    k_cache, v_cache, block_tables, seq_lens = pages
+    scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale = options
     check_tensor("q", q, ("T", "H", "D"))
     rows, heads, head_size = q.shape
     require(
@@ -243,7 +232,7 @@ def check_attention(
     kv_heads = k_cache.shape[2]
     require(
         kv_heads > 0 and heads > 0 and heads % kv_heads == 0,
-        f"q must have a multiple of k_cache's {kv_heads} heads, got {heads}",
+        f"q must have a multiple of k_cache's {kv_heads} heads, got {heads}: {CACHE_ORDER}",
     )
     check_tensor("seq_lens", seq_lens, (batch,), dtype=torch.int32, like=q)
     check_tensor("block_tables", block_tables, (batch, "M"), dtype=torch.int32, like=q)
@@ -255,16 +244,14 @@ def check_attention(
     for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if t is not None:
             check_tensor(name, t, (heads,), dtype=FLOATS, like=q)
-    check_scale("k_scale", k_scale, kv_heads, q)
-    check_scale("v_scale", v_scale, kv_heads, q)
+    scales = check_scales(k_scale, v_scale, kv_heads, q)
     if out is None:
         out = torch.empty((rows, heads, head_size), dtype=q.dtype, device=q.device)
     check_tensor("out", out, q.shape, dtype=q.dtype, like=q)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device) if return_lse else None
-    k_scale, k_factor = split_scale(k_scale)
-    v_scale, v_factor = split_scale(v_scale)
     return AttentionArgs(
-        out, lse, sinks, alibi_slopes, k_scale, v_scale, scale * k_factor, v_factor, window or 0, float(softcap)
+        *(out, lse, sinks, alibi_slopes, scales.k_scale, scales.v_scale),
+        *(scale * scales.k_factor, scales.v_factor, window or 0, float(softcap)),
     )
 
 

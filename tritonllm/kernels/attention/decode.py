@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import triton
 
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
-    AttentionArgs,
     check_attention,
     dtype_name,
     reference_attention,
@@ -24,7 +24,7 @@ from tritonllm.kernels.attention.portable.few import few_config, launch_few
 from tritonllm.kernels.attention.portable.split import launch_split, split_config
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 WORKSPACE_SIZE = 4096  # as many stretches of work as any configuration asks for, and a few more
 
@@ -99,29 +99,22 @@ def default_config(
     return split_config(head_size, group, programs, dtype)
 
 
-def config_key(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    batch: int,
-    max_seqlen_q: int,
-) -> dict[str, Any]:
+def config_key(q: torch.Tensor, pages: Pages, max_seqlen_q: int = 1) -> dict[str, Any]:
     """What a configuration depends on."""
     _, heads, head_size = q.shape
-    _, size, kv_heads, _ = k_cache.shape
+    _, size, kv_heads, _ = pages.k_cache.shape
     arch = "any"
     if chip.on_sm90(q.device):
         from tritonllm.kernels.attention.sm90 import decode as sm90  # Gluon is not there for every GPU
 
-        arch = "sm90" if sm90.fits(q, k_cache, v_cache) else "any"
+        arch = "sm90" if sm90.fits(q, pages.k_cache, pages.v_cache) else "any"
     return {
         "head_size": head_size,
         "group": heads // kv_heads * max_seqlen_q,
-        "programs": batch * kv_heads,
-        "capacity": block_tables.shape[1] * size,
+        "programs": len(pages.seq_lens) * kv_heads,
+        "capacity": pages.block_tables.shape[1] * size,
         "dtype": dtype_name(q),
-        "cache_dtype": dtype_name(k_cache),
+        "cache_dtype": dtype_name(pages.k_cache),
         "arch": arch,
     }
 
@@ -132,34 +125,22 @@ def check_workspace(workspace: torch.Tensor | None, like: torch.Tensor) -> None:
         require(len(workspace) >= 1, "workspace must have at least 1 element, got none")
 
 
-def check_order(order: torch.Tensor | None, q: torch.Tensor) -> None:
-    if order is not None:
-        check_tensor("order", order, (len(q),), dtype=torch.int32, like=q)
+def check_hints(hints: Hints, q: torch.Tensor) -> None:
+    check_workspace(hints.workspace, q)
+    if hints.order is not None:
+        check_tensor("order", hints.order, (len(q),), dtype=torch.int32, like=q)
 
 
-def launch_balanced(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    tree_mask: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    settled: bool,
-    order: torch.Tensor | None,
-    args: AttentionArgs,
-    config: tuning.Config,
-) -> None:
-    """Launch the balanced kernel, or Hopper's, for ``q[T, H, D]``; without ``cu_seqlens_q`` T is B."""
+def launch_balanced(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
+    """Launch the balanced kernel, or Hopper's, for tokens that see those before them, or a tree's ancestors."""
     config = dict(config)
     if config.pop("kernel") == "sm90":
         from tritonllm.kernels.attention.sm90 import decode as sm90
 
-        tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-        sm90.launch(*tensors, max_seqlen_q, tree_mask, workspace, settled, order, args, config)
+        sm90.launch(queries, pages, hints, args, config)
         return
+    (q, cu_seqlens_q, max_seqlen_q, _, tree_mask), (k_cache, v_cache, block_tables, seq_lens) = queries, pages
+    workspace = hints.workspace
     batch, heads, head_size = len(seq_lens), *q.shape[1:]
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
@@ -195,41 +176,18 @@ def launch_balanced(
     )
 
 
-def launch_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    workspace: torch.Tensor | None,
-    settled: bool,
-    order: torch.Tensor | None,
-    args: AttentionArgs,
-    config: tuning.Config,
-) -> None:
+def launch_decode(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
     """Launch the configuration's kernel for ``q[B, H, D]``."""
     if config["kernel"] == "few":
-        launch_few(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, args, config)
+        launch_few(q, pages, hints, args, config)
     elif config["kernel"] == "split":
-        launch_split(q, k_cache, v_cache, block_tables, seq_lens, args, config)
+        launch_split(q, pages, args, config)
     else:
-        launch_balanced(
-            q, k_cache, v_cache, block_tables, None, seq_lens, 1, None, workspace, settled, order, args, config
-        )
+        launch_balanced(Queries(q), pages, hints, args, config)
 
 
-def decode_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    workspace: torch.Tensor | None,
-    settled: bool,
-    order: torch.Tensor | None,
-    *rest: Any,
-) -> None:
-    args = AttentionArgs(*rest)
+def _reference(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
+    k_cache, v_cache, block_tables, seq_lens = pages
     query_pos = (seq_lens - 1)[:, None]
     blocks = triton.cdiv(int(seq_lens.max()), k_cache.shape[1]) if len(seq_lens) else 0
     visible = visible_keys(query_pos, seq_lens, blocks * k_cache.shape[1], causal=False, window=args.window)
@@ -239,34 +197,13 @@ def decode_reference(
         args.lse.copy_(lse[:, 0])
 
 
-@register_op(mutates=("workspace", "out", "lse"), reference=decode_reference)
-def _paged_decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    workspace: torch.Tensor | None,
-    settled: bool,
-    order: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    scale: float,
-    v_factor: float,
-    window: int,
-    softcap: float,
-) -> None:
-    require_float8(k_cache)
+@register_op(mutates=("workspace", "out", "lse"), reference=_reference)
+def _paged_decode_attention(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
+    require_float8(pages.k_cache)
     if len(q) == 0:
         return
-    args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
-    key = config_key(q, k_cache, v_cache, block_tables, len(q), 1)
-    config = tuning.get_config("paged_decode_attention", q.device, default_config, **key)
-    launch_decode(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, args, config)
+    config = tuning.get_config("paged_decode_attention", q.device, default_config, **config_key(q, pages))
+    launch_decode(q, pages, hints, args, config)
 
 
 def paged_decode_attention(
@@ -324,44 +261,12 @@ def paged_decode_attention(
     Raises:
         ValueError: a shape, dtype, device or number that does not fit, or a float8 cache on a GPU without float8.
     """
-    args = check_attention(
-        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=len(q),
-    )
-    check_workspace(workspace, q)
-    check_order(order, q)
-    _paged_decode_attention(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, *args)
+    pages, hints = Pages(k_cache, v_cache, block_tables, seq_lens), Hints(workspace, settled, order)
+    options = Options(scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
+    args = check_attention(q, pages, options, out, return_lse, batch=len(q))
+    check_hints(hints, q)
+    _paged_decode_attention(q, *pages, *hints, *args)
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def paged_decode_attention_ref(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    workspace: torch.Tensor | None = None,
-    settled: bool = False,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`paged_decode_attention` in plain torch (it waits for the device to read the longest length)."""
-    args = check_attention(
-        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=len(q),
-    )
-    check_workspace(workspace, q)
-    check_order(order, q)
-    decode_reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, *args)
-    return args.out if args.lse is None else (args.out, args.lse)
+paged_decode_attention_ref = with_reference(paged_decode_attention)

@@ -5,103 +5,52 @@
 which costs less than to wait for a kernel that does it once. Elsewhere the two are launched in turn.
 """
 
-from typing import Any
-
 import torch
 
-from tritonllm.kernels.attention.common import AttentionArgs, check_attention, require_float8
-from tritonllm.kernels.attention.decode import (
-    check_order,
-    check_workspace,
-    config_key,
-    decode_reference,
-    default_config,
-    launch_decode,
-)
+from tritonllm.kernels.attention.arguments import AttentionArgs, Heads, Hints, Options, Pages, Scales, Slots
+from tritonllm.kernels.attention.common import check_attention, require_float8
+from tritonllm.kernels.attention.decode import check_hints, config_key, default_config, launch_decode
 from tritonllm.kernels.attention.portable.few import Projection, launch_few
-from tritonllm.kernels.attention.qk_norm_rope import check_projection, qk_norm_rope_store_reference, split_heads
+from tritonllm.kernels.attention.qk_norm_rope import check_projection, split_heads
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.registry import OPS, register_op
+from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
 
 
 def _reference(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    settled: bool,
-    order: torch.Tensor | None,
     k_factor: float,
-    eps: float,
-    weight_offset: float,
-    interleaved: bool,
-    *rest: Any,
+    pages: Pages,
+    heads: Heads,
+    hints: Hints,
+    args: AttentionArgs,
 ) -> None:
-    args = AttentionArgs(*rest)
-    qk_norm_rope_store_reference(
-        *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, args.k_scale),
-        *(args.v_scale, k_factor, args.v_factor, eps, weight_offset, interleaved, settled),
-    )
-    q = split_heads(qkv, k_cache)[0]
-    decode_reference(q, k_cache, v_cache, block_tables, seq_lens, workspace, settled, order, *args)
+    scales = Scales(args.k_scale, args.v_scale, k_factor, args.v_factor)
+    OPS["qk_norm_rope_store"](qkv, hints.settled, *pages[:2], slot_mapping, *heads, *scales)
+    OPS["paged_decode_attention"](split_heads(qkv, pages.k_cache)[0], *pages, *hints, *args)
 
 
 @register_op(mutates=("qkv", "k_cache", "v_cache", "workspace", "out", "lse"), reference=_reference)
 def _fused_decode_attention(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    settled: bool,
-    order: torch.Tensor | None,
     k_factor: float,
-    eps: float,
-    weight_offset: float,
-    interleaved: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    scale: float,
-    v_factor: float,
-    window: int,
-    softcap: float,
+    pages: Pages,
+    heads: Heads,
+    hints: Hints,
+    args: AttentionArgs,
 ) -> None:
-    require_float8(k_cache)
+    require_float8(pages.k_cache)
     if len(qkv) == 0:
         return
-    args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
-    q = split_heads(qkv, k_cache)[0]
-    key = config_key(q, k_cache, v_cache, block_tables, len(q), 1)
-    config = tuning.get_config("paged_decode_attention", q.device, default_config, **key)
-    tables = (block_tables, seq_lens, workspace, settled)
+    q = split_heads(qkv, pages.k_cache)[0]
+    config = tuning.get_config("paged_decode_attention", q.device, default_config, **config_key(q, pages))
+    scales = Scales(args.k_scale, args.v_scale, k_factor, args.v_factor)
     if config["kernel"] == "few":
-        scaled = k_scale is not None or v_scale is not None or k_factor != 1 or v_factor != 1
-        rows = (slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_factor, v_factor)
-        projection = Projection(*rows, scaled, eps, weight_offset, interleaved)
-        launch_few(qkv, k_cache, v_cache, *tables, args, config, projection)
+        launch_few(qkv, pages, hints, args, config, Projection(slot_mapping, heads, scales))
         return
-    OPS["qk_norm_rope_store"](
-        *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale),
-        *(k_factor, v_factor, eps, weight_offset, interleaved, settled),
-    )
-    launch_decode(q, k_cache, v_cache, *tables, order, args, config)
+    OPS["qk_norm_rope_store"](qkv, hints.settled, *pages[:2], slot_mapping, *heads, *scales)
+    launch_decode(q, pages, hints, args, config)
 
 
 def fused_decode_attention(
@@ -149,66 +98,14 @@ def fused_decode_attention(
     Raises:
         ValueError: as those two do.
     """
-    rows = (positions, cos_sin_cache, q_weight, k_weight)
-    k_factor = check_projection(qkv, k_cache, v_cache, slot_mapping, *rows, k_scale, v_scale)[2]
-    args = check_attention(
-        *(split_heads(qkv, k_cache)[0], k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=len(qkv),
-    )
-    check_workspace(workspace, qkv)
-    check_order(order, qkv)
-    _fused_decode_attention(
-        *(qkv, k_cache, v_cache, slot_mapping, block_tables, seq_lens, *rows, workspace, settled, order),
-        *(k_factor, eps, weight_offset),
-        interleaved,
-        *args,
-    )
+    heads = Heads(positions, cos_sin_cache, q_weight, k_weight, eps, weight_offset, interleaved)
+    k_factor = check_projection(qkv, Slots(k_cache, v_cache, slot_mapping), heads, k_scale, v_scale).k_factor
+    pages, hints = Pages(k_cache, v_cache, block_tables, seq_lens), Hints(workspace, settled, order)
+    options = Options(scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
+    args = check_attention(split_heads(qkv, k_cache)[0], pages, options, out, return_lse, batch=len(qkv))
+    check_hints(hints, qkv)
+    _fused_decode_attention(qkv, slot_mapping, k_factor, *pages, *heads, *hints, *args)
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def fused_decode_attention_ref(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    cos_sin_cache: torch.Tensor | None = None,
-    *,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    interleaved: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    workspace: torch.Tensor | None = None,
-    settled: bool = False,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fused_decode_attention` in plain torch (it waits for the device to read the longest length)."""
-    rows = (positions, cos_sin_cache, q_weight, k_weight)
-    k_factor = check_projection(qkv, k_cache, v_cache, slot_mapping, *rows, k_scale, v_scale)[2]
-    args = check_attention(
-        *(split_heads(qkv, k_cache)[0], k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=len(qkv),
-    )
-    check_workspace(workspace, qkv)
-    check_order(order, qkv)
-    _reference(
-        *(qkv, k_cache, v_cache, slot_mapping, block_tables, seq_lens, *rows, workspace, settled, order),
-        *(k_factor, eps, weight_offset),
-        interleaved,
-        *args,
-    )
-    return args.out if args.lse is None else (args.out, args.lse)
+fused_decode_attention_ref = with_reference(fused_decode_attention)

@@ -8,18 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.attention.arguments import Scales, Slots
 from tritonllm.kernels.attention.common import (
     as_movable,
     check_cache_dtype,
     check_caches,
-    check_scale,
+    check_scales,
     require_float8,
-    split_scale,
 )
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 @triton.jit
@@ -141,20 +141,11 @@ def default_copy_config(elements: int) -> tuning.Config:
     return {"BLOCK": block, "num_warps": max(1, block // 1024)}
 
 
-def store_reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_factor: float,
-    v_factor: float,
-) -> None:
+def _store_reference(k: torch.Tensor, v: torch.Tensor, slots: Slots, scales: Scales) -> None:
+    k_cache, v_cache, slot_mapping = slots
+    k_scale, v_scale, k_factor, v_factor = scales
     stored = slot_mapping >= 0
-    slots = slot_mapping[stored]
-    block, slot = slots // k_cache.shape[1], slots % k_cache.shape[1]
+    block, slot = slot_mapping[stored] // k_cache.shape[1], slot_mapping[stored] % k_cache.shape[1]
     for x, cache, scale, factor in ((k, k_cache, k_scale, k_factor), (v, v_cache, v_scale, v_factor)):
         y = x[stored].float() * (1.0 / factor if scale is None else (1.0 / scale)[:, None])
         if cache.dtype == torch.float8_e4m3fn:
@@ -162,18 +153,9 @@ def store_reference(
         cache[block, slot] = y.to(cache.dtype)
 
 
-@register_op(mutates=("k_cache", "v_cache"), reference=store_reference)
-def _store_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_factor: float,
-    v_factor: float,
-) -> None:
+@register_op(mutates=("k_cache", "v_cache"), reference=_store_reference)
+def _store_kv(k: torch.Tensor, v: torch.Tensor, slots: Slots, scales: Scales) -> None:
+    k_cache, v_cache, slot_mapping = slots
     require_float8(k_cache)
     tokens, kv_heads, head_size = k.shape
     columns = kv_heads * head_size
@@ -183,11 +165,12 @@ def _store_kv(
     strides = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
     programs = triton.cdiv(tokens, config["BLOCK_T"]) * triton.cdiv(columns, config["BLOCK"])
     _store_kv_kernel[(programs,)](
-        *(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, 1.0 / k_factor, 1.0 / v_factor, tokens, *strides),
+        *(k, v, k_cache, v_cache, slot_mapping, scales.k_scale, scales.v_scale),
+        *(1.0 / scales.k_factor, 1.0 / scales.v_factor, tokens, *strides),
         BLOCK_SIZE=k_cache.shape[1],
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
-        SCALED=k_cache.dtype != k.dtype or (k_scale, v_scale, k_factor, v_factor) != (None, None, 1, 1),
+        SCALED=k_cache.dtype != k.dtype or scales.given,
         **config,
         **dependent_launch(k.device, programs),
     )
@@ -246,45 +229,16 @@ def store_kv(
     Raises:
         ValueError: a shape, dtype, device or number that does not fit, or a float8 cache on a GPU without float8.
     """
-    _store_kv(
-        k, v, k_cache, v_cache, slot_mapping, *_check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    )
-
-
-def store_kv_ref(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-) -> None:
-    """:func:`store_kv` in plain torch."""
-    scales = _check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    store_reference(k, v, k_cache, v_cache, slot_mapping, *scales)
-
-
-def _check_store(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: float | torch.Tensor | None,
-    v_scale: float | torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
     check_tensor("k", k, ("T", "K", "D"))
     check_tensor("v", v, k.shape, dtype=k.dtype, like=k)
     check_caches(k_cache, v_cache, *k.shape[1:], like=k)
     check_cache_dtype(k_cache, "k", k)
     check_tensor("slot_mapping", slot_mapping, (len(k),), dtype=torch.int64, like=k)
-    check_scale("k_scale", k_scale, k.shape[1], k)
-    check_scale("v_scale", v_scale, k.shape[1], k)
-    k_scale, k_factor = split_scale(k_scale)
-    v_scale, v_factor = split_scale(v_scale)
-    return k_scale, v_scale, k_factor, v_factor
+    scales = check_scales(k_scale, v_scale, k.shape[1], k)
+    _store_kv(k, v, k_cache, v_cache, slot_mapping, *scales)
+
+
+store_kv_ref = with_reference(store_kv)
 
 
 def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -300,16 +254,9 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tenso
     Raises:
         ValueError: a shape, dtype or device that does not fit.
     """
-    _check_copy(k_cache, v_cache, pairs)
+    check_caches(k_cache, v_cache, "K", "D", like=k_cache)
+    check_tensor("pairs", pairs, ("N", 2), dtype=torch.int64, like=k_cache)
     _copy_blocks(k_cache, v_cache, pairs)
 
 
-def copy_blocks_ref(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
-    """:func:`copy_blocks` in plain torch."""
-    _check_copy(k_cache, v_cache, pairs)
-    _copy_reference(k_cache, v_cache, pairs)
-
-
-def _check_copy(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> None:
-    check_caches(k_cache, v_cache, "K", "D", like=k_cache)
-    check_tensor("pairs", pairs, ("N", 2), dtype=torch.int64, like=k_cache)
+copy_blocks_ref = with_reference(copy_blocks)

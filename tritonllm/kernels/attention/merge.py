@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tritonllm.kernels.attention.common import LOG2E, LOWEST
 from tritonllm.kernels.runtime.checks import check_tensor
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 # Strides of the lse change with the batch: one compilation serves them all.
@@ -83,15 +83,20 @@ def _merge_states_kernel(
         tl.store(lse_ptr + b_row, b_lse, mask=m_row)
 
 
-def _reference(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    use_a: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+class _States(NamedTuple):
+    """What is merged, and what is written."""
+
+    out_a: torch.Tensor
+    lse_a: torch.Tensor
+    out_b: torch.Tensor
+    lse_b: torch.Tensor
+    use_a: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+def _reference(given: _States) -> None:
+    out_a, lse_a, out_b, lse_b, use_a, out, lse = given
     if use_a is not None:
         lse_a = lse_a.masked_fill(~use_a[:, None], -math.inf)
     lses = torch.cat((lse_a, lse_b[None]))
@@ -104,15 +109,8 @@ def _reference(
 
 
 @register_op(mutates=("out", "lse"), reference=_reference)
-def _merge_attention_states(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    use_a: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def _merge_attention_states(given: _States) -> None:
+    out_a, lse_a, out_b, lse_b, use_a, out, lse = given
     parts, tokens, heads, head_size = out_a.shape
     rows = tokens * heads
     if rows == 0:
@@ -131,16 +129,6 @@ def _merge_attention_states(
     )
 
 
-class _MergeArgs(NamedTuple):
-    out_a: torch.Tensor
-    lse_a: torch.Tensor
-    out_b: torch.Tensor
-    lse_b: torch.Tensor
-    use_a: torch.Tensor | None
-    out: torch.Tensor
-    lse: torch.Tensor | None
-
-
 def _check_states(
     out_a: torch.Tensor,
     lse_a: torch.Tensor,
@@ -149,7 +137,7 @@ def _check_states(
     use_a: torch.Tensor | None,
     out: torch.Tensor | None,
     return_lse: bool,
-) -> _MergeArgs:
+) -> _States:
     """Check the arguments of a merge, and allocate the outputs."""
     check_tensor("out_b", out_b, ("T", "H", "D"))
     tokens, heads, head_size = out_b.shape
@@ -164,7 +152,7 @@ def _check_states(
         out = torch.empty_like(out_b)
     check_tensor("out", out, out_b.shape, dtype=out_b.dtype, like=out_b)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=out_b.device) if return_lse else None
-    return _MergeArgs(out_a, lse_a, out_b, lse_b, use_a, out, lse)
+    return _States(out_a, lse_a, out_b, lse_b, use_a, out, lse)
 
 
 def merge_attention_states(
@@ -200,17 +188,4 @@ def merge_attention_states(
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def merge_attention_states_ref(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    *,
-    use_a: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`merge_attention_states` in plain torch."""
-    args = _check_states(out_a, lse_a, out_b, lse_b, use_a, out, return_lse)
-    _reference(*args)
-    return args.out if args.lse is None else (args.out, args.lse)
+merge_attention_states_ref = with_reference(merge_attention_states)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import triton
 
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
-    AttentionArgs,
     check_attention,
     dtype_name,
     reference_attention,
@@ -21,7 +21,7 @@ from tritonllm.kernels.attention.decode import check_workspace
 from tritonllm.kernels.attention.portable import prefill as portable
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 # The Hopper kernel's rows a tile are 128: half a tile's and fewer leave most of it empty.
 SM90_MIN_ROWS = 64
@@ -61,15 +61,9 @@ def default_config(
     return config | ({"maxnreg": 255} if head_size <= 64 else {})
 
 
-def _config_key(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_seqlen_q: int,
-    args: AttentionArgs,
-) -> dict[str, Any]:
+def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str, Any]:
     """What a configuration depends on."""
+    (q, _, max_seqlen_q, *_), (k_cache, v_cache, block_tables, _) = queries, pages
     tokens, heads, head_size = q.shape
     arch = "any"
     if chip.on_sm90(q.device):
@@ -90,19 +84,9 @@ def _config_key(
     }
 
 
-def _reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    causal: bool,
-    workspace: torch.Tensor | None,
-    *rest: Any,
-) -> None:
-    args = AttentionArgs(*rest)
+def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
+    (q, cu_seqlens_q, _, causal, _), (k_cache, v_cache, block_tables, seq_lens) = queries, pages
+    assert cu_seqlens_q is not None
     begins, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
     for seq, length in enumerate(lengths):
         begin, end = begins[seq : seq + 2]
@@ -119,56 +103,22 @@ def _reference(
 
 
 @register_op(mutates=("workspace", "out", "lse"), reference=_reference)
-def _varlen_prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    causal: bool,
-    workspace: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    scale: float,
-    v_factor: float,
-    window: int,
-    softcap: float,
-) -> None:
-    require_float8(k_cache)
-    if len(q) == 0 or len(seq_lens) == 0:
-        return
-    args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
-    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-    launch_prefill(*tensors, max_seqlen_q, causal, workspace, args)
+def _varlen_prefill_attention(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
+    require_float8(pages.k_cache)
+    if len(queries.q) > 0 and len(pages.seq_lens) > 0:
+        launch_prefill(queries, pages, hints, args)
 
 
-def launch_prefill(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    causal: bool,
-    workspace: torch.Tensor | None,
-    args: AttentionArgs,
-) -> None:
+def launch_prefill(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
     """Look up the configuration and launch the kernel that it is for."""
-    key = _config_key(q, k_cache, v_cache, block_tables, max_seqlen_q, args)
-    config = dict(tuning.get_config("varlen_prefill_attention", q.device, default_config, **key))
+    key = _config_key(queries, pages, args)
+    config = dict(tuning.get_config("varlen_prefill_attention", queries.q.device, default_config, **key))
     if config.pop("kernel") == "sm90":
         from tritonllm.kernels.attention.sm90 import prefill as sm90
 
-        sm90.launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, causal, workspace, args, config)
+        sm90.launch(queries, pages, hints, args, config)
         return
-    portable.launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, causal, args, config)
+    portable.launch(queries, pages, args, config)
 
 
 def varlen_prefill_attention(
@@ -218,48 +168,16 @@ def varlen_prefill_attention(
     Raises:
         ValueError: a shape, dtype, device or number that does not fit, or a float8 cache on a GPU without float8.
     """
-    args = check_attention(
-        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=_check_lengths(q, cu_seqlens_q, max_seqlen_q),
-    )
+    batch = _check_lengths(q, cu_seqlens_q, max_seqlen_q)
+    pages = Pages(k_cache, v_cache, block_tables, seq_lens)
+    options = Options(scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
+    args = check_attention(q, pages, options, out, return_lse, batch=batch)
     check_workspace(workspace, q)
-    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-    _varlen_prefill_attention(*tensors, max_seqlen_q, causal, workspace, *args)
+    _varlen_prefill_attention(*Queries(q, cu_seqlens_q, max_seqlen_q, causal), *pages, *Hints(workspace), *args)
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def varlen_prefill_attention_ref(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    max_seqlen_q: int,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    workspace: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`varlen_prefill_attention` in plain torch (it waits for the device to read the lengths)."""
-    args = check_attention(
-        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=_check_lengths(q, cu_seqlens_q, max_seqlen_q),
-    )
-    check_workspace(workspace, q)
-    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-    _reference(*tensors, max_seqlen_q, causal, workspace, *args)
-    return args.out if args.lse is None else (args.out, args.lse)
+varlen_prefill_attention_ref = with_reference(varlen_prefill_attention)
 
 
 def _check_lengths(q: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int) -> int:

@@ -9,14 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.attention.common import check_cache_dtype, check_caches, check_scale, require_float8, split_scale
-from tritonllm.kernels.attention.kv_cache import inverse_scale, store_reference
+from tritonllm.kernels.attention.arguments import Heads, Scales, Slots
+from tritonllm.kernels.attention.common import check_cache_dtype, check_caches, check_scales, require_float8
+from tritonllm.kernels.attention.kv_cache import inverse_scale
 from tritonllm.kernels.attention.prepare_heads import load_weights, prepare_heads
-from tritonllm.kernels.elementwise import check_rope, norm_reference, rope_reference
+from tritonllm.kernels.elementwise import apply_rope, check_rope, rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
 
 
 @triton.jit
@@ -143,32 +144,15 @@ def default_config(heads: int, head_size: int, tokens: int) -> tuning.Config:
     return {"BLOCK_H": min(block, triton.next_power_of_2(heads)), "num_warps": 1 if many else 4}
 
 
-def qk_norm_rope_store_reference(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_factor: float,
-    v_factor: float,
-    eps: float,
-    weight_offset: float,
-    interleaved: bool,
-    constant_weight: bool,
-) -> None:
-    q, k, v = split_heads(qkv, k_cache)
+def _reference(qkv: torch.Tensor, constant_weight: bool, slots: Slots, heads: Heads, scales: Scales) -> None:
+    q, k, v = split_heads(qkv, slots.k_cache)
     k = k.clone()
-    if q_weight is not None and k_weight is not None:
-        norm_reference(q, None, q_weight, None, q, None, eps, weight_offset, 1.0, False)
-        norm_reference(k, None, k_weight, None, k, None, eps, weight_offset, 1.0, False)
-    if positions is not None and cos_sin_cache is not None:
-        rope_reference(q, k, positions, cos_sin_cache, interleaved)
-    store_reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_factor, v_factor)
+    for x, weight in ((q, heads.q_weight), (k, heads.k_weight)):
+        if weight is not None:
+            rms_norm(x, weight, heads.eps, weight_offset=heads.weight_offset, out=x)
+    if heads.positions is not None and heads.cos_sin_cache is not None:
+        apply_rope(q, k, heads.positions, heads.cos_sin_cache, interleaved=heads.interleaved)
+    OPS["store_kv"](k, v, *slots, *scales)
 
 
 def split_heads(qkv: torch.Tensor, k_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -178,51 +162,36 @@ def split_heads(qkv: torch.Tensor, k_cache: torch.Tensor) -> tuple[torch.Tensor,
     return heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
 
 
-@register_op(mutates=("qkv", "k_cache", "v_cache"), reference=qk_norm_rope_store_reference)
-def _qk_norm_rope_store(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_factor: float,
-    v_factor: float,
-    eps: float,
-    weight_offset: float,
-    interleaved: bool,
-    constant_weight: bool,
-) -> None:
+@register_op(mutates=("qkv", "k_cache", "v_cache"), reference=_reference)
+def _qk_norm_rope_store(qkv: torch.Tensor, constant_weight: bool, slots: Slots, heads: Heads, scales: Scales) -> None:
+    k_cache, v_cache, slot_mapping = slots
     require_float8(k_cache)
     tokens = qkv.shape[0]
     if tokens == 0:
         return
     block_size, kv_heads, head_size = k_cache.shape[1:]
     q_heads = qkv.shape[1] // head_size - 2 * kv_heads
-    rotary = 0 if cos_sin_cache is None else cos_sin_cache.shape[1]
+    rotary = 0 if heads.cos_sin_cache is None else heads.cos_sin_cache.shape[1]
     # of a power of two: what is compiled must not change between the sizes that warm-up steps have
     most = triton.next_power_of_2(tokens)
     key = {"heads": q_heads + 2 * kv_heads, "head_size": head_size, "tokens": most}
     config = tuning.get_config("qk_norm_rope_store", qkv.device, default_config, **key)
-    q_programs = triton.cdiv(q_heads, config["BLOCK_H"]) if rotary or q_weight is not None else 0
+    q_programs = triton.cdiv(q_heads, config["BLOCK_H"]) if rotary or heads.q_weight is not None else 0
     kv_programs = triton.cdiv(kv_heads, config["BLOCK_H"])
     programs = q_programs + 2 * kv_programs  # of a token
-    table = (qkv, 0) if cos_sin_cache is None else (cos_sin_cache, cos_sin_cache.stride(0))
+    table = (qkv, 0) if heads.cos_sin_cache is None else (heads.cos_sin_cache, heads.cos_sin_cache.stride(0))
     _qk_norm_rope_store_kernel[(tokens * programs,)](
-        *(qkv, k_cache, v_cache, slot_mapping, slot_mapping if positions is None else positions, table[0]),
-        *(q_weight, k_weight, k_scale, v_scale, 1.0 / k_factor, 1.0 / v_factor, eps, weight_offset),
+        *(qkv, k_cache, v_cache, slot_mapping, slot_mapping if heads.positions is None else heads.positions, table[0]),
+        *(heads.q_weight, heads.k_weight, scales.k_scale, scales.v_scale),
+        *(1.0 / scales.k_factor, 1.0 / scales.v_factor, heads.eps, heads.weight_offset),
         *(qkv.stride(0), table[1], *k_cache.stride()[:3], *v_cache.stride()[:3]),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
         HALF=rotary // 2,
-        PAIRS=interleaved,
-        PER_HEAD=q_weight is not None and q_weight.dim() == 2,
-        SCALED=k_scale is not None or v_scale is not None or k_factor != 1 or v_factor != 1,
+        PAIRS=heads.interleaved,
+        PER_HEAD=heads.q_weight is not None and heads.q_weight.dim() == 2,
+        SCALED=scales.given,
         CONSTANT=constant_weight,
         BLOCK_SIZE=block_size,
         Q_PROGRAMS=q_programs,
@@ -282,57 +251,26 @@ def qk_norm_rope_store(
         ValueError: a shape, dtype, device or number that does not fit, an argument without its partner, or a float8
             cache on a GPU without float8.
     """
-    scales = check_projection(
-        qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale
-    )
-    _qk_norm_rope_store(
-        *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, *scales),
-        *(eps, weight_offset, interleaved, constant_weight),
-    )
+    heads = Heads(positions, cos_sin_cache, q_weight, k_weight, eps, weight_offset, interleaved)
+    slots = Slots(k_cache, v_cache, slot_mapping)
+    scales = check_projection(qkv, slots, heads, k_scale, v_scale)
+    _qk_norm_rope_store(qkv, constant_weight, *slots, *heads, *scales)
     return split_heads(qkv, k_cache)[0]
 
 
-def qk_norm_rope_store_ref(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    cos_sin_cache: torch.Tensor | None = None,
-    *,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    interleaved: bool = False,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    constant_weight: bool = False,
-) -> torch.Tensor:
-    """:func:`qk_norm_rope_store` in plain torch."""
-    scales = check_projection(
-        qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, k_scale, v_scale
-    )
-    qk_norm_rope_store_reference(
-        *(qkv, k_cache, v_cache, slot_mapping, positions, cos_sin_cache, q_weight, k_weight, *scales),
-        *(eps, weight_offset, interleaved, constant_weight),
-    )
-    return split_heads(qkv, k_cache)[0]
+qk_norm_rope_store_ref = with_reference(qk_norm_rope_store)
 
 
 def check_projection(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
+    slots: Slots,
+    heads: Heads,
     k_scale: float | torch.Tensor | None,
     v_scale: float | torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
+) -> Scales:
     """Check everything; the scales as the operator takes them."""
+    k_cache, v_cache, slot_mapping = slots
+    positions, cos_sin_cache, q_weight, k_weight, *_ = heads
     check_tensor("qkv", qkv, ("T", "(H + 2 K) * D"))
     check_caches(k_cache, v_cache, "K", "D", like=qkv)
     check_cache_dtype(k_cache, "qkv", qkv)
@@ -356,11 +294,7 @@ def check_projection(
     require((q_weight is None) == (k_weight is None), "q_weight and k_weight must both be given, or neither")
     if q_weight is not None and k_weight is not None:
         per_head = isinstance(q_weight, torch.Tensor) and q_weight.dim() == 2
-        for name, weight, heads in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
-            check_tensor(name, weight, (heads, head_size) if per_head else (head_size,), like=qkv)
+        for name, weight, count in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
+            check_tensor(name, weight, (count, head_size) if per_head else (head_size,), like=qkv)
             require(weight.is_contiguous(), f"{name} must be contiguous, got strides {tuple(weight.stride())}")
-    check_scale("k_scale", k_scale, kv_heads, qkv)
-    check_scale("v_scale", v_scale, kv_heads, qkv)
-    k_scale, k_factor = split_scale(k_scale)
-    v_scale, v_factor = split_scale(v_scale)
-    return k_scale, v_scale, k_factor, v_factor
+    return check_scales(k_scale, v_scale, kv_heads, qkv)

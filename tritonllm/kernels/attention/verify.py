@@ -5,12 +5,10 @@ All tokens of a draft read the keys once, together: the kernels are decode's, wi
 faster: many rows of many sequences.
 """
 
-from typing import Any
-
 import torch
 
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
-    AttentionArgs,
     check_attention,
     reference_attention,
     require_float8,
@@ -27,22 +25,12 @@ from tritonllm.kernels.attention.decode import (
 from tritonllm.kernels.attention.prefill import launch_prefill
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
-def _reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    tree_mask: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    *rest: Any,
-) -> None:
-    args = AttentionArgs(*rest)
+def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
+    (q, cu_seqlens_q, _, _, tree_mask), (k_cache, v_cache, block_tables, seq_lens) = queries, pages
+    assert cu_seqlens_q is not None
     begins, lengths, size = cu_seqlens_q.tolist(), seq_lens.tolist(), k_cache.shape[1]
     for seq, length in enumerate(lengths):
         tokens = slice(begins[seq], begins[seq + 1])
@@ -80,39 +68,16 @@ def default_config(
 
 
 @register_op(mutates=("workspace", "out", "lse"), reference=_reference)
-def _paged_verify_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    tree_mask: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    scale: float,
-    v_factor: float,
-    window: int,
-    softcap: float,
-) -> None:
-    require_float8(k_cache)
-    if len(q) == 0 or len(seq_lens) == 0:
+def _paged_verify_attention(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
+    require_float8(pages.k_cache)
+    if len(queries.q) == 0 or len(pages.seq_lens) == 0:
         return
-    args = AttentionArgs(out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, v_factor, window, softcap)
-    key = config_key(q, k_cache, v_cache, block_tables, len(seq_lens), max_seqlen_q)
-    key["tree"] = "no" if tree_mask is None else "yes"
-    config = tuning.get_config("paged_verify_attention", q.device, default_config, **key)
-    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
+    key = config_key(queries.q, pages, queries.max_seqlen_q) | {"tree": "no" if queries.tree_mask is None else "yes"}
+    config = tuning.get_config("paged_verify_attention", queries.q.device, default_config, **key)
     if config["kernel"] == "prefill":
-        launch_prefill(*tensors, max_seqlen_q, True, workspace, args)
-        return
-    launch_balanced(*tensors, max_seqlen_q, tree_mask, workspace, False, None, args, config)
+        launch_prefill(queries, pages, hints, args)
+    else:
+        launch_balanced(queries, pages, hints, args, config)
 
 
 def paged_verify_attention(
@@ -157,66 +122,31 @@ def paged_verify_attention(
         ValueError: as in :func:`~tritonllm.kernels.paged_decode_attention`; or a tree of more than 32 tokens, with
             ``alibi_slopes``, or with a window shorter than ``max_seqlen_q``.
     """
-    args = check_attention(
-        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=_check_queries(q, cu_seqlens_q, max_seqlen_q, tree_mask, window, alibi_slopes),
-    )
+    queries = Queries(q, cu_seqlens_q, max_seqlen_q, True, tree_mask)
+    pages = Pages(k_cache, v_cache, block_tables, seq_lens)
+    options = Options(scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
+    args = check_attention(q, pages, options, out, return_lse, batch=_check_queries(cu_seqlens_q, queries, options))
     check_workspace(workspace, q)
-    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-    _paged_verify_attention(*tensors, max_seqlen_q, tree_mask, workspace, *args)
+    _paged_verify_attention(*queries, *pages, *Hints(workspace), *args)
     return args.out if args.lse is None else (args.out, args.lse)
 
 
-def paged_verify_attention_ref(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    max_seqlen_q: int,
-    tree_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    workspace: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`paged_verify_attention` in plain torch (it waits for the device to read the lengths)."""
-    args = check_attention(
-        *(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap),
-        *(sinks, alibi_slopes, k_scale, v_scale, out, return_lse),
-        batch=_check_queries(q, cu_seqlens_q, max_seqlen_q, tree_mask, window, alibi_slopes),
-    )
-    check_workspace(workspace, q)
-    tensors = (q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens)
-    _reference(*tensors, max_seqlen_q, tree_mask, workspace, *args)
-    return args.out if args.lse is None else (args.out, args.lse)
+paged_verify_attention_ref = with_reference(paged_verify_attention)
 
 
-def _check_queries(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    tree_mask: torch.Tensor | None,
-    window: int | None,
-    alibi_slopes: torch.Tensor | None,
-) -> int:
+def _check_queries(cu_seqlens_q: torch.Tensor, queries: Queries, options: Options) -> int:
     """Check what decode does not take, and return the number of sequences."""
+    (q, _, max_seqlen_q, _, tree_mask), window = queries, options.window
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",), dtype=torch.int32, like=q)
     require(len(cu_seqlens_q) >= 1, "cu_seqlens_q must begin with 0, got an empty tensor")
     require(max_seqlen_q >= 1, f"max_seqlen_q must be at least 1, got {max_seqlen_q}")
     if tree_mask is not None:
         check_tensor("tree_mask", tree_mask, (len(q),), dtype=torch.int32, like=q)
         require(max_seqlen_q <= 32, f"max_seqlen_q must be at most 32 with tree_mask, got {max_seqlen_q}")
-        require(alibi_slopes is None, "alibi_slopes must be None with tree_mask: keys of a tree have no one position")
+        require(
+            options.alibi_slopes is None,
+            "alibi_slopes must be None with tree_mask: keys of a tree have no one position",
+        )
         require(
             window is None or window >= max_seqlen_q,
             f"window must be at least max_seqlen_q={max_seqlen_q} with tree_mask, got {window}",

@@ -6,18 +6,21 @@ kernels of their own for the norm, the activation and the addition. More rows ar
 gated product on Hopper is one launch of `sm90/gated.py`.
 """
 
+import math
+
 import torch
 import triton
 
 from tritonllm import env
+from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
-from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm, rms_norm_ref
+from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
+from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import on_sm90
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 MAX_M = 64
 SMALL = 2**23  # elements of a weight; Qwen3-0.6B's have up to 6.3 million, Llama-3.1-8B's 17 million and more
@@ -61,32 +64,19 @@ def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.
     return {"kernel": "tiles"} | tile
 
 
-def _reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-    eps: float,
-    norm_offset: float,
-    activation: str | None,
-    gated: bool,
-    add: bool,
-    scale: float,
-    constant_weight: bool,
-) -> None:
+def _reference(operands: Operands, fused: Fused) -> None:
+    x, weight, bias, norm_weight, out, _ = operands
     x = x.float()
     if norm_weight is not None:
-        x = rms_norm_ref(x, norm_weight, eps, weight_offset=norm_offset)
+        x = rms_norm(x, norm_weight, fused.eps, weight_offset=fused.norm_offset)
     y = x @ weight.float().T
     if bias is not None:
         y += bias
-    gate, up = y.chunk(2, dim=-1) if gated else (y, None)
-    if activation is not None:
-        gate = ACTIVATIONS[activation](gate)
+    gate, up = y.chunk(2, dim=-1) if fused.gated else (y, None)
+    if fused.activation is not None:
+        gate = ACTIVATIONS[fused.activation](gate)
     y = gate if up is None else gate * up
-    out.copy_(torch.add(out.float(), y, alpha=scale) if add else y)
+    out.copy_(torch.add(out.float(), y, alpha=fused.scale) if fused.add else y)
 
 
 def _only_compiles(x: torch.Tensor) -> bool:
@@ -129,16 +119,10 @@ def _gate(
 
 
 def _by_torch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    activation: str | None,
-    gated: bool,
-    add: bool,
-    scale: float,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, fused: Fused
 ) -> None:
     """cuBLAS, and a kernel for each step after the product that is not fused."""
+    _, _, activation, gated, add, scale, _ = fused
     if activation is None and not add:
         _product(x, weight, bias, out)
         return
@@ -158,60 +142,28 @@ def _by_torch(
 
 
 @register_op(mutates=("out", "workspace"), reference=_reference)
-def _linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-    eps: float,
-    norm_offset: float,
-    activation: str | None,
-    gated: bool,
-    add: bool,
-    scale: float,
-    constant_weight: bool,
-) -> None:
+def _linear(operands: Operands, fused: Fused) -> None:
+    x, weight, bias, norm_weight, out, workspace = operands
     m, k = x.shape
     if out.numel() == 0:
+        return
+    if k == 0:  # sums of nothing: what is left is the bias
+        _reference(operands._replace(norm_weight=None), fused)
         return
     config = TORCH
     if m <= MAX_M:
         key = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k, "itemsize": weight.dtype.itemsize}
-        config = tuning.get_config("linear", x.device, default_config, **key, gated="yes" if gated else "no")
+        config = tuning.get_config("linear", x.device, default_config, **key, gated="yes" if fused.gated else "no")
     if config["kernel"] == "rows" and m <= MAX_ROWS:
-        launch_rows(
-            x,
-            weight,
-            bias,
-            norm_weight,
-            out,
-            eps=eps,
-            norm_offset=norm_offset,
-            activation=activation,
-            gated=gated,
-            add=add,
-            scale=scale,
-            early=constant_weight,
-            config=config,
-            launch=dependent_launch(weight.device),
-        )
+        launch_rows(operands, fused, config, dependent_launch(weight.device))
         return
     if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps, weight_offset=norm_offset)
-    if config["kernel"] != "tiles":
-        _by_torch(x, weight, bias, out, activation, gated, add, scale)
-        return
-    launch_tiles(
-        *(x, weight, bias, out, workspace),
-        activation=activation,
-        gated=gated,
-        add=add,
-        scale=scale,
-        config=config,
-        launch=dependent_launch(weight.device),
-    )
+        x = rms_norm(x, norm_weight, fused.eps, weight_offset=fused.norm_offset)
+    if config["kernel"] == "tiles":
+        operands = Operands(x, weight, bias, None, out, workspace)
+        launch_tiles(operands, fused, config, dependent_launch(weight.device))
+    else:
+        _by_torch(x, weight, bias, out, fused)
 
 
 def _checked(
@@ -251,7 +203,7 @@ def _checked(
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     check_tensor(name, out, shape, like=x)
     require(out.dim() <= 2 or out.is_contiguous(), f"{name} must be contiguous if it has more than two dimensions")
-    return x.reshape(-1, k), out
+    return x.reshape(math.prod(x.shape[:-1]), k), out
 
 
 def linear_workspace_size(rows: int) -> int:
@@ -293,7 +245,7 @@ def linear(
             With ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
         residual: ``[..., N]``, to which ``scale`` times the result is added in place; any of the three dtypes. Must not
             overlap ``x``.
-        scale: see ``residual``; without effect if there is none.
+        scale: see ``residual``, without which it must be 1.
         out: ``[..., N]`` to write into, of any of the three dtypes; by default a new tensor with the dtype of ``x``.
             Must not overlap ``x``.
         workspace: ``[linear_workspace_size(N)]`` int32, zeros, and zeros again afterwards, so that all
@@ -305,36 +257,17 @@ def linear(
         ``residual`` or ``out``.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit, another activation, both ``residual`` and ``out``.
+        ValueError: a shape, dtype or device that does not fit, another activation, both ``residual`` and ``out``, a
+            ``scale`` without ``residual``.
     """
+    check_scaled(scale, residual)
     rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
+    written = target.view(len(rows), target.shape[-1])
     _linear(
-        *(rows, weight, bias, norm_weight, target.view(-1, target.shape[-1]), workspace, norm_eps, norm_weight_offset),
-        *(activation, gated, residual is not None, scale, constant_weight),
+        *(rows, weight, bias, norm_weight, written, workspace),
+        *Fused(norm_eps, norm_weight_offset, activation, gated, residual is not None, scale, constant_weight),
     )
     return target
 
 
-def linear_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-    activation: str | None = None,
-    gated: bool = False,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-    out: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    constant_weight: bool = False,
-) -> torch.Tensor:
-    """:func:`linear` in plain torch, all of it in float32."""
-    rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
-    _reference(
-        *(rows, weight, bias, norm_weight, target.view(-1, target.shape[-1]), workspace, norm_eps, norm_weight_offset),
-        *(activation, gated, residual is not None, scale, constant_weight),
-    )
-    return target
+linear_ref = with_reference(linear)

@@ -9,16 +9,17 @@ On Hopper both are one launch of `sm90/tiles.py` for weights of up to 8 million 
 whose programs share what they fetch, is faster. Elsewhere, and for other sizes, they are :func:`linear` and the norm.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from tritonllm.kernels.dense.arguments import Fused, NextNorm, Operands
 from tritonllm.kernels.dense.linear import GATED, linear
 from tritonllm.kernels.dense.sm90.tile import Tile, fits
 from tritonllm.kernels.elementwise import ACTIVATIONS
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
 from tritonllm.kernels.runtime.chip import on_sm90
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 MIN_M, MAX_M = 65, 256
 MIN_N = 1024  # rows of the weight: with fewer there are too few tiles
@@ -81,77 +82,39 @@ def begins_norms(weight: torch.Tensor) -> bool:
     return _pays(weight) and weight.dtype == torch.bfloat16 and weight.stride(0) % 8 == 0
 
 
-def _add_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stream: torch.Tensor,
-    norm_weight: torch.Tensor,
-    scaled: torch.Tensor,
-    squares: torch.Tensor,
-    scale: float,
-    norm_offset: float,
-    constant_weight: bool,
-) -> None:
+def _add_reference(operands: Operands, fused: Fused, after: NextNorm) -> None:
+    x, weight, bias, _, stream, _ = operands
     y = x.float() @ weight.float().T
-    stream.copy_(stream.float() + scale * (y if bias is None else y + bias))
-    _leave_norm(stream, norm_weight, scaled, squares, norm_offset)
+    stream.copy_(stream.float() + fused.scale * (y if bias is None else y + bias))
+    _leave_norm(stream, after)
 
 
-def _leave_norm(
-    stream: torch.Tensor, norm_weight: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, norm_offset: float
-) -> None:
-    scaled.copy_(stream.float() * (norm_weight.float() + norm_offset))
-    squares.zero_()
-    squares[0] = stream.float().square().sum(-1)
+def _leave_norm(stream: torch.Tensor, after: NextNorm) -> None:
+    after.scaled.copy_(stream.float() * (after.next_weight.float() + after.next_offset))
+    after.next_squares.zero_()
+    after.next_squares[0] = stream.float().square().sum(-1)
 
 
-@register_op(mutates=("stream", "scaled", "squares"), reference=_add_reference)
-def _add_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stream: torch.Tensor,
-    norm_weight: torch.Tensor,
-    scaled: torch.Tensor,
-    squares: torch.Tensor,
-    scale: float,
-    norm_offset: float,
-    constant_weight: bool,
-) -> None:
+@register_op(mutates=("out", "scaled", "next_squares"), reference=_add_reference)
+def _add_linear(operands: Operands, fused: Fused, after: NextNorm) -> None:
+    x, weight, bias, _, stream, _ = operands
     if takes(x, weight, False):
         from tritonllm.kernels.dense.sm90.tiles import launch_tiles_sm90  # Gluon is not there for every GPU
 
-        launch_tiles_sm90(
-            *(x, weight, bias, stream, tile_of(len(x), len(weight), True)),
-            scale=scale,
-            early=constant_weight,
-            norm_weight=norm_weight,
-            norm_offset=norm_offset,
-            scaled=scaled,
-            next_squares=squares,
-        )
+        launch_tiles_sm90(operands, fused, tile_of(len(x), len(weight), True), after=after)
         return
-    linear(x, weight, bias, residual=stream, scale=scale, constant_weight=constant_weight)
-    _leave_norm(stream, norm_weight, scaled, squares, norm_offset)
+    linear(x, weight, bias, residual=stream, scale=fused.scale, constant_weight=fused.constant_weight)
+    _leave_norm(stream, after)
 
 
 def _normalised(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
     return scaled.float() * torch.rsqrt(squares.sum(0) / scaled.shape[1] + eps)[:, None]
 
 
-def _unnormed_reference(
-    scaled: torch.Tensor,
-    squares: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    eps: float,
-    activation: str | None,
-    gated: bool,
-    constant_weight: bool,
-) -> None:
-    y = _normalised(scaled, squares, eps) @ weight.float().T
+def _unnormed_reference(squares: torch.Tensor, operands: Operands, fused: Fused) -> None:
+    scaled, weight, bias, _, out, _ = operands
+    _, _, activation, gated, *_ = fused
+    y = _normalised(scaled, squares, fused.eps) @ weight.float().T
     if bias is not None:
         y += bias
     gate, up = y.chunk(2, dim=-1) if gated else (y, None)
@@ -161,31 +124,19 @@ def _unnormed_reference(
 
 
 @register_op(mutates=("out",), reference=_unnormed_reference)
-def _linear_unnormed(
-    scaled: torch.Tensor,
-    squares: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    eps: float,
-    activation: str | None,
-    gated: bool,
-    constant_weight: bool,
-) -> None:
-    if takes(scaled, weight, gated):
+def _linear_unnormed(squares: torch.Tensor, operands: Operands, fused: Fused) -> None:
+    scaled, weight, bias, _, out, _ = operands
+    if takes(scaled, weight, fused.gated):
         from tritonllm.kernels.dense.sm90.tiles import launch_tiles_sm90
 
-        launch_tiles_sm90(
-            *(scaled, weight, bias, out, tile_of(len(scaled), len(weight), False)),
-            activation=activation,
-            gated=gated,
-            early=constant_weight,
-            squares=squares,
-            eps=eps,
-        )
+        launch_tiles_sm90(operands, fused, tile_of(len(scaled), len(weight), False), squares)
         return
-    x = _normalised(scaled, squares, eps).to(scaled.dtype)
-    linear(x, weight, bias, activation=activation, gated=gated, out=out, constant_weight=constant_weight)
+    how: dict[str, Any] = {
+        "activation": fused.activation,
+        "gated": fused.gated,
+        "constant_weight": fused.constant_weight,
+    }
+    linear(_normalised(scaled, squares, fused.eps).to(scaled.dtype), weight, bias, out=out, **how)
 
 
 def _outputs(
@@ -235,26 +186,15 @@ def add_linear(
         ValueError: a shape, dtype or device that does not fit.
     """
     scaled, squares = _outputs(x, weight, bias, stream, norm_weight)
-    _add_linear(x, weight, bias, stream, norm_weight, scaled, squares, scale, norm_weight_offset, constant_weight)
+    _add_linear(
+        *Operands(x, weight, bias, None, stream, None),
+        *Fused(0.0, 0.0, None, False, True, scale, constant_weight),
+        *NextNorm(norm_weight, norm_weight_offset, scaled, squares),
+    )
     return Unnormed(scaled, squares, norm_eps)
 
 
-def add_linear_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stream: torch.Tensor,
-    norm_weight: torch.Tensor,
-    *,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-    scale: float = 1.0,
-    constant_weight: bool = False,
-) -> Unnormed:
-    """:func:`add_linear` in plain torch."""
-    scaled, squares = _outputs(x, weight, bias, stream, norm_weight)
-    _add_reference(x, weight, bias, stream, norm_weight, scaled, squares, scale, norm_weight_offset, constant_weight)
-    return Unnormed(scaled, squares, norm_eps)
+add_linear_ref = with_reference(add_linear)
 
 
 def _output(x: Unnormed, weight: torch.Tensor, bias: torch.Tensor | None, act: str | None, gated: bool) -> torch.Tensor:
@@ -290,20 +230,9 @@ def linear_unnormed(
         ValueError: a shape, dtype or device that does not fit, or another activation.
     """
     out = _output(x, weight, bias, activation, gated)
-    _linear_unnormed(x.scaled, x.squares, weight, bias, out, x.eps, activation, gated, constant_weight)
+    operands = Operands(x.scaled, weight, bias, None, out, None)
+    _linear_unnormed(x.squares, *operands, *Fused(x.eps, 0.0, activation, gated, False, 1.0, constant_weight))
     return out
 
 
-def linear_unnormed_ref(
-    x: Unnormed,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    gated: bool = False,
-    constant_weight: bool = False,
-) -> torch.Tensor:
-    """:func:`linear_unnormed` in plain torch."""
-    out = _output(x, weight, bias, activation, gated)
-    _unnormed_reference(x.scaled, x.squares, weight, bias, out, x.eps, activation, gated, constant_weight)
-    return out
+linear_unnormed_ref = with_reference(linear_unnormed)

@@ -10,8 +10,8 @@ from tritonllm.kernels.elementwise.activation import (
     apply_activation,
 )
 from tritonllm.kernels.elementwise.gated_activation import GATED_ACTIVATIONS, gated, gated_reference
-from tritonllm.kernels.elementwise.norm import check_affine, norm_reference, rms_norm, rms_norm_ref
-from tritonllm.kernels.elementwise.rope import check_rope, load_angles, load_pairs, rope_reference, store_pairs
+from tritonllm.kernels.elementwise.norm import check_affine, rms_norm
+from tritonllm.kernels.elementwise.rope import apply_rope, check_rope, load_angles, load_pairs, store_pairs
 
 __all__ = [
     "ACTIVATIONS",
@@ -19,15 +19,13 @@ __all__ = [
     "act_and_mul",
     "activate",
     "apply_activation",
+    "apply_rope",
     "check_affine",
     "check_rope",
     "gated",
     "gated_reference",
     "load_angles",
     "load_pairs",
-    "norm_reference",
     "rms_norm",
-    "rms_norm_ref",
-    "rope_reference",
     "store_pairs",
 ]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -123,13 +123,6 @@ def act_and_mul(x: torch.Tensor, activation: str, *, out: torch.Tensor | None = 
     return _apply(x, activation, out, gated=True)
 
 
-def _gated_ref(x: torch.Tensor, activation: str, out: torch.Tensor | None) -> torch.Tensor:
-    if out is None:
-        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-    _reference(x, out, activation, True)
-    return out
-
-
 def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """SwiGLU: ``silu(x[..., :N]) * x[..., N:]``, computed in float32.
 
@@ -146,9 +139,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     return act_and_mul(x, "silu", out=out)
 
 
-def silu_and_mul_ref(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`silu_and_mul` in plain torch."""
-    return _gated_ref(x, "silu", out)
+silu_and_mul_ref = with_reference(silu_and_mul)
 
 
 def gelu_and_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tensor | None = None) -> torch.Tensor:
@@ -169,9 +160,7 @@ def gelu_and_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tenso
     return act_and_mul(x, "gelu_tanh" if approximate == "tanh" else "gelu", out=out)
 
 
-def gelu_and_mul_ref(x: torch.Tensor, *, approximate: str = "none", out: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`gelu_and_mul` in plain torch."""
-    return _gated_ref(x, "gelu_tanh" if approximate == "tanh" else "gelu", out)
+gelu_and_mul_ref = with_reference(gelu_and_mul)
 
 
 def apply_activation(x: torch.Tensor, activation: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -194,8 +183,4 @@ def apply_activation(x: torch.Tensor, activation: str, *, out: torch.Tensor | No
     return _apply(x, activation, out, gated=False)
 
 
-def apply_activation_ref(x: torch.Tensor, activation: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`apply_activation` in plain torch."""
-    out = torch.empty_like(x) if out is None else out
-    _reference(x, out, activation, False)
-    return out
+apply_activation_ref = with_reference(apply_activation)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.elementwise.activation import activate, gelu_and_mul_ref, silu_and_mul_ref
+from tritonllm.kernels.elementwise.activation import act_and_mul, activate
 
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
@@ -33,10 +33,8 @@ def gated(b_gate, b_up, ACT: tl.constexpr, ALPHA: tl.constexpr = SWIGLU_ALPHA, L
 
 def gated_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """``[..., 2I]`` -> ``[..., I]`` in plain torch."""
-    if activation == "silu":
-        return silu_and_mul_ref(gate_up)
     if activation == "swigluoai":
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
         return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)
-    return gelu_and_mul_ref(gate_up, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return act_and_mul(gate_up, activation)

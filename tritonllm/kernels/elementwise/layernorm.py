@@ -6,8 +6,9 @@ Ba, Kiros and Hinton, "Layer Normalization" (2016).
 
 import torch
 
-from tritonllm.kernels.elementwise.norm import add_and_normalize, check_affine, check_input, norm_reference, normalize
+from tritonllm.kernels.elementwise.norm import Norm, add_and_normalize, check_affine, check_input, normalize
 from tritonllm.kernels.runtime.checks import check_tensor
+from tritonllm.kernels.runtime.registry import with_reference
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
@@ -49,21 +50,10 @@ def layer_norm(
         ValueError: a wrong shape, dtype or device, or rows that are not contiguous.
     """
     _check(x, weight, bias)
-    return normalize(x, weight, bias, out, eps, mean=True)
+    return normalize(x, Norm(weight, bias, eps, mean=True), out)
 
 
-def layer_norm_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """:func:`layer_norm` in plain torch."""
-    out = torch.empty_like(x) if out is None else out
-    norm_reference(x, None, weight, bias, out, None, eps, 0.0, 1.0, True)
-    return out
+layer_norm_ref = with_reference(layer_norm)
 
 
 def fused_add_layer_norm(
@@ -97,18 +87,7 @@ def fused_add_layer_norm(
             dimensions that is not contiguous.
     """
     _check(x, weight, bias)
-    return add_and_normalize(x, residual, weight, bias, eps, x_scale=x_scale, mean=True)
+    return add_and_normalize(x, residual, Norm(weight, bias, eps, mean=True), x_scale)
 
 
-def fused_add_layer_norm_ref(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    x_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fused_add_layer_norm` in plain torch."""
-    norm_reference(x, residual, weight, bias, x, None, eps, 0.0, x_scale, True)
-    return x, residual
+fused_add_layer_norm_ref = with_reference(fused_add_layer_norm)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 @triton.jit
@@ -92,7 +92,4 @@ def cap_logits(logits: torch.Tensor, *, scale: float = 1.0, softcap: float = 0.0
     return logits
 
 
-def cap_logits_ref(logits: torch.Tensor, *, scale: float = 1.0, softcap: float = 0.0) -> torch.Tensor:
-    """:func:`cap_logits` in plain torch."""
-    _reference(logits, scale, softcap)
-    return logits
+cap_logits_ref = with_reference(cap_logits)

@@ -6,6 +6,8 @@ norm of Qwen3 has N = 128) share a program; a row beyond one block is read twice
 RMSNorm: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.float8 import quantize_reference, row_scale
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 MAX_BLOCK = 16384
 
@@ -161,48 +163,48 @@ def _strides(t: torch.Tensor) -> tuple[int, int, int]:
     return 1, t.stride(0), 0
 
 
-def norm_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    scale: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    x_scale: float,
-    mean: bool,
-) -> None:
+class Norm(NamedTuple):
+    """How rows are normalised."""
+
+    weight: torch.Tensor | None  # [N] or [H, N]
+    bias: torch.Tensor | None  # as the weight
+    eps: float
+    weight_offset: float = 0.0
+    mean: bool = False  # LayerNorm
+
+
+class Rows(NamedTuple):
+    """What is normalised, and what is written."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None  # gets the sum
+    out: torch.Tensor
+    scale: torch.Tensor | None  # of each row, if out is float8
+    x_scale: float
+
+
+def _reference(given: Rows, norm: Norm) -> None:
+    x, residual, out, scale, x_scale = given
     dtype = x.dtype
     if residual is not None:
         x = residual.copy_(torch.add(residual.float(), x.float(), alpha=x_scale))
     y = x.float()
-    if mean:
+    if norm.mean:
         y = y - y.mean(-1, keepdim=True)
-    y = y * y.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    if weight is not None:
-        y *= weight.float() + weight_offset
-    if bias is not None:
-        y += bias
+    y = y * y.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
+    if norm.weight is not None:
+        y *= norm.weight.float() + norm.weight_offset
+    if norm.bias is not None:
+        y += norm.bias
     if scale is None:
         out.copy_(y)
     else:
         quantize_reference(y.to(dtype), out, scale)
 
 
-@register_op(mutates=("residual", "out", "scale"), reference=norm_reference)
-def _norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    scale: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    x_scale: float,
-    mean: bool,
-) -> None:
+@register_op(mutates=("residual", "out", "scale"), reference=_reference)
+def _norm(given: Rows, norm: Norm) -> None:
+    x, residual, out, scale, x_scale = given
     if x.numel() == 0:
         return
     n = x.shape[-1]
@@ -210,7 +212,7 @@ def _norm(
     heads, *x_strides = _strides(x)
     _, *residual_strides = _strides(x if residual is None else residual)
     _, *out_strides = _strides(out)
-    op = ("" if residual is None else "fused_add_") + ("layer_norm" if mean else "rms_norm")
+    op = ("" if residual is None else "fused_add_") + ("layer_norm" if norm.mean else "rms_norm")
     config = tuning.get_config(op, x.device, default_config, n=n, rows=rows)
     if scale is not None:
         config = config | {"BLOCK": triton.next_power_of_2(n)}
@@ -218,24 +220,24 @@ def _norm(
     _norm_kernel[(programs,)](
         x,
         x if residual is None else residual,
-        x if weight is None else weight,
-        x if bias is None else bias,
+        x if norm.weight is None else norm.weight,
+        x if norm.bias is None else norm.bias,
         out,
         scale,
         rows,
         heads,
         n,
-        eps,
-        weight_offset,
+        norm.eps,
+        norm.weight_offset,
         x_scale,
         *x_strides,
         *residual_strides,
         *out_strides,
         ADD=residual is not None,
-        MEAN=mean,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        PER_HEAD=2 in (t.dim() for t in (weight, bias) if t is not None),
+        MEAN=norm.mean,
+        HAS_WEIGHT=norm.weight is not None,
+        HAS_BIAS=norm.bias is not None,
+        PER_HEAD=2 in (t.dim() for t in (norm.weight, norm.bias) if t is not None),
         ONE_BLOCK=n <= config["BLOCK"],
         EARLY=n <= config["BLOCK"] and config["ROWS"] * config["BLOCK"] <= 16 * 32 * config["num_warps"],
         **config,
@@ -262,43 +264,29 @@ def check_affine(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
     require(not per_head or t.is_contiguous(), f"{name} must be contiguous if it has a row for each head")
 
 
-def normalize(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    eps: float,
-    *,
-    weight_offset: float = 0.0,
-    mean: bool,
-) -> torch.Tensor:
+def normalize(x: torch.Tensor, norm: Norm, out: torch.Tensor | None) -> torch.Tensor:
     """The norm of ``x`` in ``out`` or a new tensor; checks ``out``, the caller the rest."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     else:
         check_tensor("out", out, x.shape, like=x)
     rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
-    _norm(rows, None, weight, bias, _as_rows("out", out), None, eps, weight_offset, 1.0, mean)
+    _norm(rows, None, _as_rows("out", out), None, 1.0, *norm)
     return out
 
 
 def add_and_normalize(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    weight_offset: float = 0.0,
+    norm: Norm,
     x_scale: float,
-    mean: bool,
     quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``residual += x * x_scale`` and its norm in ``x``, or quantized; checks ``residual``, the caller the rest."""
     check_tensor("residual", residual, x.shape, like=x)
     rows = _as_rows("x", x)
     out, scale = (rows, None) if quantized is None else (_as_rows("q", quantized[0]), quantized[1].view(-1))
-    _norm(rows, _as_rows("residual", residual), weight, bias, out, scale, eps, weight_offset, x_scale, mean)
+    _norm(rows, _as_rows("residual", residual), out, scale, x_scale, *norm)
     return x, residual
 
 
@@ -334,21 +322,10 @@ def rms_norm(
     """
     check_input(x)
     check_affine("weight", weight, x)
-    return normalize(x, weight, None, out, eps, weight_offset=weight_offset, mean=False)
+    return normalize(x, Norm(weight, None, eps, weight_offset), out)
 
 
-def rms_norm_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    weight_offset: float = 0.0,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """:func:`rms_norm` in plain torch."""
-    out = torch.empty_like(x) if out is None else out
-    norm_reference(x, None, weight, None, out, None, eps, weight_offset, 1.0, False)
-    return out
+rms_norm_ref = with_reference(rms_norm)
 
 
 def fused_add_rms_norm(
@@ -383,18 +360,7 @@ def fused_add_rms_norm(
     """
     check_input(x)
     check_affine("weight", weight, x)
-    return add_and_normalize(x, residual, weight, None, eps, weight_offset=weight_offset, x_scale=x_scale, mean=False)
+    return add_and_normalize(x, residual, Norm(weight, None, eps, weight_offset), x_scale)
 
 
-def fused_add_rms_norm_ref(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    weight_offset: float = 0.0,
-    x_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fused_add_rms_norm` in plain torch."""
-    norm_reference(x, residual, weight, None, x, None, eps, weight_offset, x_scale, False)
-    return x, residual
+fused_add_rms_norm_ref = with_reference(fused_add_rms_norm)

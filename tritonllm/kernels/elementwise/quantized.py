@@ -15,7 +15,7 @@ from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.float8 import empty_rows, quantize_reference, row_scale
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 @triton.jit
@@ -112,12 +112,7 @@ def silu_and_mul_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scale
 
 
-def silu_and_mul_quantize_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`silu_and_mul_quantize` in plain torch."""
-    _check_gated(x)
-    q, scale = empty_rows(x, x.shape[-1] // 2)
-    _reference(x, q, scale)
-    return q, scale
+silu_and_mul_quantize_ref = with_reference(silu_and_mul_quantize)
 
 
 def _check_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
@@ -160,22 +155,8 @@ def fused_add_rms_norm_quantize(
     """
     _check_norm(x, residual, weight)
     quantized = empty_rows(x, x.shape[-1])
-    options = {"weight_offset": weight_offset, "x_scale": x_scale}
-    norm.add_and_normalize(x, residual, weight, None, eps, **options, mean=False, quantized=quantized)
+    norm.add_and_normalize(x, residual, norm.Norm(weight, None, eps, weight_offset), x_scale, quantized)
     return *quantized, residual
 
 
-def fused_add_rms_norm_quantize_ref(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    weight_offset: float = 0.0,
-    x_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`fused_add_rms_norm_quantize` in plain torch."""
-    _check_norm(x, residual, weight)
-    q, scale = empty_rows(x, x.shape[-1])
-    norm.norm_reference(x, residual, weight, None, q, scale, eps, weight_offset, x_scale, False)
-    return q, scale, residual
+fused_add_rms_norm_quantize_ref = with_reference(fused_add_rms_norm_quantize)

@@ -12,7 +12,7 @@ import triton.language as tl
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def default_config(heads: int, rotary: int, tokens: int) -> tuning.Config:
     return {"BLOCK_H": min(max(1, pairs // half), triton.next_power_of_2(max(1, heads))), "num_warps": warps}
 
 
-def rope_reference(
+def _reference(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, interleaved: bool
 ) -> None:
     rotary, heads = cos_sin_cache.shape[1], q.shape[1]
@@ -122,7 +122,7 @@ def rope_reference(
     k.copy_(out[:, heads:])
 
 
-@register_op(mutates=("q", "k"), reference=rope_reference)
+@register_op(mutates=("q", "k"), reference=_reference)
 def _apply_rope(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, interleaved: bool
 ) -> None:
@@ -201,14 +201,4 @@ def apply_rope(
     return q, k
 
 
-def apply_rope_ref(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    *,
-    interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`apply_rope` in plain torch."""
-    rope_reference(q, k, positions, cos_sin_cache, interleaved)
-    return q, k
+apply_rope_ref = with_reference(apply_rope)

@@ -18,15 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, check_affine, gated_reference, norm_reference
+from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, check_affine, gated_reference, rms_norm
+from tritonllm.kernels.moe.arguments import Choice, Experts, Result
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
 from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
+from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import processors
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import OPS, register_op
+from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
 
 MAX_NORMED = 8192  # columns of a token that the last kernel normalises, too, by one program for all of them
 
@@ -78,58 +79,34 @@ def _sum_kernel(
         tl.store(normed_ptr + token * N + column, b_normed.to(normed_ptr.dtype.element_ty), mask=m_column)
 
 
-def fused_moe_reference(
-    x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    expert_map: torch.Tensor | None,
-    out: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    normed: torch.Tensor | None,
-    activation: str,
-    add: bool,
-    scale: float,
-    norm_eps: float,
-    norm_offset: float,
-) -> None:
-    experts = w_gate_up.shape[0]
+def _reference(x: torch.Tensor, experts: Experts, choice: Choice, result: Result) -> None:
+    w_gate_up, w_down, gate_up_bias, down_bias, activation = experts
+    weights, ids, expert_map = choice
     local = ids
     if expert_map is not None:
         known = (ids >= 0) & (ids < expert_map.shape[0])
         local = expert_map[ids.where(known, 0)].where(known, -1)
     y = x.new_zeros((*ids.shape, x.shape[1]), dtype=torch.float32)
     for expert in local.unique().tolist():
-        if 0 <= expert < experts:
-            token, choice = (local == expert).nonzero(as_tuple=True)
+        if 0 <= expert < len(w_down):
+            token, place = (local == expert).nonzero(as_tuple=True)
             gate_up = x[token].float() @ w_gate_up[expert].float().T
             if gate_up_bias is not None:
                 gate_up += gate_up_bias[expert]
             row = gated_reference(gate_up, activation) @ w_down[expert].float().T
             if down_bias is not None:
                 row += down_bias[expert]
-            y[token, choice] = row * weights[token, choice, None]
-    out.copy_(torch.add(out.float(), y.sum(1), alpha=scale) if add else y.sum(1))
-    if normed is not None:
-        norm_reference(out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
+            y[token, place] = row * weights[token, place, None]
+    out = result.out
+    out.copy_(torch.add(out.float(), y.sum(1), alpha=result.scale) if result.add else y.sum(1))
+    if result.norm_weight is not None:
+        rms_norm(out, result.norm_weight, result.norm_eps, weight_offset=result.norm_offset, out=result.normed)
 
 
-def _launch_products(
-    x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    activation: str,
-    config: tuning.Config,
-) -> torch.Tensor:
+def _launch_products(x: torch.Tensor, experts: Experts, choice: Choice, config: tuning.Config) -> torch.Tensor:
     """The row of each pair that has an expert: ``y [T * k, N]``."""
-    (pairs, top_k), (experts, n, i) = (ids.numel(), ids.shape[1]), w_down.shape
+    ids, expert_map = choice.ids, choice.expert_map
+    (pairs, top_k), (num_experts, n, i) = (ids.numel(), ids.shape[1]), experts.w_down.shape
     h = torch.empty((pairs, i), dtype=x.dtype, device=x.device)
     y = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
     keep_h, keep_y = eviction_policy(h, top_k), eviction_policy(y, top_k)
@@ -137,56 +114,38 @@ def _launch_products(
     if config.pop("kernel") == "sm90":
         from tritonllm.kernels.moe.sm90 import products as sm90  # Gluon is not there for every GPU
 
-        blocks = group_by_expert(ids, experts, config["PAIRS"] + config["TAIL"], expert_map, unit=sm90.UNIT)
+        blocks = group_by_expert(ids, num_experts, config["PAIRS"] + config["TAIL"], expert_map, unit=sm90.UNIT)
         programs = processors(x.device)
-        sm90.launch_gate_up(x, w_gate_up, gate_up_bias, h, blocks, top_k, activation, keep_h, programs, config)
-        sm90.launch_down(h, w_down, down_bias, y, blocks, keep_y, programs, config)
+        sm90.launch_gate_up(x, experts, h, blocks, top_k, keep_h, programs, config)
+        sm90.launch_down(h, experts, y, blocks, keep_y, programs, config)
     else:
-        blocks = group_by_expert(ids, experts, config["BLOCK_M"], expert_map)
-        products.launch_gate_up(x, w_gate_up, gate_up_bias, h, blocks, top_k, activation, keep_h, config)
-        products.launch_down(h, w_down, down_bias, y, blocks, keep_y, config)
+        blocks = group_by_expert(ids, num_experts, config["BLOCK_M"], expert_map)
+        products.launch_gate_up(x, experts, h, blocks, top_k, keep_h, config)
+        products.launch_down(h, experts, y, blocks, keep_y, config)
     return y
 
 
-@register_op(mutates=("out", "normed"), reference=fused_moe_reference)
-def _fused_moe(
-    x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    expert_map: torch.Tensor | None,
-    out: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    normed: torch.Tensor | None,
-    activation: str,
-    add: bool,
-    scale: float,
-    norm_eps: float,
-    norm_offset: float,
-) -> None:
+@register_op(mutates=("out", "normed"), reference=_reference)
+def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result) -> None:
+    weights, ids, expert_map = choice
     tokens, top_k = ids.shape
     if tokens == 0:
         return
-    experts, n, _ = w_down.shape
-    num_ids = experts if expert_map is None else expert_map.shape[0]
-    key = config_key(x, w_gate_up, w_down, top_k, num_ids, activation)
-    config = tuning.get_config("fused_moe", x.device, default_config, **key)
-    biases = (gate_up_bias, down_bias)
+    num_experts, n, _ = experts.w_down.shape
+    num_ids = num_experts if expert_map is None else expert_map.shape[0]
+    config = tuning.get_config("fused_moe", x.device, default_config, **config_key(x, experts, top_k, num_ids))
     if config["kernel"] == "direct":
-        choice = direct.Choice(weights, ids, expert_map)
-        direct.launch(x, w_gate_up, w_down, choice, *biases, out, activation, add, scale)
+        direct.launch(x, experts, choice, result)
     else:
-        y = _launch_products(x, w_gate_up, w_down, *biases, ids, expert_map, activation, config)
+        y = _launch_products(x, experts, choice, config)
+        out, add, scale, normed, norm_weight, eps, norm_offset = result
         norm = (norm_weight, normed) if n <= MAX_NORMED else (None, None)
         block = triton.next_power_of_2(n)
         block = min(1024, block) if norm[0] is None else block
         parts = triton.cdiv(n, block)
         _sum_kernel[(tokens, parts)](
-            *(y, weights, ids, ids if expert_map is None else expert_map, out, *norm, scale, norm_eps, norm_offset),
-            *(n, experts, num_ids, weights.stride(0), ids.stride(0), out.stride(0)),
+            *(y, weights, ids, ids if expert_map is None else expert_map, out, *norm, scale, eps, norm_offset),
+            *(n, num_experts, num_ids, weights.stride(0), ids.stride(0), out.stride(0)),
             **dependent_launch(x.device, tokens * parts),
             TOP_K=top_k,
             HAS_MAP=expert_map is not None,
@@ -194,52 +153,54 @@ def _fused_moe(
             BLOCK=block,
             num_warps=max(1, block // 256),
         )
-    if normed is not None and (config["kernel"] == "direct" or n > MAX_NORMED):
-        OPS["norm"](out, None, norm_weight, None, normed, None, norm_eps, norm_offset, 1.0, False)
+    if config["kernel"] == "direct" or n > MAX_NORMED:
+        normalise(result)
 
 
-def check_experts(
-    x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    residual: torch.Tensor | None,
-) -> None:
+def normalise(result: Result) -> None:
+    """The norm of what is written, if it is asked for, in a launch of its own."""
+    if result.normed is not None:
+        norm = (result.norm_weight, None, result.norm_eps, result.norm_offset, False)
+        OPS["norm"](result.out, None, result.normed, None, 1.0, *norm)
+
+
+def check_experts(x: torch.Tensor, experts: Experts, residual: torch.Tensor | None) -> None:
     """All but the choice."""
+    w_gate_up, w_down, gate_up_bias, down_bias, activation = experts
     require(
         activation in GATED_ACTIVATIONS, f"activation must be one of {', '.join(GATED_ACTIVATIONS)}, got {activation!r}"
     )
     check_tensor("x", x, ("T", "N"))
     n = x.shape[1]
     check_tensor("w_down", w_down, ("E", n, "I"), like=x)
-    experts, _, i = w_down.shape
-    check_tensor("w_gate_up", w_gate_up, (experts, 2 * i, n), like=x)
+    count, _, i = w_down.shape
+    check_tensor("w_gate_up", w_gate_up, (count, 2 * i, n), like=x)
     check_same_dtype("w_gate_up", w_gate_up, "x", x)
     check_same_dtype("w_down", w_down, "x", x)
     require(w_down.numel() > 0, f"w_down must not be empty, got shape {list(w_down.shape)}")
     if gate_up_bias is not None:
-        check_tensor("gate_up_bias", gate_up_bias, (experts, 2 * i), like=x)
+        check_tensor("gate_up_bias", gate_up_bias, (count, 2 * i), like=x)
     if down_bias is not None:
-        check_tensor("down_bias", down_bias, (experts, n), like=x)
+        check_tensor("down_bias", down_bias, (count, n), like=x)
     if residual is not None:
         check_tensor("residual", residual, x.shape, like=x)
         check_same_dtype("residual", residual, "x", x)
 
 
-def outputs(
-    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What is written: the result, and its norm if ``norm_weight`` (checked here) asks for it."""
+def make_result(
+    x: torch.Tensor, residual: torch.Tensor | None, scale: float, weight: torch.Tensor | None, eps: float, offset: float
+) -> Result:
+    """What is written: ``residual``, or a new tensor, and its norm if ``weight`` (checked here) asks for it."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
-    if norm_weight is None:
-        return out, None
-    check_affine("norm_weight", norm_weight, x)
-    return out, torch.empty_like(x, memory_format=torch.contiguous_format)
+    normed = None
+    if weight is not None:
+        check_affine("norm_weight", weight, x)
+        normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return Result(out, residual is not None, scale, normed, weight, eps, offset)
 
 
-def _check_choice(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None) -> None:
+def _check_choice(x: torch.Tensor, choice: Choice) -> None:
+    weights, ids, expert_map = choice
     check_tensor("ids", ids, (len(x), "k"), dtype=(torch.int32, torch.int64), like=x)
     require(ids.shape[1] > 0, "ids must have at least one expert for each token, got none")
     require(ids.numel() < 2**31, f"ids must have fewer than 2^31 elements, got {ids.numel()}; split the tokens")
@@ -283,7 +244,7 @@ def fused_moe(
         expert_map: ``[E_global]`` int32 from an id to one of the ``E`` experts here, or -1 for one that lives elsewhere
             and adds nothing here (expert parallelism); by default ids are experts.
         residual: ``[T, N]`` of the dtype of ``x``, to which ``scale`` times the result is added in place; may be ``x``.
-        scale: see ``residual``; without effect if there is none.
+        scale: see ``residual``, without which it must be 1.
         norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
             ``norm_eps`` and ``norm_weight_offset`` are its.
 
@@ -294,37 +255,14 @@ def fused_moe(
     Raises:
         ValueError: a wrong shape, dtype or device, or another activation.
     """
-    check_experts(x, w_gate_up, w_down, gate_up_bias, down_bias, activation, residual)
-    _check_choice(x, weights, ids, expert_map)
-    out, normed = outputs(x, residual, norm_weight)
-    _fused_moe(
-        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, norm_weight, normed),
-        *(activation, residual is not None, scale, norm_eps, norm_weight_offset),
-    )
-    return out if normed is None else (out, normed)
+    check_scaled(scale, residual)
+    experts = Experts(w_gate_up, w_down, gate_up_bias, down_bias, activation)
+    choice = Choice(weights, ids, expert_map)
+    check_experts(x, experts, residual)
+    _check_choice(x, choice)
+    result = make_result(x, residual, scale, norm_weight, norm_eps, norm_weight_offset)
+    _fused_moe(x, *experts, *choice, *result)
+    return result.out if result.normed is None else (result.out, result.normed)
 
 
-def fused_moe_ref(
-    x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    activation: str = "silu",
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fused_moe` in plain torch: one pair of products for each expert that was hit, in float32."""
-    out, normed = outputs(x, residual, norm_weight)
-    fused_moe_reference(
-        *(x, w_gate_up, w_down, weights, ids, gate_up_bias, down_bias, expert_map, out, norm_weight, normed),
-        *(activation, residual is not None, scale, norm_eps, norm_weight_offset),
-    )
-    return out if normed is None else (out, normed)
+fused_moe_ref = with_reference(fused_moe)

@@ -5,15 +5,17 @@ before it has chosen, so its time is latency: one launch that normalises and mul
 before the kernel before has ended (`dependent_launch`). The first program stores the normalised row, for the experts.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.elementwise import rms_norm_ref
+from tritonllm.kernels.elementwise import rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 @triton.jit
@@ -81,18 +83,23 @@ def default_config(experts: int, k: int) -> tuning.Config:
     return {"BLOCK_N": rows, "BLOCK_K": block, "num_warps": max(1, min(8, rows * block // 512))}
 
 
-def _reference(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    logits: torch.Tensor,
-    normed: torch.Tensor,
-    eps: float,
-    norm_offset: float,
-    constant_weight: bool,
-) -> None:
-    y = rms_norm_ref(x.float(), norm_weight, eps, weight_offset=norm_offset)
+class Router(NamedTuple):
+    """What the operator reads and writes; see :func:`moe_logits`."""
+
+    x: torch.Tensor
+    norm_weight: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    logits: torch.Tensor
+    normed: torch.Tensor
+    eps: float
+    norm_offset: float
+    constant_weight: bool
+
+
+def _reference(router: Router) -> None:
+    x, norm_weight, weight, bias, logits, normed, eps, norm_offset, _ = router
+    y = rms_norm(x.float(), norm_weight, eps, weight_offset=norm_offset)
     normed.copy_(y)
     torch.matmul(y, weight.float().T, out=logits)
     if bias is not None:
@@ -100,17 +107,8 @@ def _reference(
 
 
 @register_op(mutates=("logits", "normed"), reference=_reference)
-def _moe_logits(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    logits: torch.Tensor,
-    normed: torch.Tensor,
-    eps: float,
-    norm_offset: float,
-    constant_weight: bool,
-) -> None:
+def _moe_logits(router: Router) -> None:
+    x, norm_weight, weight, bias, logits, normed, eps, norm_offset, constant_weight = router
     (tokens, k), experts = x.shape, weight.shape[0]
     if tokens == 0:
         return
@@ -122,20 +120,6 @@ def _moe_logits(
         EARLY=constant_weight,
         **config,
     )
-
-
-def _prepare(
-    x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_tensor("x", x, ("T", "K"))
-    tokens, k = x.shape
-    check_tensor("weight", weight, ("E", k), like=x)
-    check_same_dtype("weight", weight, "x", x)
-    check_tensor("norm_weight", norm_weight, (k,), like=x)
-    if bias is not None:
-        check_tensor("bias", bias, (weight.shape[0],), like=x)
-    logits = torch.empty(tokens, weight.shape[0], dtype=torch.float32, device=x.device)
-    return logits, torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def moe_logits(
@@ -170,22 +154,17 @@ def moe_logits(
     Raises:
         ValueError: a wrong shape, dtype or device.
     """
-    logits, normed = _prepare(x, weight, norm_weight, bias)
+    check_tensor("x", x, ("T", "K"))
+    tokens, k = x.shape
+    check_tensor("weight", weight, ("E", k), like=x)
+    check_same_dtype("weight", weight, "x", x)
+    check_tensor("norm_weight", norm_weight, (k,), like=x)
+    if bias is not None:
+        check_tensor("bias", bias, (weight.shape[0],), like=x)
+    logits = torch.empty(tokens, weight.shape[0], dtype=torch.float32, device=x.device)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _moe_logits(x, norm_weight, weight, bias, logits, normed, norm_eps, norm_weight_offset, constant_weight)
     return logits, normed
 
 
-def moe_logits_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm_weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-    constant_weight: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`moe_logits` in plain torch."""
-    logits, normed = _prepare(x, weight, norm_weight, bias)
-    _reference(x, norm_weight, weight, bias, logits, normed, norm_eps, norm_weight_offset, constant_weight)
-    return logits, normed
+moe_logits_ref = with_reference(moe_logits)

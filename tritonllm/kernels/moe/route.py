@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.moe.arguments import Rule
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 # Stands for NaN and -inf when experts are compared: less than any score, more than an expert that may not be taken.
 LOWEST = tl.constexpr(-1e38)
@@ -141,10 +142,9 @@ def _moe_route_kernel(
     tl.store(ids_ptr + place, expert, mask=m_chosen)
 
 
-def routing_constants(
-    experts: int, renormalize: bool, scoring: str, num_groups: int, top_k_groups: int
-) -> tuple[bool | int, ...]:
+def routing_constants(experts: int, rule: Rule) -> tuple[bool | int, ...]:
     """What the kernels know of a routing when they are compiled, as they take it."""
+    renormalize, scoring, num_groups, top_k_groups, _ = rule
     group_size = experts // num_groups
     lanes = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
     return (scoring == "softmax", renormalize, num_groups, group_size, top_k_groups, *lanes)
@@ -157,16 +157,9 @@ def default_route_config(experts: int, tokens: int) -> tuning.Config:
 
 
 def _route_reference(
-    router_logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    renormalize: bool,
-    scoring: str,
-    num_groups: int,
-    top_k_groups: int,
-    scale: float,
+    router_logits: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor, rule: Rule
 ) -> None:
+    renormalize, scoring, num_groups, top_k_groups, scale = rule
     logits = router_logits.float()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     choice = logits if bias is None else scores + bias.float()
@@ -188,15 +181,7 @@ def _route_reference(
 
 @register_op(mutates=("weights", "ids"), reference=_route_reference)
 def _moe_route(
-    router_logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    renormalize: bool,
-    scoring: str,
-    num_groups: int,
-    top_k_groups: int,
-    scale: float,
+    router_logits: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor, rule: Rule
 ) -> None:
     tokens, experts = router_logits.shape
     if tokens == 0:
@@ -204,17 +189,16 @@ def _moe_route(
     config = tuning.get_config("moe_route", router_logits.device, default_route_config, experts=experts, tokens=tokens)
     programs = triton.cdiv(tokens, config["ROWS"])
     _moe_route_kernel[(programs,)](
-        *(router_logits, bias, weights, ids, tokens, router_logits.stride(0), scale),
+        *(router_logits, bias, weights, ids, tokens, router_logits.stride(0), rule.routing_scale),
         TOP_K=ids.shape[1],
-        ROUTING=routing_constants(experts, renormalize, scoring, num_groups, top_k_groups),
+        ROUTING=routing_constants(experts, rule),
         **dependent_launch(router_logits.device, programs),
         **config,
     )
 
 
-def check_routing(
-    logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None, groups: int, top_k_groups: int
-) -> None:
+def check_routing(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, rule: Rule) -> None:
+    _, scoring, groups, top_k_groups, _ = rule
     check_tensor("router_logits", logits, ("T", "E"))
     experts = logits.shape[1]
     require(scoring in ("softmax", "sigmoid"), f"scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
@@ -224,23 +208,6 @@ def check_routing(
     require(1 <= top_k_groups <= groups, f"top_k_groups must be from 1 to num_groups={groups}, got {top_k_groups}")
     available = experts // groups * top_k_groups
     require(1 <= top_k <= available, f"top_k must be from 1 to the {available} experts to choose from, got {top_k}")
-
-
-def _prepare(
-    router_logits: torch.Tensor,
-    top_k: int,
-    scoring: str,
-    bias: torch.Tensor | None,
-    num_groups: int | None,
-    top_k_groups: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Check, and allocate ``(weights, ids)``; the groups are 1 of 1 if there are none."""
-    require((num_groups is None) == (top_k_groups is None), "num_groups and top_k_groups must be given together")
-    groups = 1 if num_groups is None else num_groups
-    best_groups = 1 if top_k_groups is None else top_k_groups
-    check_routing(router_logits, top_k, scoring, bias, groups, best_groups)
-    weights = torch.empty((router_logits.shape[0], top_k), dtype=torch.float32, device=router_logits.device)
-    return weights, torch.empty_like(weights, dtype=torch.int32), groups, best_groups
 
 
 def moe_route(
@@ -281,23 +248,14 @@ def moe_route(
     Raises:
         ValueError: a wrong shape, dtype or device, or a number that does not fit the others.
     """
-    weights, ids, groups, best_groups = _prepare(router_logits, top_k, scoring, bias, num_groups, top_k_groups)
-    _moe_route(router_logits, bias, weights, ids, renormalize, scoring, groups, best_groups, scale)
+    require((num_groups is None) == (top_k_groups is None), "num_groups and top_k_groups must be given together")
+    groups = (1, 1) if num_groups is None or top_k_groups is None else (num_groups, top_k_groups)
+    rule = Rule(renormalize, scoring, *groups, scale)
+    check_routing(router_logits, top_k, bias, rule)
+    weights = torch.empty((router_logits.shape[0], top_k), dtype=torch.float32, device=router_logits.device)
+    ids = torch.empty_like(weights, dtype=torch.int32)
+    _moe_route(router_logits, bias, weights, ids, *rule)
     return weights, ids
 
 
-def moe_route_ref(
-    router_logits: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool = True,
-    scoring: str = "softmax",
-    bias: torch.Tensor | None = None,
-    num_groups: int | None = None,
-    top_k_groups: int | None = None,
-    scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`moe_route` in plain torch."""
-    weights, ids, groups, best_groups = _prepare(router_logits, top_k, scoring, bias, num_groups, top_k_groups)
-    _route_reference(router_logits, bias, weights, ids, renormalize, scoring, groups, best_groups, scale)
-    return weights, ids
+moe_route_ref = with_reference(moe_route)

@@ -3,6 +3,7 @@
 import torch
 import triton
 
+from tritonllm.kernels.moe.arguments import Experts
 from tritonllm.kernels.runtime import chip, tuning
 
 # Loads of 16 bytes need rows that are a multiple of 16 elements; without them, and in float32, tiles stay small.
@@ -78,16 +79,14 @@ def default_config(
     return portable_config(pairs, experts, n, i, itemsize, activation)
 
 
-def config_key(
-    x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, top_k: int, num_ids: int, activation: str
-) -> dict[str, int | str]:
+def config_key(x: torch.Tensor, experts: Experts, top_k: int, num_ids: int) -> dict[str, int | str]:
     """What a configuration depends on. ``num_ids``: experts here and elsewhere; those elsewhere take their share."""
     arch = "any"
     if chip.on_sm90(x.device):
         from tritonllm.kernels.moe.sm90 import products as sm90  # Gluon is not there for every GPU
 
-        arch = "sm90" if sm90.fits(x, w_gate_up, w_down) else "any"
-    n, i = w_down.shape[1:]
+        arch = "sm90" if sm90.fits(x, experts.w_gate_up, experts.w_down) else "any"
+    n, i = experts.w_down.shape[1:]
     sizes = {
         "tokens": at_most(len(x)),
         "top_k": top_k,
@@ -96,4 +95,4 @@ def config_key(
         "i": i,
         "itemsize": x.element_size(),
     }
-    return {**sizes, "activation": activation, "arch": arch}
+    return {**sizes, "activation": experts.activation, "arch": arch}

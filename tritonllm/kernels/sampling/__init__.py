@@ -9,6 +9,7 @@ from tritonllm.kernels.sampling.common import (
     GROUP,
     MIN_TEMPERATURE,
     UNIFORM_SUMS,
+    Parameters,
     argmax_token,
     clean_ref,
     draw_ref,
@@ -25,13 +26,14 @@ from tritonllm.kernels.sampling.common import (
 )
 from tritonllm.kernels.sampling.draw import draw_of_group, group_score
 from tritonllm.kernels.sampling.row_limits import find_row_limits
-from tritonllm.kernels.sampling.sample import check_parameters, sample_ref, sample_rows
+from tritonllm.kernels.sampling.sample import check_parameters, sample_rows
 from tritonllm.kernels.sampling.truncation import limits_ref
 
 __all__ = [
     "GROUP",
     "MIN_TEMPERATURE",
     "UNIFORM_SUMS",
+    "Parameters",
     "argmax_token",
     "check_parameters",
     "clean_ref",
@@ -46,7 +48,6 @@ __all__ = [
     "list_groups",
     "load_logits",
     "load_scan",
-    "sample_ref",
     "sample_rows",
     "scale_of",
     "scale_ref",

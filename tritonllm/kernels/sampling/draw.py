@@ -8,8 +8,6 @@ Groups are compared by largest * scale + log2(weight) + noise in float64: exact 
 which no program knows, need not be subtracted, and the result does not depend on who takes which part.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +20,7 @@ from tritonllm.kernels.sampling.common import (
     GROUP,
     MIN_TEMPERATURE,
     RUN,
+    Parameters,
     first_best,
     first_max,
     load_logits,
@@ -221,7 +220,7 @@ def default_config(rows: int, vocab: int) -> tuning.Config:
 
 def draw_rows(
     logits: torch.Tensor,
-    parameters: Sequence[torch.Tensor | None],
+    parameters: Parameters,
     seats: torch.Tensor | None,
     edits: LogitEdits | None,
     workspace: torch.Tensor | None,
@@ -249,7 +248,7 @@ def draw_rows(
         config = config | {"maxnreg": 56}
     groups = 4 * config["num_warps"]  # a fixed ratio: the threads that share a group are always the same eight
     parts = triton.cdiv(n_groups, groups * config["TILES"])
-    described = 0 if all(limit is None for limit in parameters[1:4]) else rows
+    described = 0 if all(limit is None for limit in parameters.limits) else rows
     group_max = torch.empty(described, n_groups, dtype=torch.float32, device=device)
     group_sum = torch.empty_like(group_max)
     scores = torch.empty(rows, parts, dtype=torch.float64, device=device)

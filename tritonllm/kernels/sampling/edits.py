@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.runtime.checks import check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 from tritonllm.kernels.sampling.common import FLOAT_MAX, GROUP, RUN, clean_ref
 
 ALWAYS = 2**31 - 1  # as a limit of the output's length: none
@@ -297,6 +297,4 @@ def count_tokens(edits: LogitEdits, seats: torch.Tensor, tokens: torch.Tensor) -
     _count_tokens(tokens, seats, edits.output_counts, edits.recent)
 
 
-def count_tokens_ref(edits: LogitEdits, seats: torch.Tensor, tokens: torch.Tensor) -> None:
-    """:func:`count_tokens` in plain torch."""
-    _count_reference(tokens, seats, edits.output_counts, edits.recent)
+count_tokens_ref = with_reference(count_tokens)

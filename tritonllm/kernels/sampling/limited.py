@@ -4,8 +4,6 @@ One program for each row. The first launch settles rows whose limits leave a few
 the second searches the rest (`truncation`). Both read again only the groups that matter.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,7 @@ from tritonllm.kernels.sampling.common import (
     GROUP,
     MIN_TEMPERATURE,
     UNIFORM_SUMS,
+    Parameters,
     first_max,
     keep,
     load_logits,
@@ -206,7 +205,7 @@ def default_config(vocab: int) -> tuning.Config:
 
 def draw_limited_rows(
     logits: torch.Tensor,
-    parameters: Sequence[torch.Tensor | None],
+    parameters: Parameters,
     offsets: torch.Tensor | None,
     group_max: torch.Tensor,
     group_sum: torch.Tensor,

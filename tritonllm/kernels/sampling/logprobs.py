@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 from tritonllm.kernels.sampling.candidates import (
     SMALL,
     bound_groups,
@@ -195,6 +195,15 @@ def _reference(
     ranks.copy_((x > of_chosen).sum(-1) + 1)
 
 
+def _most_likely(logits: torch.Tensor, top_n: int) -> torch.Tensor:
+    """Ids of the largest logits, among equals the lower first. ``topk`` leaves that order open, so no two of the int64
+    that it compares are equal: a value in the upper half, its id in the lower. As :func:`_pack`, in torch."""
+    bits = (clean_ref(logits) + 0.0).view(torch.int32)  # + 0.0: -0 is 0
+    key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32
+    last = 0x7FFFFFFF
+    return last - (key.add_(last - torch.arange(logits.shape[1], device=logits.device)).topk(top_n).values & last)
+
+
 @register_op(mutates=("ids", "logprobs", "ranks"), reference=_reference)
 def _token_logprobs(
     logits: torch.Tensor,
@@ -223,9 +232,9 @@ def _token_logprobs(
     outputs = (groups_listed, candidates, ids, logprobs, ranks, lse)
     _select_kernel[(rows,)](logits, chosen, *stats, *outputs, vocab, n_groups, top_n, logits.stride(0), **options)
     if top_n > selected:
-        best = logits.topk(top_n, dim=-1)
-        ids[:, 1:] = best.indices
-        torch.sub(best.values, lse, out=logprobs[:, 1:])
+        best = _most_likely(logits, top_n)
+        ids[:, 1:] = best
+        torch.sub(clean_ref(logits).gather(1, best), lse, out=logprobs[:, 1:])
 
 
 def token_logprobs(
@@ -240,7 +249,7 @@ def token_logprobs(
 
     Returns:
         ``ids [R, 1 + N]`` int64 and ``logprobs [R, 1 + N]`` float32: first the chosen token, then the most likely ones,
-        best first, N being ``min(top_n, V)``; among equals the lower id comes first (beyond 32 in no certain order).
+        best first, N being ``min(top_n, V)``; among equals the lower id comes first.
         ``ranks [R]`` int64: of the chosen token, 1 for the most likely.
 
     Raises:
@@ -259,13 +268,4 @@ def token_logprobs(
     return ids, logprobs, ranks
 
 
-def token_logprobs_ref(
-    logits: torch.Tensor, chosen: torch.Tensor, top_n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`token_logprobs` in plain torch."""
-    rows, top_n = len(logits), min(top_n, logits.shape[1])
-    ids = torch.empty(rows, 1 + top_n, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, 1 + top_n, dtype=torch.float32, device=logits.device)
-    ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _reference(logits, chosen, top_n, ids, logprobs, ranks)
-    return ids, logprobs, ranks
+token_logprobs_ref = with_reference(token_logprobs)

@@ -4,7 +4,6 @@ Two launches, as in `sample`, which draws where these store: candidates settle m
 Apart, because a search needs many registers: with it in the judges' kernel, 320 rows came one to a multiprocessor.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ import triton.language as tl
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.sampling.candidates import limit_candidates
-from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, UNIFORM_SUMS, load_scan, scale_of, weight
+from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, UNIFORM_SUMS, Parameters, load_scan, scale_of, weight
 from tritonllm.kernels.sampling.limited import candidates_config, default_config
 from tritonllm.kernels.sampling.truncation import is_limited, load_limits, search_limits
 
@@ -95,7 +94,7 @@ def _row_limits_kernel(
 
 def find_row_limits(
     logits: torch.Tensor,
-    parameters: Sequence[torch.Tensor | None],
+    parameters: Parameters,
     group_max: torch.Tensor,
     group_sum: torch.Tensor,
     groups: torch.Tensor,
@@ -111,7 +110,7 @@ def find_row_limits(
     Returns:
         The limits of B * N rows; ``None``, and nothing is launched, if no row can have any.
     """
-    if all(limit is None for limit in parameters[1:4]):
+    if all(limit is None for limit in parameters.limits):
         return None
     positions, vocab = logits.shape[1:]
     (rows, n_groups), device = group_max.shape, logits.device

@@ -11,14 +11,12 @@ one program to each row with limits: the second settles rows whose limits leave 
 bytes of the logits over the memory bandwidth, 36 us for [256, 151936] float32 on an H200.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN
-from tritonllm.kernels.runtime.registry import register_op
-from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, clean_ref, draw_ref, keep_ref, scale_ref
+from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, Parameters, clean_ref, draw_ref, keep_ref, scale_ref
 from tritonllm.kernels.sampling.draw import draw_rows
 from tritonllm.kernels.sampling.edits import LogitEdits, check_edits, edit_logits_ref
 from tritonllm.kernels.sampling.limited import draw_limited_rows
@@ -42,7 +40,7 @@ def log_weights_ref(
 
 def sample_rows(
     logits: torch.Tensor,
-    parameters: Sequence[torch.Tensor | None],
+    parameters: Parameters,
     seats: torch.Tensor | None,
     edits: LogitEdits | None,
     workspace: torch.Tensor | None,
@@ -53,99 +51,53 @@ def sample_rows(
     if logits.shape[0] == 0 or logits.shape[1] == 0:
         return
     group_max, group_sum = draw_rows(logits, parameters, seats, edits, workspace, out, offsets)
-    if any(limit is not None for limit in parameters[1:4]):
+    if any(limit is not None for limit in parameters.limits):
         draw_limited_rows(logits, parameters, offsets, group_max, group_sum, out)
 
 
-def _reference(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    workspace: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+def _reference(logits: torch.Tensor, workspace: torch.Tensor | None, out: torch.Tensor, parameters: Parameters) -> None:
     torch.argmax(clean_ref(logits), -1, out=out)
-    rows = (temperature >= MIN_TEMPERATURE.value).nonzero()[:, 0]
+    rows = (parameters.temperature >= MIN_TEMPERATURE.value).nonzero()[:, 0]
     if rows.numel():
-        limits = (None if t is None else t[rows] for t in (top_k, top_p, min_p))
-        log_weights = log_weights_ref(logits[rows], temperature[rows], *limits)
-        out[rows] = draw_ref(log_weights, seeds[rows], steps[rows], STREAM_GROUP.value, STREAM_TOKEN.value)
+        temperature, seeds, steps = (t[rows] for t in (parameters.temperature, parameters.seeds, parameters.steps))
+        limits = (None if t is None else t[rows] for t in parameters.limits)
+        log_weights = log_weights_ref(logits[rows], temperature, *limits)
+        out[rows] = draw_ref(log_weights, seeds, steps, STREAM_GROUP.value, STREAM_TOKEN.value)
 
 
 @register_op(mutates=("workspace", "out"), reference=_reference)
-def _sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    workspace: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
+def _sample(logits: torch.Tensor, workspace: torch.Tensor | None, out: torch.Tensor, parameters: Parameters) -> None:
     sample_rows(logits.unsqueeze(1), parameters, None, None, workspace, out)
 
 
 def _edited_reference(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
     workspace: torch.Tensor | None,
     out: torch.Tensor,
     seats: torch.Tensor,
-    edits: Sequence[torch.Tensor],
+    parameters: Parameters,
+    edits: LogitEdits,
 ) -> None:
-    logits.copy_(edit_logits_ref(logits, LogitEdits(*edits), seats, steps))
-    _reference(logits, temperature, top_k, top_p, min_p, seeds, steps, workspace, out)
+    logits.copy_(edit_logits_ref(logits, edits, seats, parameters.steps))
+    _reference(logits, workspace, out, parameters)
 
 
 @register_op(mutates=("logits", "workspace", "out"), reference=_edited_reference)
 def _sample_edited(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
     workspace: torch.Tensor | None,
     out: torch.Tensor,
     seats: torch.Tensor,
-    edits: Sequence[torch.Tensor],
+    parameters: Parameters,
+    edits: LogitEdits,
 ) -> None:
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
-    sample_rows(logits.unsqueeze(1), parameters, seats, LogitEdits(*edits), workspace, out)
+    sample_rows(logits.unsqueeze(1), parameters, seats, edits, workspace, out)
 
 
-def check_parameters(
-    batch: int,
-    like: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> None:
+def check_parameters(batch: int, like: torch.Tensor, parameters: Parameters) -> None:
     """Check the tensors that hold one value for each sequence."""
-    for name, t, dtype in (
-        ("temperature", temperature, torch.float32),
-        ("top_k", top_k, torch.int32),
-        ("top_p", top_p, torch.float32),
-        ("min_p", min_p, torch.float32),
-        ("seeds", seeds, torch.int64),
-        ("steps", steps, torch.int64),
-    ):
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+    for name, t, dtype in zip(Parameters._fields, parameters, dtypes, strict=True):
         if t is not None:
             check_tensor(name, t, (batch,), dtype=dtype, like=like)
 
@@ -195,7 +147,8 @@ def sample(
     check_tensor("logits", logits, ("B", "V"))
     batch, vocab = logits.shape
     require(vocab > 0, "logits must have at least one column (the vocabulary is empty)")
-    check_parameters(batch, logits, temperature, top_k, top_p, min_p, seeds, steps)
+    parameters = Parameters(temperature, top_k, top_p, min_p, seeds, steps)
+    check_parameters(batch, logits, parameters)
     require((edits is None) == (seats is None), "edits and seats must be given together")
     if edits is not None and seats is not None:
         check_edits(edits, seats, logits)
@@ -205,34 +158,11 @@ def sample(
     if out is None:
         out = torch.empty(batch, dtype=torch.int64, device=logits.device)
     check_tensor("out", out, (batch,), dtype=torch.int64, like=logits)
-    given = (logits, temperature, top_k, top_p, min_p, seeds, steps, workspace, out)
     if edits is not None and seats is not None:
-        _sample_edited(*given, seats, list(edits))
+        _sample_edited(logits, workspace, out, seats, *parameters, *edits)
     else:
-        _sample(*given)
+        _sample(logits, workspace, out, *parameters)
     return out
 
 
-def sample_ref(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    *,
-    edits: LogitEdits | None = None,
-    seats: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """:func:`sample` in plain torch, with the same noise: equal ids but where two scores are within rounding."""
-    if out is None:
-        out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    given = (logits, temperature, top_k, top_p, min_p, seeds, steps, workspace, out)
-    if edits is not None and seats is not None:
-        _edited_reference(*given, seats, list(edits))
-    else:
-        _reference(*given)
-    return out
+sample_ref = with_reference(sample)

@@ -21,6 +21,7 @@ from tritonllm.kernels.sampling import (
     GROUP,
     MIN_TEMPERATURE,
     UNIFORM_SUMS,
+    Parameters,
     argmax_token,
     clean_ref,
     draw_of_group,
@@ -40,11 +41,6 @@ from tritonllm.kernels.sampling import (
     weight_ref,
 )
 from tritonllm.kernels.speculative.residual import REMNANT, draw_exhaustively, thin, thin_ref
-
-# Of each sequence: temperature, top_k, top_p, min_p, seed, step
-Parameters = tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor
-]
 
 
 @triton.jit
@@ -183,13 +179,23 @@ def judge(
     """
     batch, positions, vocab = target_logits.shape
     rows, device = batch * positions, target_logits.device
-    group_max, group_sum = scan(target_logits, parameters[0])
+    group_max, group_sum = scan(target_logits, parameters.temperature)
     n_groups = group_max.shape[1]
     config = tuning.get_config("rejection_judge", device, default_config, vocab=vocab)
     groups = torch.empty(rows, n_groups, dtype=torch.int32, device=device)
     limits = find_row_limits(target_logits, parameters, group_max, group_sum, groups)
     drafts = (draft_ids, draft_probs)
-    given = (target_logits, parameters[0], *parameters[4:], *drafts, group_max, group_sum, groups, limits, tokens)
+    given = (
+        target_logits,
+        parameters.temperature,
+        *parameters[4:],
+        *drafts,
+        group_max,
+        group_sum,
+        groups,
+        limits,
+        tokens,
+    )
     strides = (*target_logits.stride()[:2], draft_ids.stride(0), *draft_probs.stride()[:2])
     flags = {"NG": triton.next_power_of_2(n_groups), **UNIFORM_SUMS, **dependent_launch(device)}
     _judge_kernel[(rows,)](*given, vocab, n_groups, positions - 1, *strides, **flags, **config)

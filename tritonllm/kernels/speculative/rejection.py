@@ -19,11 +19,14 @@ logits' bytes over the memory bandwidth, 46 us for 64 sequences of 4 drafts and 
 only single values are read, but in the rare rows whose proposals all fail.
 """
 
+from typing import NamedTuple
+
 import torch
 
+from tritonllm.kernels import sample
 from tritonllm.kernels.runtime.checks import FLOATS, check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
-from tritonllm.kernels.sampling import check_parameters, sample_ref, sample_rows
+from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.sampling import Parameters, check_parameters, sample_rows
 from tritonllm.kernels.speculative.draft_path import (
     follow_chain,
     follow_chain_ref,
@@ -32,7 +35,30 @@ from tritonllm.kernels.speculative.draft_path import (
     tree_depths,
     tree_depths_ref,
 )
-from tritonllm.kernels.speculative.judge import Parameters, judge, judge_ref
+from tritonllm.kernels.speculative.judge import judge, judge_ref
+
+
+class Chain(NamedTuple):
+    """Drafts one after the other, and the verdict on them."""
+
+    draft_ids: torch.Tensor
+    draft_probs: torch.Tensor | None
+    target_logits: torch.Tensor
+    workspace: torch.Tensor | None
+    ids: torch.Tensor
+    accepted: torch.Tensor
+
+
+class Tree(NamedTuple):
+    """Drafts of which several may follow one, and the verdict on them."""
+
+    draft_ids: torch.Tensor
+    parents: torch.Tensor
+    target_logits: torch.Tensor
+    workspace: torch.Tensor | None
+    ids: torch.Tensor
+    accepted: torch.Tensor
+    path: torch.Tensor
 
 
 def sample_rows_ref(target_logits: torch.Tensor, parameters: Parameters, offsets: torch.Tensor) -> torch.Tensor:
@@ -42,25 +68,12 @@ def sample_rows_ref(target_logits: torch.Tensor, parameters: Parameters, offsets
     top_k, top_p, min_p = (None if t is None else t.repeat_interleave(positions) for t in limits)
     temperature, seeds = temperature.repeat_interleave(positions), seeds.repeat_interleave(positions)
     steps = (steps[:, None] + offsets.expand(batch, positions)).flatten()
-    tokens = sample_ref(target_logits.reshape(-1, vocab), temperature, top_k, top_p, min_p, seeds, steps)
+    tokens = sample(target_logits.reshape(-1, vocab), temperature, top_k, top_p, min_p, seeds, steps)
     return tokens.view(batch, positions)
 
 
-def _reference(
-    draft_ids: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    workspace: torch.Tensor | None,
-    ids: torch.Tensor,
-    accepted: torch.Tensor,
-) -> None:
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
+def _reference(chain: Chain, parameters: Parameters) -> None:
+    draft_ids, draft_probs, target_logits, _, ids, accepted = chain
     tokens = sample_rows_ref(target_logits, parameters, torch.arange(ids.shape[1], device=ids.device))
     if draft_probs is not None:
         tokens = judge_ref(draft_ids, draft_probs, target_logits, parameters, tokens)
@@ -68,23 +81,10 @@ def _reference(
 
 
 @register_op(mutates=("workspace", "ids", "accepted"), reference=_reference)
-def _rejection_sample(
-    draft_ids: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    workspace: torch.Tensor | None,
-    ids: torch.Tensor,
-    accepted: torch.Tensor,
-) -> None:
+def _rejection_sample(chain: Chain, parameters: Parameters) -> None:
+    draft_ids, draft_probs, target_logits, workspace, ids, accepted = chain
     if len(ids) == 0:
         return
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
     tokens = torch.empty_like(ids)
     if draft_probs is None:
         sample_rows(target_logits, parameters, None, None, workspace, tokens)
@@ -137,12 +137,15 @@ def rejection_sample(
     batch, positions, vocab = target_logits.shape
     if draft_probs is not None:
         check_tensor("draft_probs", draft_probs, (batch, positions - 1, vocab), dtype=FLOATS, like=target_logits)
-    check_parameters(batch, target_logits, temperature, top_k, top_p, min_p, seeds, steps)
+    parameters = Parameters(temperature, top_k, top_p, min_p, seeds, steps)
+    check_parameters(batch, target_logits, parameters)
     ids = torch.empty(batch, positions, dtype=torch.int64, device=target_logits.device)
     accepted = torch.empty(batch, dtype=torch.int64, device=target_logits.device)
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
-    _rejection_sample(draft_ids, draft_probs, target_logits, *parameters, workspace, ids, accepted)
+    _rejection_sample(draft_ids, draft_probs, target_logits, workspace, ids, accepted, *parameters)
     return ids, accepted
+
+
+rejection_sample_ref = with_reference(rejection_sample)
 
 
 def check_drafts(draft_ids: torch.Tensor, target_logits: torch.Tensor, workspace: torch.Tensor | None) -> None:
@@ -159,69 +162,18 @@ def check_drafts(draft_ids: torch.Tensor, target_logits: torch.Tensor, workspace
         require(len(workspace) >= least, f"workspace must have at least {least} elements, got {len(workspace)}")
 
 
-def rejection_sample_ref(
-    draft_ids: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    *,
-    min_p: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`rejection_sample` in plain torch, with the same noise."""
-    ids = torch.empty(target_logits.shape[:2], dtype=torch.int64, device=target_logits.device)
-    accepted = torch.empty(len(target_logits), dtype=torch.int64, device=target_logits.device)
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
-    _reference(draft_ids, draft_probs, target_logits, *parameters, workspace, ids, accepted)
-    return ids, accepted
-
-
-def _tree_reference(
-    draft_ids: torch.Tensor,
-    parents: torch.Tensor,
-    target_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    workspace: torch.Tensor | None,
-    ids: torch.Tensor,
-    accepted: torch.Tensor,
-    path: torch.Tensor,
-) -> None:
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
-    tokens = sample_rows_ref(target_logits, parameters, tree_depths_ref(parents))
-    follow_tree_ref(draft_ids, parents, tokens, ids, accepted, path)
+def _tree_reference(tree: Tree, parameters: Parameters) -> None:
+    tokens = sample_rows_ref(tree.target_logits, parameters, tree_depths_ref(tree.parents))
+    follow_tree_ref(tree.draft_ids, tree.parents, tokens, tree.ids, tree.accepted, tree.path)
 
 
 @register_op(mutates=("workspace", "ids", "accepted", "path"), reference=_tree_reference)
-def _rejection_sample_tree(
-    draft_ids: torch.Tensor,
-    parents: torch.Tensor,
-    target_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    workspace: torch.Tensor | None,
-    ids: torch.Tensor,
-    accepted: torch.Tensor,
-    path: torch.Tensor,
-) -> None:
-    if len(ids) == 0:
+def _rejection_sample_tree(tree: Tree, parameters: Parameters) -> None:
+    if len(tree.ids) == 0:
         return
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
-    tokens = torch.empty_like(ids)
-    sample_rows(target_logits, parameters, None, None, workspace, tokens, tree_depths(parents))
-    follow_tree(draft_ids, parents, tokens, ids, accepted, path)
+    tokens, depths = torch.empty_like(tree.ids), tree_depths(tree.parents)
+    sample_rows(tree.target_logits, parameters, None, None, tree.workspace, tokens, depths)
+    follow_tree(tree.draft_ids, tree.parents, tokens, tree.ids, tree.accepted, tree.path)
 
 
 def rejection_sample_tree(
@@ -261,30 +213,12 @@ def rejection_sample_tree(
     check_drafts(draft_ids, target_logits, workspace)
     batch, positions, _ = target_logits.shape
     check_tensor("parents", parents, (batch, positions - 1), dtype=(torch.int32, torch.int64), like=target_logits)
-    check_parameters(batch, target_logits, temperature, top_k, top_p, min_p, seeds, steps)
+    parameters = Parameters(temperature, top_k, top_p, min_p, seeds, steps)
+    check_parameters(batch, target_logits, parameters)
     ids = torch.empty(batch, positions, dtype=torch.int64, device=target_logits.device)
     accepted, path = torch.empty(batch, dtype=torch.int64, device=target_logits.device), torch.empty_like(ids)
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
-    _rejection_sample_tree(draft_ids, parents, target_logits, *parameters, workspace, ids, accepted, path)
+    _rejection_sample_tree(draft_ids, parents, target_logits, workspace, ids, accepted, path, *parameters)
     return ids, accepted, path
 
 
-def rejection_sample_tree_ref(
-    draft_ids: torch.Tensor,
-    parents: torch.Tensor,
-    target_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    *,
-    min_p: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`rejection_sample_tree` in plain torch, with the same noise."""
-    ids = torch.empty(target_logits.shape[:2], dtype=torch.int64, device=target_logits.device)
-    accepted, path = torch.empty(len(ids), dtype=torch.int64, device=ids.device), torch.empty_like(ids)
-    parameters = (temperature, top_k, top_p, min_p, seeds, steps)
-    _tree_reference(draft_ids, parents, target_logits, *parameters, workspace, ids, accepted, path)
-    return ids, accepted, path
+rejection_sample_tree_ref = with_reference(rejection_sample_tree)

@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.attention.common import LN2, AttentionArgs
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages
+from tritonllm.kernels.attention.common import LN2
 from tritonllm.kernels.attention.portable.few_parts import attend_to_newest, attend_to_part, merge_parts
 from tritonllm.kernels.attention.portable.projection import Projection, projection_arguments
 from tritonllm.kernels.runtime import tuning
@@ -196,12 +197,8 @@ def few_config(head_size: int, group: int, programs: int) -> tuning.Config:
 
 def launch_few(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    workspace: torch.Tensor | None,
-    settled: bool,
+    pages: Pages,
+    hints: Hints,
     args: AttentionArgs,
     config: tuning.Config,
     projection: Projection | None = None,
@@ -213,6 +210,7 @@ def launch_few(
             Each alone is right, but where the weights take the keys' place in shared memory, ptxas 12.8 (of Triton 3.6)
             reads the weights' address from registers that it never wrote, and results are wrong, or the access illegal.
     """
+    (k_cache, v_cache, block_tables, seq_lens), (workspace, settled, _) = pages, hints
     config = {name: value for name, value in config.items() if name != "kernel"}
     batch, heads, head_size = args.out.shape
     size, kv_heads = k_cache.shape[1:3]

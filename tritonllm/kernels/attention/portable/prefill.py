@@ -4,13 +4,12 @@ The rows of a tile are (token, query head) pairs of one key/value head: the head
 tile spans few tokens, so little of the causal diagonal is computed in vain.
 """
 
-import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.attention.arguments import AttentionArgs, Pages, Queries
 from tritonllm.kernels.attention.common import (
     LN2,
-    AttentionArgs,
     attend,
     finish_softmax,
     load_head_factors,
@@ -138,18 +137,9 @@ def _prefill_kernel(
         tl.store(lse_ptr + b_token * heads + b_head, b_lse * LN2, mask=m_row)
 
 
-def launch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    causal: bool,
-    args: AttentionArgs,
-    config: tuning.Config,
-) -> None:
+def launch(queries: Queries, pages: Pages, args: AttentionArgs, config: tuning.Config) -> None:
     """Write ``args.out`` and ``args.lse``."""
+    (q, cu_seqlens_q, _, causal, _), (k_cache, v_cache, block_tables, seq_lens) = queries, pages
     tokens, heads, head_size = q.shape
     batch, kv_heads = len(seq_lens), k_cache.shape[2]
     group = heads // kv_heads

@@ -10,21 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.attention.arguments import Heads, Scales
+
 
 class Projection(NamedTuple):
     """What the kernel needs besides to begin with the rows of the projection: see ``fused_decode_attention``."""
 
     slot_mapping: torch.Tensor
-    positions: torch.Tensor | None
-    cos_sin_cache: torch.Tensor | None
-    q_weight: torch.Tensor | None
-    k_weight: torch.Tensor | None
-    k_factor: float  # cache scales that are numbers
-    v_factor: float
-    scaled: bool  # there is a cache scale, as a number or for each head
-    eps: float
-    weight_offset: float
-    interleaved: bool
+    heads: Heads
+    scales: Scales
 
 
 def projection_arguments(q: torch.Tensor, projection: Projection | None) -> dict[str, Any]:
@@ -34,24 +28,24 @@ def projection_arguments(q: torch.Tensor, projection: Projection | None) -> dict
         flags = {"FUSED": False, "HALF": 0, "PAIRS": False, "PER_HEAD": False, "SCALED": False}
         numbers = dict.fromkeys(("k_inverse", "v_inverse", "eps", "weight_offset"), 1.0)
         return dict.fromkeys(names) | flags | numbers | {"stride_cos_sin": 0}
-    p = projection
-    table = p.cos_sin_cache
+    slots, heads, scales = projection
+    table = heads.cos_sin_cache
     return {
-        "slot_ptr": p.slot_mapping,
-        "positions_ptr": p.positions,
+        "slot_ptr": slots,
+        "positions_ptr": heads.positions,
         "cos_sin_ptr": q if table is None else table,
-        "q_weight_ptr": p.q_weight,
-        "k_weight_ptr": p.k_weight,
-        "k_inverse": 1.0 / p.k_factor,
-        "v_inverse": 1.0 / p.v_factor,
-        "eps": p.eps,
-        "weight_offset": p.weight_offset,
+        "q_weight_ptr": heads.q_weight,
+        "k_weight_ptr": heads.k_weight,
+        "k_inverse": 1.0 / scales.k_factor,
+        "v_inverse": 1.0 / scales.v_factor,
+        "eps": heads.eps,
+        "weight_offset": heads.weight_offset,
         "stride_cos_sin": 0 if table is None else table.stride(0),
         "FUSED": True,
         "HALF": 0 if table is None else table.shape[1] // 2,
-        "PAIRS": p.interleaved,
-        "PER_HEAD": p.q_weight is not None and p.q_weight.dim() == 2,
-        "SCALED": p.scaled,
+        "PAIRS": heads.interleaved,
+        "PER_HEAD": heads.q_weight is not None and heads.q_weight.dim() == 2,
+        "SCALED": scales.given,
     }
 
 

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.attention.arguments import AttentionArgs, Pages
 from tritonllm.kernels.attention.common import (
     LN2,
-    AttentionArgs,
     attend,
     finish_softmax,
     load_head_factors,
@@ -196,16 +196,9 @@ def split_config(head_size: int, group: int, programs: int, dtype: str) -> tunin
     return {"kernel": "split", "SPLIT_TO": target} | config
 
 
-def launch_split(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    args: AttentionArgs,
-    config: tuning.Config,
-) -> None:
+def launch_split(q: torch.Tensor, pages: Pages, args: AttentionArgs, config: tuning.Config) -> None:
     """Launch both kernels, or the first alone if the keys are not split."""
+    k_cache, v_cache, block_tables, seq_lens = pages
     batch, heads, head_size = q.shape
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads

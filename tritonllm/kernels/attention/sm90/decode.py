@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tritonllm.kernels.attention.common import AttentionArgs
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.attention.schedule import count_tiles, cut, describe_sequence, divide, find_sequence
 from tritonllm.kernels.attention.sm90.apart import attend_apart
 from tritonllm.kernels.attention.sm90.part import attend_to_part
@@ -326,22 +326,10 @@ def fits(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     return pages_fit(k_cache, v_cache)
 
 
-def launch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    tree_mask: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    settled: bool,
-    order: torch.Tensor | None,
-    args: AttentionArgs,
-    config: tuning.Config,
-) -> None:
-    """Launch for ``q[T, H, D]``; without ``cu_seqlens_q`` T is B. ``settled``: as in ``paged_decode_attention``."""
+def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
+    """Write ``args.out`` and ``args.lse``, of tokens that see those before them, or a tree's ancestors."""
+    q, cu_seqlens_q, max_seqlen_q, _, tree_mask = queries
+    (k_cache, v_cache, block_tables, seq_lens), (workspace, settled, order) = pages, hints
     batch, heads, head_size = len(seq_lens), *q.shape[1:]
     blocks, size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads

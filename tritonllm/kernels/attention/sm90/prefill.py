@@ -15,7 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tritonllm.kernels.attention.common import LN2, AttentionArgs
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
+from tritonllm.kernels.attention.common import LN2
 from tritonllm.kernels.attention.schedule import find_prefill_sequence
 from tritonllm.kernels.attention.sm90.rows import attend_rows, receive, row_descriptor, visible_tiles
 from tritonllm.kernels.attention.sm90.tiles import page_descriptors, pages_fit
@@ -322,19 +323,10 @@ def fits(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     return pages_fit(k_cache, v_cache)
 
 
-def launch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    causal: bool,
-    workspace: torch.Tensor | None,
-    args: AttentionArgs,
-    config: tuning.Config,
-) -> None:
+def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
     """Write ``args.out`` and ``args.lse``."""
+    (q, cu_seqlens_q, _, causal, _), (k_cache, v_cache, block_tables, seq_lens) = queries, pages
+    workspace = hints.workspace
     tokens, heads, head_size = q.shape
     blocks, size, kv_heads, _ = k_cache.shape
     config = dict(config)

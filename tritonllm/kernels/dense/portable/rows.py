@@ -10,10 +10,10 @@ Weights do not depend on the kernel before, so they are loaded before waiting fo
 kernel drains, or attention waits for its own results, the memory reads the next product's weights into registers.
 """
 
-import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
@@ -108,23 +108,8 @@ def linear_rows_kernel(
         tl.store(p_out, b_y.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
-def launch_rows(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    eps: float,
-    norm_offset: float,
-    activation: str | None,
-    gated: bool,
-    add: bool,
-    scale: float,
-    early: bool,
-    config: tuning.Config,
-    launch: dict[str, bool],
-) -> None:
+def launch_rows(operands: Operands, fused: Fused, config: tuning.Config, launch: dict[str, bool]) -> None:
+    x, weight, bias, norm_weight, out, _ = operands
     m, k = x.shape
     block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]
     linear_rows_kernel[(triton.cdiv(weight.shape[0], block_n),)](
@@ -136,16 +121,16 @@ def launch_rows(
         m,
         out.shape[1],
         k,
-        eps,
-        norm_offset,
-        scale,
+        fused.eps,
+        fused.norm_offset,
+        fused.scale,
         x.stride(0),
         weight.stride(0),
         out.stride(0),
-        ACT=activation,
-        GATED=gated,
-        ADD=add,
-        EARLY=early,
+        ACT=fused.activation,
+        GATED=fused.gated,
+        ADD=fused.add,
+        EARLY=fused.constant_weight,
         LATE=config["LATE"],
         TILES=triton.cdiv(k, block_k),
         EVEN_K=k % block_k == 0,

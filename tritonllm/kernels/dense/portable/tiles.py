@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
@@ -100,20 +101,8 @@ def linear_tiles_kernel(
         tl.store(p_out, b_y.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
-def launch_tiles(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: torch.Tensor | None,
-    *,
-    activation: str | None,
-    gated: bool,
-    add: bool,
-    scale: float,
-    config: tuning.Config,
-    launch: dict[str, bool],
-) -> None:
+def launch_tiles(operands: Operands, fused: Fused, config: tuning.Config, launch: dict[str, bool]) -> None:
+    x, weight, bias, _, out, workspace = operands
     (m, k), (rows, _) = x.shape, weight.shape
     block_k, split = config["BLOCK_K"], config["SPLIT_K"]
     tiles = triton.cdiv(rows, config["BLOCK_N"])
@@ -131,13 +120,13 @@ def launch_tiles(
         m,
         out.shape[1],
         k,
-        scale,
+        fused.scale,
         x.stride(0),
         weight.stride(0),
         out.stride(0),
-        ACT=activation,
-        GATED=gated,
-        ADD=add,
+        ACT=fused.activation,
+        GATED=fused.gated,
+        ADD=fused.add,
         EVEN_K=k % block_k == 0,
         SPLIT_K=split,
         STAGES=config["num_stages"],

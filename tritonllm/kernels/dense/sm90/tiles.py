@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from tritonllm.kernels.dense.arguments import Fused, NextNorm, Operands
 from tritonllm.kernels.dense.sm90.epilogues import add_to_stream, fetch_squares, fetch_stream, normalise_and_activate
 from tritonllm.kernels.dense.sm90.tile import Tile
 from tritonllm.kernels.hopper.descriptors import BLOCK_K, descriptor, weight_descriptor
@@ -287,24 +288,10 @@ def linear_tiles_sm90_kernel(
 
 
 def launch_tiles_sm90(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    tile: Tile,
-    *,
-    activation: str | None = None,
-    gated: bool = False,
-    early: bool = False,
-    scale: float = 1.0,
-    squares: torch.Tensor | None = None,
-    eps: float = 0.0,
-    norm_weight: torch.Tensor | None = None,
-    norm_offset: float = 0.0,
-    scaled: torch.Tensor | None = None,
-    next_squares: torch.Tensor | None = None,
+    operands: Operands, fused: Fused, tile: Tile, squares: torch.Tensor | None = None, after: NextNorm | None = None
 ) -> None:
     """With `squares` the product of rows that are to be normalised, else one that is added to `out`."""
+    x, weight, bias, _, out, _ = operands
     (m, k), rows = x.shape, weight.shape[0]
     block_m, block_n, stages, registers, prefetch = tile
     assert block_m == 128 or stages % 2 == 0
@@ -313,17 +300,18 @@ def launch_tiles_sm90(
     m_tiles = triton.cdiv(m, block_m)
     tiles = m_tiles * triton.cdiv(rows, block_n)
     terms = 0 if squares is None else len(squares)
+    norm_weight, norm_offset, scaled, next_squares = (None, 0.0, None, None) if after is None else after
     linear_tiles_sm90_kernel[(min(2 * processors(x.device), tiles),)](
         descriptor(x, [m, k], [x.stride(0), 1], [block_m, BLOCK_K]),
-        weight_descriptor(weight, whole, gated),
-        weight_descriptor(weight, block_n - whole, gated) if block_n > whole else None,
-        weight if early and prefetch else None,
+        weight_descriptor(weight, whole, fused.gated),
+        weight_descriptor(weight, block_n - whole, fused.gated) if block_n > whole else None,
+        weight if fused.constant_weight and prefetch else None,
         *(bias, squares, out, scaled, norm_weight, next_squares),
-        *(m, out.shape[1], k, terms, eps, norm_offset, scale, out.stride(0), rows, weight.stride(0)),
+        *(m, out.shape[1], k, terms, fused.eps, norm_offset, fused.scale, out.stride(0), rows, weight.stride(0)),
         *(m_tiles, tiles, triton.cdiv(k, BLOCK_K)),
-        ACT=activation,
-        GATED=gated,
-        EARLY=early,
+        ACT=fused.activation,
+        GATED=fused.gated,
+        EARLY=fused.constant_weight,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         TERMS=triton.next_power_of_2(terms),

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.elementwise import gated
+from tritonllm.kernels.moe.arguments import Choice, Experts, Result
 from tritonllm.kernels.moe.grouping import expert_of_pairs
 from tritonllm.kernels.moe.route import choose_experts, weigh_experts
 from tritonllm.kernels.runtime import tuning
@@ -39,14 +40,6 @@ class Routing(NamedTuple):
     scale: float
     top_k: int
     constants: tuple[bool | int, ...]
-
-
-class Choice(NamedTuple):
-    """Chosen experts, as :func:`tritonllm.kernels.fused_moe` takes them."""
-
-    weights: torch.Tensor
-    ids: torch.Tensor
-    expert_map: torch.Tensor | None
 
 
 @triton.jit
@@ -274,30 +267,21 @@ def default_down_config(tokens: int, n: int, k: int, chooses: str) -> tuning.Con
     return {**_tile(k), **({"EARLY": 8, "AHEAD": 0} if k <= 2048 else {"EARLY": 4, "AHEAD": 16})}
 
 
-def launch(
-    x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    choice: Choice | Routing,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    out: torch.Tensor,
-    activation: str,
-    add: bool,
-    scale: float,
-) -> None:
+def launch(x: torch.Tensor, experts: Experts, choice: Choice | Routing, result: Result) -> None:
     """All of :func:`tritonllm.kernels.fused_moe`, or with a routing, of :func:`tritonllm.kernels.moe_from_logits`."""
-    tokens, (experts, n, i) = len(x), w_down.shape
+    w_gate_up, w_down, gate_up_bias, down_bias, activation = experts
+    out, add, scale, *_ = result
+    tokens, (count, n, i) = len(x), w_down.shape
     chooses = "yes" if isinstance(choice, Routing) else "no"
     if isinstance(choice, Routing):
-        top_k, num_ids, routing = choice.top_k, experts, choice.constants
+        top_k, num_ids, routing = choice.top_k, count, choice.constants
         weights = ids = map_or_ids = choice.logits
         correction, routing_scale = choice.bias, choice.scale
     else:
         weights, ids, expert_map = choice
         top_k, routing, correction, routing_scale = ids.shape[1], None, None, 1.0
         map_or_ids = ids if expert_map is None else expert_map
-        num_ids = experts if expert_map is None else expert_map.shape[0]
+        num_ids = count if expert_map is None else expert_map.shape[0]
     pairs = tokens * top_k
     h = torch.empty((pairs, i), dtype=x.dtype, device=x.device)
     flags = {"TOP_K": top_k, "HAS_MAP": map_or_ids is not ids, "ROUTING": routing}
@@ -307,7 +291,7 @@ def launch(
     tiles = triton.cdiv(i, config["BLOCK_N"])
     _direct_gate_up_kernel[(tiles, pairs)](
         *(x, w_gate_up, gate_up_bias, h, weights, ids, map_or_ids, correction, routing_scale),
-        *(pairs, experts, num_ids, i, *strides),
+        *(pairs, count, num_ids, i, *strides),
         **(flags | dependent_launch(x.device, tiles * pairs)),
         N=n,
         COPIES=config["num_warps"],
@@ -321,7 +305,7 @@ def launch(
     tiles = triton.cdiv(n, config["BLOCK_N"])
     _direct_down_kernel[(tiles, tokens)](
         *(h, w_down, down_bias, weights, out, ids, map_or_ids, correction, routing_scale, scale),
-        *(experts, num_ids, n, *strides),
+        *(count, num_ids, n, *strides),
         **(flags | dependent_launch(x.device, tiles * tokens)),
         I=i,
         COPIES=config["num_warps"],

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.elementwise import gated
+from tritonllm.kernels.moe.arguments import Experts
 from tritonllm.kernels.moe.grouping import ExpertBlocks
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
@@ -153,21 +154,20 @@ def _down_kernel(
 
 def launch_gate_up(
     x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    bias: torch.Tensor | None,
+    experts: Experts,
     h: torch.Tensor,
     blocks: ExpertBlocks,
     top_k: int,
-    activation: str,
     evict: str,
     config: tuning.Config,
 ) -> None:
     """Write the gated activation of each pair that has an expert to ``h [T * k, I]``, in the order of ``blocks``."""
+    w_gate_up, bias = experts.w_gate_up, experts.gate_up_bias
     i, n = h.shape[1], x.shape[1]
     num_blocks = blocks.table.shape[1]
     tiles = triton.cdiv(i, config["BLOCK_N"] // 2)
     strides = (x.stride(0), *w_gate_up.stride()[:2], 0 if bias is None else bias.stride(0))
-    flags = {"TOP_K": top_k, "ACT": activation, "FULL_K": n % config["BLOCK_K"] == 0, "EVICT": evict}
+    flags = {"TOP_K": top_k, "ACT": experts.activation, "FULL_K": n % config["BLOCK_K"] == 0, "EVICT": evict}
     flags |= dependent_launch(h.device)
     _gate_up_kernel[(num_blocks * tiles,)](
         x, w_gate_up, bias, h, blocks.order, blocks.table, i, n, num_blocks, tiles, *strides, **flags, **config
@@ -175,15 +175,10 @@ def launch_gate_up(
 
 
 def launch_down(
-    h: torch.Tensor,
-    w_down: torch.Tensor,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    blocks: ExpertBlocks,
-    evict: str,
-    config: tuning.Config,
+    h: torch.Tensor, experts: Experts, y: torch.Tensor, blocks: ExpertBlocks, evict: str, config: tuning.Config
 ) -> None:
     """Write the row of each pair that has an expert to ``y [T * k, N]``, in the order of the pairs."""
+    w_down, bias = experts.w_down, experts.down_bias
     n, i = y.shape[1], h.shape[1]
     num_blocks = blocks.table.shape[1]
     tiles = triton.cdiv(n, config["BLOCK_N"])

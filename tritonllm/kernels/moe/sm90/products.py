@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.kernels.hopper.descriptors import BLOCK_K, descriptor
 from tritonllm.kernels.hopper.product import MAX_REGISTERS, product
+from tritonllm.kernels.moe.arguments import Experts
 from tritonllm.kernels.moe.grouping import ExpertBlocks
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
@@ -265,28 +266,26 @@ def _launch(
 
 def launch_gate_up(
     x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    bias: torch.Tensor | None,
+    experts: Experts,
     h: torch.Tensor,
     blocks: ExpertBlocks,
     top_k: int,
-    activation: str,
     evict: str,
     programs: int,
     config: tuning.Config,
 ) -> None:
     """As in portable/products.py, by so many programs."""
-    experts, rows, n = w_gate_up.shape
+    w_gate_up = experts.w_gate_up
+    count, rows, n = w_gate_up.shape
     step = w_gate_up.stride(1)
     strides = [w_gate_up.stride(0), 8 * step, rows // 2 * step, step, 1]
-    w_desc = descriptor(w_gate_up, [experts, rows // 16, 2, 8, n], strides, [1, 8, 2, 8, BLOCK_K])
-    _launch(x, [w_desc] * 3, bias, h, blocks, 64, top_k, activation, evict, programs, config)
+    w_desc = descriptor(w_gate_up, [count, rows // 16, 2, 8, n], strides, [1, 8, 2, 8, BLOCK_K])
+    _launch(x, [w_desc] * 3, experts.gate_up_bias, h, blocks, 64, top_k, experts.activation, evict, programs, config)
 
 
 def launch_down(
     h: torch.Tensor,
-    w_down: torch.Tensor,
-    bias: torch.Tensor | None,
+    experts: Experts,
     y: torch.Tensor,
     blocks: ExpertBlocks,
     evict: str,
@@ -294,7 +293,8 @@ def launch_down(
     config: tuning.Config,
 ) -> None:
     """As in portable/products.py, by so many programs."""
+    w_down = experts.w_down
     w_desc = descriptor(w_down, [*w_down.shape], [*w_down.stride()], [1, 128, BLOCK_K])
     boxes = (config["PAIRS"] // 2, config["TAIL"] or 8)
     x_descs = [descriptor(h, [*h.shape], [*h.stride()], [box, BLOCK_K]) for box in boxes]
-    _launch(h, [w_desc, *x_descs], bias, y, blocks, 128, 1, "", evict, programs, config)
+    _launch(h, [w_desc, *x_descs], experts.down_bias, y, blocks, 128, 1, "", evict, programs, config)

@@ -1,0 +1,82 @@
+import pytest
+from support.tiny_tokenizer import save_tokenizer
+from transformers import AutoTokenizer
+
+from tritonllm.engine.chat import ChatOptions, render
+
+USER = {"role": "user", "content": "the cat"}
+SHOW = (
+    "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}{% if enable_thinking is false %}<think/>{% endif %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def text(tokenizer, *messages, template=SHOW, **options):
+    return render(tokenizer, list(messages), ChatOptions(chat_template=template, **options))["prompt"]
+
+
+def test_variables_reach_the_template(tokenizer):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    assert text(tokenizer, USER) == "[user:the cat]>"
+    assert text(tokenizer, USER, add_generation_prompt=False) == "[user:the cat]"
+    assert text(tokenizer, USER, tools=tools, chat_template_kwargs={"enable_thinking": False}) == (
+        "[user:the cat]<weather><think/>>"
+    )
+
+
+def test_the_last_message_is_continued(tokenizer):
+    last = {"role": "assistant", "content": "It is"}
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert text(tokenizer, USER, last, template=None, **options).endswith("<|im_start|>assistant\nIt is")
+
+
+def test_parts_of_text_are_joined(tokenizer):
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]
+    assert text(tokenizer, {"role": "user", "content": parts}) == "[user:a\nb\nc]>"
+    assert text(tokenizer, {"role": "user", "content": parts}, chat_template_content_format="string").startswith(
+        "[user"
+    )
+
+
+def test_arguments_of_a_call_are_decoded(tokenizer):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 3}'}}
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+    assert text(tokenizer, {"role": "assistant", "content": None, "tool_calls": [call]}, template=template) == "3"
+    assert call["function"]["arguments"] == '{"x": 3}'
+
+
+@pytest.mark.parametrize(
+    ("message", "options", "complaint"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, {}, "type 'image_url'"),
+        ({"role": "user", "content": [{"type": "text"}]}, {}, "it must be a string"),
+        ({"role": "user", "content": [3]}, {}, "type 'int'"),
+        ({"role": "user", "content": 3}, {}, r"messages\[0\]\['content'\] must be text"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}, {}, "not valid JSON"),
+        (USER, {"template": "{% for %}"}, "chat template is not valid Jinja"),
+        (USER, {"template": "{{ raise_exception('only assistants') }}"}, "only assistants"),
+        (
+            USER,
+            {"template": "{{ messages[0].content + 1 }}"},
+            "these messages: can only concatenate",
+        ),
+        (USER, {"template": "{{ messages[0].a.b.c }}"}, "chat template cannot render these messages"),
+        (USER, {"continue_final_message": True}, "add_generation_prompt=False"),
+        (USER, {"chat_template_content_format": "openai"}, "chat_template_content_format must be"),
+        (USER, {"tools": "weather"}, "tools must be a list"),
+        (USER, {"chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict"),
+        (USER, {"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
+        ({"content": "a"}, {}, "messages must be dicts"),
+    ],
+)
+def test_errors(tokenizer, message, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        text(tokenizer, message, **options)

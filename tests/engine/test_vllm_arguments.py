@@ -1,0 +1,101 @@
+import argparse
+import dataclasses
+
+import pytest
+import torch
+
+from tritonllm import EngineArgs
+from tritonllm.config import EngineConfig, ModelConfig
+from tritonllm.vllm_arguments import ADVICE, ALIASES, ALSO_NEUTRAL, ANY_VALUE, VllmEngine, VllmSampling
+
+NAMES = {field.name for kind in (VllmEngine, VllmSampling) for field in dataclasses.fields(kind)}
+DEFAULT = EngineConfig(model=ModelConfig(model="m"))
+
+
+def make(**kwargs):
+    return EngineConfig.from_kwargs(model="m", **kwargs)
+
+
+def test_tables_name_what_there_is():
+    assert set(ALSO_NEUTRAL) | ANY_VALUE <= NAMES
+    assert set(ADVICE) - NAMES == {"lora_request"}
+    assert set(ALIASES.values()) <= set(EngineConfig.known_kwargs())
+    assert not NAMES & {*EngineConfig.known_kwargs(), *ALIASES}
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {field.name: field.default for field in dataclasses.fields(VllmEngine)},
+        {name: values[0] for name, values in ALSO_NEUTRAL.items() if hasattr(VllmEngine, name)},
+        {"quantization": None, "enable_chunked_prefill": True, "pipeline_parallel_size": 1, "tensor_parallel_size": 1},
+        {"swap_space": 0, "max_logprobs": 5, "served_model_name": ["a"], "disable_log_stats": True},
+        {"hf_overrides": {}, "limit_mm_per_prompt": {}, "cpu_offload_gb": 0.0, "rope_scaling": ""},
+        {"block_size": None, "max_num_seqs": None, "enable_prefix_caching": None, "seed": None, "tokenizer": None},
+    ],
+)
+def test_neutral_values_change_nothing(kwargs):
+    assert make(**kwargs) == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"quantization": "awq"}, "quantization='awq': tritonllm does not have this; leave it out"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False.*max_num_batched_tokens"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2.*only one GPU"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0"),
+        ({"enable_lora": True}, "enable_lora=True"),
+        ({"enable_lora": 1}, "enable_lora=1"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"speculative_config": {"model": "x"}}, "speculative_config="),
+        ({"hf_overrides": {"a": 1}}, "hf_overrides=.*config.json"),
+        ({"limit_mm_per_prompt": {"image": 2}}, "limit_mm_per_prompt="),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend='ray'"),
+        ({"tokenizer_mode": "mistral"}, "tokenizer_mode='mistral'"),
+        ({"max_modellen": 3}, r"unknown argument 'max_modellen' \(did you mean max_model_len"),
+        ({"quantisation": None}, r"unknown argument 'quantisation' \(did you mean quantization"),
+        ({"xyzzy": 3}, "unknown argument 'xyzzy'; known: async_scheduling"),
+        ({"policy": "fcfs", "scheduling_policy": "fcfs"}, "scheduling_policy and policy are the same"),
+        ({"scheduling_policy": "random"}, "policy must be one of"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"generation_config": ""}, "generation_config must be"),
+    ],
+)
+def test_what_we_lack_is_refused_by_name(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        make(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16"), (torch.float16, "float16")],
+)
+def test_names_of_dtypes(name, dtype):
+    assert make(dtype=name).model.dtype == dtype
+
+
+def test_aliases():
+    config = make(scheduling_policy="priority", num_gpu_blocks_override=7)
+    assert (config.scheduler.policy, config.cache.num_blocks) == ("priority", 7)
+
+
+def test_engine_args_have_every_argument_and_its_default():
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    ours = {ALIASES.get(name, name) for name in fields - NAMES}
+    assert ours == set(EngineConfig.known_kwargs())
+    assert EngineArgs("m").create_engine_config() == DEFAULT
+    assert EngineConfig.from_kwargs(**dataclasses.asdict(EngineArgs("m"))) == DEFAULT
+
+
+def test_engine_args_from_a_command_line():
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.add_argument("--other")
+    line = "--model m --max-model-len 64 --enforce-eager --no-enable-prefix-caching --tensor-parallel-size 1 --other x"
+    args = EngineArgs.from_cli_args(parser.parse_args([*line.split(), "--gpu-memory-utilization", "0.5"]))
+    config = args.create_engine_config()
+    assert (config.model.max_model_len, config.enforce_eager) == (64, True)
+    assert (config.cache.enable_prefix_caching, config.cache.gpu_memory_utilization) == (False, 0.5)
+    assert EngineArgs.from_cli_args(parser.parse_args(["--model", "m"])).create_engine_config() == DEFAULT
+    with pytest.raises(ValueError, match="quantization='fp8'"):
+        EngineArgs.from_cli_args(parser.parse_args(["--quantization", "fp8"])).create_engine_config()

@@ -1,0 +1,123 @@
+"""A conversation as a prompt, by the tokenizer's chat template."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tritonllm.engine.tokenizer import render_template
+from tritonllm.inputs import Prompt
+
+Message = Mapping[str, Any]
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # of OpenAI's two interfaces
+CONTENT_FORMATS = ("auto", "string")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How a conversation becomes a prompt; names and meanings are vLLM's.
+
+    Args:
+        chat_template: a Jinja template to use instead of the tokenizer's.
+        chat_template_content_format: ``string``, which ``auto`` is, too: templates see text, not parts.
+        add_generation_prompt: end the prompt where the assistant's turn begins.
+        continue_final_message: leave the last message open, to be continued.
+        tools: functions that the template describes to the model, as JSON schemas.
+        chat_template_kwargs: more variables of the template, such as Qwen3's ``enable_thinking``.
+        mm_processor_kwargs: none; there are no images.
+
+    Raises:
+        ValueError: a bad value; the message names the argument.
+    """
+
+    chat_template: str | None = None
+    chat_template_content_format: str = "auto"
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError(
+                "continue_final_message and add_generation_prompt exclude each other: pass add_generation_prompt=False"
+            )
+        if self.chat_template_content_format not in CONTENT_FORMATS:
+            raise ValueError(
+                f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, got "
+                f"{self.chat_template_content_format!r}"
+            )
+        if self.mm_processor_kwargs:
+            raise ValueError("mm_processor_kwargs: images, sound and video are not supported, leave it out")
+        if self.tools is not None and not (
+            isinstance(self.tools, Sequence) and all(isinstance(tool, Mapping) for tool in self.tools)
+        ):
+            raise ValueError(f"tools must be a list of dicts, got {self.tools!r}")
+        if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, Mapping):
+            raise ValueError(f"chat_template_kwargs must be a dict, got {self.chat_template_kwargs!r}")
+
+    def variables(self) -> dict[str, Any]:
+        """What the template and its caller are given."""
+        return {
+            **(self.chat_template_kwargs or {}),
+            "chat_template": self.chat_template,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "tools": list(self.tools) if self.tools else None,
+        }
+
+
+def render(tokenizer: Any, conversation: Sequence[Message], options: ChatOptions) -> Prompt:
+    """The prompt of one conversation.
+
+    Raises:
+        ValueError: no tokenizer, no chat template, a malformed conversation, or a template that fails on it.
+    """
+    if tokenizer is None:
+        raise ValueError("chat needs a tokenizer: leave out skip_tokenizer_init, or pass token ids to generate")
+    if not conversation or not all(isinstance(m, Mapping) and "role" in m for m in conversation):
+        raise ValueError("messages must be dicts with 'role' and 'content', at least one in a conversation")
+    if options.chat_template is None and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the model's tokenizer has no chat template: pass chat_template, or use generate")
+    messages = [_plain(index, message) for index, message in enumerate(conversation)]
+    text = render_template(tokenizer, messages, **options.variables())
+    # the template writes the special tokens itself
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _plain(index: int, message: Message) -> dict[str, Any]:
+    """The message as templates expect it: content is text, and what a tool is called with a dict."""
+    plain = dict(message)
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        plain["content"] = "\n".join(_text(f"messages[{index}]", part) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"messages[{index}]['content'] must be text or a list of parts, got {type(content).__name__}")
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_call(f"messages[{index}]", call) for call in message["tool_calls"]]
+    return plain
+
+
+def _text(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if kind not in TEXT_PARTS:
+        raise ValueError(f"{where} has a part of type {kind!r}: only text is supported, leave out the others")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise ValueError(f"{where} has a part of type {kind!r} whose text is {text!r}: it must be a string")
+    return text
+
+
+def _call(where: str, call: Any) -> Any:
+    """OpenAI's clients hold the arguments of a call as JSON, templates want them decoded."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        raise ValueError(f"{where} calls a tool with arguments that are not valid JSON: {error}") from error
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,92 @@
+"""What attention's operators and launchers take together: each list once for decode, verify, prefill and fusions."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Queries(NamedTuple):
+    """Tokens of B sequences, and what they see; as of ``varlen_prefill_attention`` and ``paged_verify_attention``."""
+
+    q: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None  # None: a token each, the last
+    max_seqlen_q: int = 1
+    causal: bool = True
+    tree_mask: torch.Tensor | None = None
+
+
+class Slots(NamedTuple):
+    """Where the keys and values of new tokens go; as of ``store_kv``."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class Pages(NamedTuple):
+    """Where the keys and values of B sequences are; as of ``paged_decode_attention``."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class Options(NamedTuple):
+    """What a layer asks of attention, as the public functions take it; see ``paged_decode_attention``."""
+
+    scale: float | None
+    window: int | None
+    softcap: float
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: float | torch.Tensor | None
+    v_scale: float | torch.Tensor | None
+
+
+class AttentionArgs(NamedTuple):
+    """What is written, and the options once they are checked."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    scale: float  # of the logits, with k_scale if that is a number
+    v_factor: float  # v_scale if that is a number
+    window: int  # 0: none
+    softcap: float  # 0: none
+
+
+class Hints(NamedTuple):
+    """What a step offers to its launches, and no result depends on; see ``paged_decode_attention``."""
+
+    workspace: torch.Tensor | None
+    settled: bool = False
+    order: torch.Tensor | None = None
+
+
+class Heads(NamedTuple):
+    """How the heads of a projection are normalised and turned; see ``qk_norm_rope_store``."""
+
+    positions: torch.Tensor | None
+    cos_sin_cache: torch.Tensor | None
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+    weight_offset: float
+    interleaved: bool
+
+
+class Scales(NamedTuple):
+    """Of the caches: a tensor for each head, and else a number."""
+
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_factor: float
+    v_factor: float
+
+    @property
+    def given(self) -> bool:
+        return self.k_scale is not None or self.v_scale is not None or self.k_factor != 1 or self.v_factor != 1

@@ -1,0 +1,37 @@
+"""What the operators and launchers of products take together; as of :func:`tritonllm.kernels.linear`."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Operands(NamedTuple):
+    """The tensors of a product: ``x [M, K]``, ``weight [N, K]``, and ``out``, which is written, or added to."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    out: torch.Tensor
+    workspace: torch.Tensor | None
+
+
+class Fused(NamedTuple):
+    """What is computed with the product."""
+
+    eps: float
+    norm_offset: float
+    activation: str | None
+    gated: bool
+    add: bool  # `scale` times the result to what is in `out`
+    scale: float
+    constant_weight: bool
+
+
+class NextNorm(NamedTuple):
+    """The norm after a product that is added to the stream, and what it leaves to the next one: see ``add_linear``."""
+
+    next_weight: torch.Tensor
+    next_offset: float
+    scaled: torch.Tensor
+    next_squares: torch.Tensor

@@ -1,0 +1,45 @@
+"""What the operators and launchers of a mixture of experts take together; as of ``fused_moe`` and ``moe_route``."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Experts(NamedTuple):
+    """The experts' weights, and what they compute."""
+
+    w_gate_up: torch.Tensor
+    w_down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    activation: str
+
+
+class Choice(NamedTuple):
+    """Chosen experts."""
+
+    weights: torch.Tensor
+    ids: torch.Tensor
+    expert_map: torch.Tensor | None
+
+
+class Rule(NamedTuple):
+    """How experts are chosen; without groups, there is one."""
+
+    renormalize: bool
+    scoring: str
+    num_groups: int
+    top_k_groups: int
+    routing_scale: float
+
+
+class Result(NamedTuple):
+    """What is written: the sum over a token's experts, and its norm."""
+
+    out: torch.Tensor
+    add: bool  # `scale` times the sum to what is in `out`
+    scale: float
+    normed: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    norm_eps: float
+    norm_offset: float

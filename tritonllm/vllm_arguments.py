@@ -1,0 +1,262 @@
+"""Arguments of vLLM that change nothing here: each field's default is the value at which vLLM behaves as we do.
+
+A script that passes one of them at that value runs; any other value is refused by name, never ignored.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ALIASES = {"num_gpu_blocks_override": "num_blocks", "scheduling_policy": "policy"}  # vLLM's name: ours
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
+
+
+@dataclass(slots=True, kw_only=True, repr=False)
+class VllmSampling:
+    """Fields of vLLM's ``SamplingParams`` that have no effect here."""
+
+    best_of: Any = None
+    use_beam_search: Any = False
+    length_penalty: Any = 1.0
+    early_stopping: Any = False
+    guided_decoding: Any = None
+    structured_outputs: Any = None
+    logits_processors: Any = None
+    extra_args: Any = None
+    truncate_prompt_tokens: Any = None
+    output_text_buffer_length: Any = 0
+    flat_logprobs: Any = False
+    logprob_token_ids: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    stream_interval: Any = None
+    skip_reading_prefix_cache: Any = None
+    skip_clone: Any = False
+
+
+@dataclass(kw_only=True, repr=False)
+class VllmEngine:
+    """Engine arguments of vLLM that have no effect here."""
+
+    # one GPU in one process
+    tensor_parallel_size: Any = 1
+    pipeline_parallel_size: Any = 1
+    data_parallel_size: Any = 1
+    prefill_context_parallel_size: Any = 1
+    decode_context_parallel_size: Any = 1
+    nnodes: Any = 1
+    node_rank: Any = 0
+    enable_expert_parallel: Any = False
+    enable_eplb: Any = False
+    distributed_executor_backend: Any = None
+    max_parallel_loading_workers: Any = None
+    worker_use_ray: Any = False
+    ray_workers_use_nsight: Any = False
+    worker_cls: Any = "auto"
+    worker_extension_cls: Any = None
+    # the checkpoint
+    task: Any = "auto"
+    runner: Any = "auto"
+    convert: Any = "auto"
+    model_impl: Any = "auto"
+    config_format: Any = "auto"
+    hf_config_path: Any = None
+    hf_overrides: Any = None
+    hf_token: Any = None
+    rope_scaling: Any = None
+    rope_theta: Any = None
+    code_revision: Any = None
+    tokenizer_revision: Any = None
+    tokenizer_mode: Any = "auto"
+    download_dir: Any = None
+    ignore_patterns: Any = None
+    model_loader_extra_config: Any = None
+    safetensors_load_strategy: Any = None
+    quantization: Any = None
+    quantization_param_path: Any = None
+    allow_deprecated_quantization: Any = False
+    cpu_offload_gb: Any = 0
+    override_generation_config: Any = None
+    # the cache and the schedule
+    kv_cache_dtype: Any = "auto"
+    kv_cache_memory_bytes: Any = None
+    calculate_kv_scales: Any = None
+    prefix_caching_hash_algo: Any = None
+    enable_chunked_prefill: Any = None
+    disable_sliding_window: Any = False
+    disable_hybrid_kv_cache_manager: Any = None
+    max_num_partial_prefills: Any = 1
+    max_long_partial_prefills: Any = 1
+    long_prefill_token_threshold: Any = 0
+    num_lookahead_slots: Any = 0
+    num_scheduler_steps: Any = 1
+    multi_step_stream_outputs: Any = True
+    stream_interval: Any = 1
+    scheduler_delay_factor: Any = 0.0
+    scheduler_cls: Any = None
+    preemption_mode: Any = None
+    use_v2_block_manager: Any = True
+    kv_transfer_config: Any = None
+    kv_events_config: Any = None
+    # what is computed
+    attention_backend: Any = None
+    compilation_config: Any = None
+    optimization_level: Any = None
+    speculative_config: Any = None
+    speculative_model: Any = None
+    num_speculative_tokens: Any = None
+    guided_decoding_backend: Any = None
+    structured_outputs_config: Any = None
+    reasoning_parser: Any = None
+    logits_processors: Any = None
+    logits_processor_pattern: Any = None
+    logprobs_mode: Any = "raw_logprobs"
+    enable_prompt_embeds: Any = False
+    enable_sleep_mode: Any = False
+    override_pooler_config: Any = None
+    pooler_config: Any = None
+    additional_config: Any = None
+    # adapters
+    enable_lora: Any = False
+    enable_lora_bias: Any = False
+    max_loras: Any = 1
+    max_lora_rank: Any = 16
+    max_cpu_loras: Any = None
+    lora_dtype: Any = "auto"
+    lora_extra_vocab_size: Any = 256
+    fully_sharded_loras: Any = False
+    default_mm_loras: Any = None
+    enable_prompt_adapter: Any = False
+    # images and sound
+    limit_mm_per_prompt: Any = None
+    mm_processor_kwargs: Any = None
+    mm_processor_cache_gb: Any = 4
+    media_io_kwargs: Any = None
+    skip_mm_profiling: Any = False
+    interleave_mm_strings: Any = False
+    allowed_local_media_path: Any = None
+    allowed_media_domains: Any = None
+    # reports and resources, of which any value is as good as another here
+    max_logprobs: Any = 20
+    swap_space: Any = 4
+    max_seq_len_to_capture: Any = 8192
+    disable_custom_all_reduce: Any = False
+    served_model_name: Any = None
+    disable_log_stats: Any = False
+    disable_log_requests: Any = False
+    enable_log_requests: Any = False
+    use_tqdm_on_load: Any = True
+    otlp_traces_endpoint: Any = None
+    collect_detailed_traces: Any = None
+    show_hidden_metrics_for_version: Any = None
+
+
+ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "stream_interval": (None, 1),
+    "skip_reading_prefix_cache": (False,),
+    "skip_clone": (True,),
+    "task": ("generate",),
+    "runner": ("generate",),
+    "convert": ("none",),
+    "config_format": ("hf",),
+    "tokenizer_mode": ("hf",),
+    "distributed_executor_backend": ("uni",),
+    "prefix_caching_hash_algo": ("builtin", "sha256", "xxhash"),
+    "calculate_kv_scales": (False,),
+    "enable_chunked_prefill": (True,),
+    "disable_hybrid_kv_cache_manager": (False,),
+    "guided_decoding_backend": ("auto", "xgrammar"),
+    "preemption_mode": ("recompute",),
+}
+ANY_VALUE = {
+    "max_logprobs",
+    "swap_space",
+    "max_seq_len_to_capture",
+    "disable_custom_all_reduce",
+    "served_model_name",
+    "disable_log_stats",
+    "disable_log_requests",
+    "enable_log_requests",
+    "use_tqdm_on_load",
+}
+ADVICE = {
+    "tensor_parallel_size": "only one GPU so far, leave it at 1",
+    "best_of": "ask for n outputs and choose among them",
+    "truncate_prompt_tokens": "cut the prompt's token ids before the call",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
+    "kv_cache_memory_bytes": "use gpu_memory_utilization or num_gpu_blocks_override",
+    "override_generation_config": "pass SamplingParams, or generation_config= with a folder of your own",
+    "hf_overrides": "change the model's config.json",
+    "rope_scaling": "change the model's config.json",
+    "rope_theta": "change the model's config.json",
+    "lora_request": "merge the adapter into the checkpoint",
+    "enable_lora": "merge the adapters into the checkpoint",
+    "download_dir": "set HF_HOME",
+}
+_EMPTY: tuple[Any, ...] = ({}, [], (), "")  # as good as None
+
+
+def is_neutral(name: str, value: Any, default: Any) -> bool:
+    if value is default or name in ANY_VALUE:
+        return True
+    allowed = (default, *ALSO_NEUTRAL.get(name, ()), *(_EMPTY if default is None else ()))
+    return any(type(value) is type(other) and value == other for other in allowed) or (
+        type(default) in (int, float) and type(value) in (int, float) and value == default
+    )
+
+
+def refuse(name: str, value: Any) -> None:
+    """Raises:
+    ValueError: always; it says what to do without the argument.
+    """
+    raise ValueError(f"{name}={value!r}: tritonllm does not have this; {ADVICE.get(name, 'leave it out')}")
+
+
+def require_neutral(values: Mapping[str, Any], defaults: Iterable[tuple[str, Any]]) -> None:
+    """Raises:
+    ValueError: one of ``values`` asks for what is not here.
+    """
+    for name, default in defaults:
+        if name in values and not is_neutral(name, values[name], default):
+            refuse(name, values[name])
+
+
+def defaults_of(kind: type) -> tuple[tuple[str, Any], ...]:
+    """``(name, default)`` of the fields of a dataclass here."""
+    return tuple((field.name, field.default) for field in dataclasses.fields(kind))
+
+
+ENGINE_DEFAULTS = defaults_of(VllmEngine)
+SAMPLING_DEFAULTS = defaults_of(VllmSampling)
+
+
+def translate(kwargs: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Engine arguments under our names: aliases resolved, vLLM's own at their neutral values left out.
+
+    ``None`` leaves an argument to its default, as in vLLM.
+
+    Raises:
+        ValueError: an unknown argument, two names for the same one, or a value that we lack.
+    """
+    require_neutral(kwargs, ENGINE_DEFAULTS)
+    neutral = {name for name, _ in ENGINE_DEFAULTS}
+    known = list(known)
+    result: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name not in neutral and name not in known and name not in ALIASES:
+            near = difflib.get_close_matches(name, {*known, *neutral, *ALIASES}, n=3)
+            hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+            raise ValueError(f"unknown argument {name!r}{hint}; known: {', '.join(known)}")
+        if name in neutral or (value is None and name != "model"):
+            continue
+        if name in ALIASES and kwargs.get(ALIASES[name]) is not None:
+            raise ValueError(f"{name} and {ALIASES[name]} are the same: give one")
+        result[ALIASES.get(name, name)] = value
+    if "dtype" in result:
+        dtype = str(result["dtype"]).removeprefix("torch.")  # a torch.dtype is welcome, too
+        result["dtype"] = DTYPE_NAMES.get(dtype, dtype)
+    return result
