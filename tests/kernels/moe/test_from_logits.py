@@ -69,9 +69,10 @@ def test_matches_reference(
         options["down_bias"] = torch.randn(experts, n).to(device, dtype)
     residual = args[0] if data.draw(st.booleans(), "residual") else None
     before = None if residual is None else residual.float().clone()
-    expected = reference(*args, top_k, **options, residual=before, scale=0.7)
+    scale = 1.0 if residual is None else 0.7
+    expected = reference(*args, top_k, **options, residual=before, scale=scale)
     with kernels(direct, early, ahead):
-        out = moe_from_logits(*args, top_k, **options, residual=residual, scale=0.7)
+        out = moe_from_logits(*args, top_k, **options, residual=residual, scale=scale)
     assert residual is None or out is residual
     assert out.dtype == dtype
     assert_close(out, expected)
@@ -94,10 +95,11 @@ def test_norm_of_what_follows(device, tokens, n, dtype, direct, residual, at_onc
     stream = with_row_padding(torch.randn(tokens, n).to(device, dtype), padding) if residual else None
     exact = None if stream is None else stream.float().clone()
     norm = {"norm_weight": torch.rand(n).to(device, dtype), "norm_eps": 1e-3, "norm_weight_offset": offset}
+    scale = 0.7 if residual else 1.0
     with kernels(direct), patch.object(moe_experts, "MAX_NORMED", 64 if at_once else 0):
-        out, normed = moe_from_logits(*args, 2, residual=stream, scale=0.7, **norm)
+        out, normed = moe_from_logits(*args, 2, residual=stream, scale=scale, **norm)
     assert residual == (out is stream)
-    expected, expected_norm = reference(*args, 2, residual=exact, scale=0.7, **norm)
+    expected, expected_norm = reference(*args, 2, residual=exact, scale=scale, **norm)
     assert_close(out, expected)
     assert_close(normed, expected_norm)
 
