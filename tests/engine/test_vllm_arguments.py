@@ -55,7 +55,7 @@ def test_neutral_values_change_nothing(kwargs):
         ({"tokenizer_mode": "mistral"}, "tokenizer_mode='mistral'"),
         ({"max_modellen": 3}, r"unknown argument 'max_modellen' \(did you mean max_model_len"),
         ({"quantisation": None}, r"unknown argument 'quantisation' \(did you mean quantization"),
-        ({"xyzzy": 3}, "unknown argument 'xyzzy'; known: async_scheduling"),
+        ({"xyzzy": 3}, "unknown argument 'xyzzy'; known: allow_nan, async_scheduling"),
         ({"policy": "fcfs", "scheduling_policy": "fcfs"}, "scheduling_policy and policy are the same"),
         ({"scheduling_policy": "random"}, "policy must be one of"),
         ({"dtype": "int8"}, "dtype must be one of"),

@@ -27,6 +27,7 @@ class EngineArgs(VllmEngine):
     device: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
+    allow_nan: bool = False
     seed: int | None = None
     generation_config: str = "auto"
     block_size: int | None = None
