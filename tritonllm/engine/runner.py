@@ -129,10 +129,10 @@ class RunningStep:
 def describe(plan: StepPlan) -> str:
     """What a step computes, for a message about it."""
     chunks = plan.num_tokens - plan.num_decodes
-    named = []
+    named, default = [], SamplingParams()
     for request, start, count, *_ in plan.scheduled[:NAMED]:
         wishes = {field.name: getattr(request.params, field.name) for field in fields(request.params)}
-        chosen = [f"{name}={value!r}" for name, value in wishes.items() if value != getattr(SamplingParams(), name)]
+        chosen = [f"{name}={value!r}" for name, value in wishes.items() if value != getattr(default, name)]
         named.append(f"{request.request_id!r} (tokens {start} to {start + count}; {', '.join(chosen)})")
     more = len(plan.scheduled) - len(named)
     of_all = "; ".join(named) + (f"; and {more} more" if more else "")
