@@ -20,12 +20,12 @@ import torch
 
 from autotune.table import commit
 from tritonllm.config import EngineConfig
-from tritonllm.engine.batch import build_batch
+from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.input_processor import InputProcessor
-from tritonllm.engine.runner import RunningStep
-from tritonllm.engine.scheduler import Scheduler, StepPlan
-from tritonllm.engine.seats import SeatTable
+from tritonllm.engine.plan import StepPlan
+from tritonllm.engine.results import RunningStep
+from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -39,13 +39,13 @@ class Runner:
     """In the place of a model runner: arrays, and token 5 for every request."""
 
     def __init__(self, seats: int, timed: "Clock") -> None:
-        self._seats = SeatTable(seats, MAX_MODEL_LEN // BLOCK_SIZE)
-        self._planner = CascadePlanner(BLOCK_SIZE, BLOCK_BYTES)
-        self._build = timed("build", build_batch)
+        planner = CascadePlanner(BLOCK_SIZE, BLOCK_BYTES)
+        builder = StepBuilder(seats, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, planner)
+        self._build = timed("build", builder.build)
 
     def launch(self, plan: StepPlan) -> RunningStep:
-        host = self._build(plan, self._seats, BLOCK_SIZE, self._planner)
-        return RunningStep(plan, torch.full((len(host.sampled),), 5), None, [], CPU)
+        step = self._build(plan)
+        return RunningStep(step.samples, torch.full((step.num_rows,), 5), None, [], CPU)
 
 
 class Clock:

@@ -41,12 +41,19 @@ FOUNDATIONS = {"runtime", "hopper"}  # wings of kernels/ that are open to the ot
 CIRCLES: dict[tuple[str, str], str] = {}
 # The scheduler and what it stands on can be tested, and read, without a tensor.
 NO_TORCH = {
-    "engine.seats",
-    "engine.request",
     "engine.block_pool",
+    "engine.builder",
+    "engine.edits",
+    "engine.plan",
     "engine.prefix_cache",
-    "engine.waiting_queue",
+    "engine.request",
     "engine.scheduler",
+    "engine.seats",
+    "engine.shared_prefix",
+    "engine.step",
+    "engine.waiting_queue",
+    "layers.regime",
+    "layers.segments",
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix("."): path

@@ -19,7 +19,7 @@ from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.kernels.runtime import tuning
 from tritonllm.models.families import spec_from_config
 
-NEEDED = "_fill_pending_kernel"
+NEEDED = "_advance_seats_kernel"
 TARGET = Target(arch=90, name=None, dtype=torch.bfloat16, max_model_len=64)
 
 
@@ -33,7 +33,7 @@ def names(family, target=TARGET, **settings):
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_lists_the_kernels_of_every_family(family):
-    assert {"_prefill_kernel", "_fill_pending_kernel"} < names(family)
+    assert {"_prefill_kernel", "_advance_seats_kernel"} < names(family)
     assert driver._active is None or driver._active.get_current_target().arch != 90  # as before
 
 

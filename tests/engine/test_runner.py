@@ -8,8 +8,10 @@ from support.tiny_models import load_decoder
 from tritonllm import SamplingParams
 from tritonllm.config import EngineConfig
 from tritonllm.engine import shared_prefix
-from tritonllm.engine.cuda_graphs import graph_sizes, padded
-from tritonllm.engine.runner import ModelRunner, StepTimeoutError, describe
+from tritonllm.engine.graphs import graph_sizes, padded
+from tritonllm.engine.plan import describe
+from tritonllm.engine.results import StepTimeoutError
+from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.warm_up import warm_up_sizes
 from tritonllm.layers import attention
 
@@ -84,9 +86,11 @@ def test_a_step_that_does_not_end_is_named():
     plan = llm.engine._scheduler.schedule()
     step = llm.engine._runner.launch(plan)
     step._done = NeverDone()
-    words = r"after 0\.1 s.*0 decodes and 9 prompt tokens of requests 'r0' \(tokens 0 to 3; .*min_p=1\.0.*'r2'"
+    words = (
+        r"after 0\.1 s.*0 decodes, 0 drafts and 9 prompt tokens of requests 'r0' \(tokens 0 to 3; .*min_p=1\.0.*'r2'"
+    )
     with pytest.raises(StepTimeoutError, match=words):
-        step.wait(0.1)
+        step.wait(0.1, lambda: describe(plan))
 
 
 def test_only_some_requests_of_a_large_step_are_named():

@@ -3,13 +3,15 @@ import itertools
 import pytest
 import torch
 
-from tritonllm.engine.batch import build_batch, upload_sampling
+from tritonllm.engine.builder import StepBuilder
+from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.edits import MAX_ENTRIES, check_edits
+from tritonllm.engine.inputs import upload, upload_step
+from tritonllm.engine.plan import ScheduledRequest, StepPlan
 from tritonllm.engine.request import Request
 from tritonllm.engine.sampler import Sampler
-from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
-from tritonllm.engine.seats import SeatTable
 from tritonllm.kernels.sampling.edits import edit_logits_ref
+from tritonllm.layers.segments import Segments, decodes
 from tritonllm.sampling_params import SamplingParams
 
 VOCAB = 12
@@ -32,40 +34,44 @@ def request(prompt=(1, 2), output=(), bad_words=(), seed=0, **params):
     return made
 
 
-def items_of(requests):
-    """What a decode step plans of them."""
-    return [ScheduledRequest(r, r.num_tokens - 1, 1, samples=True) for r in requests]
-
-
-def batch_of(requests):
-    """The items of a decode step, and its arrays."""
+def step_of(requests, builder=None):
+    """A step in which each of them decodes."""
     for seat, r in enumerate(requests):
         r.seat, r.block_ids = seat, [0] * r.num_tokens
-    items = items_of(requests)
-    plan = StepPlan(tuple(items), (), len(requests), len(requests))
-    return items, build_batch(plan, SeatTable(len(requests), 100), 1)
+    items = tuple(ScheduledRequest(r, r.num_tokens - 1, 1, samples=True) for r in requests)
+    builder = builder or StepBuilder(len(requests), 100, 1)
+    return builder.build(StepPlan(items, (), Segments(decodes(len(items)))))
 
 
-def inputs_of(requests):
-    items, batch = batch_of(requests)
-    return items, upload_sampling(batch, CPU, len(requests))[1]
+class Engine:
+    """A sampler, and what builds the steps for it."""
+
+    def __init__(self, seats):
+        self.builder, self.seats = StepBuilder(seats, 100, 1), DeviceSeats(seats, 1, CPU)
+        self.sampler = Sampler(self.seats.drawn, VOCAB)
 
 
-def sample_from(logits, requests, sampler=None):
+def sample_from(logits, requests, engine=None):
     """(tokens, log-probabilities) of one step, as lists."""
-    sampler = sampler or Sampler(len(requests), logits.shape[1], CPU)
-    items, inputs = inputs_of(requests)
-    tokens, scores = sampler.sample(logits.clone(), inputs, items)  # which edits them
+    engine = engine or Engine(len(requests))
+    step = step_of(requests, engine.builder)
+    batch = upload_step(step, len(requests), 1, CPU)
+    if step.parameters is not None:
+        engine.seats.tell(step.parameters)
+    engine.seats.advance(batch)
+    tokens, scores = engine.sampler.sample(logits.clone(), batch.sampling(len(requests)), step)  # which edits them
     return tokens.tolist(), None if scores is None else [t.tolist() for t in scores]
 
 
 def edited(made):
     """The request's row after the edits, beside an untouched neighbour that must stay as it was."""
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler(2, VOCAB, CPU)
-    items, inputs = inputs_of([made, request()])
-    state, seats = sampler._edits.of(items)
-    after = edit_logits_ref(logits, state, seats, inputs.steps)
+    step = step_of([made, request()])
+    if step.edited is None:
+        return logits[0], logits[0]
+    state = Sampler(torch.zeros(2, dtype=torch.int64), VOCAB)._told(step.new_edits)
+    seats, steps = upload([step.edited, step.inputs.starts.astype("int64") + 1 + step.parameters.steps], CPU)
+    after = edit_logits_ref(logits, state, seats, steps)
     assert torch.equal(after[1], logits[1])
     return after[0], logits[0]
 
@@ -151,8 +157,8 @@ def test_nobody_asks_for_logprobs():
 )
 def test_what_the_captured_sampler_can_serve(made, plain):
     """Nothing that edits the logits or reports them; one such request is enough."""
-    assert batch_of([made])[1].plain == plain
-    assert batch_of([request(), made, request()])[1].plain == plain
+    assert step_of([made]).plain == plain
+    assert step_of([request(), made, request()]).plain == plain
 
 
 def test_what_the_device_counts_is_what_the_request_has():
@@ -161,9 +167,9 @@ def test_what_the_device_counts_is_what_the_request_has():
     params = {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.1, "repetition_penalty": 1.1}
     words = ((3, 4), (5, 5, 5), (2,))
     ahead, anew = (request(bad_words=words, **params) for _ in range(2))
-    sampler = Sampler(1, VOCAB, CPU)
+    engine = Engine(1)
     for _ in range(30):
-        (token,), _ = sample_from(logits, [ahead], sampler)
+        (token,), _ = sample_from(logits, [ahead], engine)
         (expected,), _ = sample_from(logits, [anew])
         assert token == expected
         ahead.output_token_ids.append(token)
@@ -172,14 +178,14 @@ def test_what_the_device_counts_is_what_the_request_has():
 
 
 def test_a_seat_is_written_anew_after_a_preemption():
-    sampler, made = Sampler(1, VOCAB, CPU), request(frequency_penalty=2.0, temperature=0)
+    engine, made = Engine(1), request(frequency_penalty=2.0, temperature=0)
     logits = torch.zeros(1, VOCAB)
-    sample_from(logits, [made], sampler)  # token 0, which the host never hears of
+    sample_from(logits, [made], engine)  # token 0, which the host never hears of
     made.admission = next(ADMISSIONS)
     made.output_token_ids += [1, 2]
-    assert sample_from(logits, [made], sampler)[0] == [0]
+    assert sample_from(logits, [made], engine)[0] == [0]
     made.output_token_ids += [0]
-    assert sample_from(logits, [made], sampler)[0] == [3]
+    assert sample_from(logits, [made], engine)[0] == [3]
 
 
 def test_edits_that_do_not_fit_are_refused():

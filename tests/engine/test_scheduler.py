@@ -5,6 +5,7 @@ import pytest
 from support.scheduling import add, make, make_scheduler, short_of_blocks, step, steps
 
 from tritonllm.engine.request import RequestStatus
+from tritonllm.layers.segments import Segment, Segments
 
 # --- what the module is
 
@@ -87,7 +88,7 @@ def test_only_the_last_chunk_samples():
         plan = scheduler.schedule()
         (item,) = plan.scheduled
         seen.append((item.start, item.num_tokens, item.samples))
-        scheduler.update(plan, [7 if item.samples else None])
+        scheduler.update(plan, [[7] if item.samples else []])
     assert seen == [(0, 8, False), (8, 8, False), (16, 1, True), (17, 1, True)]
     assert request.output_token_ids == [7, 7]
 
@@ -99,8 +100,8 @@ def test_decodes_come_first_in_the_plan():
     add(scheduler, "high", 20, priority=0)
     plan = scheduler.schedule()
     assert [item.request.request_id for item in plan.scheduled] == ["low", "high"]
-    assert (plan.num_decodes, plan.num_tokens) == (1, 10)
-    scheduler.update(plan, [7, None])
+    assert (plan.segments.decode.sequences, plan.num_tokens) == (1, 10)
+    scheduler.update(plan, [[7], []])
     assert step(scheduler) == {"high": 10}  # order decides who gets the budget
     assert step(scheduler) == {"low": 1, "high": 1}
 
@@ -111,7 +112,7 @@ def test_a_single_token_that_does_not_sample_is_no_decode():
     add(scheduler, "b", 3)
     plan = scheduler.schedule()
     assert [(item.request.request_id, item.num_tokens) for item in plan.scheduled] == [("a", 7), ("b", 1)]
-    assert plan.num_decodes == 0
+    assert plan.segments == Segments(chunk=Segment(sequences=2, tokens=8, longest=7))
 
 
 def test_max_num_seqs():
@@ -123,7 +124,7 @@ def test_max_num_seqs():
 
 def test_an_empty_plan_without_requests():
     plan = make_scheduler().schedule()
-    assert (plan.scheduled, plan.preempted, plan.num_decodes, plan.num_tokens) == ((), (), 0, 0)
+    assert (plan.scheduled, plan.preempted, plan.segments) == ((), (), Segments())
 
 
 # --- planning ahead: the next step before the results of this one
@@ -136,11 +137,11 @@ def test_a_token_in_flight_is_planned_with_before_it_is_known():
     (item,) = second.scheduled
     assert (item.start, item.num_tokens, item.samples, item.pending, item.output_index) == (3, 1, True, True, 1)
     assert (request.num_tokens, request.num_pending_tokens) == (3, 2)
-    scheduler.update(first, [5])
+    scheduler.update(first, [[5]])
     third = scheduler.schedule()
     assert (third.scheduled[0].start, third.scheduled[0].pending) == (4, True)
-    scheduler.update(second, [6])
-    scheduler.update(third, [7])
+    scheduler.update(second, [[6]])
+    scheduler.update(third, [[7]])
     assert (request.output_token_ids, request.num_pending_tokens) == ([5, 6, 7], 0)
     assert not scheduler.schedule().scheduled[0].pending
 
@@ -152,7 +153,7 @@ def test_a_request_that_its_token_in_flight_ends_is_not_planned_again():
     third = scheduler.schedule()
     assert [item.request for item in third.scheduled] == [b]
     for plan in (first, second):
-        scheduler.update(plan, [7, 7])
+        scheduler.update(plan, [[7], [7]])
     assert (a.finish_reason, len(a.output_token_ids)) == ("length", 2)
 
 
@@ -160,10 +161,10 @@ def test_a_request_that_stops_has_computed_one_token_in_vain():
     scheduler = make_scheduler()
     a, b = add(scheduler, "a", 3, eos=[0]), add(scheduler, "b", 3)
     first, second = scheduler.schedule(), scheduler.schedule()
-    scheduler.update(first, [0, 7])
+    scheduler.update(first, [[0], [7]])
     assert (a.finish_reason, a.output_token_ids) == ("stop", [0])
     assert scheduler.pool.num_free == scheduler.pool.num_blocks - len(b.block_ids)
-    assert [new.request for new in scheduler.update(second, [9, 8])] == [b]
+    assert scheduler.update(second, [[9], [8]]) == [(b, [8])]
     assert a.output_token_ids == [0]
 
 
@@ -173,13 +174,13 @@ def test_a_token_in_flight_is_kept_when_its_request_is_preempted():
     flying = scheduler.schedule()
     for _ in range(3):  # the blocks are full after these
         following = scheduler.schedule()
-        scheduler.update(flying, [7] * 3)
+        scheduler.update(flying, [[7]] * 3)
         flying = following
     last = scheduler.schedule()
     assert c in last.preempted
-    scheduler.update(flying, [8] * 3)
+    scheduler.update(flying, [[8]] * 3)
     assert (c.output_token_ids[-1], c.num_pending_tokens, c.block_ids) == (8, 0, [])
-    scheduler.update(last, [7 for _ in last.scheduled])
+    scheduler.update(last, [[7] for _ in last.scheduled])
     for name in "ab":
         scheduler.abort(name)
     (again,) = scheduler.schedule().scheduled

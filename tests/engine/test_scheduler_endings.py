@@ -115,20 +115,20 @@ def test_update_returns_the_new_tokens_in_the_order_of_the_plan():
     scheduler = make_scheduler(tokens=10)
     a, b, _ = (add(scheduler, name, length) for name, length in (("a", 3), ("b", 4), ("c", 9)))
     plan = scheduler.schedule()
-    new = scheduler.update(plan, [11, 12, None])
-    assert [(n.request, n.token_id) for n in new] == [(a, 11), (b, 12)]
+    new = scheduler.update(plan, [[11], [12], []])
+    assert new == [(a, [11]), (b, [12])]
 
 
-@pytest.mark.parametrize("sampled", [[], [1], [1, 1], [None, None], [None, 1], [1, None, None]])
+@pytest.mark.parametrize("sampled", [[], [[1]], [[1], [1]], [[], []], [[], [1]], [[1], [], []]])
 def test_update_wants_a_token_for_each_request_that_samples(sampled):
     scheduler = make_scheduler(tokens=10)
     request = add(scheduler, "a", 3)
     add(scheduler, "b", 9)
     plan = scheduler.schedule()
-    with pytest.raises(ValueError, match="sampled must have a token"):
+    with pytest.raises(ValueError, match="sampled must have tokens"):
         scheduler.update(plan, sampled)
     assert (request.num_pending_tokens, request.output_token_ids) == (1, [])
-    assert scheduler.update(plan, [1, None])
+    assert scheduler.update(plan, [[1], []])
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted"])
@@ -159,7 +159,7 @@ def test_tokens_of_a_request_that_was_aborted_during_the_step_are_dropped():
     plan = scheduler.schedule()
     scheduler.abort("a")
     namesake = add(scheduler, "a", 8)
-    assert [new.request for new in scheduler.update(plan, [1, 2])] == [b]
+    assert scheduler.update(plan, [[1], [2]]) == [(b, [2])]
     assert (a.output_token_ids, namesake.output_token_ids, b.output_token_ids) == ([], [], [2])
     assert step(scheduler) == {"a": 4, "b": 1}  # the plan was run, so the first block of the two is in the cache
 

@@ -1,6 +1,7 @@
 """The scheduler under random loads, with a model that can only see what the block tables show it.
 
-Steps are run when they are planned; their results reach the scheduler at once, or after the next step was planned.
+Steps are run when they are planned; their results reach the scheduler at once, or after the next step was planned. With
+drafts the model accepts as many as it likes, and the scheduler hears of it no earlier.
 """
 
 import zlib
@@ -63,10 +64,14 @@ def generate_alone(request, num_slots):
 
 class FakeModel:
     """Writes each scheduled token into its slot, then reads every context back through the block table. It has seen the
-    tokens that are in flight."""
+    tokens that are in flight, and how many they are.
 
-    def __init__(self, block_size):
+    Where drafts are wrong it leaves keys that nobody may ever read.
+    """
+
+    def __init__(self, block_size, accepts):
         self.block_size = block_size
+        self.accepts = accepts  # how many of so many drafts
         self.slots = {}
         self.outputs = {}
 
@@ -74,23 +79,41 @@ class FakeModel:
         return request.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
     def run(self, plan):
-        spans = [(item, item.start, item.start + item.num_tokens) for item in plan.scheduled]
-        for item, start, end in spans:
+        spans = [self.span(item) for item in plan.scheduled]
+        for item, (start, end), right in spans:
             salt = item.request.cache_salt
-            for position, token in enumerate(self.tokens(item.request)[start:end], start):
+            known = self.tokens(item.request) + right
+            for position in range(start, end):
+                token = known[position] if position < len(known) else "wrong"
                 self.slots[self.slot(item.request, position)] = salt, position, token
         sampled = []
-        for item, _, end in spans:
+        for item, (_, end), right in spans:
+            known = self.tokens(item.request) + right
+            end = min(end, len(known))
             context = [self.slots[self.slot(item.request, position)] for position in range(end)]
-            expected = enumerate(self.tokens(item.request)[:end])
+            expected = enumerate(known[:end])
             assert context == [(item.request.cache_salt, position, token) for position, token in expected]
-            sampled.append(next_token([token for *_, token in context]) if item.samples else None)
-        for item, token in zip(plan.scheduled, sampled, strict=True):
+            sampled.append([*right, next_token(known)] if item.samples else [])
+        for item, tokens in zip(plan.scheduled, sampled, strict=True):
             if item.samples:
                 output = self.outputs.setdefault(item.request, [])
-                assert len(output) == item.output_index
-                output.append(token)
+                assert len(output) == item.output_index or item.pending
+                output += tokens
         return sampled
+
+    def span(self, item):
+        """Of an item: itself, its true positions that have slots, and the drafts that are right."""
+        request, tokens, right = item.request, self.tokens(item.request), []
+        start = item.start
+        if item.pending:  # the last token, wherever the steps before have put it
+            start = len(tokens) - 1
+            assert item.start <= start
+        end = start + item.num_tokens
+        if item.samples:
+            assert end - item.drafts == len(tokens)
+            for _ in range(self.accepts(item.drafts)):
+                right.append(next_token(tokens + right))
+        return item, (start, min(end, request.length_limit - 1)), right
 
     def tokens(self, request):
         return [*request.prompt_token_ids, *self.outputs.get(request, ())]
@@ -105,12 +128,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         seats=st.integers(1, 5),
         more_tokens=st.integers(0, 8),
         ahead=st.booleans(),
+        drafts=st.sampled_from([0, 0, 1, 3, 7]),
+        luck=st.randoms(use_true_random=False),
     )
-    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead):
+    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead, drafts, luck):
         self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN)
-        self.model = FakeModel(block_size)
+        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, drafts)
+        self.model = FakeModel(block_size, lambda count: luck.randint(0, count))
+        self.drafts = drafts
         self.block_size, self.num_blocks, self.num_slots = block_size, num_blocks, num_blocks * block_size
         self.caching = caching
         self.ahead = ahead
@@ -217,11 +243,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         finished = {item.request for item in plan.scheduled if item.request.status.is_finished}
         new_tokens = self.scheduler.update(plan, sampled)
         kept = [(i.request, t) for i, t in zip(plan.scheduled, sampled, strict=True) if i.samples]
-        assert [(n.request, n.token_id) for n in new_tokens] == [(r, t) for r, t in kept if r not in finished]
-        for new in new_tokens:
-            assert new.request.output_token_ids[-1] == new.token_id
-            if new.request.status.is_finished:
-                self.check_ended(new.request)
+        kept = [(request, tokens) for request, tokens in kept if request not in finished]
+        assert [request for request, _ in new_tokens] == [request for request, _ in kept]
+        for (request, new), (_, tokens) in zip(new_tokens, kept, strict=True):
+            assert new == tokens[: len(new)] == request.output_token_ids[-len(new) :]
+            assert len(new) == len(tokens) or request.status.is_finished
+            if request.status.is_finished:
+                self.check_ended(request)
 
     def check_plan(self, plan, ran_before, computed, waiting_for):
         items, planned = plan.scheduled, [item.request for item in plan.scheduled]
@@ -233,18 +261,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(waiting) == self.scheduler.num_waiting
         assert sum(item.num_tokens for item in items) == plan.num_tokens <= self.config.max_num_batched_tokens
         for item in items:
-            request, end = item.request, item.start + item.num_tokens
+            request, end = item.request, item.start + item.num_tokens - item.drafts
             total = request.num_tokens + request.num_pending_tokens - item.samples
             assert request.status is RequestStatus.RUNNING
             assert item.start == computed.get(request, item.start)
             assert item.start < end == request.num_computed_tokens <= total
             assert item.samples == (end == total)
             assert item.pending == (end > request.num_tokens)
-            assert not item.pending or item.num_tokens == 1
-            assert len(request.block_ids) >= -(-end // self.block_size)
-        decodes = [item.num_tokens == 1 and item.samples for item in items]
-        assert decodes == sorted(decodes, reverse=True)
-        assert plan.num_decodes == sum(decodes)
+            assert not item.pending or item.num_tokens == 1 + item.drafts
+            assert 0 <= item.drafts <= self.drafts and (item.samples or not item.drafts)
+            assert request.num_possible_tokens <= 2 * self.drafts
+            reach = min(end + request.num_possible_tokens, request.length_limit - 1)
+            assert len(request.block_ids) >= -(-reach // self.block_size)
+        kinds = [0 if item.num_tokens == 1 and item.samples else 1 if item.drafts else 2 for item in items]
+        assert kinds == sorted(kinds)
+        segments = [[item.num_tokens for item, mine in zip(items, kinds, strict=True) if mine == k] for k in range(3)]
+        assert [(s.sequences, s.tokens, s.longest) for s in plan.segments] == [
+            (len(counts), sum(counts), max(counts, default=0)) for counts in segments
+        ]
         assert not waiting_for & set(planned)
 
         # Served in order: the scheduled are the first of the running, and only the last of them can be cut short.

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -5,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine import shared_prefix
-from tritonllm.engine.cuda_graphs import graph_sizes
+from tritonllm.engine.graphs import graph_sizes
+from tritonllm.engine.inputs import upload_cascade
 from tritonllm.engine.shared_prefix import CascadePlanner, find_shared_prefix
+from tritonllm.engine.step import dummy_step
 from tritonllm.kernels.attention.cascade import cascade_parts
 
 
@@ -82,7 +86,11 @@ def test_the_planner_counts_bytes(monkeypatch):
     planner = CascadePlanner(block_size=4, block_bytes=100)
     plan = planner.plan(tables, lens)
     assert (planner.may_plan(3, 8), planner.may_plan(3, 7), planner.may_plan(1, 1000)) == (True, False, False)
+    assert plan.blocks == 2
     assert plan.shares.tolist() == [True] * 3
+    step = dataclasses.replace(dummy_step(3, [], rows=0, width=3), block_tables=tables, shared=plan)
+    step.inputs.seq_lens[:] = lens
+    plan = upload_cascade(step, 4, torch.device("cpu"))
     assert plan.suffix_lens.tolist() == [1] * 3
     assert plan.suffix_tables[:, 0].tolist() == [1, 2, 3]
     assert plan.prefix_lens.sum() == 8
@@ -109,7 +117,7 @@ def test_a_padded_batch_takes_the_plan_of_the_batch(seats):
         assert cascade_parts(n) == cascade_parts(next(size for size in sizes if size >= n))
 
 
-def test_plans_are_made_in_host_memory():
+def test_plans_are_plain_data():
     tables = np.zeros((20, 5000), dtype=np.int32)
     plan = CascadePlanner(16, 1 << 20).plan(tables, np.full(20, 80_000, dtype=np.int32))
-    assert {t.device for t in plan} == {torch.device("cpu")}
+    assert (type(plan.blocks), type(plan.shares)) == (int, np.ndarray)

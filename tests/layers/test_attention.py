@@ -12,6 +12,7 @@ from tritonllm.layers.attention import Attention, AttentionSpec
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.norm import BlockInput, NormSpec
 from tritonllm.layers.rope import RopeSpec
+from tritonllm.layers.segments import Segment, Segments, decodes
 
 HEADS, HEAD, BLOCK = 2, 16, 4
 
@@ -43,8 +44,7 @@ def batch(num_decodes: int, chunks: list[int], device: torch.device) -> Attentio
         block_tables=blocks[:, None].to(device, torch.int32),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         cu_seqlens_q=torch.tensor([0, *chunks], device=device).cumsum(0).to(torch.int32),
-        num_decodes=num_decodes,
-        max_seqlen_q=max(chunks, default=0),
+        segments=Segments(decodes(num_decodes), chunk=Segment(len(chunks), sum(chunks), max(chunks, default=0))),
     )
 
 
@@ -67,6 +67,27 @@ def test_launches_only_what_there_is(device, num_decodes, chunks):
     assert prefill.call_count == (len(chunks) > 0)
     assert out.shape == (tokens, 24) and out.isfinite().all()
     assert int(cache.k.isfinite().all(-1).sum()) == tokens  # every key stored, nothing else
+
+
+def test_drafts_are_verified_between_decodes_and_chunks(device):
+    """Each segment by its own kernel, with the results that chunks of the same tokens would have."""
+    lengths = [3, 5, 2]  # keys of a decode, of 3 drafts after 2 keys, of a chunk
+    tables = torch.tensor([[0, 0], [1, 2], [3, 0]], dtype=torch.int32, device=device)
+    starts = lambda *ends: torch.tensor(ends, dtype=torch.int32, device=device)  # noqa: E731
+    tensors = {
+        "slot_mapping": torch.full((6,), -1, device=device),
+        "block_tables": tables,
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=device),
+    }
+    segments = Segments(decodes(1), Segment(1, 3, 3), Segment(1, 2, 2))
+    metadata = AttentionMetadata(segments, **tensors, cu_seqlens_q=starts(0, 2), verify_starts=starts(0, 3))
+    chunks = AttentionMetadata(Segments(chunk=Segment(3, 6, 3)), **tensors, cu_seqlens_q=starts(0, 1, 4, 6))
+    q = torch.randn(6, HEADS, HEAD, device=device)
+    cache = KVCacheView(*torch.randn(2, 4, BLOCK, 1, HEAD, device=device))
+    with patch.object(attention, "paged_verify_attention", wraps=attention.paged_verify_attention) as verify:
+        got = attention.paged_attention(q, metadata, cache)
+    assert verify.call_count == 1
+    torch.testing.assert_close(got, attention.paged_attention(q, chunks, cache))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +140,7 @@ def test_a_shared_prefix_changes_only_who_reads_it(device, options, shared):
         block_tables=tables,
         seq_lens=lens,
         cu_seqlens_q=torch.tensor([0, 3], dtype=torch.int32, device=device),
-        num_decodes=3,
-        max_seqlen_q=3,
+        segments=Segments(decodes(3), chunk=Segment(1, 3, 3)),
     )
     tensors = {"sinks": torch.randn(HEADS, device=device), "alibi_slopes": torch.rand(HEADS, device=device)}
     options = {name: tensors[name] if value is True else value for name, value in options.items()}
@@ -142,8 +162,7 @@ def test_padding_of_a_captured_batch(device):
         block_tables=torch.cat((metadata.block_tables, padding[:, None])),
         seq_lens=torch.cat((metadata.seq_lens, padding)),
         cu_seqlens_q=metadata.cu_seqlens_q,
-        num_decodes=5,
-        max_seqlen_q=0,
+        segments=Segments(decodes(5)),
     )
     x = torch.randn(5, 24, device=device)
     table = torch.cat((torch.ones(BLOCK, HEAD // 2), torch.zeros(BLOCK, HEAD // 2)), -1).to(device)

@@ -19,6 +19,7 @@ from tritonllm.layers.fusion import (
     plan_step,
 )
 from tritonllm.layers.metadata import AttentionMetadata
+from tritonllm.layers.segments import Segment, Segments, decodes
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 ALONE, ADDITION, PRODUCT, BEFORE = NormBy.ALONE, NormBy.ADDITION, NormBy.PRODUCT, NormBy.BEFORE
@@ -180,9 +181,10 @@ def test_few_rows():
 
 def test_attention():
     empty = torch.empty(0)
-    step = AttentionMetadata(empty, empty, empty, empty, num_decodes=3, max_seqlen_q=0)
-    shared = AttentionMetadata(empty, empty, empty, empty, num_decodes=3, max_seqlen_q=0, cascade=object())
-    assert decodes_at_once(step, 3)
-    assert not decodes_at_once(step, 5) and not decodes_at_once(shared, 3)
+    step = AttentionMetadata(Segments(decodes(3)), empty, empty, empty, empty)
+    shared = AttentionMetadata(Segments(decodes(3)), empty, empty, empty, empty, cascade=object())
+    mixed = AttentionMetadata(Segments(decodes(3), chunk=Segment(1, 2, 2)), empty, empty, empty, empty)
+    assert decodes_at_once(step)
+    assert not decodes_at_once(mixed) and not decodes_at_once(shared)
     assert normalises_heads("rms", "head") and normalises_heads("rms", "heads")
     assert not normalises_heads("rms", "all") and not normalises_heads("layer", "heads")

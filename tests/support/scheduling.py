@@ -9,11 +9,11 @@ from tritonllm.sampling_params import SamplingParams
 
 
 def make_scheduler(
-    num_blocks=100, *, block_size=4, seats=8, tokens=100, policy="fcfs", caching=True, max_model_len=1000
+    num_blocks=100, *, block_size=4, seats=8, tokens=100, policy="fcfs", caching=True, max_model_len=1000, drafts=0
 ):
     config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=tokens, policy=policy)
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-    return Scheduler(config, cache, num_blocks, max_model_len)
+    return Scheduler(config, cache, num_blocks, max_model_len, drafts)
 
 
 def make(name, prompt, max_total_tokens=None, *, eos=(), priority=0, arrival=0, salt=None, **params):
@@ -45,7 +45,7 @@ def has_unfinished(scheduler):
 def step(scheduler, token=7):
     """One step in which every sampled token is `token`; returns the plan as {name: tokens in the step}."""
     plan = scheduler.schedule()
-    scheduler.update(plan, [token if item.samples else None for item in plan.scheduled])
+    scheduler.update(plan, [[token] if item.samples else [] for item in plan.scheduled])
     return {item.request.request_id: item.num_tokens for item in plan.scheduled}
 
 

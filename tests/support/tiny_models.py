@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.fallback_decoder import TransformersDecoder
@@ -373,8 +374,7 @@ class PagedRunner:
             block_tables=self._tensor(tables, torch.int32),
             seq_lens=self._tensor([sequence.length for sequence, _ in work], torch.int32),
             cu_seqlens_q=self._tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], torch.int32),
-            num_decodes=num_decodes,
-            max_seqlen_q=max(chunks, default=0),
+            segments=Segments(decodes(num_decodes), chunk=Segment(len(chunks), sum(chunks), max(chunks, default=0))),
         )
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:

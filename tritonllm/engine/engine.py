@@ -21,9 +21,11 @@ from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import RequestMetrics, RequestOutput
+from tritonllm.engine.plan import NewTokens, StepPlan, describe
 from tritonllm.engine.request import RequestStatus
-from tritonllm.engine.runner import ModelRunner, RunningStep, StepResult
-from tritonllm.engine.scheduler import NewToken, Scheduler, StepPlan
+from tritonllm.engine.results import RunningStep, StepResult
+from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.startup import load_parts
 from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
@@ -70,7 +72,7 @@ class LLMEngine:
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
         self._arrivals = itertools.count()
-        self._in_flight: deque[RunningStep] = deque()
+        self._in_flight: deque[tuple[StepPlan, RunningStep]] = deque()
         self._whole = True  # no change is under way, and none was broken off
         self._failure = "the step was interrupted"  # why the last one was broken off
         self._lost: dict[str, RequestOutput] = {}  # last outputs of the requests that were lost with it
@@ -226,45 +228,48 @@ class LLMEngine:
     def _advance(self) -> list[RequestOutput]:
         plan = self._scheduler.schedule()
         if plan.scheduled:
-            self._in_flight.append(self._runner.launch(plan))
+            self._in_flight.append((plan, self._runner.launch(plan)))
             self._steps += 1
         ahead = int(bool(self.config.scheduler.async_scheduling and plan.scheduled))
         if len(self._in_flight) <= ahead:
             return []
-        step = self._in_flight.popleft()
-        result = step.wait(self.config.step_timeout)
-        new_tokens = self._scheduler.update(step.plan, result.sampled)
-        self._generated_tokens += len(new_tokens)
-        touched = self._take(step.plan, result, new_tokens)
+        plan, step = self._in_flight.popleft()
+        result = step.wait(self.config.step_timeout, lambda: describe(plan))
+        touched = self._take(plan, result, self._scheduler.update(plan, result.sampled))
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
 
-    def _take(self, plan: StepPlan, result: StepResult, new_tokens: list[NewToken]) -> dict[str, RequestState]:
+    def _take(self, plan: StepPlan, result: StepResult, new_tokens: list[NewTokens]) -> dict[str, RequestState]:
         """Hand a step's results to their requests; returns the requests that changed, in the plan's order."""
         for request_id, (first, scores) in result.prompt_logprobs.items():
             state, sequence = self._sequences.get(request_id, (None, None))
             if state is not None and sequence is not None and sequence.index == 0:  # else it was aborted since
                 state.take_prompt_logprobs(first, scores, self.tokenizer)
-        rows: dict[str, int] = {}  # of those who may ask for log-probabilities
+        rows: dict[str, int] = {}  # where the log-probabilities begin of those who may ask for them
         if result.logprobs is not None:
-            sampling = (item.request.request_id for item in plan.scheduled if item.samples)
-            rows = {request_id: row for row, request_id in enumerate(sampling)}
+            first = 0
+            for item, tokens in zip(plan.scheduled, result.sampled, strict=True):
+                rows[item.request.request_id] = first
+                first += len(tokens)
         touched: dict[str, RequestState] = {}
-        now = time.monotonic()
-        for new in new_tokens:
-            request = new.request
+        now, taken = time.monotonic(), 0
+        for request, new in new_tokens:
             state, sequence = self._sequences[request.request_id]
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
+            taken += len(new)
             try:
-                stop = sequence.append(new.token_id, result.logprobs, rows.get(request.request_id, 0))
-            except Exception as error:  # the tokenizer may be anybody's code, and this token is one request's
-                state.error = f"token {new.token_id} could not be decoded: {type(error).__name__}: {error}"
+                stopped = sequence.extend(new, result.logprobs, rows.get(request.request_id, 0))
+            except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
+                state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
                 self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
             else:
-                if stop is not None:
-                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop)
+                if stopped is not None:
+                    stop, drop = stopped
+                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
+                    taken -= drop
             touched[state.request_id] = state
+        self._generated_tokens += taken
         return touched
 
     def _report(self, state: RequestState) -> RequestOutput | None:

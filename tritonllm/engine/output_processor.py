@@ -8,7 +8,7 @@ from typing import Any
 from tritonllm.engine.detokenizer import IncrementalDetokenizer, find_stop
 from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
 from tritonllm.engine.request import Request, RequestStatus
-from tritonllm.engine.sampler import TokenLogprobs
+from tritonllm.engine.results import TokenLogprobs
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -47,19 +47,38 @@ class SequenceOutput:
         hidden = 0 if params.include_stop_str_in_output else 1
         self._held_back = max((len(s) - 1 for s in params.stop_strings), default=0) * hidden
 
-    def append(self, token: int, scores: TokenLogprobs | None, row: int) -> str | None:
-        """Take in one new token; returns the stop string that it completes, if any."""
+    def extend(self, tokens: Sequence[int], scores: TokenLogprobs | None, row: int) -> tuple[str, int] | None:
+        """Take in the newest tokens of the output, up to the first that completes a stop string.
+
+        Args:
+            scores: log-probabilities, those of the first token in row ``row``.
+
+        Returns:
+            The stop string, and how many of the tokens come after it; ``None`` if none was completed.
+        """
+        if scores is None and self._detokenizer is None:  # asked of each request in each step
+            return None
+        last = len(tokens) - 1
+        before = len(self.request.output_token_ids) - len(tokens)
+        for index, token in enumerate(tokens):
+            ends = index == last and self.request.status is RequestStatus.FINISHED_STOPPED
+            stop = self._append(token, scores, row + index, before + index + 1, ends)
+            if stop is not None:
+                return stop, last - index
+        return None
+
+    def _append(self, token: int, scores: TokenLogprobs | None, row: int, length: int, ends: bool) -> str | None:
+        """Take in one token, which makes the output ``length`` tokens long; returns the stop string that it completes.
+        One that ``ends`` the output is no part of its text."""
         params = self.request.params
         if scores is not None and params.logprobs is not None:
             entries = to_logprobs(scores, row, params.logprobs, self._tokenizer)
             self._logprobs.append(entries)
             self._cumulative += entries[token].logprob
-        if self._detokenizer is None:
+        if self._detokenizer is None or ends:
             return None
-        if self.request.status is RequestStatus.FINISHED_STOPPED:
-            return None  # by this token, which is then no part of the text
         new = self._detokenizer.append(token)
-        if not new or not params.stop_strings or len(self.request.output_token_ids) < params.min_tokens:
+        if not new or not params.stop_strings or length < params.min_tokens:
             return None
         found = find_stop(self._detokenizer.text, len(new), params.stop_strings)
         if found is None:

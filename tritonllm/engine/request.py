@@ -46,7 +46,9 @@ class Request:
         bad_words: token sequences that the output may not contain, tokenized.
         output_token_ids: what was generated so far, as far as the host knows it.
         num_pending_tokens: sampled by steps in flight: they exist, but only the device knows them yet.
-        num_computed_tokens: leading tokens whose keys and values are in the cache once the steps in flight have run.
+        num_possible_tokens: how many more the steps in flight bring if they accept all drafts.
+        num_computed_tokens: leading tokens whose keys and values are in the cache once the steps in flight have run; at
+            least so many, if those may accept drafts.
         num_cached_tokens: how many of them the prefix cache gave at the first admission; ``None`` before it.
         block_ids: the block table: token i lives in block ``block_ids[i // block_size]``.
         block_hashes: digests of the leading full blocks, as far as they were needed.
@@ -75,6 +77,7 @@ class Request:
 
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
+    num_possible_tokens: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     block_ids: list[int] = field(default_factory=list)

@@ -1,150 +1,26 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
-import os
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import partial
-
-import numpy as np
 import torch
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.batch import (
-    HostBatch,
-    SamplingInputs,
-    build_batch,
-    reserve_pinned,
-    upload,
-    upload_batch,
-    upload_sampling,
-)
-from tritonllm.engine.cuda_graphs import DecodeGraphs, graph_sizes, padded
-from tritonllm.engine.graph_capture import GraphCapture
+from tritonllm.engine.builder import StepBuilder
+from tritonllm.engine.device_seats import DeviceSeats
+from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
+from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.launch_policy import host_bound_tokens
-from tritonllm.engine.mixed_graphs import MixedGraphs, token_sizes
-from tritonllm.engine.sampler import LogprobTensors, Sampler, TokenLogprobs
-from tritonllm.engine.scheduler import StepPlan
-from tritonllm.engine.seats import SeatTable
+from tritonllm.engine.plan import StepPlan
+from tritonllm.engine.results import LogprobTensors, RunningStep
+from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.engine.step import Step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
 from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
-from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.metadata import KVCacheView
 from tritonllm.models.interface import CausalLM
-from tritonllm.sampling_params import SamplingParams
 
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
 PROMPT_LOGPROB_ROWS = 256
-SHORT_WAIT = 0.05  # seconds: beyond it a step is so long that a millisecond more does not count
-NAMED = 8  # requests of a step that does not end
-
-
-class StepTimeoutError(RuntimeError):
-    """The device did not finish a step in time; the message names the step and its requests."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step produced, on the host.
-
-    Attributes:
-        sampled: for each scheduled request its new token, or ``None`` if its prompt is not finished.
-        logprobs: of the sampled tokens, in the order of the requests that got one; ``None`` if nobody asked.
-        prompt_logprobs: by request id, those of the prompt tokens that this step's chunk predicts, with the position
-            of the first.
-    """
-
-    sampled: list[int | None]
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: dict[str, tuple[int, TokenLogprobs]]
-
-
-class RunningStep:
-    """A step that was launched; its results are on their way to pinned memory.
-
-    Args:
-        plan: what was launched.
-        tokens: ``[R]`` int64, one for each item of the plan that samples; ``None`` if there are none.
-        logprobs: theirs, if any request wants them.
-        prompt_logprobs: of prompt tokens, in parts: request id, position of the first, and the scores.
-        device: where it runs.
-    """
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        tokens: torch.Tensor | None,
-        logprobs: LogprobTensors | None,
-        prompt_logprobs: Sequence[tuple[str, int, LogprobTensors]],
-        device: torch.device,
-    ) -> None:
-        self.plan = plan
-        self._tokens = None if tokens is None else _to_host(tokens)
-        self._logprobs = None if logprobs is None else tuple(_to_host(t) for t in logprobs)
-        self._prompt_logprobs = [(name, at, tuple(_to_host(t) for t in part)) for name, at, part in prompt_logprobs]
-        self._done = torch.cuda.Event() if device.type == "cuda" else None
-        if self._done is not None:
-            self._done.record(torch.cuda.current_stream(device))
-
-    def _await(self, event: torch.cuda.Event, timeout: float) -> None:
-        """Wait as ``event.synchronize()`` does, spinning, but so that Ctrl-C and the end of patience come through."""
-        begin = time.monotonic()
-        while not event.query():
-            waited = time.monotonic() - begin
-            if waited > timeout:
-                raise StepTimeoutError(
-                    f"the GPU has not finished a step after {timeout:g} s (step_timeout): {describe(self.plan)}. It "
-                    "may hang, and then only the end of this process frees it"
-                )
-            if waited < SHORT_WAIT:
-                os.sched_yield()
-            else:
-                time.sleep(0.001)
-
-    def wait(self, timeout: float) -> StepResult:
-        """Wait for the device and return the results.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            StepTimeoutError: it took longer.
-        """
-        if self._done is not None:
-            self._await(self._done, timeout)
-        tokens = iter([] if self._tokens is None else self._tokens.tolist())
-        sampled = [next(tokens) if item.samples else None for item in self.plan.scheduled]
-        logprobs = None if self._logprobs is None else TokenLogprobs(*(t.tolist() for t in self._logprobs))
-        of_prompts: dict[str, tuple[int, TokenLogprobs]] = {}
-        for name, at, part in self._prompt_logprobs:
-            scores = of_prompts.setdefault(name, (at, TokenLogprobs([], [], [])))[1]
-            more = TokenLogprobs(*(values.tolist() for values in part))
-            scores.token_ids.extend(more.token_ids)
-            scores.logprobs.extend(more.logprobs)
-            scores.ranks.extend(more.ranks)
-        return StepResult(sampled, logprobs, of_prompts)
-
-
-def describe(plan: StepPlan) -> str:
-    """What a step computes, for a message about it."""
-    chunks = plan.num_tokens - plan.num_decodes
-    named, default = [], SamplingParams()
-    for request, start, count, *_ in plan.scheduled[:NAMED]:
-        wishes = {field.name: getattr(request.params, field.name) for field in fields(request.params)}
-        chosen = [f"{name}={value!r}" for name, value in wishes.items() if value != getattr(default, name)]
-        named.append(f"{request.request_id!r} (tokens {start} to {start + count}; {', '.join(chosen)})")
-    more = len(plan.scheduled) - len(named)
-    of_all = "; ".join(named) + (f"; and {more} more" if more else "")
-    return f"{plan.num_decodes} decodes and {chunks} prompt tokens of requests {of_all}"
-
-
-def _to_host(values: torch.Tensor) -> torch.Tensor:
-    """Begin to copy to pinned memory."""
-    if not values.is_cuda:
-        return values.clone()  # the next step may overwrite it
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
 
 
 class ModelRunner:
@@ -164,21 +40,21 @@ class ModelRunner:
         self._device = device
         self._block_size = config.cache.block_size
         self._cache: list[KVCacheView] = []
-        self._graphs: DecodeGraphs | None = None
-        self._mixed: MixedGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
-        self._seats = SeatTable(seats, self._max_blocks)
         self._sampled = graph_sizes(seats)
-        self._sampler = Sampler(seats, model.spec.vocab_size, device)
+        self._seats = DeviceSeats(seats, self._block_size, device)
+        self._sampler = Sampler(self._seats.drawn, model.spec.vocab_size)
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
+        self._builder = self._make_builder()
 
     @property
     def num_graphs(self) -> int:
         """Steps captured as CUDA graphs."""
-        return sum(len(graphs) for graphs in (self._graphs, self._mixed) if graphs is not None)
+        return 0 if self._graphs is None else len(self._graphs)
 
     @property
     def _max_blocks(self) -> int:
@@ -244,20 +120,20 @@ class ModelRunner:
         workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=self._device)
         self._cache = [KVCacheView(layer[0], layer[1], workspace) for layer in pool]
 
-    def _forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._model(input_ids, positions, metadata, self._cache, rows)
+    def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states of these tokens ``[R]``, or of all."""
+        inputs = batch.inputs
+        return self._model(inputs.input_ids, inputs.positions, batch.metadata, self._cache, rows)
+
+    def _make_builder(self) -> StepBuilder:
+        seats = self._config.scheduler.max_num_seqs
+        return StepBuilder(seats, self._max_blocks, self._block_size, self._planner)
 
     def warm_up(self) -> WarmUp:
         """The steps that are run before the first request."""
         scheduler = self._config.scheduler
         return WarmUp(
-            self._forward,
+            self._advance,
             self.sample_hidden,
             device=self._device,
             block_size=self._block_size,
@@ -286,83 +162,71 @@ class ModelRunner:
         """
         self._max_model_len = max_model_len
         self._allocate(num_blocks)
-        self._seats = SeatTable(self._config.scheduler.max_num_seqs, self._max_blocks)
+        self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
         reserve_pinned()
         with self._model.rehearsal():
             self.warm_up().run()
         if self._model.supports_graphs and not self._config.enforce_eager:
-            capture = partial(GraphCapture, self._model.rehearsal, self._device)  # each kind with memory of its own
             seats = self._config.scheduler.max_num_seqs
-            self._graphs = DecodeGraphs(self._decode, seats, self._max_blocks, self._device, self._may_share, capture())
-            size = seats, self._captured_tokens(), self._max_blocks, self._block_size
-            self._mixed = MixedGraphs(self._forward_pending, *size, self._device, capture())
+            limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size)
+            capture = GraphCapture(self._model.rehearsal, self._device)
+            self._graphs = StepGraphs(self._captured, limits, self._device, self._may_share, capture)
+
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """Build a plan's step, and :meth:`run` it."""
+        return self.run(self._builder.build(plan))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> RunningStep:
-        """Start one step; its results can be waited for, and the next one may be launched before."""
-        host = build_batch(plan, self._seats, self._block_size, self._planner)
-        tokens = logprobs = None
+    def run(self, step: Step) -> RunningStep:
+        """Start one step; its results can be waited for, and the next one may be started before."""
+        logprobs = None
         prompt_logprobs: list[tuple[str, int, LogprobTensors]] = []
-        if self._graphs is not None and plan.num_decodes == len(plan.scheduled):
-            rows, tokens = self._graphs.run(host)
-            inputs = self._graphs.sampling_inputs(len(host.sampled))
+        if step.parameters is not None:
+            self._seats.tell(step.parameters)
+        key = None if self._graphs is None else self._graphs.key_for(step)
+        if self._graphs is not None and key is not None:
+            captured = self._graphs.run(step, key)
+            batch, tokens = captured.batch, captured.tokens
+            hidden = captured.hidden[: padded(step.num_rows, self._sampled)]
         else:
-            at, inputs = upload_sampling(host, self._device, padded(len(host.sampled), self._sampled))
-            rows = self._mixed_step(host, None if host.whole else at)
-            if host.whole:
-                prompt_logprobs = self._prompt_logprobs(plan, rows)
-                rows = rows[at]
-        if host.sampled and (tokens is None or not host.plain):
-            logits = self._model.compute_logits(rows)[: len(host.sampled)]
-            tokens, logprobs = self._sampler.sample(logits, inputs, host.sampled)
-        return RunningStep(plan, tokens, logprobs, prompt_logprobs, self._device)
+            rows = padded(step.num_rows, self._sampled)
+            batch, tokens = upload_step(step, rows, self._block_size, self._device), None
+            hidden = self._run_eagerly(step, batch)
+            if step.prompt_spans:
+                prompt_logprobs = self._prompt_logprobs(step, hidden)
+                hidden = hidden[batch.inputs.logit_rows]
+        if step.num_rows and (tokens is None or not step.plain):
+            logits = self._model.compute_logits(hidden)[: step.num_rows]
+            tokens, logprobs = self._sampler.sample(logits, batch.sampling(step.num_rows), step)
+        tokens = None if tokens is None else tokens[: step.num_rows]
+        return RunningStep(step.samples, tokens, logprobs, prompt_logprobs, self._device)
 
-    def _mixed_step(self, host: HostBatch, rows: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states of these tokens (at least those that are wanted), or all, of a step not captured whole."""
-        room = None if self._mixed is None else self._mixed.room_for(host)
-        if self._mixed is not None and room is not None:
-            return self._mixed.run(host, room)
-        batch = upload_batch(host, self._device)
-        everyone = len(host.logit_rows) == len(host.input_ids)  # then the rows are in their order already
-        return self._forward_pending(batch.input_ids, batch.positions, batch.metadata, None if everyone else rows)
+    def _run_eagerly(self, step: Step, batch: Batch) -> torch.Tensor:
+        """Hidden states of the tokens that are sampled from (and of padding), or of all."""
+        everyone = step.num_rows == step.segments.tokens  # then the rows are in their order already
+        return self._advance(batch, None if everyone or step.prompt_spans else batch.inputs.logit_rows)
 
-    def _forward_pending(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """:meth:`_forward` after the decodes got what the step before drew for them."""
-        self._sampler.fill_pending(input_ids[: metadata.num_decodes])
-        return self._forward(input_ids, positions, metadata, rows)
+    def _advance(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
+        """:meth:`_forward` from the state of the seats that the step before has left."""
+        self._seats.advance(batch)
+        return self._forward(batch, rows)
 
-    def _decode(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        inputs: SamplingInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is captured of a decode step: from the last tokens to the next ones."""
-        hidden = self._forward_pending(input_ids, positions, metadata)
-        return hidden, self._sampler.draw(self._model.compute_logits(hidden), inputs)
+    def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a graph holds of a step: of decodes alone all of it, from the last tokens to the next ones."""
+        if not batch.metadata.segments.only_decodes:
+            return self._advance(batch, batch.inputs.logit_rows), None
+        hidden = self._advance(batch, None)
+        return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
 
-    def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[str, int, LogprobTensors]]:
-        """For each chunk whose request asks: log-probabilities of the prompt tokens that follow the chunk's own."""
+    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> list[tuple[str, int, LogprobTensors]]:
         found = []
-        at = 0
-        for item in plan.scheduled:
-            first, top = item.start + 1, item.request.params.prompt_logprobs
-            following = () if top is None else item.request.prompt_token_ids[first : item.start + item.num_tokens + 1]
-            if top is not None and len(following):
-                rows = hidden[at : at + len(following)]
-                (chosen,) = upload([np.array(following, dtype=np.int64)], self._device)
-                parts = zip(rows.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True)
-                for part, ids in parts:
-                    scores = token_logprobs(self._model.compute_logits(part), ids, top)
-                    found.append((item.request.request_id, first, scores))
-            at += item.num_tokens
+        for span in step.prompt_spans:
+            rows = hidden[span.row : span.row + len(span.token_ids)]
+            (chosen,) = upload([span.token_ids], self._device)
+            parts = zip(rows.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True)
+            for part, ids in parts:
+                scores = token_logprobs(self._model.compute_logits(part), ids, span.top)
+                found.append((span.request_id, span.first, scores))
         return found

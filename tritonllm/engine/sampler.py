@@ -1,88 +1,85 @@
 """Logits to token ids: what requests ask of the distribution, the draw, and log-probabilities.
 
-Nothing here waits for the device. Results stay there; a :class:`TokenLogprobs` is made of them when they are read.
+Nothing here waits for the device. Results stay there until a :class:`~tritonllm.engine.results.RunningStep` is read.
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from tritonllm.engine.batch import SamplingInputs
-from tritonllm.engine.edits import SeatEdits, is_edited, make_state
-from tritonllm.engine.scheduler import ScheduledRequest
-from tritonllm.kernels import fill_pending_tokens, sample, token_logprobs
-from tritonllm.kernels.sampling.edits import count_tokens
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at R positions, on the host.
-
-    Attributes:
-        token_ids: for each position the chosen token, then the most likely ones, best first.
-        logprobs: the same shape.
-        ranks: of the chosen token.
-    """
-
-    token_ids: list[list[int]]
-    logprobs: list[list[float]]
-    ranks: list[int]
-
-
-LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the three of TokenLogprobs, wherever they are
+from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
+from tritonllm.engine.inputs import upload
+from tritonllm.engine.results import LogprobTensors
+from tritonllm.engine.step import Step
+from tritonllm.kernels import sample, token_logprobs
+from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
+from tritonllm.kernels.sampling.seat_state import SamplingRows
 
 
 class Sampler:
-    """Draws tokens, and remembers on the device what the last step drew.
+    """Draws tokens, and keeps the edits of each seat on the device.
 
     Args:
-        seats: most requests running at once.
+        drawn: ``[seats]`` int64, where tokens are written.
         vocab: size of the vocabulary.
-        device: where the logits are.
     """
 
-    def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
-        self._drawn = torch.zeros(seats, dtype=torch.int64, device=device)
-        self._workspace = torch.zeros(seats, dtype=torch.int32, device=device)
-        self._edits = SeatEdits(seats, vocab, device)
+    def __init__(self, drawn: torch.Tensor, vocab: int) -> None:
+        self._drawn = drawn
+        self._workspace = torch.zeros(len(drawn), dtype=torch.int32, device=drawn.device)
+        self._size = len(drawn), vocab
+        self._state: LogitEdits | None = None
 
-    def fill_pending(self, input_ids: torch.Tensor) -> None:
-        """Put what row i drew last in the place of -1 - i in ``input_ids[N]`` int32."""
-        fill_pending_tokens(input_ids, self._drawn)
-
-    def draw(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, inputs: SamplingRows) -> torch.Tensor:
         """One token for each row of ``logits[R, V]`` float32 -> ``[R]`` int64, valid until the next draw. Can be
         captured in a graph."""
-        i, out = inputs, self._drawn[: len(logits)]
-        limits = i.temperature, i.top_k, i.top_p, i.min_p
-        return sample(logits, *limits, i.seeds, i.steps, workspace=self._workspace, out=out)
+        return sample(logits, *inputs, workspace=self._workspace, out=self._drawn[: len(logits)])
 
     def sample(
-        self, logits: torch.Tensor, inputs: SamplingInputs, items: Sequence[ScheduledRequest]
+        self, logits: torch.Tensor, inputs: SamplingRows, step: Step
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """One token for each request, whatever it asks for.
+        """One token for each row, whatever its request asks for.
 
         Args:
             logits: ``[R, V]`` float32; rows of requests that edit them are overwritten.
-            items: the R requests.
+            step: whose R rows they are.
 
         Returns:
             ``[R]`` int64, valid until the next draw, and log-probabilities (of the model's own distribution, before
             edits) if a request wants them.
         """
-        wanted = [item.request.params.logprobs for item in items if item.request.params.logprobs is not None]
         raw = logits
-        if any(is_edited(item) for item in items):
-            raw = logits.clone() if wanted else logits  # edits are made in place
-            i, more = inputs, {"workspace": self._workspace, "out": self._drawn[: len(logits)]}
-            limits = i.temperature, i.top_k, i.top_p, i.min_p
-            edits, seats = self._edits.of(items)
-            tokens = sample(logits, *limits, i.seeds, i.steps, edits=edits, seats=seats, **more)
+        if step.edited is not None:
+            raw = logits if step.logprobs is None else logits.clone()  # edits are made in place
+            more = {"workspace": self._workspace, "out": self._drawn[: len(logits)]}
+            edits = self._told(step.new_edits)
+            (seats,) = upload([step.edited], logits.device)
+            tokens = sample(logits, *inputs, edits=edits, seats=seats, **more)
             count_tokens(edits, seats, tokens)
         else:
             tokens = self.draw(logits, inputs)
-        return tokens, token_logprobs(raw, tokens, max(wanted)) if wanted else None
+        return tokens, None if step.logprobs is None else token_logprobs(raw, tokens, step.logprobs)
+
+    def _told(self, new: tuple[SeatEdits, ...]) -> LogitEdits:
+        """The state of all seats, these ones written. It takes no memory before a request needs it (then 2.25 bytes a
+        seat and token)."""
+        if self._state is None:
+            self._state = _make_state(*self._size, self._drawn.device)
+        for edits in new:
+            entries = [
+                Entry(entry.token, entry.value, ALWAYS if entry.until is None else entry.until, entry.after)
+                for entry in edits.entries
+            ]
+            write_seat(
+                self._state,
+                edits.seat,
+                prompt=edits.prompt,
+                output=edits.output,
+                repetition=edits.repetition,
+                frequency=edits.frequency,
+                presence=edits.presence,
+                entries=entries,
+                allowed=edits.allowed,
+            )
+        return self._state
 
     def warm_up(self, logits: torch.Tensor) -> None:
         """Run every kernel that a request may need on ``logits[R, V]``; changes nothing."""
@@ -90,11 +87,14 @@ class Sampler:
         index = torch.zeros(n, dtype=torch.int64, device=device)
         seats = torch.full((n,), -1, dtype=torch.int32, device=device)
         ones = torch.ones(n, dtype=torch.float32, device=device)
-        edits = make_state(1, logits.shape[1], device)
+        edits = _make_state(1, logits.shape[1], device)
         limits = ones, seats + 51, 0.9 * ones, 0.1 * ones
         for edited in ({}, {"edits": edits, "seats": seats}):
             tokens = sample(logits, *limits, index, index, workspace=self._workspace, **edited)
         count_tokens(edits, seats, tokens)
-        self.fill_pending(index.int())
         for top in (0, 5):
             token_logprobs(logits, tokens, top)
+
+
+def _make_state(seats: int, vocab: int, device: torch.device) -> LogitEdits:
+    return make_logit_edits(seats, vocab, entries=MAX_ENTRIES, longest=MAX_BAD_WORD - 1, device=device)

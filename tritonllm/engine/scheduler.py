@@ -11,6 +11,11 @@ planned with it all the same: where it goes is known, only what it is the device
 What ends with the token in flight by its length is not planned again; what turns out to have ended otherwise has
 computed one token in vain.
 
+With drafts only the device knows how many tokens a step in flight brings: one, or up to so many more as it had drafts.
+A request is then planned from the least position that it can have (``num_computed_tokens``) and gets blocks for the
+most (``num_possible_tokens`` beyond), but none beyond its longest length: the device knows its true position, stores
+nothing beyond, and what it computes there is dropped. The host learns the number with the results, one step later.
+
 When a running request cannot get a block, the last one in order, possibly itself, is preempted: it gives back its
 blocks and waits again, to be computed anew (recomputation: Kwon et al., "PagedAttention", SOSP 2023); what the prefix
 cache still holds of it by then is not lost. As in vLLM, a waiting request never takes a seat or a block from a running
@@ -37,12 +42,11 @@ import itertools
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.waiting_queue import WaitingQueue
@@ -55,64 +59,6 @@ _PREEMPTED = (
 )
 
 
-class ScheduledRequest(NamedTuple):
-    """A request's part of a step.
-
-    Attributes:
-        request: whose tokens.
-        start: tokens computed before the step, the position of the first one in it.
-        num_tokens: tokens to compute, at least 1.
-        samples: its last token is among them, so the step ends with a new one.
-        pending: that last token, the only one to compute, was sampled by a step in flight: the host does not know it.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
-    pending: bool = False
-
-    @property
-    def output_index(self) -> int:
-        """Which of the request's output tokens this step samples, if it does."""
-        return self.start + self.num_tokens - len(self.request.prompt_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step computes.
-
-    Attributes:
-        scheduled: first the decodes (one token each, sampled from), then the prefill chunks.
-        preempted: the requests that lost their blocks to make room; none of them is scheduled.
-        num_decodes: length of the first group.
-        num_tokens: of both groups together.
-    """
-
-    scheduled: tuple[ScheduledRequest, ...]
-    preempted: tuple[Request, ...]
-    num_decodes: int
-    num_tokens: int
-
-
-class NewToken(NamedTuple):
-    """A sampled token, appended to the request's output; ``request.status`` tells whether it was the last."""
-
-    request: Request
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Totals since the start, and the blocks of now. Prefix-cache tokens count at a request's first admission."""
-
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    preemptions: int
-    num_blocks: int
-    num_free_blocks: int
-
-
 class Scheduler:
     """Owns the unfinished requests and the block pool. Call ``schedule``, run the plan, call ``update``.
 
@@ -123,14 +69,18 @@ class Scheduler:
         cache: block size and whether prefixes are cached.
         num_blocks: blocks in the pool.
         max_model_len: most tokens of prompt and output together.
+        most_drafts: drafts of a request in a step of its last token, as far as tokens and its length allow.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, num_blocks: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheConfig, num_blocks: int, max_model_len: int, most_drafts: int = 0
+    ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
         self.config = config
         self.block_size = cache.block_size
         self.max_model_len = max_model_len
+        self._most_drafts = most_drafts
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(cache.block_size, self.pool) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
@@ -221,24 +171,31 @@ class Scheduler:
             self._end(request, RequestStatus.FINISHED_ABORTED, None)
         return request
 
-    def finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> None:
+    def finish(
+        self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None, *, drop: int = 0
+    ) -> None:
         """End a request for a reason that only the engine sees (a stop string).
 
         A request that the last ``update`` has ended can still be finished so: the same token may complete a stop
         string and reach the length limit, and then the stop string is the reason.
+
+        Args:
+            drop: so many of its last tokens came after the end.
 
         Raises:
             ValueError: an unknown request, or a status that is not a finished one.
         """
         if not status.is_finished:
             raise ValueError(f"status must be one of the finished ones, got {status}")
-        if request_id in self._requests:
-            self._end(self._requests[request_id], status, stop_reason)
-        elif request_id in self._just_ended:
-            request = self._just_ended[request_id]
+        request = self._requests.get(request_id) or self._just_ended.get(request_id)
+        if request is None:
+            raise ValueError(f"request_id {request_id!r} is not of an unfinished request")
+        if drop:
+            del request.output_token_ids[-drop:]
+        if request.status.is_finished:
             request.status, request.stop_reason = status, stop_reason
         else:
-            raise ValueError(f"request_id {request_id!r} is not of an unfinished request")
+            self._end(request, status, stop_reason)
 
     def schedule(self) -> StepPlan:
         """Plan one step, which the caller must run: its tokens count as computed from now on.
@@ -250,82 +207,96 @@ class Scheduler:
         scheduled = self._serve_running(preempted)
         if not preempted:
             self._admit(scheduled)
-        decodes: list[ScheduledRequest] = []
-        chunks: list[ScheduledRequest] = []
-        for item in scheduled:
-            (decodes if item.samples and item.num_tokens == 1 else chunks).append(item)
-        num_tokens = len(decodes) + sum(item.num_tokens for item in chunks)
-        return StepPlan((*decodes, *chunks), tuple(preempted), len(decodes), num_tokens)
+        return StepPlan.of(scheduled, preempted)
 
-    def update(self, plan: StepPlan, sampled: Sequence[int | None]) -> list[NewToken]:
+    def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
 
         Args:
             plan: what ran.
-            sampled: for each entry of ``plan.scheduled`` its new token, ``None`` where ``samples`` is false.
+            sampled: for each entry of ``plan.scheduled`` its new tokens: at least one where ``samples`` is true and at
+                most one more than its drafts, none where it is not.
 
         Returns:
-            The new tokens, in the plan's order. Those of requests that ended since ``schedule`` are dropped.
+            The new tokens, in the plan's order. Those that come after a request's end are dropped, and all of those of
+            requests that ended since ``schedule``.
 
         Raises:
             ValueError: ``sampled`` does not match the plan.
         """
-        if [token is not None for token in sampled] != [item.samples for item in plan.scheduled]:
-            raise ValueError("sampled must have a token for each scheduled request that samples, None for the others")
+        counts = [*map(len, sampled)]
+        if counts != [item.samples for item in plan.scheduled]:  # equal if everyone who samples got one
+            plan.check(counts)
         self._just_ended.clear()
-        new_tokens = []
-        for item, token in zip(plan.scheduled, sampled, strict=True):
-            request = item.request
-            if token is None:
+        cache, size = self.prefix_cache, self.block_size
+        new_tokens: list[NewTokens] = []
+        for (request, _, _, _, _, drafts), tokens in zip(plan.scheduled, sampled, strict=True):
+            if not tokens:
                 continue
             request.num_pending_tokens -= 1
+            if drafts:
+                request.num_possible_tokens -= drafts
+                if request.status is RequestStatus.RUNNING:  # else its blocks are gone
+                    request.num_computed_tokens += len(tokens) - 1
             if request.status.is_finished:
                 continue
-            request.output_token_ids.append(token)  # also of a request that was preempted since
-            new_tokens.append(NewToken(request, token))
-            total, ending = request.num_tokens, None
-            if total >= request.length_limit or token in request.ends:
-                ending = self._ending(request, token)
+            output = request.output_token_ids
+            output += tokens  # also of a request that was preempted since
+            total, ending = len(request.prompt_token_ids) + len(output), None
+            if total >= request.length_limit or not request.ends.isdisjoint(tokens):
+                ending = self._cut(request, len(tokens))
             if ending is not None:
+                new_tokens.append((request, tokens[: len(tokens) + request.num_tokens - total]))
                 self._just_ended[request.request_id] = request
                 self._end(request, *ending)
-            elif total % self.block_size == 0 and request.num_pending_tokens and self.prefix_cache is not None:
+                continue
+            new_tokens.append((request, tokens))
+            if total % size < len(tokens) and request.num_pending_tokens and cache is not None:
                 # the step in flight computes this token, the last of its block, which is known only now
-                self.prefix_cache.insert(request)
+                cache.insert(request)
         return new_tokens
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
-        budget, size = self.config.max_num_batched_tokens, self.block_size
+        budget, size, most_drafts = self.config.max_num_batched_tokens, self.block_size, self._most_drafts
         at = 0
         while budget > 0 and at < len(self._running):
             request = self._running[at]
             at += 1
-            total = request.num_tokens + request.num_pending_tokens
+            total = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending_tokens
             if request.num_pending_tokens and total >= request.length_limit:
                 continue  # the token in flight ends it
             start = request.num_computed_tokens
-            end = min(total, start + budget)
-            if end > len(request.block_ids) * size:  # one step of a request in `size`
-                needed = self._blocks_for(end) - len(request.block_ids)
+            end = last = min(total, start + budget)
+            drafts = 0
+            if most_drafts:
+                if start + 1 == total:  # and a token of the budget is left for each request behind it
+                    room = min(budget - 1 - len(self._running) + at, request.length_limit - 1 - total)
+                    drafts = max(0, min(most_drafts, room))
+                last = min(end + request.num_possible_tokens + drafts, request.length_limit - 1)
+            if last > len(request.block_ids) * size:  # one step of a request in `size`
+                needed = self._blocks_for(last) - len(request.block_ids)
                 while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:
                     preempted.append(self._preempt_last())
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last itself: those before it are scheduled, and none is left behind it
                 request.block_ids += self.pool.allocate_many(needed)
-            scheduled.append(self._advance(request, end, total))
-            budget -= end - start
+            scheduled.append(self._advance(request, end, total, drafts))
+            budget -= end - start + drafts
         return scheduled
 
-    def _advance(self, request: Request, end: int, total: int) -> ScheduledRequest:
-        """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones."""
+    def _advance(self, request: Request, end: int, total: int, drafts: int = 0) -> ScheduledRequest:
+        """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones, and drafts
+        behind them."""
         start, pending = request.num_computed_tokens, request.num_pending_tokens
         samples = end == total
         request.num_computed_tokens = end
         request.num_pending_tokens += samples
+        if drafts:
+            request.num_possible_tokens += drafts
         if not pending and self.prefix_cache is not None:
             self.prefix_cache.insert(request)
-        return ScheduledRequest(request, start, end - start, samples, pending > 0)
+        return ScheduledRequest(request, start, end - start + drafts, samples, pending > 0, drafts)
 
     def _admit(self, scheduled: list[ScheduledRequest]) -> None:
         """Start waiting requests, in order, until one does not fit; append their first chunks to ``scheduled``."""
@@ -374,16 +345,27 @@ class Scheduler:
         self._preemptions += 1
         return request
 
-    def _ending(self, request: Request, token: int) -> tuple[RequestStatus, int | None] | None:
-        """Status and stop reason of a request whose newest token ends it. An end-of-sequence or stop token counts from
+    def _cut(self, request: Request, new: int) -> tuple[RequestStatus, int | None] | None:
+        """Find the first of the ``new`` last tokens of an output that ends it, and drop those behind it; returns the
+        status and the stop reason, ``None`` if there is none."""
+        output = request.output_token_ids
+        for length in range(len(output) - new + 1, len(output) + 1):
+            ending = self._ending(request, length)
+            if ending is not None:
+                del output[length:]
+                return ending
+        return None
+
+    def _ending(self, request: Request, length: int) -> tuple[RequestStatus, int | None] | None:
+        """How an output that is ``length`` tokens long ends, if it does. An end-of-sequence or stop token counts from
         ``min_tokens`` on; where it meets the length limit, it is the reason."""
-        params = request.params
-        if len(request.output_token_ids) >= params.min_tokens:
+        params, token = request.params, request.output_token_ids[length - 1]
+        if length >= params.min_tokens:
             if token in request.eos_token_ids and not params.ignore_eos:
                 return RequestStatus.FINISHED_STOPPED, None
             if params.stop_token_ids and token in params.stop_token_ids:
                 return RequestStatus.FINISHED_STOPPED, token
-        if request.num_tokens >= request.length_limit:
+        if len(request.prompt_token_ids) + length >= request.length_limit:
             return RequestStatus.FINISHED_LENGTH, None
         return None
 

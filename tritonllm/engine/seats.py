@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tritonllm.engine.request import Request
+from tritonllm.engine.step import PARAMETERS, SamplingParameters
 
 
 class SeatTable:
@@ -20,20 +21,21 @@ class SeatTable:
 
     Attributes:
         tables: ``[seats, max_blocks]`` int32, block tables. Beyond a request's blocks they hold what was there before.
-        temperature, top_p, min_p: ``[seats]`` float32; temperature 0 is greedy.
-        top_k: ``[seats]`` int32; 0 keeps all.
-        seeds, prompt_lens: ``[seats]`` int64.
-        special: ``[seats]`` bool: logits are edited or reported at every token.
-        min_tokens: ``[seats]`` int64: they are edited up to this token.
-        drawn: ``[seats]`` int64: which row of the step before drew the request's token.
+        parameters: what sampling wants, each ``[seats]``.
+        changed: some of it since :meth:`take_parameters`.
+        edits: ``[seats]`` bool: logits are edited at every token.
+        edited_lens: ``[seats]`` int64: they are edited while the sequence is shorter.
+        edits_told: ``[seats]`` bool: the device has been told how.
+        logprobs: ``[seats]`` int64: how many of the most likely tokens to report; -1 for no report.
     """
 
     def __init__(self, seats: int, max_blocks: int) -> None:
         self.tables = np.zeros((seats, max_blocks), dtype=np.int32)
-        self.temperature, self.top_p, self.min_p = np.zeros((3, seats), dtype=np.float32)
-        self.top_k = np.zeros(seats, dtype=np.int32)
-        self.seeds, self.prompt_lens, self.min_tokens, self.drawn = np.zeros((4, seats), dtype=np.int64)
-        self.special = np.zeros(seats, dtype=bool)
+        self.parameters = SamplingParameters(**{n: np.zeros(seats, dtype=c.dtype) for n, c in PARAMETERS.items()})
+        self.changed = False
+        self.edited_lens = np.zeros(seats, dtype=np.int64)
+        self.logprobs = np.full(seats, -1, dtype=np.int64)
+        self.edits, self.edits_told = np.zeros((2, seats), dtype=bool)
         self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
 
@@ -51,15 +53,24 @@ class SeatTable:
                 counts[seat] = len(blocks)
         return np.array(seats, dtype=np.int64)
 
+    def take_parameters(self) -> SamplingParameters[np.ndarray] | None:
+        """A copy of all seats' parameters, if some have changed since the last call."""
+        if not self.changed:
+            return None
+        self.changed = False
+        return SamplingParameters(**{name: getattr(self.parameters, name).copy() for name in PARAMETERS})
+
     def _seat(self, request: Request, seat: int) -> None:
-        params = request.params
+        params, mine = request.params, self.parameters
+        self.changed = True
         self._admissions[seat] = request.admission
         self._num_blocks[seat] = 0
-        self.temperature[seat] = 0.0 if params.greedy else params.temperature
-        self.top_k[seat] = max(params.top_k, 0)
-        self.top_p[seat] = params.top_p
-        self.min_p[seat] = params.min_p
-        self.seeds[seat] = request.seed
-        self.prompt_lens[seat] = len(request.prompt_token_ids)
-        self.special[seat] = request.edits_logits or params.logprobs is not None
-        self.min_tokens[seat] = params.min_tokens
+        mine.temperature[seat] = 0.0 if params.greedy else params.temperature
+        mine.top_k[seat] = max(params.top_k, 0)
+        mine.top_p[seat] = params.top_p
+        mine.min_p[seat] = params.min_p
+        mine.seeds[seat] = request.seed
+        mine.steps[seat] = -len(request.prompt_token_ids)
+        self.logprobs[seat] = -1 if params.logprobs is None else params.logprobs
+        self.edits[seat], self.edits_told[seat] = request.edits_logits, False
+        self.edited_lens[seat] = len(request.prompt_token_ids) + params.min_tokens

@@ -1,4 +1,4 @@
-"""Finds the leading blocks that the decodes of a step share, and whether it pays to read them once for all. No device.
+"""Finds the leading blocks that the decodes of a step share, and whether it pays to read them once for all. No torch.
 
 Sequences share blocks where the prefix cache gave both the same ones. The engine sees it in their block tables, anew in
 each step: the requests that computed a prompt before it was cached hold copies of their own, so what is looked for is
@@ -6,16 +6,15 @@ the group of decodes that is worth most, not a prefix of all.
 """
 
 import numpy as np
-import torch
 
-from tritonllm.kernels import CascadePlan, plan_cascade
+from tritonllm.engine.step import SharedPrefix
 
 # Reading the shared keys apart takes three more launches. On an H200 (32 heads, 8 of keys) it gained from 127 to 255 MB
 # on at any batch size: batch 128 x 256 shared keys (127 MB) 52.5 us against 57.5, 256 x 128 (128 MB) 78.8 against 78.4.
 MIN_SAVED_BYTES = 128 << 20
 
 
-def find_shared_prefix(tables: np.ndarray, full_blocks: np.ndarray, least: int) -> tuple[int, np.ndarray] | None:
+def find_shared_prefix(tables: np.ndarray, full_blocks: np.ndarray, least: int) -> SharedPrefix | None:
     """The leading blocks whose sharing saves most reads.
 
     Args:
@@ -47,11 +46,11 @@ def find_shared_prefix(tables: np.ndarray, full_blocks: np.ndarray, least: int) 
     best = int(saved.argmax())
     if saved[best] < least:
         return None
-    return int(lengths[best]), common >= lengths[best]
+    return SharedPrefix(int(lengths[best]), common >= lengths[best])
 
 
 class CascadePlanner:
-    """Plans shared-prefix attention for steps that gain from it.
+    """Looks for steps that gain from attention to a shared prefix apart.
 
     Args:
         block_size: keys in a block.
@@ -63,17 +62,12 @@ class CascadePlanner:
         self._least = max(1, -(-MIN_SAVED_BYTES // block_bytes))
 
     def may_plan(self, sequences: int, longest: int) -> bool:
-        """Whether a step of so many decodes of at most ``longest`` tokens can ever be worth a plan."""
+        """Whether a step of so many decodes of at most ``longest`` tokens can ever gain."""
         return (sequences - 1) * (longest // self._block_size) >= self._least
 
-    def plan(self, tables: np.ndarray, seq_lens: np.ndarray) -> CascadePlan | None:
-        """The plan, in host memory, for decodes with these block tables ``[B, M]`` and lengths ``[B]``, both int32.
+    def plan(self, tables: np.ndarray, seq_lens: np.ndarray) -> SharedPrefix | None:
+        """What decodes with these block tables ``[D, M]`` and lengths ``[D]`` share; ``None`` if it does not pay.
 
         The block that takes a sequence's new token is never shared.
         """
-        found = find_shared_prefix(tables, (seq_lens - 1) // self._block_size, self._least)
-        if found is None:
-            return None
-        blocks, shares = found
-        arrays = (torch.from_numpy(array) for array in (tables, seq_lens, shares))
-        return plan_cascade(*arrays, blocks, self._block_size)
+        return find_shared_prefix(tables, (seq_lens - 1) // self._block_size, self._least)

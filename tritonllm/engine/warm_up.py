@@ -1,20 +1,21 @@
 """Steps that are run before the first request: they compile (or load) every kernel that a request may need.
 
-Launch configurations, and with them compiled kernels, change with the power of two of a step's tokens or sequences, and
-with the width of the block table. The steps below visit all of those once. They write no cache and read no weights'
-values, so the same steps on meta tensors list the kernels without a GPU (:mod:`tritonllm.engine.precompile`).
+Launch configurations, and with them compiled kernels, change with the power of two of a step's tokens or sequences,
+with the width of the block table and with the regime of the lengths. The steps below visit all of those once. They
+write no cache and read no weights' values, so the same steps on meta tensors list the kernels without a GPU
+(:mod:`tritonllm.engine.precompile`).
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 
-from tritonllm.kernels import CascadePlan, plan_cascade
-from tritonllm.layers.metadata import AttentionMetadata
+from tritonllm.engine.inputs import Batch, upload_step
+from tritonllm.engine.step import Step, dummy_step
+from tritonllm.layers.regime import LengthRegime
 
-# (input_ids, positions, metadata, the rows that are wanted) -> hidden
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
+Forward = Callable[[Batch, torch.Tensor | None], torch.Tensor]  # a batch, the rows that are wanted -> hidden
 
 
 def warm_up_sizes(budget: int) -> list[int]:
@@ -26,7 +27,7 @@ class WarmUp:
     """Dummy steps on one device.
 
     Args:
-        forward: ``(input_ids[T], positions[T], metadata, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
+        forward: ``(batch, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
         sample: ``hidden[R, hidden]`` to tokens: logits and every kind of sampling that requests may ask for.
         device: where the steps run.
         block_size: tokens of a cache block.
@@ -70,11 +71,11 @@ class WarmUp:
                 if width * self._block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
         for sequences in warm_up_sizes(self._max_num_seqs):
-            for width in (1, widest):
-                self.decode_step(sequences, width)
-                self.decode_step(sequences, width, prompt_token=True)
+            for width, regime in product((1, widest), LengthRegime):
+                self.decode_step(sequences, width, regime)
+                self.decode_step(sequences, width, regime, prompt_token=True)
                 if self._may_share(sequences):
-                    self.decode_step(sequences, width, shared=True)
+                    self.decode_step(sequences, width, regime, shared=True)
 
     def prefill_step(self, tokens: int, width: int = 1, *, sample: bool = True) -> None:
         """``tokens`` prompt tokens, with logits for as many seats as they could fill.
@@ -85,45 +86,32 @@ class WarmUp:
             sample: end with the sampling, which is the same for every width.
         """
         length = min(tokens, self._max_model_len)
-        ends = [*range(0, tokens, length), tokens]
-        lengths = [end - start for start, end in pairwise(ends)]
-        device, width = self._device, max(width, -(-length // self._block_size))
-        metadata = AttentionMetadata(
-            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(len(lengths), width, dtype=torch.int32, device=device),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
-            cu_seqlens_q=torch.tensor(ends, dtype=torch.int32).to(device),
-            num_decodes=0,
-            max_seqlen_q=length,
-        )
-        positions = (torch.arange(tokens) % length).to(device)
-        rows = torch.arange(min(self._max_num_seqs, tokens)).to(device)
-        ids = torch.zeros(tokens, dtype=torch.int32, device=device)
-        hidden = self._forward(ids, positions, metadata, None if len(rows) == tokens else rows)
+        lengths = [end - start for start, end in pairwise([*range(0, tokens, length), tokens])]
+        rows, width = min(self._max_num_seqs, tokens), max(width, -(-length // self._block_size))
+        batch = self._upload(dummy_step(0, lengths, rows=rows, width=width))
+        hidden = self._forward(batch, None if rows == tokens else batch.inputs.logit_rows)
         if sample:
             self._sample(hidden)
 
-    def decode_step(self, sequences: int, width: int, *, shared: bool = False, prompt_token: bool = False) -> None:
+    def decode_step(
+        self,
+        sequences: int,
+        width: int,
+        regime: LengthRegime = LengthRegime.ANY,
+        *,
+        shared: bool = False,
+        prompt_token: bool = False,
+    ) -> None:
         """Decodes of empty sequences.
 
         Args:
             width: of the block table: short sequences are not split, and the kernels for that are other ones.
+            regime: of the lengths.
             shared: with a plan for a shared prefix.
             prompt_token: beside a prompt of one token: a step of decodes alone has kernels of its own.
         """
-        device, tokens = self._device, sequences + prompt_token
-        lengths = torch.zeros(sequences, dtype=torch.int32)
-        tables = torch.zeros(tokens, width, dtype=torch.int32)
-        plan = plan_cascade(tables, lengths, lengths.bool(), width, self._block_size) if shared else None  # on the host
-        metadata = AttentionMetadata(
-            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-            block_tables=tables.to(device),
-            seq_lens=torch.tensor([0] * sequences + [1] * prompt_token, dtype=torch.int32).to(device),
-            cu_seqlens_q=torch.arange(1 + prompt_token, dtype=torch.int32).to(device),
-            num_decodes=sequences,
-            max_seqlen_q=int(prompt_token),
-            decode_order=torch.arange(sequences, dtype=torch.int32).to(device),
-            cascade=None if plan is None else CascadePlan(*(part.to(device) for part in plan)),
-        )
-        empty = torch.zeros(tokens, dtype=torch.int32, device=device)
-        self._forward(empty, empty.long(), metadata, None)
+        step = dummy_step(sequences, [1] * prompt_token, rows=0, width=width, shared=shared, regime=regime)
+        self._forward(self._upload(step), None)
+
+    def _upload(self, step: Step) -> Batch:
+        return upload_step(step, step.num_rows, self._block_size, self._device)

@@ -36,7 +36,7 @@ _HOME = {
     "fused_moe": "moe.experts",
     "moe_from_logits": "moe.from_logits",
     "cap_logits": "elementwise.logits",
-    "fill_pending_tokens": "sampling.pending_tokens",
+    "advance_seats": "sampling.seat_state",
     "sample": "sampling.sample",
     "count_tokens": "sampling.edits",
     "rejection_sample": "speculative.rejection",

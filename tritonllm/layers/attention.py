@@ -10,6 +10,7 @@ from tritonllm.kernels import (
     cascade_decode_attention,
     fused_decode_attention,
     paged_decode_attention,
+    paged_verify_attention,
     qk_norm_rope_store,
     varlen_prefill_attention,
 )
@@ -133,7 +134,7 @@ class Attention(nn.Module):
             "sinks": self.sinks,
             "alibi_slopes": self.alibi_slopes,
         }
-        if decodes_at_once(metadata, len(qkv)):
+        if decodes_at_once(metadata):
             tables = metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
             # settled: within a step only qkv is new to a layer
             state = {"workspace": kv_cache.workspace, "order": metadata.decode_order, "settled": True}
@@ -170,34 +171,31 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``q[T, H, D]`` -> ``[T, H, D]``: decodes and prefill chunks, each only if there; keywords as in the kernels.
+    """``q[T, H, D]`` -> ``[T, H, D]``: each segment of the step, only if it is there; keywords as in the kernels.
 
     A window or ALiBi depends on each query's position: such layers read shared keys for every sequence by itself.
     """
-    n = metadata.num_decodes
+    decode, verify, chunk = metadata.segments
+    n, drafts_end = decode.tokens, decode.tokens + verify.tokens  # of tokens
+    verified = decode.sequences + verify.sequences  # of sequences, up to the end of the second segment
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cache = kv_cache.k, kv_cache.v
-    everywhere = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    cache, tables, lens = (kv_cache.k, kv_cache.v), metadata.block_tables, metadata.seq_lens
+    everywhere = {"scale": scale, "softcap": softcap, "sinks": sinks, "workspace": kv_cache.workspace}
     by_position = {"window": window, "alibi_slopes": alibi_slopes}
     if metadata.cascade is not None and window is None and alibi_slopes is None:
-        cascade_decode_attention(
-            q[:n], *cache, metadata.cascade, out=out[:n], workspace=kv_cache.workspace, **everywhere
-        )
-    elif n > 0:
-        tables = metadata.block_tables[:n], metadata.seq_lens[:n]
-        state = {"workspace": kv_cache.workspace, "order": metadata.decode_order}
-        paged_decode_attention(q[:n], *cache, *tables, out=out[:n], **state, **everywhere, **by_position)
-    if n < q.shape[0]:
-        varlen_prefill_attention(
-            q[n:],
-            *cache,
-            metadata.block_tables[n:],
-            metadata.cu_seqlens_q,
-            metadata.seq_lens[n:],
-            max_seqlen_q=metadata.max_seqlen_q,
-            out=out[n:],
-            workspace=kv_cache.workspace,
-            **everywhere,
-            **by_position,
-        )
+        cascade_decode_attention(q[:n], *cache, metadata.cascade, out=out[:n], **everywhere)
+    elif decode.tokens:
+        mine = tables[: decode.sequences], lens[: decode.sequences]
+        order = metadata.decode_order
+        paged_decode_attention(q[:n], *cache, *mine, out=out[:n], order=order, **everywhere, **by_position)
+    if verify.tokens:
+        assert metadata.verify_starts is not None
+        tokens, sequences = slice(n, drafts_end), slice(decode.sequences, verified)
+        batch = tables[sequences], metadata.verify_starts, lens[sequences]
+        limits = {"max_seqlen_q": verify.longest, **by_position}
+        paged_verify_attention(q[tokens], *cache, *batch, out=out[tokens], **limits, **everywhere)
+    if chunk.tokens:
+        batch = tables[verified:], metadata.cu_seqlens_q, lens[verified:]
+        limits = {"max_seqlen_q": chunk.longest, **by_position}
+        varlen_prefill_attention(q[drafts_end:], *cache, *batch, out=out[drafts_end:], **limits, **everywhere)
     return out

@@ -134,9 +134,9 @@ def few_rows(x: torch.Tensor) -> bool:
     return x.shape[0] <= MAX_M and not x.is_cpu
 
 
-def decodes_at_once(metadata: AttentionMetadata, tokens: int) -> bool:
+def decodes_at_once(metadata: AttentionMetadata) -> bool:
     """The step has only decodes, which share no keys: one operation goes from their projections to their attention."""
-    return metadata.cascade is None and metadata.num_decodes == tokens
+    return metadata.cascade is None and metadata.segments.only_decodes
 
 
 def normalises_heads(kind: str, over: str) -> bool:

@@ -5,36 +5,39 @@ from dataclasses import dataclass
 import torch
 
 from tritonllm.kernels import CascadePlan
+from tritonllm.layers.regime import LengthRegime
+from tritonllm.layers.segments import Segments
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One step's batch. Decodes (one token each) come first, then prefill chunks.
+    """One step's batch, or the room that a captured step has for one.
 
-    Shapes: T tokens, B sequences, M blocks per sequence. A batch padded for a CUDA graph has ``seq_lens`` 0 and
-    ``slot_mapping`` -1 in its padding.
+    Shapes: T tokens, B sequences, D of them decodes, V verified, C chunks, M blocks per sequence. A batch padded for a
+    CUDA graph has ``seq_lens`` 0 and ``slot_mapping`` -1 in its padding.
 
     Attributes:
+        segments: how many sequences and tokens are decodes, verified, chunks.
         slot_mapping: ``[T]`` int64, where each token's key and value go; -1 stores nothing.
         block_tables: ``[B, M]`` int32.
         seq_lens: ``[B]`` int32, keys of each sequence, this step's tokens included.
-        cu_seqlens_q: ``[B - num_decodes + 1]`` int32, first query of each prefill chunk, counted from the first
-            prefill token.
-        num_decodes: how many of the B sequences are decodes; equally, how many leading tokens.
-        max_seqlen_q: upper bound of the longest prefill chunk; 0 if there is none.
-        decode_order: ``[num_decodes]`` int32, the decodes from the longest to the shortest: the order in which
-            attention shares them out; ``None`` if nobody has sorted them.
+        cu_seqlens_q: ``[C + 1]`` int32, first query of each prompt chunk, counted from the first token of a chunk.
+        verify_starts: ``[V + 1]`` int32, the same of the verified sequences; ``None`` if there are none.
+        decode_order: ``[D]`` int32, the decodes from the longest to the shortest: the order in which attention shares
+            them out; ``None`` if nobody has sorted them.
         cascade: where the decodes' keys are if some of them begin with the same blocks, and it pays to read those once.
+        regime: what the host knows of the lengths.
     """
 
+    segments: Segments
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    num_decodes: int
-    max_seqlen_q: int
+    verify_starts: torch.Tensor | None = None
     decode_order: torch.Tensor | None = None
     cascade: CascadePlan | None = None
+    regime: LengthRegime = LengthRegime.ANY
 
 
 @dataclass(frozen=True)

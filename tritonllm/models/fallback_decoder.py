@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models.fallback_attention import PAGED, PROBE, LayerCall, PagedStep, Recording
 
 # Of each of the probe's two sequences: a token, a chunk, a decode.
@@ -148,8 +149,7 @@ class TransformersDecoder(nn.Module):
             block_tables=torch.tensor([[0], [1]], dtype=torch.int32, device=device),
             seq_lens=torch.full((2,), span.stop, dtype=torch.int32, device=device),
             cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
-            num_decodes=2 if decode else 0,
-            max_seqlen_q=0 if decode else len(span),
+            segments=Segments(decodes(2)) if decode else Segments(chunk=Segment(2, 2 * len(span), len(span))),
         )
         hidden = self(ids[:, span.start : span.stop].flatten(), positions.repeat(2), metadata, cache)
         return self.compute_logits(hidden).unflatten(0, (2, len(span)))

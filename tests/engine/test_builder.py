@@ -1,16 +1,17 @@
 import itertools
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.batch import build_batch, upload, upload_batch, upload_sampling
+from tritonllm.engine.builder import StepBuilder
+from tritonllm.engine.device_seats import DeviceSeats
+from tritonllm.engine.inputs import upload_step
+from tritonllm.engine.plan import ScheduledRequest, StepPlan
 from tritonllm.engine.request import Request
-from tritonllm.engine.scheduler import ScheduledRequest, StepPlan
-from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import MIN_SAVED_BYTES, CascadePlanner
+from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -33,12 +34,18 @@ def item(request_id, tokens, blocks, start, count, *, seat=0, pending=False, **p
 
 
 def plan_of(*items):
-    decodes = sum(i.num_tokens == 1 and i.samples for i in items)
-    return StepPlan(items, preempted=(), num_decodes=decodes, num_tokens=sum(i.num_tokens for i in items))
+    n = sum(i.num_tokens == 1 and i.samples for i in items)
+    counts = [i.num_tokens for i in items[n:]]
+    chunk = Segment(len(counts), sum(counts), max(counts, default=0))
+    return StepPlan(items, preempted=(), segments=Segments(decodes(n), chunk=chunk))
 
 
-def build(*items, block_size=4, seats=None, planner=None):
-    return build_batch(plan_of(*items), seats or SeatTable(SEATS, 40), block_size, planner)
+def make_builder(block_size=4, planner=None):
+    return StepBuilder(SEATS, 40, block_size, planner)
+
+
+def build(*items, builder=None, **kwargs):
+    return (builder or make_builder(**kwargs)).build(plan_of(*items))
 
 
 @given(
@@ -47,7 +54,7 @@ def build(*items, block_size=4, seats=None, planner=None):
     seed=st.integers(0, 99),
 )
 def test_positions_and_slots(block_size, spans, seed):
-    """Of chunks anywhere in their sequences, whose blocks lie anywhere."""
+    """Of chunks anywhere in their sequences, whose blocks lie anywhere; of decodes as the device derives them."""
     blocks = iter(np.random.default_rng(seed).permutation(1000).tolist())
     items, positions, slots = [], [], []
     for seat, (start, count) in enumerate(spans):
@@ -55,10 +62,13 @@ def test_positions_and_slots(block_size, spans, seed):
         items.append(item(str(seat), list(range(100)), mine, start, count, seat=seat))
         positions += range(start, start + count)
         slots += [mine[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
-    batch = build(*items, block_size=block_size)
-    assert (batch.positions.tolist(), batch.slot_mapping.tolist()) == (positions, slots)
-    assert batch.input_ids.tolist() == positions
-    assert batch.seq_lens.tolist() == [start + count for start, count in spans]
+    items.sort(key=lambda i: i.num_tokens > 1 or not i.samples)
+    batch = upload_step(build(*items, block_size=block_size), len(items), block_size, CPU)
+    DeviceSeats(SEATS, block_size, CPU).advance(batch)
+    inputs = batch.inputs
+    assert (inputs.positions.tolist(), inputs.slot_mapping.tolist()) == (positions, slots)
+    assert inputs.input_ids.tolist() == positions
+    assert inputs.seq_lens.tolist() == [start + count for start, count in spans]
 
 
 def test_a_mixed_step():
@@ -66,22 +76,31 @@ def test_a_mixed_step():
     in_flight = item("p", [5, 6], [7], 2, 1, seat=0, pending=True, temperature=0)
     last_chunk = item("b", [10, 11, 12], [0], 1, 2, seat=2, temperature=0)
     first_chunk = item("c", [20, 21, 22, 23], [2, 4], 0, 3, seat=1)
-    seats = SeatTable(SEATS, 40)
-    seats.drawn[:] = 7
-    host = build(decode, in_flight, last_chunk, first_chunk, seats=seats)
-    batch = upload_batch(host, CPU)
-    metadata = batch.metadata
-    rows, sampling = upload_sampling(host, CPU, 4)
-    assert batch.input_ids.tolist() == [9, -8, 11, 12, 20, 21, 22]
-    assert batch.positions.tolist() == [4, 2, 1, 2, 0, 1, 2]
+    step = build(decode, in_flight, last_chunk, first_chunk)
+    batch, seats = upload_step(step, 4, 4, CPU), DeviceSeats(SEATS, 4, CPU)
+    metadata, inputs, sampling = batch.metadata, batch.inputs, batch.sampling(3)
+    assert inputs.input_ids.tolist() == [9, -1, 11, 12, 20, 21, 22]
+    assert (inputs.seats.tolist(), inputs.starts.tolist()) == ([5, 0, 2, -1], [4, -1, 2, -1])
+    seats.tell(step.parameters)
+    seats._state.last_tokens[0], seats._state.positions[0] = 33, 2  # of p
+    seats.advance(batch)
+    assert inputs.input_ids.tolist() == [9, 33, 11, 12, 20, 21, 22]
+    assert inputs.positions.tolist() == [4, 2, 1, 2, 0, 1, 2]
     assert metadata.slot_mapping.tolist() == [4, 30, 1, 2, 8, 9, 10]
     assert metadata.block_tables.tolist() == [[3, 1], [7, 0], [0, 0], [2, 4]]
     assert metadata.seq_lens.tolist() == [5, 3, 3, 3]
     assert metadata.decode_order.tolist() == [0, 1]
     assert metadata.cu_seqlens_q.tolist() == [0, 2, 5]
-    assert (metadata.num_decodes, metadata.max_seqlen_q) == (2, 3)
-    assert rows.tolist() == [0, 1, 3, 0]  # the first chunk of `c` samples nothing; one row that nobody wants
-    assert seats.drawn.tolist() == [1, 7, 2, 7, 7, 0, 7, 7]  # of a, p and b, for the next step
+    assert metadata.segments == Segments(decodes(2), chunk=Segment(sequences=2, tokens=5, longest=3))
+    assert step.samples.tolist() == [True, True, True, False]
+    assert inputs.logit_rows.tolist() == [
+        0,
+        1,
+        3,
+        0,
+    ]  # the first chunk of `c` samples nothing; one row that nobody wants
+    assert seats._state.row_seats.tolist() == [5, 0, 2, -1, -1, -1, -1, -1]  # a, p and b get tokens
+    assert [t[3].item() for t in batch.rows] == [0.0, 0, 1.0, 0.0, 0, 0]  # nobody's
     assert sampling.temperature.tolist() == [0.5, 0.0, 0.0]
     assert sampling.top_k.tolist() == [7, 0, 0]
     assert torch.allclose(sampling.top_p, torch.tensor([0.9, 1.0, 1.0]))
@@ -91,68 +110,52 @@ def test_a_mixed_step():
 
 
 def test_decodes_only():
-    batch = build(item("a", [5], [3], 0, 1))
-    assert batch.cu_seqlens_q.tolist() == [0]
-    assert batch.max_seqlen_q == 0
-    assert batch.decode_order.tolist() == [0]
+    step = build(item("a", [5], [3], 0, 1))
+    assert step.inputs.cu_seqlens_q.tolist() == [0]
+    assert step.segments == Segments(decodes(1)) and step.segments.only_decodes
+    assert step.inputs.decode_order.tolist() == [0]
 
 
 def test_decodes_from_the_longest_to_the_shortest():
     """Prompt chunks do not count, however long; among equals the first comes first."""
     ends = (3, 7, 1, 7, 5)
-    decodes = [
+    ones = [
         item(str(seat), list(range(end)), [2 * seat, 2 * seat + 1], end - 1, 1, seat=seat)
         for seat, end in enumerate(ends)
     ]
-    batch = build(*decodes, item("prompt", list(range(90)), list(range(20, 40)), 0, 80, seat=5))
-    assert batch.decode_order.tolist() == [1, 3, 4, 0, 2]
-    assert upload_batch(batch, CPU).metadata.decode_order.dtype == torch.int32
+    step = build(*ones, item("prompt", list(range(90)), list(range(20, 40)), 0, 80, seat=5))
+    assert step.inputs.decode_order.tolist() == [1, 3, 4, 0, 2]
+    assert upload_step(step, 5, 4, CPU).metadata.decode_order.dtype == torch.int32
 
 
 def test_a_seat_is_told_of_new_blocks_a_new_request_and_a_preemption():
-    seats = SeatTable(SEATS, 40)
+    builder = make_builder()
     first = item("a", list(range(30)), [3, 1], 0, 5, seat=4, temperature=0.5)
-    assert build(first, seats=seats).block_tables.tolist() == [[3, 1]]
+    assert build(first, builder=builder).block_tables.tolist() == [[3, 1]]
     first.request.block_ids += [9]
-    assert build(first, seats=seats).block_tables.tolist() == [[3, 1]]  # as many as the step needs
-    assert seats.tables[4, :4].tolist() == [3, 1, 9, 0]
+    assert build(first, builder=builder).block_tables.tolist() == [[3, 1]]  # as many as the step needs
+    assert builder.seats.tables[4, :4].tolist() == [3, 1, 9, 0]
     second = item("b", list(range(5)), [8, 7], 0, 5, seat=4, temperature=0, top_p=0.5)
-    batch = build(second, seats=seats)
-    assert batch.block_tables.tolist() == [[8, 7]]
-    assert (batch.temperature.tolist(), batch.top_p.tolist()) == ([0.0], [0.5])
+    step = build(second, builder=builder)
+    assert step.block_tables.tolist() == [[8, 7]]
+    assert (step.parameters.temperature[4], step.parameters.top_p[4], step.parameters.steps[4]) == (0.0, 0.5, -5)
+    assert build(second, builder=builder).parameters is None  # nothing has changed
     second.request.admission = next(ADMISSIONS)
     second.request.block_ids = [2, 6]  # as many as before, but others
-    assert build(second, seats=seats).block_tables.tolist() == [[2, 6]]
+    assert build(second, builder=builder).block_tables.tolist() == [[2, 6]]
 
 
 def test_decodes_that_share_a_prefix():
     """The plan is over the decodes alone, however many chunks begin with the same blocks."""
     own = {"a": 1, "b": 2, "c": 3}
-    decodes = [item(name, [1] * 11, [8, 9, block], 10, 1, seat=block) for name, block in own.items()]
+    ones = [item(name, [1] * 11, [8, 9, block], 10, 1, seat=block) for name, block in own.items()]
     chunk = item("d", [1] * 11, [8, 9, 4], 8, 3, seat=0)
     planner = CascadePlanner(block_size=4, block_bytes=MIN_SAVED_BYTES // 4)
-    metadata = upload_batch(build(*decodes, chunk, planner=planner), CPU).metadata
+    metadata = upload_step(build(*ones, chunk, planner=planner), 4, 4, CPU).metadata
     cascade = metadata.cascade
     assert cascade.prefix_tables[cascade.prefix_lens > 0].flatten().tolist() == [8, 9]
     assert cascade.suffix_tables[:, 0].tolist() == [1, 2, 3]
     assert cascade.suffix_lens.tolist() == [3, 3, 3]
     assert metadata.block_tables[:, 1].tolist() == [9] * 4  # whole, for layers that do not share
-    assert build(*decodes, chunk).cascade is None
-    assert build(decodes[0], chunk, planner=planner).cascade is None
-
-
-@pytest.mark.gpu
-def test_one_transfer_carries_every_array():
-    rng = np.random.default_rng(0)
-    arrays = [
-        rng.integers(0, 100, 5),
-        np.zeros((0, 3), dtype=np.int32),
-        rng.integers(0, 100, (3, 7)).astype(np.int32),
-        rng.random(3, dtype=np.float32),
-        np.array([True, False]),
-        np.empty(0),
-    ]
-    for array, there in zip(arrays, upload(arrays, torch.device("cuda")), strict=True):
-        assert there.data_ptr() % 16 == 0 or not array.size
-        np.testing.assert_array_equal(there.cpu().numpy(), array)
-        assert there.dtype == torch.from_numpy(array).dtype
+    assert build(*ones, chunk).shared is None
+    assert build(ones[0], chunk, planner=planner).shared is None

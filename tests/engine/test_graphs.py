@@ -1,0 +1,300 @@
+"""What a replay reads, without a GPU: graphs that run the captured step again."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonllm.engine import graphs as module
+from tritonllm.engine.device_seats import DeviceSeats
+from tritonllm.engine.graphs import GraphKey, GraphLimits, StepGraphs, decode_sizes, graph_sizes, token_sizes
+from tritonllm.engine.inputs import upload_step
+from tritonllm.engine.step import PARAMETERS, PromptSpan, SamplingParameters, SharedPrefix, Step, StepInputs
+from tritonllm.layers.attention import paged_attention
+from tritonllm.layers.metadata import KVCacheView
+from tritonllm.layers.regime import LengthRegime
+from tritonllm.layers.segments import Segment, Segments, decodes
+
+CPU, BLOCK, WIDTH, SEATS = torch.device("cpu"), 4, 6, 20
+
+
+@pytest.mark.parametrize(("seats", "sizes"), [(1, [1]), (8, [8]), (9, [8, 9]), (256, [8, 64, 256])])
+def test_decode_sizes(seats, sizes):
+    assert decode_sizes(seats, 1024) == sizes
+    assert decode_sizes(seats, 1025) == [seats]
+
+
+@pytest.mark.parametrize(
+    ("budget", "host_bound", "sizes"),
+    [
+        (8192, 18000, [64, 256, 1024, 4096, 8192]),
+        (8192, 8191, [64, 256, 1024, 4096]),
+        (8192, 4095, [64, 256, 1024]),
+        (8192, 0, [64, 256, 1024]),
+        (2048, 5000, [64, 256, 1024, 2048]),
+        (1024, 5000, [64, 256, 1024]),
+        (100, 5000, [64]),
+        (16, 5000, []),
+    ],
+)
+def test_token_sizes(budget, host_bound, sizes):
+    assert token_sizes(budget, host_bound) == sizes
+
+
+class Model:
+    """One layer of attention whose queries are the input ids' rows of a table; remembers its calls."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(50, 2, 16, generator=generator)
+        self.cache = KVCacheView(*torch.randn(2, 200, BLOCK, 1, 16, generator=generator))
+        self.calls = []
+        self.seats = DeviceSeats(SEATS, BLOCK, CPU)
+
+    def see(self, step):
+        """Let the seats be as the steps before would have left them."""
+        state, n = self.seats._state, step.segments.decode.sequences
+        state.row_seats.fill_(-1)
+        seats = torch.from_numpy(step.inputs.seats[:n]).long()
+        state.positions[seats] = torch.from_numpy(step.inputs.seq_lens[:n]) - 1
+        state.last_tokens[seats] = (seats.int() * 7 + 3) % 50
+        if step.parameters is not None:
+            self.seats.tell(step.parameters)
+
+    def __call__(self, batch):
+        i, metadata = batch.inputs, batch.metadata
+        self.seats.advance(batch)
+        hidden = paged_attention(self.table[i.input_ids.long()], metadata, self.cache).flatten(1) + i.positions[:, None]
+        tokens = None
+        if metadata.segments.only_decodes:
+            s = batch.sampling(len(hidden))
+            tokens = s.seeds * 1000 + s.steps + (s.temperature * 7).long() + s.top_k
+        self.calls.append((batch, hidden))
+        return hidden if tokens is not None else hidden[i.logit_rows], tokens
+
+
+def capture(model, kinds=None):
+    """In the place of a GPU's: replays run the captured step again."""
+
+    class Graph:
+        def __init__(self, outputs):
+            self.batch, self.outputs = model.calls[-1][0], outputs
+
+        def replay(self):
+            for old, new in zip(self.outputs, model(self.batch), strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+    def captured(work, with_prompts):
+        if kinds is not None:
+            kinds.append(with_prompts)
+        outputs = work()
+        return Graph(outputs), outputs
+
+    return captured
+
+
+def make_graphs(model, may_share=lambda size: size >= 4, kinds=None):
+    """With room for 2, 5 or 20 decodes and 8 tokens of three chunks, or 20 decodes and 20 tokens of five chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SMALL", (8,))
+        patch.setattr(module, "decode_sizes", lambda seats, tokens: [2, 5, seats] if tokens == 8 else [seats])
+        sizes = (8, 20, 200)  # the last is more padding than fits the longest sequences
+        limits = GraphLimits(SEATS, sizes, WIDTH, BLOCK)
+        return StepGraphs(model, limits, CPU, may_share, capture(model, kinds))
+
+
+@pytest.fixture(autouse=True)
+def chunk_capacity(monkeypatch):
+    monkeypatch.setattr(module, "chunk_capacity", lambda tokens: 4 if tokens == 8 else 6)
+
+
+@pytest.fixture(scope="module")
+def shared_graphs():
+    model = Model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "chunk_capacity", lambda tokens: 4 if tokens == 8 else 6)
+        return make_graphs(model), model
+
+
+def step_of(lengths, chunks=(), seed=0):
+    """Decodes of these lengths (negative: the token is in flight) and chunks of (cached, new) tokens."""
+    rng = np.random.default_rng(seed)
+    spans = [(abs(length) - 1, 1) for length in lengths] + list(chunks)
+    n, width = len(lengths), max(-(-(start + count) // BLOCK) for start, count in spans)
+    positions = np.concatenate([np.arange(start, start + count) for start, count in spans])
+    ids = rng.integers(0, 50, len(positions)).astype(np.int32)
+    in_flight = np.array(lengths, dtype=int) < 0
+    ids[:n][in_flight] = -1
+    slots = np.arange(len(positions)) + 7
+    positions[:n], slots[:n] = 0, -1  # the device derives them
+    samples = (np.arange(len(spans)) < n) | (rng.random(len(spans)) < 0.5)  # not all prompts end here
+    ends = np.cumsum([count for _, count in spans]) - 1
+    rows, counts = int(samples.sum()), [count for _, count in chunks]
+    seq_lens = np.array([start + count for start, count in spans], dtype=np.int32)
+    starts = seq_lens - 1
+    starts[:n][in_flight] = -1
+    parameters = {
+        name: (rng.random(SEATS) * 9).astype(column.dtype) + (name == "steps") for name, column in PARAMETERS.items()
+    }
+    inputs = StepInputs(
+        positions=positions,
+        slot_mapping=slots,
+        logit_rows=ends[samples],
+        input_ids=ids,
+        seq_lens=seq_lens,
+        decode_order=np.argsort(-seq_lens[:n], kind="stable").astype(np.int32),
+        verify_starts=np.zeros(1, dtype=np.int32),
+        cu_seqlens_q=np.cumsum([0, *counts]).astype(np.int32),
+        seats=rng.permutation(SEATS)[:rows].astype(np.int32),
+        starts=starts[samples],
+    )
+    segments = Segments(decodes(n), chunk=Segment(len(chunks), sum(counts), max(counts, default=0)))
+    tables = rng.permutation(200)[: len(spans) * width].reshape(len(spans), width).astype(np.int32)
+    return Step(segments, inputs, tables, samples, SamplingParameters(**parameters))
+
+
+def sharing(n, blocks, who, seed=0):
+    """Decodes of which those in ``who`` share blocks; 0 blocks: an ordinary step."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(blocks * BLOCK + 2, (WIDTH - 1) * BLOCK, n) * rng.choice((-1, 1), n)  # some in flight
+    step = step_of(lengths.tolist(), seed=seed)
+    if not blocks:
+        return step
+    shares = np.isin(np.arange(n), who)
+    step.block_tables[shares, :blocks] = step.block_tables[who[0], :blocks]
+    return dataclasses.replace(step, shared=SharedPrefix(blocks, shares))
+
+
+def eagerly(model, step):
+    """The batch, and hidden states and tokens without a graph."""
+    model.see(step)
+    batch = upload_step(step, step.num_rows, BLOCK, CPU)
+    return batch, *model(batch)
+
+
+def test_replays_of_decodes_equal_steps_without_graphs():
+    """Large batches before small ones, and steps that share before others: nothing of an earlier step may show."""
+    model = Model()
+    graphs, everyone = make_graphs(model), list(range(SEATS))
+    for seed, (n, blocks, who) in enumerate((
+        *((20, 4, everyone), (18, 0, []), (17, 2, everyone[3:]), (5, 0, []), (5, 0, []), (3, 0, [])),
+        *((13, 3, [0]), (20, 1, everyone[::2]), (1, 0, [])),
+    )):  # fmt: skip
+        step = sharing(n, blocks, who, seed)
+        key = graphs.key_for(step)
+        assert (key.tokens, key.shared, key.regime) == (0, blocks > 0, LengthRegime.ANY)
+        model.see(step)
+        captured = graphs.run(step, key)
+        hidden, tokens = captured.hidden.clone(), captured.tokens.clone()
+        metadata = captured.batch.metadata
+        assert (metadata.cascade is not None) == (blocks > 0)
+        assert (metadata.slot_mapping[n:] == -1).all() and (metadata.seq_lens[n:] == 0).all()
+        size = len(metadata.seq_lens)
+        assert len(hidden) == len(tokens) == size == key.decodes
+        assert metadata.decode_order.tolist() == [*step.inputs.decode_order.tolist(), *range(n, size)]
+        assert captured.batch.rows.top_p[n:].tolist() == [1.0] * (size - n)
+        batch, *wanted = eagerly(model, step)
+        for mine, other in zip(captured.batch.sampling(n), batch.sampling(n), strict=True):
+            assert torch.equal(mine, other)
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
+            assert torch.equal(getattr(captured.batch.inputs, name)[:n], getattr(batch.inputs, name)), name
+        torch.testing.assert_close([hidden[:n], tokens[:n]], wanted)
+
+
+@given(
+    lengths=st.lists(st.integers(-20, 20).filter(bool), max_size=10),
+    chunks=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), max_size=5),
+    seed=st.integers(0, 99),
+)
+def test_replays_equal_steps_without_graphs(shared_graphs, lengths, chunks, seed):
+    graphs, model = shared_graphs
+    lengths = lengths or [3] * (not chunks)
+    step = step_of(lengths, chunks, seed)
+    n, key = len(lengths), graphs.key_for(step)
+    if sum(count for _, count in chunks) > 20:
+        assert key is None
+        return
+    model.see(step)
+    captured = graphs.run(step, key)
+    wanted, (batch, padded) = captured.hidden.clone(), model.calls[-1]
+    metadata = batch.metadata
+    assert metadata.segments.decode == decodes(key.decodes) and metadata.segments.chunk.tokens == key.tokens
+    assert len(padded) == len(batch.inputs.input_ids) == key.decodes + key.tokens
+    used = [*range(n), *range(key.decodes, key.decodes + key.tokens)][: step.segments.tokens]
+    slots = metadata.slot_mapping[used].tolist()
+    assert sorted(metadata.slot_mapping[metadata.slot_mapping >= 0].tolist()) == sorted(slots)
+    assert slots[n:] == step.inputs.slot_mapping[n:].tolist()
+    assert metadata.cu_seqlens_q[-1] == key.tokens
+    assert metadata.decode_order.tolist() == [*step.inputs.decode_order.tolist(), *range(n, key.decodes)]
+    assert padded.isfinite().all()
+    eager, expected, tokens = eagerly(model, step)
+    assert slots[:n] == eager.metadata.slot_mapping[:n].tolist()
+    torch.testing.assert_close(wanted[: step.num_rows], expected)
+    if tokens is not None:
+        assert torch.equal(captured.tokens[:n], tokens)
+    rows = len(wanted)
+    assert rows in (0, *graph_sizes(SEATS))
+
+
+def test_what_has_no_room(shared_graphs):
+    graphs, _ = shared_graphs
+    key_for = lambda *args: graphs.key_for(step_of(*args))  # noqa: E731
+    assert key_for([3]) == GraphKey(1, 0)
+    assert key_for([3] * 3) == GraphKey(4, 0)
+    assert key_for([3], [(0, 8)]) == GraphKey(2, 8)
+    assert key_for([3] * 3, [(0, 8)]) == GraphKey(5, 8)
+    assert key_for([3], [(0, 9)]) == GraphKey(20, 20)
+    assert key_for([3], [(0, 1)] * 4) == GraphKey(20, 20)  # there must be a chunk for the padding
+    assert key_for([3], [(0, 2)] * 6) is None
+    assert key_for([3], [(0, 21)]) is None
+    step = step_of([3, 3], [(0, 8)])
+    span = PromptSpan("r", 1, 2, np.arange(7), 0)
+    assert graphs.key_for(dataclasses.replace(step, prompt_spans=(span,))) is None
+    assert graphs.key_for(dataclasses.replace(step, shared=SharedPrefix(1, np.ones(2, dtype=bool)))) is None
+    verify = dataclasses.replace(step.segments, verify=Segment(1, 3, 3))
+    assert graphs.key_for(dataclasses.replace(step, segments=verify)) is None
+
+
+def test_what_is_captured_when():
+    """At the start all but the graphs for shared prefixes, the largest of a kind first; those when one comes."""
+    model, kinds = Model(), []
+    graphs = make_graphs(model, may_share=lambda size: size >= 16, kinds=kinds)
+    rooms = [(len(b.metadata.decode_order), b.metadata.segments.chunk.tokens) for b, _ in model.calls]
+    assert rooms == [(20, 0), (16, 0), (8, 0), (4, 0), (2, 0), (1, 0), (20, 20), (20, 8), (5, 8), (2, 8)]
+    assert kinds == [tokens > 0 for _, tokens in rooms]
+    assert all(batch.metadata.cascade is None for batch, _ in model.calls)
+    for calls in (2, 1):  # the first time a capture; then replays
+        before = len(model.calls)
+        step = sharing(18, 4, list(range(18)))
+        graphs.run(step, graphs.key_for(step))
+        sizes = [(len(b.metadata.seq_lens), b.metadata.cascade is not None) for b, _ in model.calls[before:]]
+        assert sizes == [(20, True)] * calls
+
+
+def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):
+    model = Model()
+    graphs, steps = make_graphs(model), [sharing(5, 0, [], seed) for seed in (1, 2)]
+    graphs.run(steps[0], GraphKey(8, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "upload", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            graphs.run(steps[1], GraphKey(8, 0))
+    model.see(steps[1])
+    captured = graphs.run(steps[1], GraphKey(8, 0))
+    torch.testing.assert_close(captured.hidden[:5], eagerly(model, steps[1])[1])
+
+
+def test_tables_go_to_the_device_only_when_they_have_changed(monkeypatch):
+    model, sent = Model(), []
+    graphs, upload = make_graphs(model), module.upload
+    monkeypatch.setattr(module, "upload", lambda arrays, device: sent.append(len(arrays)) or upload(arrays, device))
+    step, mixed = sharing(5, 0, []), step_of([3], [(0, 8)])
+    for next_step, count in ((step, 1), (step, 1), (mixed, 2), (step, 3), (step, 3)):
+        graphs.run(next_step, graphs.key_for(next_step))
+        assert len(sent) == count
+    model.see(step)
+    torch.testing.assert_close(graphs.run(step, graphs.key_for(step)).hidden[:5], eagerly(model, step)[1])

@@ -1,0 +1,309 @@
+"""Steps as CUDA graphs: one captured pass for each room that a step may need.
+
+A step of a small model is hundreds of short kernels; launched one by one from Python they leave the GPU idle between
+them, for the host takes about 1 ms a layer. A graph launches them all at once. Kernels read lengths, slots and block
+tables from fixed buffers, so one graph serves any step that its room holds; what a step does not fill is padding
+(:func:`~tritonllm.engine.step.place`).
+
+Two kinds of rooms, each with memory of its own:
+
+- ``decodes`` sequences alone, from token ids to new tokens: dense sizes. Steps whose sequences share a prefix launch
+  other kernels: their graphs are captured when the first such step of a size comes, since most services never see one.
+  (The 20 ordinary ones take 1.05 s of a start of Qwen3-0.6B on an H200.)
+- ``tokens`` of prompts beside them, from token ids to hidden states. The GPU computes faster than the host launches up
+  to some thousand tokens, and a small model's largest step: of the prefill in W1 (Qwen3-0.6B, steps of 8192 tokens) an
+  H200 was idle for a third. So steps are captured up to the size from which on the GPU takes longer. (All at the start:
+  the two large ones of Qwen3-0.6B take 0.07 s, which the first long prompts would wait for.)
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_cascade
+from tritonllm.engine.step import Room, Step, dummy_step, layout_of
+from tritonllm.kernels import CascadePlan
+from tritonllm.kernels.attention.cascade import cascade_parts
+from tritonllm.layers.regime import LengthRegime
+from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
+
+SMALL = (64, 256, 1024)  # prompt tokens of captured steps
+LARGE = (4096,)  # and, beside the largest step, of those that are worth it only where the host is what takes longer
+
+Outputs = TypeVar("Outputs")
+Work = Callable[[Batch], tuple[torch.Tensor, torch.Tensor | None]]  # -> hidden states, and new tokens if it draws them
+Capture = Callable[[Callable[[], Outputs], bool], tuple[torch.cuda.CUDAGraph, Outputs]]
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: dense where padding would cost most, then every 16."""
+    sizes = [n for n in (1, 2, 4, 8) if n <= max_num_seqs]
+    sizes += range(16, max_num_seqs + 1, 16)
+    return sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]
+
+
+def padded(n: int, sizes: Sequence[int]) -> int:
+    """The smallest of the sizes that holds ``n`` rows; 0 for none.
+
+    Logits are computed of so many rows, also in steps that are not captured: with the rows cuBLAS changes kernels, and
+    loads each when it first comes, which waits for all that the device is doing. These have come in the captures.
+    """
+    return next(size for size in (0, *sizes) if size >= n)
+
+
+def decode_sizes(max_num_seqs: int, tokens: int) -> list[int]:
+    """Room for decodes beside prompts: few sizes, since a padded one costs little; beside many tokens nothing."""
+    return [*(n for n in (8, 64) if n < max_num_seqs and tokens <= SMALL[-1]), max_num_seqs]
+
+
+def token_sizes(budget: int, host_bound: int) -> list[int]:
+    """Room for prompt tokens in captured steps.
+
+    Args:
+        budget: most tokens of a step.
+        host_bound: tokens of a step from which on the GPU takes longer than the host for its launches.
+    """
+    large = (n for n in sorted({*LARGE, budget}) if SMALL[-1] < n <= min(budget, host_bound))
+    return [*(n for n in SMALL if n <= budget), *large]
+
+
+def chunk_capacity(tokens: int) -> int:
+    """Room for prompt chunks in a captured step, the padding's among them."""
+    return 16 if tokens <= SMALL[-1] else 64
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """What steps can come.
+
+    Attributes:
+        max_num_seqs: most sequences of a step.
+        token_sizes: room for prompt tokens, see :func:`token_sizes`.
+        max_blocks: the widest block table.
+        block_size: tokens of a block.
+    """
+
+    max_num_seqs: int
+    token_sizes: Sequence[int]
+    max_blocks: int
+    block_size: int
+
+
+class GraphKey(NamedTuple):
+    """What a graph is captured for.
+
+    Attributes:
+        decodes: room for sequences that decode.
+        tokens: room for prompt tokens; 0 for a step of decodes alone.
+        regime: of the lengths, see :mod:`tritonllm.layers.regime`.
+        shared: some decodes share a prefix.
+    """
+
+    decodes: int
+    tokens: int
+    regime: LengthRegime = LengthRegime.ANY
+    shared: bool = False
+
+
+class GraphCapture:
+    """Captures graphs; those of a kind share memory: only the outputs of the one that was replayed last are valid.
+
+    ``torch.cuda.graph`` hands the allocator's free memory back to the driver before each capture, which took 41 ms for
+    each of the 29 graphs of a start of Qwen3-0.6B. Graphs of one pool and stream use each other's memory anyway.
+
+    Args:
+        rehearsal: see :class:`~tritonllm.models.interface.CausalLM`; inside the block a model runs one layer of each
+            kind.
+        device: a CUDA device.
+    """
+
+    def __init__(self, rehearsal: Callable[[], AbstractContextManager[None]], device: torch.device) -> None:
+        self._rehearsal = rehearsal
+        self._device = device
+        self._kinds = [(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) for _ in range(2)]
+
+    def __call__(self, work: Callable[[], Outputs], with_prompts: bool) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+        """Run ``work`` once with one layer of each kind, for what a capture must not do (loading kernels); capture it.
+
+        Returns:
+            the graph, and what ``work`` returned: tensors that each replay writes.
+        """
+        with self._rehearsal():
+            work()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        pool, stream = self._kinds[with_prompts]
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool)
+            try:
+                outputs = work()
+            finally:
+                graph.capture_end()
+        return graph, outputs
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, the batch that it reads, and what a replay of it writes.
+
+    Attributes:
+        hidden: of decodes alone a row each; else the rows that are sampled from.
+        tokens: one for each of those rows; ``None`` if the graph does not draw.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    hidden: torch.Tensor
+    tokens: torch.Tensor | None
+
+
+class StepGraphs:
+    """Captured steps, which all read the same buffers.
+
+    Args:
+        work: what is captured.
+        limits: of steps.
+        device: a CUDA device.
+        may_share: whether a step of so many decodes can come with a shared prefix.
+        capture: what captures.
+    """
+
+    def __init__(
+        self, work: Work, limits: GraphLimits, device: torch.device, may_share: Callable[[int], bool], capture: Capture
+    ) -> None:
+        self._work, self._limits, self._device, self._capture_graph = work, limits, device, capture
+        self._sizes = graph_sizes(limits.max_num_seqs)
+        longest = limits.max_blocks * limits.block_size
+        fit = [tokens for tokens in limits.token_sizes if tokens <= chunk_capacity(tokens) * longest]  # if all padding
+        alone = [GraphKey(size, 0) for size in self._sizes]
+        beside = [GraphKey(size, tokens) for tokens in fit for size in decode_sizes(limits.max_num_seqs, tokens)]
+        self._rooms = {(key.decodes, key.tokens): self._room(*key[:2]) for key in (*alone, *beside)}
+        self._beside = [key[:2] for key in beside]
+        rooms = self._rooms.values()
+        self._memory = torch.zeros(max(layout_of(room).size for room in rooms), dtype=torch.uint8, device=device)
+        most = max(room.segments.sequences for room in rooms)
+        self._tables = torch.zeros(most, limits.max_blocks, dtype=torch.int32, device=device)
+        self._loaded: np.ndarray | None = None  # what the tables hold of a step of decodes alone
+        self._plans = self._make_plans([size for size in self._sizes if may_share(size)])
+        self._graphs: dict[GraphKey, Captured] = {}
+        nothing = dummy_step(0, [], rows=0, width=0)
+        for kind in (alone, beside):
+            for key in reversed(kind):  # the largest first: the others then fit into its memory
+                for regime in LengthRegime:
+                    self._load(nothing, key)
+                    self._graphs[key._replace(regime=regime)] = self._capture(key._replace(regime=regime))
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def _room(self, sequences: int, tokens: int) -> Room:
+        if not tokens:
+            return Room(Segments(decodes(sequences)), sequences)
+        chunk = Segment(chunk_capacity(tokens), tokens, tokens)
+        rows = padded(min(sequences + chunk.sequences, self._sizes[-1]), self._sizes)
+        return Room(Segments(decodes(sequences), EMPTY, chunk), rows)
+
+    def _make_plans(self, sizes: Sequence[int]) -> dict[int, CascadePlan]:
+        """The buffers of plans for so many sequences, sharing nothing yet."""
+        if not sizes:
+            return {}
+        count, width = max(sizes), self._tables.shape[1]
+        suffixes, lens = self._tables.new_zeros(count, width), self._tables.new_zeros(count)
+        shares = torch.zeros(count, dtype=torch.bool, device=self._device)
+        plans = {}
+        for size in sizes:
+            parts = cascade_parts(size)
+            plans[size] = CascadePlan(
+                prefix_tables=lens.new_zeros(parts, -(-width // parts)),
+                prefix_lens=lens.new_zeros(parts),
+                prefix_cu_seqlens=torch.arange(parts + 1, dtype=torch.int32, device=self._device) * size,
+                suffix_tables=suffixes[:size],
+                suffix_lens=lens[:size],
+                shares=shares[:size],
+            )
+        return plans
+
+    def _capture(self, key: GraphKey) -> Captured:
+        """Capture a step on what is in the buffers.
+
+        The rehearsal before it may come in the middle of service. It puts tokens in the place of pending ids, as the
+        replay would have; what else it writes (keys, values, drawn tokens) the replay that follows writes again.
+        """
+        room = self._rooms[key.decodes, key.tokens]
+        tables = self._tables[: room.segments.sequences]
+        batch = make_batch(self._memory, room, tables, key.regime, self._plans[key.decodes] if key.shared else None)
+        graph, (hidden, tokens) = self._capture_graph(lambda: self._work(batch), key.tokens > 0)
+        return Captured(graph, batch, hidden, tokens)
+
+    def key_for(self, step: Step) -> GraphKey | None:
+        """The smallest room that holds a step; ``None`` if there is none, if a step with prompts shares keys, or if the
+        hidden states of all its tokens are wanted."""
+        decode, verify, chunk = step.segments
+        if step.segments.only_decodes:
+            return GraphKey(padded(decode.sequences, self._sizes), 0, step.regime, step.shared is not None)
+        if verify.sequences or step.shared is not None or step.prompt_spans:
+            return None
+        longest = self._limits.max_blocks * self._limits.block_size
+        for sequences, tokens in self._beside:
+            free = chunk_capacity(tokens) - chunk.sequences
+            fits = decode.sequences <= sequences and chunk.tokens <= tokens
+            if fits and free > 0 and tokens - chunk.tokens <= free * longest:
+                return GraphKey(sequences, tokens, step.regime)
+        return None
+
+    def run(self, step: Step, key: GraphKey) -> Captured:
+        """Replay the graph; what it wrote is valid until the next run. Of hidden states and tokens the step's own are
+        the first.
+
+        Args:
+            key: what :meth:`key_for` said.
+        """
+        self._load(step, key)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(key)
+        self._graphs[key].graph.replay()
+        return self._graphs[key]
+
+    def _load(self, step: Step, key: GraphKey) -> None:
+        room = self._rooms[key.decodes, key.tokens]
+        packed = pack(step, room, self._device)
+        self._memory[: len(packed)].copy_(packed, non_blocking=True)
+        self._load_tables(step, room.segments)
+        new = upload_cascade(step, self._limits.block_size, self._device)
+        if new is not None:
+            mine = self._plans[key.decodes]
+            new = new._replace(prefix_cu_seqlens=mine.prefix_cu_seqlens)  # its own counts the padding
+            for buffer, values in zip(mine, new, strict=True):
+                _fill(buffer, values)
+
+    def _load_tables(self, step: Step, room: Segments) -> None:
+        """Rows and columns beyond these keep what they had: no length reaches there. But padded prompt tokens read
+        block 0."""
+        tables, have = step.block_tables, step.segments
+        alone = have.only_decodes and room.only_decodes
+        if (
+            alone and self._loaded is not None and np.array_equal(tables, self._loaded)
+        ):  # most steps of a small batch: no block has been filled
+            return
+        self._loaded = None  # until they are on their way: an exception (Ctrl-C) may come between
+        (there,) = upload([tables], self._device)
+        n, width = have.decode.sequences, tables.shape[1]
+        self._tables[:n, :width].copy_(there[:n])
+        if alone:
+            self._loaded = tables
+            return
+        begin = room.decode.sequences
+        end = begin + have.chunk.sequences
+        self._tables[begin:end, :width].copy_(there[n:])
+        self._tables[end : room.sequences].zero_()
+
+
+def _fill(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Write ``values`` into the first rows and columns of ``buffer``, and zeros into its other rows."""
+    buffer[tuple(slice(length) for length in values.shape)].copy_(values)
+    if len(values) < len(buffer):
+        buffer[len(values) :].zero_()

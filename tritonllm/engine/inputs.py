@@ -1,0 +1,126 @@
+"""A step's inputs on the device: what the model and the sampler read, sent there in one copy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tritonllm.engine.step import ALIGNMENT, COLUMNS, PARAMETERS, Room, Span, Step, StepInputs, layout_of, place
+from tritonllm.kernels import CascadePlan, plan_cascade
+from tritonllm.kernels.sampling.seat_state import SamplingRows
+from tritonllm.layers.metadata import AttentionMetadata
+from tritonllm.layers.regime import LengthRegime
+
+PINNED = 8  # blocks of each size that are kept: what three steps, one running and two on their way, have in flight
+TORCH_DTYPES = {
+    c.dtype: torch.from_numpy(np.empty(0, c.dtype)).dtype for c in (*COLUMNS.values(), *PARAMETERS.values())
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step on the device, or the room of a captured one.
+
+    Attributes:
+        inputs: the arrays.
+        rows: what sampling wants, of each token that is sampled from; made from the seats.
+        metadata: what attention reads of the arrays.
+    """
+
+    inputs: StepInputs[torch.Tensor]
+    rows: SamplingRows
+    metadata: AttentionMetadata
+
+    def sampling(self, rows: int) -> SamplingRows:
+        """Of the first ``rows`` tokens that are sampled from."""
+        return SamplingRows(*(column[:rows] for column in self.rows))
+
+
+def make_batch(
+    memory: torch.Tensor, room: Room, block_tables: torch.Tensor, regime: LengthRegime, cascade: CascadePlan | None
+) -> Batch:
+    """The one place where a step's arrays, in ``memory`` uint8, become attention's metadata."""
+    layout = layout_of(room)
+    inputs = StepInputs(**views(memory, layout.spans))
+    metadata = AttentionMetadata(
+        segments=room.segments,
+        slot_mapping=inputs.slot_mapping,
+        block_tables=block_tables,
+        seq_lens=inputs.seq_lens,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        verify_starts=inputs.verify_starts,
+        decode_order=inputs.decode_order,
+        cascade=cascade,
+        regime=regime,
+    )
+    return Batch(inputs, SamplingRows(**views(memory, layout.rows)), metadata)
+
+
+def views(memory: torch.Tensor, spans: Mapping[str, Span]) -> dict[str, torch.Tensor]:
+    """The arrays in ``memory`` uint8."""
+    return {name: memory[at:end].view(TORCH_DTYPES[dtype]) for name, (at, end, dtype) in spans.items()}
+
+
+def reserve_pinned() -> None:
+    """Let torch's allocator of pinned memory have blocks of every size, up to 1 MB, that a step sends or receives.
+
+    When it has none it asks the driver, which waits for all that the device is doing, and then the device waits for
+    the host: 20 ms of a step in the first run of W1.
+    """
+    blocks = [torch.empty(1 << bits, dtype=torch.uint8, pin_memory=True) for bits in range(21) for _ in range(PINNED)]
+    del blocks  # freed blocks stay with the allocator, which gives them out again by size, a power of two
+
+
+def host_bytes(size: int, device: torch.device) -> torch.Tensor:
+    """Host memory ``[size]`` uint8, from which ``device`` can copy while the host goes on."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def pack(step: Step, room: Room, device: torch.device) -> torch.Tensor:
+    """The arrays of a step, placed in ``room``, in host memory: what one copy takes to the device."""
+    layout = layout_of(room)
+    host = host_bytes(layout.sent, device)
+    place(step, layout.arrays(host.numpy()), room)
+    return host
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copy contiguous arrays to the device in one transfer, without waiting for it."""
+    if device.type != "cuda":
+        return [torch.from_numpy(array).to(device) for array in arrays]
+    ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
+    host = host_bytes(ends[-1], device)
+    spans = [slice(start, start + array.nbytes) for start, array in zip([0, *ends], arrays, strict=False)]
+    pinned = host.numpy()
+    for span, array in zip(spans, arrays, strict=True):
+        pinned[span] = array.reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    return [
+        there[span].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for span, array in zip(spans, arrays, strict=True)
+    ]
+
+
+def upload_cascade(step: Step, block_size: int, device: torch.device) -> CascadePlan | None:
+    """Where the decodes' keys are, if they share some."""
+    if step.shared is None:
+        return None
+    n = step.segments.decode.sequences
+    (blocks, shares), tables, lens = step.shared, step.block_tables[:n], step.inputs.seq_lens[:n]
+    plan = plan_cascade(*(torch.from_numpy(array) for array in (tables, lens, shares)), blocks, block_size)
+    return CascadePlan(*upload([part.numpy() for part in plan], device))
+
+
+def upload_step(step: Step, rows: int, block_size: int, device: torch.device) -> Batch:
+    """A step in memory of its own, without waiting for the device.
+
+    Args:
+        rows: room for tokens that are sampled from, of which the step's own are the first.
+    """
+    room = Room(step.segments, rows)
+    packed = pack(step, room, device)
+    memory = torch.empty(layout_of(room).size, dtype=torch.uint8, device=device)
+    memory[: len(packed)].copy_(packed, non_blocking=True)
+    (tables,) = upload([step.block_tables], device)
+    return make_batch(memory, room, tables, step.regime, upload_cascade(step, block_size, device))

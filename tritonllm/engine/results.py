@@ -1,0 +1,133 @@
+"""What comes back of a step: on its way from the device, and on the host."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+SHORT_WAIT = 0.05  # seconds: beyond it a step is so long that a millisecond more does not count
+LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the three of TokenLogprobs, wherever they are
+
+
+class StepTimeoutError(RuntimeError):
+    """The device did not finish a step in time; the message names the step and its requests."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at R positions, on the host.
+
+    Attributes:
+        token_ids: for each position the chosen token, then the most likely ones, best first.
+        logprobs: the same shape.
+        ranks: of the chosen token.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step produced, on the host.
+
+    Attributes:
+        sampled: for each sequence of the step its new tokens: none, one or several.
+        logprobs: of the new tokens of all sequences, one after the other; ``None`` if nobody asked.
+        prompt_logprobs: by request id, those of the prompt tokens that this step's chunk predicts, with the position
+            of the first.
+    """
+
+    sampled: list[list[int]]
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: dict[str, tuple[int, TokenLogprobs]]
+
+
+class RunningStep:
+    """A step that was launched; its results are on their way to pinned memory.
+
+    Args:
+        samples: ``[B]`` bool, which sequences get tokens.
+        tokens: ``[R]`` int64, one for each of those, or ``[R, G]``, up to G for each with -1 behind them; ``None`` if
+            there are none.
+        logprobs: theirs, if any request wants them.
+        prompt_logprobs: of prompt tokens, in parts: request id, position of the first, and the scores.
+        device: where it runs.
+    """
+
+    def __init__(
+        self,
+        samples: np.ndarray,
+        tokens: torch.Tensor | None,
+        logprobs: LogprobTensors | None,
+        prompt_logprobs: Sequence[tuple[str, int, LogprobTensors]],
+        device: torch.device,
+    ) -> None:
+        self._samples = samples
+        self._tokens = None if tokens is None else _to_host(tokens)
+        self._logprobs = None if logprobs is None else tuple(_to_host(t) for t in logprobs)
+        self._prompt_logprobs = [(name, at, tuple(_to_host(t) for t in part)) for name, at, part in prompt_logprobs]
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        if self._done is not None:
+            self._done.record(torch.cuda.current_stream(device))
+
+    def _await(self, event: torch.cuda.Event, timeout: float, what: Callable[[], str]) -> None:
+        """Wait as ``event.synchronize()`` does, spinning, but so that Ctrl-C and the end of patience come through."""
+        begin = time.monotonic()
+        while not event.query():
+            waited = time.monotonic() - begin
+            if waited > timeout:
+                raise StepTimeoutError(
+                    f"the GPU has not finished a step after {timeout:g} s (step_timeout): {what()}. It may hang, and "
+                    "then only the end of this process frees it"
+                )
+            if waited < SHORT_WAIT:
+                os.sched_yield()
+            else:
+                time.sleep(0.001)
+
+    def wait(self, timeout: float, what: Callable[[], str]) -> StepResult:
+        """Wait for the device and return the results.
+
+        Args:
+            timeout: seconds.
+            what: says what the step computes, for the error.
+
+        Raises:
+            StepTimeoutError: it took longer.
+        """
+        if self._done is not None:
+            self._await(self._done, timeout, what)
+        logprobs = None if self._logprobs is None else TokenLogprobs(*(t.tolist() for t in self._logprobs))
+        of_prompts: dict[str, tuple[int, TokenLogprobs]] = {}
+        for name, at, part in self._prompt_logprobs:
+            scores = of_prompts.setdefault(name, (at, TokenLogprobs([], [], [])))[1]
+            more = TokenLogprobs(*(values.tolist() for values in part))
+            scores.token_ids.extend(more.token_ids)
+            scores.logprobs.extend(more.logprobs)
+            scores.ranks.extend(more.ranks)
+        return StepResult(self._sampled(), logprobs, of_prompts)
+
+    def _sampled(self) -> list[list[int]]:
+        if self._tokens is None:
+            rows: list[list[int]] = []
+        elif self._tokens.dim() == 1:
+            rows = self._tokens[:, None].tolist()
+        else:
+            rows = [[token for token in row if token >= 0] for row in self._tokens.tolist()]
+        if len(rows) == len(self._samples):
+            return rows
+        drawn = iter(rows)
+        return [next(drawn) if samples else [] for samples in self._samples.tolist()]
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """Begin to copy to pinned memory."""
+    if not values.is_cuda:
+        return values.clone()  # the next step may overwrite it
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

@@ -1,0 +1,339 @@
+"""A step as plain data: arrays and numbers that can be pickled and run by another process. No torch, no request.
+
+:class:`StepInputs` is the one place that says what a step's inputs are: their names, their dtypes, what they have one
+entry of, and what stands in their padding. The host's arrays, the buffers that captured steps read, the copy from the
+one to the other and the steps of the warm-up are all made from it.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from tritonllm.engine.edits import SeatEdits
+from tritonllm.layers.regime import LengthRegime
+from tritonllm.layers.segments import Segment, Segments, decodes
+
+ALIGNMENT = 16  # bytes: kernels are compiled for pointers that are multiples of it
+Array = TypeVar("Array")  # np.ndarray on the host, torch.Tensor on the device
+
+
+class Per(enum.Enum):
+    """What an array has one entry of. The tokens of a step lie segment by segment, and so do its sequences."""
+
+    TOKEN = enum.auto()
+    SEQUENCE = enum.auto()
+    DECODE = enum.auto()
+    VERIFY_START = enum.auto()  # each verified sequence, and one more
+    CHUNK_START = enum.auto()  # each prompt chunk, and one more
+    ROW = enum.auto()  # each token that is sampled from
+    SEAT = enum.auto()  # each request that may run at once
+
+
+class Column(NamedTuple):
+    """Attributes:
+    dtype: of an array.
+    per: what it has one entry of.
+    padding: stands where a step is smaller than the room for it.
+    """
+
+    dtype: np.dtype
+    per: Per
+    padding: float
+
+
+def _column(dtype: type, per: Per, padding: float = 0) -> dict[str, Column]:
+    return {"column": Column(np.dtype(dtype), per, padding)}
+
+
+@dataclass(frozen=True)
+class StepInputs(Generic[Array]):
+    """The inputs of one forward pass and of the draw that follows it.
+
+    Of decodes the host sends what it decides; the device derives the rest from their seats
+    (:func:`~tritonllm.kernels.advance_seats`).
+
+    Attributes:
+        input_ids: -1 for a decode whose last token only the device knows.
+        positions: each token's place in its sequence; of decodes derived.
+        slot_mapping: where its key and value go; of decodes derived.
+        logit_rows: the tokens that are sampled from, in their order.
+        seats: whose they are.
+        starts: their positions; -1 for a decode of which only the device knows it.
+        seq_lens: keys of a sequence, this step's tokens included; of decodes at least so many, and derived.
+        decode_order: the decodes from the longest to the shortest.
+        verify_starts, cu_seqlens_q: see :class:`~tritonllm.layers.metadata.AttentionMetadata`.
+    """
+
+    positions: Array = field(metadata=_column(np.int64, Per.TOKEN))
+    slot_mapping: Array = field(metadata=_column(np.int64, Per.TOKEN, padding=-1))
+    logit_rows: Array = field(metadata=_column(np.int64, Per.ROW))
+    input_ids: Array = field(metadata=_column(np.int32, Per.TOKEN))
+    seq_lens: Array = field(metadata=_column(np.int32, Per.SEQUENCE))
+    decode_order: Array = field(metadata=_column(np.int32, Per.DECODE))
+    verify_starts: Array = field(metadata=_column(np.int32, Per.VERIFY_START))
+    cu_seqlens_q: Array = field(metadata=_column(np.int32, Per.CHUNK_START))
+    seats: Array = field(metadata=_column(np.int32, Per.ROW, padding=-1))
+    starts: Array = field(metadata=_column(np.int32, Per.ROW, padding=-1))
+
+
+@dataclass(frozen=True)
+class SamplingParameters(Generic[Array]):
+    """What a draw needs beside logits, of each seat. Of a step's rows the device makes the same.
+
+    Attributes:
+        temperature, top_p, min_p, top_k: 0, 1, 0 and 0 for greedy, and no limits.
+        seeds: the request's own.
+        steps: the index of the token that a row is about to get; of a seat that index less the sequence's length, which
+            is minus the length of its prompt.
+    """
+
+    seeds: Array = field(metadata=_column(np.int64, Per.SEAT))
+    steps: Array = field(metadata=_column(np.int64, Per.SEAT))
+    top_k: Array = field(metadata=_column(np.int32, Per.SEAT))
+    temperature: Array = field(metadata=_column(np.float32, Per.SEAT))
+    top_p: Array = field(metadata=_column(np.float32, Per.SEAT, padding=1.0))
+    min_p: Array = field(metadata=_column(np.float32, Per.SEAT))
+
+
+def _columns(schema: type) -> Mapping[str, Column]:
+    return {f.name: f.metadata["column"] for f in fields(schema)}
+
+
+COLUMNS = _columns(StepInputs)
+PARAMETERS = _columns(SamplingParameters)
+
+
+class Room(NamedTuple):
+    """How much of everything a step has, or a captured step has room for.
+
+    Attributes:
+        segments: sequences and tokens.
+        rows: tokens that are sampled from.
+    """
+
+    segments: Segments
+    rows: int
+
+    def count(self, per: Per) -> int:
+        """Entries of an array."""
+        segments = self.segments
+        return {
+            Per.TOKEN: segments.tokens,
+            Per.SEQUENCE: segments.sequences,
+            Per.DECODE: segments.decode.sequences,
+            Per.VERIFY_START: segments.verify.sequences + 1,
+            Per.CHUNK_START: segments.chunk.sequences + 1,
+            Per.ROW: self.rows,
+        }[per]
+
+
+class Span(NamedTuple):
+    """Bytes ``start`` to ``end`` (exclusive) of a piece of memory, as numbers of a dtype."""
+
+    start: int
+    end: int
+    dtype: np.dtype
+
+
+def spans_of(columns: Mapping[str, Column], counts: Mapping[str, int], begin: int = 0) -> tuple[dict[str, Span], int]:
+    """Where arrays with so many entries lie in one piece of memory from ``begin`` on, and where they end."""
+    spans = {}
+    for name, column in columns.items():
+        end = begin + counts[name] * column.dtype.itemsize
+        spans[name] = Span(begin, end, column.dtype)
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+    return spans, begin
+
+
+def arrays_in(memory: np.ndarray, spans: Mapping[str, Span]) -> dict[str, np.ndarray]:
+    """The arrays in ``memory`` uint8."""
+    return {name: memory[at:end].view(dtype) for name, (at, end, dtype) in spans.items()}
+
+
+class Layout:
+    """Where the arrays of a step lie in one piece of memory, so that one copy takes them all.
+
+    Attributes:
+        spans: of :class:`StepInputs`.
+        sent: bytes of those.
+        rows: of :class:`SamplingParameters` of the step's rows, which the device makes.
+        size: bytes of all.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self.spans, self.sent = spans_of(COLUMNS, {name: room.count(column.per) for name, column in COLUMNS.items()})
+        self.rows, self.size = spans_of(PARAMETERS, dict.fromkeys(PARAMETERS, room.rows), self.sent)
+
+    def arrays(self, memory: np.ndarray) -> StepInputs[np.ndarray]:
+        """What is sent, in ``memory[sent]`` uint8."""
+        return StepInputs(**arrays_in(memory, self.spans))
+
+
+@lru_cache(maxsize=256)  # of captured steps; others come in all sizes
+def layout_of(room: Room) -> Layout:
+    return Layout(room)
+
+
+class SharedPrefix(NamedTuple):
+    """Leading blocks that decodes have in common.
+
+    Attributes:
+        blocks: how many.
+        shares: ``[D]`` bool, whose.
+    """
+
+    blocks: int
+    shares: np.ndarray
+
+
+class PromptSpan(NamedTuple):
+    """Prompt tokens whose log-probabilities a request wants of this step.
+
+    Attributes:
+        request_id: whose.
+        first: the position of the first of them.
+        row: the step's token that predicts it; the next token predicts the next one.
+        token_ids: them.
+        top: how many of the most likely tokens to report beside each.
+    """
+
+    request_id: str
+    first: int
+    row: int
+    token_ids: np.ndarray
+    top: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a device must know to run a step of B sequences, T tokens and R rows that are sampled from.
+
+    Attributes:
+        segments: of its sequences.
+        inputs: the arrays.
+        block_tables: ``[B, M]`` int32.
+        samples: ``[B]`` bool, which sequences the rows belong to, in their order.
+        parameters: what sampling wants of all seats, if a request is new to one.
+        regime: of its lengths.
+        shared: what the decodes share; ``None`` if it does not pay.
+        logprobs: how many of the most likely tokens to report with each new one; ``None`` if nobody asks.
+        edited: ``[R]`` int32, the seats of those whose logits are edited, -1 for the others; ``None`` for nobody.
+        new_edits: of seats that have to be told first.
+        prompt_spans: prompt tokens to report on.
+    """
+
+    segments: Segments
+    inputs: StepInputs[np.ndarray]
+    block_tables: np.ndarray
+    samples: np.ndarray
+    parameters: SamplingParameters[np.ndarray] | None = None
+    regime: LengthRegime = LengthRegime.ANY
+    shared: SharedPrefix | None = None
+    logprobs: int | None = None
+    edited: np.ndarray | None = None
+    new_edits: tuple[SeatEdits, ...] = ()
+    prompt_spans: tuple[PromptSpan, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """R, the tokens that are sampled from."""
+        return len(self.inputs.logit_rows)
+
+    @property
+    def plain(self) -> bool:
+        """The draw alone serves all of them: no logits are edited or reported."""
+        return self.edited is None and self.logprobs is None
+
+
+def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:
+    """Write every element of the arrays of a step that ``room`` holds: each segment, and padding up to the next one.
+
+    The padded prompt tokens are dealt out to the chunks that are not there, at least one: they read whatever lies in
+    block 0 and store nothing, so every row of the step is an ordinary, finite one. A padded decode has length 0.
+    """
+    have, rows = step.segments, step.num_rows
+    exact = have == room.segments
+    for name, column in COLUMNS.items():
+        values, out = getattr(step.inputs, name), getattr(into, name)
+        if exact or column.per not in (Per.TOKEN, Per.SEQUENCE):
+            out[: len(values)] = values
+            out[len(values) :] = column.padding
+        elif column.per is Per.TOKEN:
+            _spread(values, out, column.padding, [s.tokens for s in have], [s.tokens for s in room.segments])
+        else:
+            _spread(values, out, column.padding, [s.sequences for s in have], [s.sequences for s in room.segments])
+    if exact:
+        return
+    n, held = have.decode.sequences, room.segments.decode.sequences
+    into.decode_order[n:] = np.arange(n, held)
+    into.verify_starts[have.verify.sequences + 1 :] = have.verify.tokens
+    if room.segments.chunk.tokens:
+        into.logit_rows[:rows] = _moved(step.inputs.logit_rows, have, room.segments)
+        _deal_out(into, have.chunk, room.segments)
+
+
+def _spread(values: np.ndarray, out: np.ndarray, padding: float, have: list[int], room: list[int]) -> None:
+    """Copy each segment's values, so many, into the room for them, with padding behind."""
+    at = begin = 0
+    for count, held in zip(have, room, strict=True):
+        if held:
+            out[begin : begin + count] = values[at : at + count]
+            out[begin + count : begin + held] = padding
+        at, begin = at + count, begin + held
+
+
+def _moved(tokens: np.ndarray, have: Segments, room: Segments) -> np.ndarray:
+    """Where tokens of a step lie in a larger one."""
+    drafts = room.decode.tokens - have.decode.tokens
+    chunks = drafts + room.verify.tokens - have.verify.tokens
+    behind = tokens >= have.decode.tokens + have.verify.tokens
+    return tokens + np.where(behind, chunks, np.where(tokens >= have.decode.tokens, drafts, 0))
+
+
+def _deal_out(into: StepInputs[np.ndarray], have: Segment, room: Segments) -> None:
+    """Give the padding's prompt tokens to the padding's chunks."""
+    count, held = have.sequences, room.chunk.sequences
+    starts = into.cu_seqlens_q
+    starts[count:] = np.linspace(have.tokens, room.chunk.tokens, held + 1 - count).astype(np.int32)
+    into.seq_lens[room.sequences - held + count :] = np.diff(starts[count:])
+
+
+def dummy_step(
+    num_decodes: int,
+    chunks: list[int],
+    *,
+    rows: int,
+    width: int,
+    shared: bool = False,
+    regime: LengthRegime = LengthRegime.ANY,
+) -> Step:
+    """A step for the warm-up: decodes of empty sequences, and prompt chunks of so many tokens, without a past.
+
+    It stores nothing and reads no weights' values.
+
+    Args:
+        rows: tokens that are sampled from.
+        width: of the block table.
+        shared: with a plan for a shared prefix, which nobody shares.
+    """
+    segments = Segments(decodes(num_decodes), chunk=Segment(len(chunks), sum(chunks), max(chunks, default=0)))
+    room = Room(segments, rows)
+    arrays = {n: np.full(room.count(c.per), c.padding, dtype=c.dtype) for n, c in COLUMNS.items()}
+    inputs = StepInputs(**arrays)
+    inputs.decode_order[:] = np.arange(num_decodes)
+    inputs.cu_seqlens_q[1:] = np.cumsum(chunks)
+    inputs.seq_lens[num_decodes:] = chunks
+    inputs.positions[num_decodes:] = np.concatenate([np.arange(n) for n in chunks]) if chunks else 0
+    inputs.logit_rows[:] = np.arange(rows)
+    return Step(
+        segments,
+        inputs,
+        block_tables=np.zeros((segments.sequences, width), dtype=np.int32),
+        samples=np.zeros(segments.sequences, dtype=bool),
+        regime=regime,
+        shared=SharedPrefix(width, np.zeros(num_decodes, dtype=bool)) if shared else None,
+    )
