@@ -53,9 +53,10 @@ def list_ops() -> None:
 
 
 def entry(task: Task, result: Result) -> dict[str, object]:
+    tuned = {} if result.config == task.compiled[0][0] else {"config": result.config}  # the default's is not repeated
     return {
         "key": task.key,
-        "config": result.config,
+        **tuned,
         "us": round(result.us, 3),
         "default_us": round(result.default_us, 3),
         "tried": result.tried,

@@ -87,12 +87,13 @@ def problems(table: Mapping[str, Any], tunable: Tunable) -> list[str]:
         found.append(f"the kernels changed since {table['date']}: tune again")
     for entry in table["entries"]:
         try:
-            known = tunable.alike(entry["key"], entry["config"])
+            config = entry.get("config") or tunable.default(**entry["key"])
+            known = tunable.alike(entry["key"], config)
         except TypeError as error:
             found.append(f"key {entry['key']}: {error}")
             continue
-        unknown = sorted(entry["config"].keys() - known.keys() - LAUNCH_OPTIONS)
-        missing = sorted(known.keys() - entry["config"].keys() - LAUNCH_OPTIONS)
+        unknown = sorted(config.keys() - known.keys() - LAUNCH_OPTIONS)
+        missing = sorted(known.keys() - config.keys() - LAUNCH_OPTIONS)
         found += [f"key {entry['key']}: unknown {name}" for name in unknown]
         found += [f"key {entry['key']}: no {name}" for name in missing]
     return found

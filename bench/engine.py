@@ -6,7 +6,7 @@ request runs first, then each workload so often as it says, every repetition wit
 repetition:
 
 - throughput (W1, W2, W5): all requests at once, output tokens over the time to the last one;
-- latency (W3a, W3b, W5b): one request, (time of 256 tokens - time of 1 token) / 255;
+- latency (W3a, W3b, W5b; L1, L8, L8m with long contexts): (time of 256 tokens - time of 1 token) / 255;
 - prefix (W4): requests a second when the shared beginning has not been seen before, and (warm) when it has;
 - prefill (W6): prompt tokens a second;
 - start: seconds to import and start, with empty caches for compiled kernels (cold) and with full ones (warm).

@@ -152,6 +152,10 @@ WORKLOADS = {
         Workload("W5", "qwen3-30b-a3b", "throughput", 256, _LONG, (100, 512), 0.6, repeats=2),
         Workload("W5b", "qwen3-30b-a3b", "latency", 1, (128, 128), (256, 256), repeats=5),
         Workload("W6", "llama-3.1-8b", "prefill", 32, (4096, 4096), (1, 1), max_model_len=4608),
+        # long contexts, at the models' own max_model_len
+        Workload("L1", "qwen3-0.6b", "latency", 1, (30000, 30000), (256, 256), max_model_len=40960),
+        Workload("L8", "llama-3.1-8b", "latency", 8, (16000, 16000), (256, 256), max_model_len=131072),
+        Workload("L8m", "qwen3-0.6b", "latency", 8, (100, 30000), (256, 256), max_model_len=40960),
     )
 }
 

@@ -53,7 +53,7 @@ def defects(compiler, table):
         problem = next((problem for key, problem in known if key == entry["key"]), None)
         if problem is None:
             found.append(f"{table['op']}: no problem has the key {entry['key']}")
-        elif entry["config"] not in seen:
+        elif "config" in entry and entry["config"] not in seen:
             seen.append(entry["config"])
             found.append(why_not(compiler, table["op"], problem, entry["key"], entry["config"], table["arch"]))
     return [what for what in found if what]

@@ -15,10 +15,12 @@ from tritonllm.engine.inputs import upload_step
 from tritonllm.engine.step import PARAMETERS, PromptSpan, SamplingParameters, SharedPrefix, Step, StepInputs
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
-from tritonllm.layers.regime import LengthRegime
+from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import Segment, Segments, decodes
 
 CPU, BLOCK, WIDTH, SEATS = torch.device("cpu"), 4, 6, 20
+LONG = WIDTH * BLOCK
+REGIMES = Regimes(lambda sequences: 10 if sequences <= 4 else 0, LONG)
 
 
 @pytest.mark.parametrize(("seats", "sizes"), [(1, [1]), (8, [8]), (9, [8, 9]), (256, [8, 64, 256])])
@@ -104,7 +106,7 @@ def make_graphs(model, may_share=lambda size: size >= 4, kinds=None):
         patch.setattr(module, "decode_sizes", lambda seats, tokens: [2, 5, seats] if tokens == 8 else [seats])
         sizes = (8, 20, 200)  # the last is more padding than fits the longest sequences
         limits = GraphLimits(SEATS, sizes, WIDTH, BLOCK)
-        return StepGraphs(model, limits, CPU, may_share, capture(model, kinds))
+        return StepGraphs(model, limits, CPU, may_share, REGIMES, capture(model, kinds))
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +156,8 @@ def step_of(lengths, chunks=(), seed=0):
     )
     segments = Segments(decodes(n), chunk=Segment(len(chunks), sum(counts), max(counts, default=0)))
     tables = rng.permutation(200)[: len(spans) * width].reshape(len(spans), width).astype(np.int32)
-    return Step(segments, inputs, tables, samples, SamplingParameters(**parameters))
+    longest = int(seq_lens[:n].max(initial=0))
+    return Step(segments, inputs, tables, samples, SamplingParameters(**parameters), longest)
 
 
 def sharing(n, blocks, who, seed=0):
@@ -186,7 +189,8 @@ def test_replays_of_decodes_equal_steps_without_graphs():
     )):  # fmt: skip
         step = sharing(n, blocks, who, seed)
         key = graphs.key_for(step)
-        assert (key.tokens, key.shared, key.regime) == (0, blocks > 0, LengthRegime.ANY)
+        assert (key.tokens, key.shared) == (0, blocks > 0)
+        assert key.max_decode_len == (10 if step.longest <= 10 and key.decodes <= 4 else LONG)
         model.see(step)
         captured = graphs.run(step, key)
         hidden, tokens = captured.hidden.clone(), captured.tokens.clone()
@@ -243,12 +247,14 @@ def test_replays_equal_steps_without_graphs(shared_graphs, lengths, chunks, seed
 def test_what_has_no_room(shared_graphs):
     graphs, _ = shared_graphs
     key_for = lambda *args: graphs.key_for(step_of(*args))  # noqa: E731
-    assert key_for([3]) == GraphKey(1, 0)
-    assert key_for([3] * 3) == GraphKey(4, 0)
-    assert key_for([3], [(0, 8)]) == GraphKey(2, 8)
-    assert key_for([3] * 3, [(0, 8)]) == GraphKey(5, 8)
-    assert key_for([3], [(0, 9)]) == GraphKey(20, 20)
-    assert key_for([3], [(0, 1)] * 4) == GraphKey(20, 20)  # there must be a chunk for the padding
+    assert key_for([3]) == GraphKey(1, 0, 10)
+    assert key_for([10, 9, 3]) == GraphKey(4, 0, 10)
+    assert key_for([11, 9, 3]) == GraphKey(4, 0, LONG)
+    assert key_for([3] * 5) == GraphKey(8, 0, LONG)  # where the padding decides too
+    assert key_for([3], [(0, 8)]) == GraphKey(2, 8, LONG)
+    assert key_for([3] * 3, [(0, 8)]) == GraphKey(5, 8, LONG)
+    assert key_for([3], [(0, 9)]) == GraphKey(20, 20, LONG)
+    assert key_for([3], [(0, 1)] * 4) == GraphKey(20, 20, LONG)  # there must be a chunk for the padding
     assert key_for([3], [(0, 2)] * 6) is None
     assert key_for([3], [(0, 21)]) is None
     step = step_of([3, 3], [(0, 8)])
@@ -264,7 +270,9 @@ def test_what_is_captured_when():
     model, kinds = Model(), []
     graphs = make_graphs(model, may_share=lambda size: size >= 16, kinds=kinds)
     rooms = [(len(b.metadata.decode_order), b.metadata.segments.chunk.tokens) for b, _ in model.calls]
-    assert rooms == [(20, 0), (16, 0), (8, 0), (4, 0), (2, 0), (1, 0), (20, 20), (20, 8), (5, 8), (2, 8)]
+    alone = [(20, 0), (16, 0), (8, 0), (4, 0), (4, 0), (2, 0), (2, 0), (1, 0), (1, 0)]  # the small ones for two regimes
+    assert rooms == [*alone, (20, 20), (20, 8), (5, 8), (2, 8)]
+    assert [b.metadata.max_decode_len for b, _ in model.calls] == [LONG] * 3 + [10, LONG] * 3 + [LONG] * 4
     assert kinds == [tokens > 0 for _, tokens in rooms]
     assert all(batch.metadata.cascade is None for batch, _ in model.calls)
     for calls in (2, 1):  # the first time a capture; then replays
@@ -278,13 +286,13 @@ def test_what_is_captured_when():
 def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):
     model = Model()
     graphs, steps = make_graphs(model), [sharing(5, 0, [], seed) for seed in (1, 2)]
-    graphs.run(steps[0], GraphKey(8, 0))
+    graphs.run(steps[0], GraphKey(8, 0, LONG))
     with monkeypatch.context() as patch:
         patch.setattr(module, "upload", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            graphs.run(steps[1], GraphKey(8, 0))
+            graphs.run(steps[1], GraphKey(8, 0, LONG))
     model.see(steps[1])
-    captured = graphs.run(steps[1], GraphKey(8, 0))
+    captured = graphs.run(steps[1], GraphKey(8, 0, LONG))
     torch.testing.assert_close(captured.hidden[:5], eagerly(model, steps[1])[1])
 
 

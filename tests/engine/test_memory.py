@@ -41,6 +41,9 @@ class NoModel:
     def __call__(self, input_ids, positions, metadata, kv_cache, rows=None):
         return torch.zeros(len(input_ids if rows is None else rows), 1)
 
+    def short_keys(self, sequences):
+        return 0
+
     def compute_logits(self, hidden):
         return torch.zeros(len(hidden), 50)
 

@@ -5,19 +5,26 @@ from itertools import product
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.step import dummy_step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels.compile.parallel import Specialization
+from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 
 MODELS = {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B, **MECHANISMS}
 LENGTH = 2304
+MODELS["llama-3.2-1b"] = LLAMA_3_1_8B | {"head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192}
+CHOSEN = ("qwen2.5-1.5b", "gemma-3-1b", "gpt-oss-20b", "qwen3-30b", "falcon-7b", "phi-2")
+VARIED = [name for name in MODELS if name.startswith((*CHOSEN, "qwen3-0.6b", "llama"))]
 
 
 def described(kernel: Specialization) -> str:
@@ -58,6 +65,50 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
     assert {described(kernel) for kernel in found} <= loaded
 
 
+@st.composite
+def steps(draw, seats, budget, longest, may_share):
+    """Any step that a scheduler may plan: decodes beside chunks of prompts that may have a past."""
+    chunks = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, budget)), max_size=8))
+    while chunks and sum(chunks) > budget:
+        chunks.pop()
+    n = draw(st.one_of(st.integers(0, 8), st.integers(0, seats)))
+    n = max(min(n, seats - len(chunks), budget - sum(chunks)), 0 if chunks else 1)
+    least = max([1, *chunks])
+    keys = draw(st.one_of(st.integers(least, min(max(2 * least, 64), longest)), st.integers(least, longest)))
+    rows = n + draw(st.integers(0, len(chunks)))
+    shared = may_share(n) and draw(st.booleans())
+    return dummy_step(n, chunks, rows=rows, width=-(-keys // 16), shared=shared, longest=draw(st.integers(1, keys)))
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", None])
+@pytest.mark.parametrize("length", [600, 6144, 131072])
+@pytest.mark.parametrize("model", VARIED)
+def test_no_step_launches_what_the_start_has_not(model, length, gpu):
+    """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
+    spec = spec_from_config(MODELS[model])
+    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    seats, budget = 64, 512
+    config = EngineConfig.from_kwargs(
+        model="m", max_num_seqs=seats, max_num_batched_tokens=budget, max_model_len=length
+    )
+    with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
+        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length)
+        runner = ModelRunner(decoder, config, META, length)
+        runner.start(NUM_BLOCKS, length)
+        with decoder.rehearsal():
+            runner.warm_up().run()
+            loaded = {described(kernel) for kernel in found}
+
+            @settings(max_examples=50, deadline=None)
+            @given(step=steps(seats, budget, length, runner._may_share))
+            def launches_nothing_else(step):
+                found.clear()
+                runner.run(step)
+                assert {described(kernel) for kernel in found} <= loaded
+
+            launches_nothing_else()
+
+
 @pytest.mark.parametrize("longest", [64, 4096, 40960])
 def test_no_step_comes_twice(monkeypatch, longest):
     steps = []
@@ -65,7 +116,8 @@ def test_no_step_comes_twice(monkeypatch, longest):
         note = lambda self, *args, name=name, **options: steps.append((name, *args, *options.items()))  # noqa: E731
         monkeypatch.setattr(WarmUp, name, note)
     sizes = {"block_size": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
-    WarmUp(None, None, device=META, **sizes, padded=[8448], may_share=lambda sequences: True).run()
+    regimes = Regimes(lambda sequences: 900 // sequences, longest)
+    WarmUp(None, None, device=META, **sizes, padded=[8448], may_share=lambda sequences: True, regimes=regimes).run()
     assert len(steps) == len(set(steps)) > 50
 
 

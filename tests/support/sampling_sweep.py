@@ -18,7 +18,7 @@ SECONDS = 60  # that the device may take for one case
 ROUNDING = 1e-5  # relative, of a limit's edge
 ROWS = 64
 DRAFTS = 3
-WITHOUT = (700, 2048)  # vocabularies for which limits are also left out: each way is a kernel to compile
+WITHOUT = (700, 1024)  # vocabularies for which limits are also left out: each way is a kernel to compile
 SUBSETS = [names for n in range(4) for names in itertools.combinations(("top_k", "top_p", "min_p"), n)]
 
 

@@ -10,7 +10,6 @@ from tritonllm.engine.request import Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.step import PromptSpan, Step, StepInputs
-from tritonllm.layers.regime import choose_regime
 
 
 class StepBuilder:
@@ -70,7 +69,7 @@ class StepBuilder:
             tables,
             samples,
             parameters=seats.take_parameters(),
-            regime=choose_regime(seq_lens[:n]),
+            longest=int(seq_lens[:n].max(initial=0)),
             shared=None if self._planner is None else self._planner.plan(tables[:n], seq_lens[:n]),
             logprobs=None if logprobs < 0 else logprobs,
             edited=edited,

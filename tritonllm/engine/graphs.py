@@ -28,7 +28,7 @@ from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_casc
 from tritonllm.engine.step import Room, Step, dummy_step, layout_of
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
-from tritonllm.layers.regime import LengthRegime
+from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
 
 SMALL = (64, 256, 1024)  # prompt tokens of captured steps
@@ -99,13 +99,13 @@ class GraphKey(NamedTuple):
     Attributes:
         decodes: room for sequences that decode.
         tokens: room for prompt tokens; 0 for a step of decodes alone.
-        regime: of the lengths, see :mod:`tritonllm.layers.regime`.
+        max_decode_len: the bound of the lengths' regime, see :mod:`tritonllm.layers.regime`.
         shared: some decodes share a prefix.
     """
 
     decodes: int
     tokens: int
-    regime: LengthRegime = LengthRegime.ANY
+    max_decode_len: int
     shared: bool = False
 
 
@@ -169,20 +169,27 @@ class StepGraphs:
         limits: of steps.
         device: a CUDA device.
         may_share: whether a step of so many decodes can come with a shared prefix.
+        regimes: of the lengths that steps can have.
         capture: what captures.
     """
 
     def __init__(
-        self, work: Work, limits: GraphLimits, device: torch.device, may_share: Callable[[int], bool], capture: Capture
+        self,
+        work: Work,
+        limits: GraphLimits,
+        device: torch.device,
+        may_share: Callable[[int], bool],
+        regimes: Regimes,
+        capture: Capture,
     ) -> None:
         self._work, self._limits, self._device, self._capture_graph = work, limits, device, capture
+        self._regimes = regimes
         self._sizes = graph_sizes(limits.max_num_seqs)
         longest = limits.max_blocks * limits.block_size
         fit = [tokens for tokens in limits.token_sizes if tokens <= chunk_capacity(tokens) * longest]  # if all padding
-        alone = [GraphKey(size, 0) for size in self._sizes]
-        beside = [GraphKey(size, tokens) for tokens in fit for size in decode_sizes(limits.max_num_seqs, tokens)]
-        self._rooms = {(key.decodes, key.tokens): self._room(*key[:2]) for key in (*alone, *beside)}
-        self._beside = [key[:2] for key in beside]
+        alone = [(size, 0) for size in self._sizes]
+        self._beside = [(size, tokens) for tokens in fit for size in decode_sizes(limits.max_num_seqs, tokens)]
+        self._rooms = {room: self._room(*room) for room in (*alone, *self._beside)}
         rooms = self._rooms.values()
         self._memory = torch.zeros(max(layout_of(room).size for room in rooms), dtype=torch.uint8, device=device)
         most = max(room.segments.sequences for room in rooms)
@@ -191,11 +198,12 @@ class StepGraphs:
         self._plans = self._make_plans([size for size in self._sizes if may_share(size)])
         self._graphs: dict[GraphKey, Captured] = {}
         nothing = dummy_step(0, [], rows=0, width=0)
-        for kind in (alone, beside):
-            for key in reversed(kind):  # the largest first: the others then fit into its memory
-                for regime in LengthRegime:
+        for kind in (alone, self._beside):
+            for room in reversed(kind):  # the largest first: the others then fit into its memory
+                for bound in regimes.bounds(self._rooms[room].segments):
+                    key = GraphKey(*room, bound)
                     self._load(nothing, key)
-                    self._graphs[key._replace(regime=regime)] = self._capture(key._replace(regime=regime))
+                    self._graphs[key] = self._capture(key)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -235,7 +243,8 @@ class StepGraphs:
         """
         room = self._rooms[key.decodes, key.tokens]
         tables = self._tables[: room.segments.sequences]
-        batch = make_batch(self._memory, room, tables, key.regime, self._plans[key.decodes] if key.shared else None)
+        plan = self._plans[key.decodes] if key.shared else None
+        batch = make_batch(self._memory, room, tables, key.max_decode_len, plan)
         graph, (hidden, tokens) = self._capture_graph(lambda: self._work(batch), key.tokens > 0)
         return Captured(graph, batch, hidden, tokens)
 
@@ -244,7 +253,7 @@ class StepGraphs:
         hidden states of all its tokens are wanted."""
         decode, verify, chunk = step.segments
         if step.segments.only_decodes:
-            return GraphKey(padded(decode.sequences, self._sizes), 0, step.regime, step.shared is not None)
+            return self._key((padded(decode.sequences, self._sizes), 0), step)
         if verify.sequences or step.shared is not None or step.prompt_spans:
             return None
         longest = self._limits.max_blocks * self._limits.block_size
@@ -252,8 +261,12 @@ class StepGraphs:
             free = chunk_capacity(tokens) - chunk.sequences
             fits = decode.sequences <= sequences and chunk.tokens <= tokens
             if fits and free > 0 and tokens - chunk.tokens <= free * longest:
-                return GraphKey(sequences, tokens, step.regime)
+                return self._key((sequences, tokens), step)
         return None
+
+    def _key(self, room: tuple[int, int], step: Step) -> GraphKey:
+        bound = self._regimes.bound(self._rooms[room].segments, step.longest)
+        return GraphKey(*room, bound, step.shared is not None)
 
     def run(self, step: Step, key: GraphKey) -> Captured:
         """Replay the graph; what it wrote is valid until the next run. Of hidden states and tokens the step's own are

@@ -10,7 +10,6 @@ from tritonllm.engine.step import ALIGNMENT, COLUMNS, PARAMETERS, Room, Span, St
 from tritonllm.kernels import CascadePlan, plan_cascade
 from tritonllm.kernels.sampling.seat_state import SamplingRows
 from tritonllm.layers.metadata import AttentionMetadata
-from tritonllm.layers.regime import LengthRegime
 
 PINNED = 8  # blocks of each size that are kept: what three steps, one running and two on their way, have in flight
 TORCH_DTYPES = {
@@ -38,7 +37,11 @@ class Batch:
 
 
 def make_batch(
-    memory: torch.Tensor, room: Room, block_tables: torch.Tensor, regime: LengthRegime, cascade: CascadePlan | None
+    memory: torch.Tensor,
+    room: Room,
+    block_tables: torch.Tensor,
+    max_decode_len: int | None,
+    cascade: CascadePlan | None,
 ) -> Batch:
     """The one place where a step's arrays, in ``memory`` uint8, become attention's metadata."""
     layout = layout_of(room)
@@ -52,7 +55,7 @@ def make_batch(
         verify_starts=inputs.verify_starts,
         decode_order=inputs.decode_order,
         cascade=cascade,
-        regime=regime,
+        max_decode_len=max_decode_len,
     )
     return Batch(inputs, SamplingRows(**views(memory, layout.rows)), metadata)
 
@@ -112,15 +115,18 @@ def upload_cascade(step: Step, block_size: int, device: torch.device) -> Cascade
     return CascadePlan(*upload([part.numpy() for part in plan], device))
 
 
-def upload_step(step: Step, rows: int, block_size: int, device: torch.device) -> Batch:
+def upload_step(
+    step: Step, rows: int, block_size: int, device: torch.device, max_decode_len: int | None = None
+) -> Batch:
     """A step in memory of its own, without waiting for the device.
 
     Args:
         rows: room for tokens that are sampled from, of which the step's own are the first.
+        max_decode_len: see :class:`~tritonllm.layers.metadata.AttentionMetadata`.
     """
     room = Room(step.segments, rows)
     packed = pack(step, room, device)
     memory = torch.empty(layout_of(room).size, dtype=torch.uint8, device=device)
     memory[: len(packed)].copy_(packed, non_blocking=True)
     (tables,) = upload([step.block_tables], device)
-    return make_batch(memory, room, tables, step.regime, upload_cascade(step, block_size, device))
+    return make_batch(memory, room, tables, max_decode_len, upload_cascade(step, block_size, device))

@@ -17,6 +17,7 @@ from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
 from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import KVCacheView
+from tritonllm.layers.regime import Regimes
 from tritonllm.models.interface import CausalLM
 
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
@@ -59,6 +60,10 @@ class ModelRunner:
     @property
     def _max_blocks(self) -> int:
         return -(-self._max_model_len // self._block_size)
+
+    @property
+    def _regimes(self) -> Regimes:
+        return Regimes(self._model.short_keys, self._max_model_len)
 
     @property
     def block_bytes(self) -> int:
@@ -142,6 +147,7 @@ class ModelRunner:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             padded=[scheduler.max_num_seqs + tokens for tokens in self._captured_tokens()[-1:]],
             may_share=self._may_share,
+            regimes=self._regimes,
         )
 
     def sample_hidden(self, hidden: torch.Tensor) -> None:
@@ -172,7 +178,7 @@ class ModelRunner:
             seats = self._config.scheduler.max_num_seqs
             limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size)
             capture = GraphCapture(self._model.rehearsal, self._device)
-            self._graphs = StepGraphs(self._captured, limits, self._device, self._may_share, capture)
+            self._graphs = StepGraphs(self._captured, limits, self._device, self._may_share, self._regimes, capture)
 
     def launch(self, plan: StepPlan) -> RunningStep:
         """Build a plan's step, and :meth:`run` it."""
@@ -192,7 +198,8 @@ class ModelRunner:
             hidden = captured.hidden[: padded(step.num_rows, self._sampled)]
         else:
             rows = padded(step.num_rows, self._sampled)
-            batch, tokens = upload_step(step, rows, self._block_size, self._device), None
+            bound = self._regimes.bound(step.segments, step.longest)
+            batch, tokens = upload_step(step, rows, self._block_size, self._device, bound), None
             hidden = self._run_eagerly(step, batch)
             if step.prompt_spans:
                 prompt_logprobs = self._prompt_logprobs(step, hidden)

@@ -14,7 +14,6 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from tritonllm.engine.edits import SeatEdits
-from tritonllm.layers.regime import LengthRegime
 from tritonllm.layers.segments import Segment, Segments, decodes
 
 ALIGNMENT = 16  # bytes: kernels are compiled for pointers that are multiples of it
@@ -218,7 +217,7 @@ class Step:
         block_tables: ``[B, M]`` int32.
         samples: ``[B]`` bool, which sequences the rows belong to, in their order.
         parameters: what sampling wants of all seats, if a request is new to one.
-        regime: of its lengths.
+        longest: keys of the longest decode, or the least that it can have where a step in flight decides; 0 for none.
         shared: what the decodes share; ``None`` if it does not pay.
         logprobs: how many of the most likely tokens to report with each new one; ``None`` if nobody asks.
         edited: ``[R]`` int32, the seats of those whose logits are edited, -1 for the others; ``None`` for nobody.
@@ -231,7 +230,7 @@ class Step:
     block_tables: np.ndarray
     samples: np.ndarray
     parameters: SamplingParameters[np.ndarray] | None = None
-    regime: LengthRegime = LengthRegime.ANY
+    longest: int = 0
     shared: SharedPrefix | None = None
     logprobs: int | None = None
     edited: np.ndarray | None = None
@@ -309,7 +308,7 @@ def dummy_step(
     rows: int,
     width: int,
     shared: bool = False,
-    regime: LengthRegime = LengthRegime.ANY,
+    longest: int = 1,
 ) -> Step:
     """A step for the warm-up: decodes of empty sequences, and prompt chunks of so many tokens, without a past.
 
@@ -319,6 +318,7 @@ def dummy_step(
         rows: tokens that are sampled from.
         width: of the block table.
         shared: with a plan for a shared prefix, which nobody shares.
+        longest: what the step says of its decodes' lengths.
     """
     segments = Segments(decodes(num_decodes), chunk=Segment(len(chunks), sum(chunks), max(chunks, default=0)))
     room = Room(segments, rows)
@@ -334,6 +334,6 @@ def dummy_step(
         inputs,
         block_tables=np.zeros((segments.sequences, width), dtype=np.int32),
         samples=np.zeros(segments.sequences, dtype=bool),
-        regime=regime,
+        longest=longest,
         shared=SharedPrefix(width, np.zeros(num_decodes, dtype=bool)) if shared else None,
     )

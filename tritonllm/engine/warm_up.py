@@ -1,19 +1,21 @@
 """Steps that are run before the first request: they compile (or load) every kernel that a request may need.
 
 Launch configurations, and with them compiled kernels, change with the power of two of a step's tokens or sequences,
-with the width of the block table and with the regime of the lengths. The steps below visit all of those once. They
+of prompts with the width of the block table, and of decodes with the regime of the lengths. The steps below visit all
+of those once. They
 write no cache and read no weights' values, so the same steps on meta tensors list the kernels without a GPU
 (:mod:`tritonllm.engine.precompile`).
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 
 import torch
 
 from tritonllm.engine.inputs import Batch, upload_step
 from tritonllm.engine.step import Step, dummy_step
-from tritonllm.layers.regime import LengthRegime
+from tritonllm.layers.regime import Regimes
+from tritonllm.layers.segments import Segments, decodes
 
 Forward = Callable[[Batch, torch.Tensor | None], torch.Tensor]  # a batch, the rows that are wanted -> hidden
 
@@ -36,6 +38,7 @@ class WarmUp:
         max_num_batched_tokens: most tokens of a step.
         padded: tokens of larger steps, which captured ones have by their padding.
         may_share: whether a step of so many decodes can come with a plan for their shared prefix.
+        regimes: of the lengths.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class WarmUp:
         max_num_batched_tokens: int,
         padded: Sequence[int],
         may_share: Callable[[int], bool],
+        regimes: Regimes,
     ) -> None:
         self._forward = forward
         self._sample = sample
@@ -60,6 +64,7 @@ class WarmUp:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._padded = padded
         self._may_share = may_share
+        self._regimes = regimes
 
     def run(self) -> None:
         """Every step."""
@@ -71,11 +76,13 @@ class WarmUp:
                 if width * self._block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
         for sequences in warm_up_sizes(self._max_num_seqs):
-            for width, regime in product((1, widest), LengthRegime):
-                self.decode_step(sequences, width, regime)
-                self.decode_step(sequences, width, regime, prompt_token=True)
-                if self._may_share(sequences):
-                    self.decode_step(sequences, width, regime, shared=True)
+            bounds = self._regimes.bounds(Segments(decodes(sequences)))
+            for longest in bounds:
+                self.decode_step(sequences, longest=longest)
+            for width in sorted({1, widest}):
+                self.decode_step(sequences, width, prompt_token=True)
+                for longest in bounds if self._may_share(sequences) else []:
+                    self.decode_step(sequences, width, longest=longest, shared=True)
 
     def prefill_step(self, tokens: int, width: int = 1, *, sample: bool = True) -> None:
         """``tokens`` prompt tokens, with logits for as many seats as they could fill.
@@ -96,22 +103,23 @@ class WarmUp:
     def decode_step(
         self,
         sequences: int,
-        width: int,
-        regime: LengthRegime = LengthRegime.ANY,
+        width: int = 1,
         *,
+        longest: int = 1,
         shared: bool = False,
         prompt_token: bool = False,
     ) -> None:
         """Decodes of empty sequences.
 
         Args:
-            width: of the block table: short sequences are not split, and the kernels for that are other ones.
-            regime: of the lengths.
+            width: of the block table, which the kernels of prompts and of a shared prefix depend on.
+            longest: so many keys the step says that they have.
             shared: with a plan for a shared prefix.
             prompt_token: beside a prompt of one token: a step of decodes alone has kernels of its own.
         """
-        step = dummy_step(sequences, [1] * prompt_token, rows=0, width=width, shared=shared, regime=regime)
+        step = dummy_step(sequences, [1] * prompt_token, rows=0, width=width, shared=shared, longest=longest)
         self._forward(self._upload(step), None)
 
     def _upload(self, step: Step) -> Batch:
-        return upload_step(step, step.num_rows, self._block_size, self._device)
+        bound = self._regimes.bound(step.segments, step.longest)
+        return upload_step(step, step.num_rows, self._block_size, self._device, bound)

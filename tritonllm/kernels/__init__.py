@@ -52,6 +52,7 @@ _HELPERS = {  # what arguments of these operations are made of, or with; no kern
     "WORKSPACE_SIZE": "attention.decode",
     "build_cos_sin_cache": "elementwise.rope_cache",
     "cascade_parts": "attention.cascade",
+    "decode_short_keys": "attention.decode",
     "linear_workspace_size": "dense.linear",
     "make_logit_edits": "sampling.edits",
     "plan_cascade": "attention.cascade",

@@ -137,7 +137,7 @@ class Attention(nn.Module):
         if decodes_at_once(metadata):
             tables = metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
             # settled: within a step only qkv is new to a layer
-            state = {"workspace": kv_cache.workspace, "order": metadata.decode_order, "settled": True}
+            state = {"workspace": kv_cache.workspace, "settled": True, **_known(metadata)}
             out = fused_decode_attention(qkv, *cache, *tables, *rope, **heads, **options, **state)
         else:
             constant = "q_weight" in heads
@@ -158,6 +158,11 @@ class Attention(nn.Module):
             x = x.view(x.shape[0], -1) if self.spec.qk_norm_over == "all" else x
             module.normalize(x, out=x)
         return {}
+
+
+def _known(metadata: AttentionMetadata) -> dict[str, Any]:
+    """What a step knows of its decodes' lengths."""
+    return {"order": metadata.decode_order, "max_seqlen_k": metadata.max_decode_len}
 
 
 def paged_attention(
@@ -183,11 +188,11 @@ def paged_attention(
     everywhere = {"scale": scale, "softcap": softcap, "sinks": sinks, "workspace": kv_cache.workspace}
     by_position = {"window": window, "alibi_slopes": alibi_slopes}
     if metadata.cascade is not None and window is None and alibi_slopes is None:
-        cascade_decode_attention(q[:n], *cache, metadata.cascade, out=out[:n], **everywhere)
+        most = metadata.max_decode_len
+        cascade_decode_attention(q[:n], *cache, metadata.cascade, out=out[:n], max_seqlen_k=most, **everywhere)
     elif decode.tokens:
         mine = tables[: decode.sequences], lens[: decode.sequences]
-        order = metadata.decode_order
-        paged_decode_attention(q[:n], *cache, *mine, out=out[:n], order=order, **everywhere, **by_position)
+        paged_decode_attention(q[:n], *cache, *mine, out=out[:n], **_known(metadata), **everywhere, **by_position)
     if verify.tokens:
         assert metadata.verify_starts is not None
         tokens, sequences = slice(n, drafts_end), slice(decode.sequences, verified)

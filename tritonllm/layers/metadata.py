@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from tritonllm.kernels import CascadePlan
-from tritonllm.layers.regime import LengthRegime
 from tritonllm.layers.segments import Segments
 
 
@@ -26,7 +25,8 @@ class AttentionMetadata:
         decode_order: ``[D]`` int32, the decodes from the longest to the shortest: the order in which attention shares
             them out; ``None`` if nobody has sorted them.
         cascade: where the decodes' keys are if some of them begin with the same blocks, and it pays to read those once.
-        regime: what the host knows of the lengths.
+        max_decode_len: a bound of the decodes' keys, which chooses kernels (:mod:`tritonllm.layers.regime`); ``None``:
+            what the tables have room for.
     """
 
     segments: Segments
@@ -37,7 +37,7 @@ class AttentionMetadata:
     verify_starts: torch.Tensor | None = None
     decode_order: torch.Tensor | None = None
     cascade: CascadePlan | None = None
-    regime: LengthRegime = LengthRegime.ANY
+    max_decode_len: int | None = None
 
 
 @dataclass(frozen=True)

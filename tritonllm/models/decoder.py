@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tritonllm.kernels import cap_logits
+from tritonllm.kernels import cap_logits, decode_short_keys
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.fusion import FusionPlanner, LayerPlan, LayerTraits
 from tritonllm.layers.linear import Embedding, Linear
@@ -131,6 +131,8 @@ class Decoder(nn.Module):
             self.lm_head = Embedding(spec.vocab_size, size, dtype=dtype, device=device)
         if spec.logit_bias:
             self.logit_bias = empty_parameter(spec.vocab_size, dtype=dtype, device=device)
+        specs = [layer.attention for layer in spec.layers]
+        self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         self.fusion = FusionPlanner([layer.traits for layer in layers])
         self._tables, self._table_of_layer = _rope_tables(spec, max_model_len, device)
         self._running: range | tuple[int, ...] = range(spec.num_layers)
@@ -200,6 +202,10 @@ class Decoder(nn.Module):
     def work(self) -> list[LayerWork]:
         """What each layer computes of a token."""
         return list(map(_work, self.layers))
+
+    def short_keys(self, sequences: int) -> int:
+        """Up to how many keys the attention of so many decodes is a matter of latency; 0: it never is."""
+        return max(decode_short_keys(*heads, self.dtype, sequences) for heads in self._heads)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""

@@ -104,6 +104,10 @@ class TransformersDecoder(nn.Module):
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""
         return self.head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
+    def short_keys(self, sequences: int) -> int:
+        """None: the host takes longer for these layers than the attention of few sequences."""
+        return 0
+
     def rehearsal(self) -> AbstractContextManager[None]:
         """Of whole steps: transformers runs all its layers."""
         return nullcontext()

@@ -60,7 +60,7 @@ class VerifyAttention(Problem):
 
 
 def space(
-    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str, tree: str
+    head_size: int, group: int, programs: int, dtype: str, cache_dtype: str, arch: str, tree: str
 ) -> list[tuning.Config]:
     prefill = [] if tree == "yes" else [{"kernel": "prefill"}]
     return prefill + balanced_space(group) + (sm90_space(group, cache_dtype) if arch == "sm90" else [])

@@ -9,7 +9,8 @@ from support.attention import LAYOUTS, Problem, make_problem, options, shapes
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
 
 from tritonllm.kernels import paged_decode_attention, paged_decode_attention_ref
-from tritonllm.kernels.attention.decode import WORKSPACE_SIZE, default_config
+from tritonllm.kernels.attention.arguments import Hints
+from tritonllm.kernels.attention.decode import WORKSPACE_SIZE, decode_short_keys, default_config
 from tritonllm.kernels.runtime import tuning
 
 # Small tiles, many parts, and batches that take several steps to look through, so that small problems have all of it.
@@ -78,29 +79,45 @@ def test_split_kernel_matches_reference(device, seq_lens, shape, options, dtype,
     programs=st.sampled_from([1, 5, 30]),
     tile=st.sampled_from([{"MIN_TILES": 1}, {"MIN_TILES": 2, "BLOCK_M": 2}, {"MIN_TILES": 4, "BLOCK_M": 4}]),
     settled=st.booleans(),
+    expected=st.sampled_from([None, 1, 20, 10**6]),
 )
-def test_few_kernel_matches_reference(device, seq_lens, shape, options, dtype, programs, tile, settled):
+def test_few_kernel_matches_reference(device, seq_lens, shape, options, dtype, programs, tile, settled, expected):
+    """Whatever the host expects of the lengths."""
     p = make_problem(device, [1] * len(seq_lens), seq_lens, dtype=dtype, **shape, **options)
-    p.options["settled"] = settled
+    p.options.update(settled=settled, max_seqlen_k=expected)
     with tuning.override("paged_decode_attention", FEW | {"PROGRAMS": programs} | tile):
         check(p)
 
 
 def test_which_kernel_by_default():
-    """The few one for few programs whose sequences are likely short, Hopper's up to 32 rows, balanced, else split."""
-    for programs, few, split in ((8, True, True), (32, True, True), (33, False, True), (132, False, True),
-                                 (133, False, False), (1056, False, False), (1057, False, True),
-                                 (2113, False, True)):  # fmt: skip
-        for arch, group, capacity in product(("any", "sm90"), (4, 17, 33), (4096, 8192, 32768, 40960)):
-            key = {"head_size": 128, "capacity": capacity, "dtype": "bfloat16", "programs": programs}
+    """The few one for short sequences, Hopper's up to 32 rows, balanced, else split."""
+    for programs, split in ((8, True), (132, True), (133, False), (1056, False), (1057, True), (2113, True)):
+        for arch, group, lengths in product(("any", "sm90"), (4, 17, 33), ("short", "long")):
+            key = {"head_size": 128, "lengths": lengths, "dtype": "bfloat16", "programs": programs}
             config = default_config(**key, arch=arch, group=group, cache_dtype="bfloat16")
             sm90 = arch == "sm90" and group <= 32
             expected = "split" if split and not (sm90 and programs <= 2112) else "sm90" if sm90 else "balanced"
-            if few and capacity in (4096, 40960) and group <= 16:
+            if lengths == "short":
                 expected = "few"
             assert config["kernel"] == expected
             float8 = default_config(**key, arch=arch, group=group, cache_dtype="float8_e4m3fn")
             assert float8["kernel"] == ("sm90" if sm90 else "balanced")
+
+
+def test_which_lengths_are_short():
+    """Fewer keys for more sequences and heads; none for what the few kernel does not take."""
+    keys = [decode_short_keys(16, 8, 128, torch.bfloat16, n) for n in (1, 2, 4, 8, 9, 256)]
+    assert keys == sorted(keys, reverse=True) and keys[0] > 2000 and 300 < keys[3] < 500 and keys[4] == 0
+    assert decode_short_keys(32, 4, 128, torch.float16, 8) > 0
+    assert decode_short_keys(68, 4, 128, torch.float16, 1) == decode_short_keys(8, 8, 512, torch.float16, 1) == 0
+    assert decode_short_keys(16, 8, 128, torch.float32, 1) == 0
+
+
+@pytest.mark.parametrize("keys", [0, -1])
+def test_expected_keys_are_checked(device, keys):
+    p = make_problem(device, [1], [20], head_size=16)
+    with pytest.raises(ValueError, match="max_seqlen_k must be at least 1 or None"):
+        paged_decode_attention(*p.decode, max_seqlen_k=keys)
 
 
 def test_few_refuses_what_the_assembler_gets_wrong(device):
@@ -223,7 +240,7 @@ def test_operator(device):
     p = make_problem(device, [1, 1], [20, 3], head_size=16)
     nothing = (None, None, None, None)
     for lse in (None, torch.empty(2, 4, device=device)):
-        args = (*p.decode, None, False, None, torch.empty(2, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
+        args = (*p.decode, *Hints(None), torch.empty(2, 4, 16, device=device), lse, *nothing, 0.25, 1.0, 0, 0.0)
         torch.library.opcheck(torch.ops.tritonllm.paged_decode_attention.default, args)
 
 

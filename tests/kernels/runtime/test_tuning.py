@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.tuning import distance, get_config, gpu_slug, override
+from tritonllm.kernels.runtime.tuning import FAR, distance, get_config, gpu_slug, override
 
 GPU = torch.device("cuda", 0)  # only named: these tests launch nothing
 
@@ -59,7 +59,24 @@ def test_lookup_takes_the_nearest_entry(tokens, wanted):
         patch.setattr(tuning, "load_table", lambda slug, op: table)
         found = tuning._lookup.__wrapped__("gpu", "op", default, (("tokens", wanted), ("dtype", "bf16")))
     ratios = {t: abs(math.log2((t + 1) / (wanted + 1))) for t in tokens}
-    assert ratios[found["BLOCK"]] == pytest.approx(min(ratios.values()))
+    near = min(ratios.values())
+    if "key" in found:  # the default
+        assert near >= FAR
+    else:
+        assert ratios[found["BLOCK"]] == pytest.approx(near) and near <= FAR
+
+
+def test_the_default_takes_the_place_of_what_says_nothing(tables):
+    """An entry where the default was not beaten, and one with another kernel that the key is not exactly of."""
+
+    def chosen(n):
+        return {"kernel": "few" if n < 100 else "many", "BLOCK": n}
+
+    others = [{"key": {"n": 400}}, {"key": {"n": 90}, "config": {"kernel": "few", "BLOCK": 7}}]
+    tables("op", [{"key": {"n": 120}, "config": {"kernel": "few", "BLOCK": 5}}, *others])
+    found = {n: get_config("op", GPU, chosen, n=n) for n in (90, 91, 119, 120, 121, 400, 401)}
+    assert [config["kernel"] for config in found.values()] == ["few", "few", "many", "few", "many", "many", "many"]
+    assert [config["BLOCK"] for config in found.values()] == [7, 7, 119, 5, 121, 400, 401]
 
 
 keys = st.dictionaries(

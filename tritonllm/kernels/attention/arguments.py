@@ -65,6 +65,13 @@ class Hints(NamedTuple):
     workspace: torch.Tensor | None
     settled: bool = False
     order: torch.Tensor | None = None
+    max_seqlen_k: int | None = None
+
+    def most_keys(self, pages: Pages) -> int:
+        """Of a sequence: what the caller expects, or else what the tables have room for."""
+        if self.max_seqlen_k is not None:
+            return self.max_seqlen_k
+        return pages.block_tables.shape[1] * pages.k_cache.shape[1]
 
 
 class Heads(NamedTuple):

@@ -133,6 +133,7 @@ def cascade_decode_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     workspace: torch.Tensor | None = None,
+    max_seqlen_k: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`~tritonllm.kernels.paged_decode_attention` that reads shared leading blocks once for all sequences.
 
@@ -143,6 +144,7 @@ def cascade_decode_attention(
         plan: where the keys are; made once by :func:`plan_cascade` and good for every layer. One captured launch
             serves any lengths that its tensors may hold at replay.
         workspace: as in decode attention.
+        max_seqlen_k: as in decode attention, of the keys that are not shared.
 
     Returns:
         What decode attention would return for the whole sequences, but for the rounding of each set's output to the
@@ -162,7 +164,10 @@ def cascade_decode_attention(
         causal=False,
         **options,
     )
-    suffix = paged_decode_attention(q, k_cache, v_cache, plan.suffix_tables, plan.suffix_lens, sinks=sinks, **options)
+    suffix = paged_decode_attention(
+        *(q, k_cache, v_cache, plan.suffix_tables, plan.suffix_lens),
+        **{"sinks": sinks, "max_seqlen_k": max_seqlen_k, **options},
+    )
     prefix = prefix_out.view(parts, *q.shape), prefix_lse.view(parts, *q.shape[:2])
     return merge_attention_states(*prefix, *suffix, use_a=plan.shares, out=out, return_lse=return_lse)
 

@@ -20,7 +20,7 @@ from tritonllm.kernels.attention.common import (
     visible_keys,
 )
 from tritonllm.kernels.attention.portable.balanced import balanced_kernel
-from tritonllm.kernels.attention.portable.few import few_config, launch_few
+from tritonllm.kernels.attention.portable.few import few_config, few_row_tiles, launch_few
 from tritonllm.kernels.attention.portable.split import launch_split, split_config
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
@@ -67,30 +67,39 @@ def sm90_config(head_size: int, group: int, cache_dtype: str) -> tuning.Config:
 
 
 SM90_ROWS = 32  # more leave its accumulators too few registers
-FEW_PROGRAMS = 32  # up to which the latency of one launch decides at a few hundred keys
+FEW_PAIRS, FEW_KEYS, FEW_WORK = 64, 2560, 28_672  # of decode_short_keys: most pairs, most keys, most of both multiplied
 
 
-def likely_short(capacity: int) -> bool:
-    """Lengths are on the device, so the room in the tables must do. Few sequences may fill 4096 to 32768 keys (8192
-    keys, 4 heads of groups of 8: the few kernel 36.8 us, split 14.2); more room is there for the rare long one (400
-    keys in tables for 4096, 40960 or 131072: the few kernel 4 to 7 us, Hopper's with what prepares it 9 to 10)."""
-    return not 4096 < capacity <= 32768
+def decode_short_keys(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, sequences: int) -> int:
+    """Up to how many keys decode attention of so many sequences is a matter of latency: the few kernel's, which is one
+    launch with what prepares it. 0: it never is.
+
+    Where an H200 takes as long with Hopper's kernel, in keys, by the few kernel's (sequence, tile of heads) pairs:
+    8 pairs 2,600 (16 query heads, 8 of keys, of 128) and 7,000 (14, 2, of 64), 16 pairs 2,700 (32, 8) and 5,000 (28,
+    4; 32, 4), 32 pairs 1,100 (16, 8) and 950 (32, 8), 64 pairs 430 to 550 (all of these). Far from there it matters: at
+    256 keys 64 pairs take 5.7 us and 8.0, at 16,000 keys 59 and 26 if one sequence of eight has them.
+    """
+    group = heads // kv_heads
+    if group > 16 or head_size > 256 or dtype not in (torch.bfloat16, torch.float16):
+        return 0
+    pairs = sequences * kv_heads * few_row_tiles(group, sequences * kv_heads)
+    return 0 if pairs > FEW_PAIRS else min(FEW_KEYS, FEW_WORK // max(1, pairs))
 
 
 def default_config(
-    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str
+    head_size: int, group: int, programs: int, lengths: str, dtype: str, cache_dtype: str, arch: str
 ) -> tuning.Config:
     """A configuration of the kernel that is faster.
 
-    ``programs``: sequences times key/value heads; ``arch``: ``"sm90"`` where its kernel can be had. Hopper's, balanced
-    and split on an H200, in microseconds: with 8 programs 38.0, 46.6, 42.8 (b1 x 32768), 64 66.4, 70.9, 68.8 (b8 x
-    8192), 512 238, 261, 269 (b64 x 4096), 1024 238, 263, 266 (b128 x 2048), 2048 240, 267, 246 (b256 x 1024), with
-    lengths 1 to 300 51, 70, 50. With a float8 cache Hopper's is the fastest everywhere, then balanced: split has no
-    loop of its own for it. Few programs: :func:`~tritonllm.kernels.attention.portable.few.few_config`.
+    ``programs``: sequences times key/value heads; ``lengths``: ``"short"``, as :func:`decode_short_keys` says, or
+    ``"long"``; ``arch``: ``"sm90"`` where its kernel can be had. Hopper's, balanced and split on an H200, in
+    microseconds: with 8 programs 38.0, 46.6, 42.8 (b1 x 32768), 64 66.4, 70.9, 68.8 (b8 x 8192), 512 238, 261, 269 (b64
+    x 4096), 1024 238, 263, 266 (b128 x 2048), 2048 240, 267, 246 (b256 x 1024), with lengths 1 to 300 51, 70, 50. With
+    a float8 cache Hopper's is the fastest everywhere, then balanced: split has no loop of its own for it. Short ones:
+    :func:`~tritonllm.kernels.attention.portable.few.few_config`.
     """
     float8 = cache_dtype.startswith("float8")
-    small = group <= 16 and head_size <= 256 and dtype != "float32" and not float8
-    if programs <= FEW_PROGRAMS and likely_short(capacity) and small:
+    if lengths == "short" and not float8:
         return few_config(head_size, group, programs)
     if arch == "sm90" and group <= SM90_ROWS and (programs <= 2112 or float8):
         return sm90_config(head_size, group, cache_dtype)
@@ -99,10 +108,17 @@ def default_config(
     return split_config(head_size, group, programs, dtype)
 
 
+def lengths_of(q: torch.Tensor, pages: Pages, hints: Hints, window: int) -> str:
+    """``"short"`` or ``"long"``, of ``q[B, H, D]``: what the host knows, for lengths are on the device."""
+    keys = hints.most_keys(pages)
+    limit = decode_short_keys(q.shape[1], pages.k_cache.shape[2], q.shape[2], q.dtype, len(pages.seq_lens))
+    return "short" if (min(keys, window) if window else keys) <= limit else "long"
+
+
 def config_key(q: torch.Tensor, pages: Pages, max_seqlen_q: int = 1) -> dict[str, Any]:
-    """What a configuration depends on."""
+    """What a configuration depends on, but for the lengths."""
     _, heads, head_size = q.shape
-    _, size, kv_heads, _ = pages.k_cache.shape
+    kv_heads = pages.k_cache.shape[2]
     arch = "any"
     if chip.on_sm90(q.device):
         from tritonllm.kernels.attention.sm90 import decode as sm90  # Gluon is not there for every GPU
@@ -112,11 +128,16 @@ def config_key(q: torch.Tensor, pages: Pages, max_seqlen_q: int = 1) -> dict[str
         "head_size": head_size,
         "group": heads // kv_heads * max_seqlen_q,
         "programs": len(pages.seq_lens) * kv_heads,
-        "capacity": pages.block_tables.shape[1] * size,
         "dtype": dtype_name(q),
         "cache_dtype": dtype_name(pages.k_cache),
         "arch": arch,
     }
+
+
+def decode_config(q: torch.Tensor, pages: Pages, hints: Hints, window: int) -> tuning.Config:
+    """For decodes ``q[B, H, D]``."""
+    key = config_key(q, pages) | {"lengths": lengths_of(q, pages, hints, window)}
+    return tuning.get_config("paged_decode_attention", q.device, default_config, **key)
 
 
 def check_workspace(workspace: torch.Tensor | None, like: torch.Tensor) -> None:
@@ -127,6 +148,8 @@ def check_workspace(workspace: torch.Tensor | None, like: torch.Tensor) -> None:
 
 def check_hints(hints: Hints, q: torch.Tensor) -> None:
     check_workspace(hints.workspace, q)
+    most = hints.max_seqlen_k
+    require(most is None or most >= 1, f"max_seqlen_k must be at least 1 or None, got {most}")
     if hints.order is not None:
         check_tensor("order", hints.order, (len(q),), dtype=torch.int32, like=q)
 
@@ -144,9 +167,8 @@ def launch_balanced(queries: Queries, pages: Pages, hints: Hints, args: Attentio
     batch, heads, head_size = len(seq_lens), *q.shape[1:]
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
-    capacity = block_tables.shape[1] * k_cache.shape[1]
     row_tiles = triton.cdiv(group * max_seqlen_q, config["BLOCK_M"])
-    tiles = batch * kv_heads * row_tiles * max(1, triton.cdiv(capacity, config["BLOCK_N"]))
+    tiles = batch * kv_heads * row_tiles * max(1, triton.cdiv(hints.most_keys(pages), config["BLOCK_N"]))
     programs = min(config.pop("PROGRAMS"), tiles)
     if workspace is None:
         workspace = torch.zeros(programs, dtype=torch.int32, device=q.device)
@@ -181,7 +203,7 @@ def launch_decode(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionAr
     if config["kernel"] == "few":
         launch_few(q, pages, hints, args, config)
     elif config["kernel"] == "split":
-        launch_split(q, pages, args, config)
+        launch_split(q, pages, hints, args, config)
     else:
         launch_balanced(Queries(q), pages, hints, args, config)
 
@@ -202,8 +224,7 @@ def _paged_decode_attention(q: torch.Tensor, pages: Pages, hints: Hints, args: A
     require_float8(pages.k_cache)
     if len(q) == 0:
         return
-    config = tuning.get_config("paged_decode_attention", q.device, default_config, **config_key(q, pages))
-    launch_decode(q, pages, hints, args, config)
+    launch_decode(q, pages, hints, args, decode_config(q, pages, hints, args.window))
 
 
 def paged_decode_attention(
@@ -225,6 +246,7 @@ def paged_decode_attention(
     workspace: torch.Tensor | None = None,
     settled: bool = False,
     order: torch.Tensor | None = None,
+    max_seqlen_k: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token per sequence, the last, over the sequence's keys and values in blocks.
 
@@ -254,6 +276,8 @@ def paged_decode_attention(
             each sequence (true while a model is served): they are read before the kernel before this one ends.
         order: ``[B]`` int32, the sequences from the longest to the shortest (any permutation is right). Given it, where
             there are some sequences a processor of unequal lengths, Hopper's kernel shares them out whole.
+        max_seqlen_k: keys of the longest sequence, as far as the host knows; None: all that ``block_tables`` has room
+            for. Few and short sequences have a kernel of their own. (Any number is right; a good one is fast.)
 
     Returns:
         ``out``, or ``(out, lse)`` with lse ``[B, H]`` float32: natural, sinks included, -inf for an empty sum.
@@ -261,7 +285,7 @@ def paged_decode_attention(
     Raises:
         ValueError: a shape, dtype, device or number that does not fit, or a float8 cache on a GPU without float8.
     """
-    pages, hints = Pages(k_cache, v_cache, block_tables, seq_lens), Hints(workspace, settled, order)
+    pages, hints = Pages(k_cache, v_cache, block_tables, seq_lens), Hints(workspace, settled, order, max_seqlen_k)
     options = Options(scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
     args = check_attention(q, pages, options, out, return_lse, batch=len(q))
     check_hints(hints, q)

@@ -9,10 +9,9 @@ import torch
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Heads, Hints, Options, Pages, Scales, Slots
 from tritonllm.kernels.attention.common import check_attention, require_float8
-from tritonllm.kernels.attention.decode import check_hints, config_key, default_config, launch_decode
+from tritonllm.kernels.attention.decode import check_hints, decode_config, launch_decode
 from tritonllm.kernels.attention.portable.few import Projection, launch_few
 from tritonllm.kernels.attention.qk_norm_rope import check_projection, split_heads
-from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.registry import OPS, register_op, with_reference
 
 
@@ -44,7 +43,7 @@ def _fused_decode_attention(
     if len(qkv) == 0:
         return
     q = split_heads(qkv, pages.k_cache)[0]
-    config = tuning.get_config("paged_decode_attention", q.device, default_config, **config_key(q, pages))
+    config = decode_config(q, pages, hints, args.window)
     scales = Scales(args.k_scale, args.v_scale, k_factor, args.v_factor)
     if config["kernel"] == "few":
         launch_few(qkv, pages, hints, args, config, Projection(slot_mapping, heads, scales))
@@ -80,6 +79,7 @@ def fused_decode_attention(
     workspace: torch.Tensor | None = None,
     settled: bool = False,
     order: torch.Tensor | None = None,
+    max_seqlen_k: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`qk_norm_rope_store` of one token for each sequence, and :func:`paged_decode_attention` of its queries.
 
@@ -100,7 +100,7 @@ def fused_decode_attention(
     """
     heads = Heads(positions, cos_sin_cache, q_weight, k_weight, eps, weight_offset, interleaved)
     k_factor = check_projection(qkv, Slots(k_cache, v_cache, slot_mapping), heads, k_scale, v_scale).k_factor
-    pages, hints = Pages(k_cache, v_cache, block_tables, seq_lens), Hints(workspace, settled, order)
+    pages, hints = Pages(k_cache, v_cache, block_tables, seq_lens), Hints(workspace, settled, order, max_seqlen_k)
     options = Options(scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
     args = check_attention(split_heads(qkv, k_cache)[0], pages, options, out, return_lse, batch=len(qkv))
     check_hints(hints, qkv)

@@ -54,7 +54,7 @@ def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs
 
 
 def default_config(
-    head_size: int, group: int, programs: int, capacity: int, dtype: str, cache_dtype: str, arch: str, tree: str
+    head_size: int, group: int, programs: int, dtype: str, cache_dtype: str, arch: str, tree: str
 ) -> tuning.Config:
     """``group``: tokens of a draft times query heads that share keys; ``tree``: ``"yes"`` or ``"no"``.
 

@@ -6,7 +6,10 @@ A table is ``configs/<gpu>/<op>.json``, written by ``python -m autotune --op <op
      "entries": [{"key": {"n": 14336, "tokens": 64}, "config": {"BLOCK": 1024, "num_warps": 4}, "us": 3.0}]}
 
 A lookup takes the entry with the nearest key: strings (and what ``EXACT`` names) must be equal, other numbers count by
-the distance of their logarithms. A GPU without a table takes the op's default, a plain function of the same key.
+the distance of their logarithms. An entry without a ``config`` says that the op's default, a plain function of the same
+key, was not beaten there. The default is also taken by a GPU without a table, by a key that is far from all entries,
+and in the place of an entry that takes another *kernel* than the default: which kernel is faster says nothing about
+other keys, if the default has looked at this one and decided otherwise.
 """
 
 import functools
@@ -30,6 +33,7 @@ Key = Mapping[str, int | str]
 
 TABLES = Path(__file__).parents[1] / "configs"
 EXACT = frozenset({"head_size", "itemsize", "block_m"})  # a tile that fits the chip may not fit it with another
+FAR = 2.0  # a factor of four in one number, or of two in each of two
 
 
 def gpu_slug(name: str) -> str:
@@ -107,11 +111,14 @@ def _slug_of(device: torch.device) -> str | None:
 def _lookup(slug: str | None, op: str, default: Callable[..., Config], key: tuple[tuple[str, Any], ...]) -> Config:
     table = load_table(slug, op) if slug else None
     wanted = dict(key)
-    if table and table["entries"]:
-        best = min(table["entries"], key=lambda entry: distance(entry["key"], wanted))
-        if distance(best["key"], wanted) < math.inf:
-            return dict(best["config"])
-    return default(**wanted)
+    otherwise = default(**wanted)
+    if not table or not table["entries"]:
+        return otherwise
+    away, best = min(((distance(e["key"], wanted), e) for e in table["entries"]), key=lambda pair: pair[0])
+    tuned = best.get("config")
+    if tuned is None or away > FAR or (away > 0 and tuned.get("kernel") != otherwise.get("kernel")):
+        return otherwise
+    return dict(tuned)
 
 
 _overrides: dict[str, tuple[Config | Callable[..., Config], list[dict[str, int | str]]]] = {}

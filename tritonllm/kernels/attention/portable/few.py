@@ -180,6 +180,16 @@ def few_kernel(
                 tl.store(p_lse + b_some, b_all_lse * LN2, mask=m_some)
 
 
+def _few_heads(group: int, programs: int) -> int:
+    """Query heads of a program by default."""
+    return min(2 if programs <= 8 else 4, triton.next_power_of_2(group))
+
+
+def few_row_tiles(group: int, programs: int) -> int:
+    """Into how many tiles a group is cut by default: each of them reads the keys."""
+    return triton.cdiv(group, _few_heads(group, programs))
+
+
 def few_config(head_size: int, group: int, programs: int) -> tuning.Config:
     """``BLOCK_M``: query heads of a program; ``PROGRAMS``: how many programs to aim for.
 
@@ -188,7 +198,7 @@ def few_config(head_size: int, group: int, programs: int) -> tuning.Config:
     16.0 and 15.5. The keys that programs of a group share come from the second-level cache. Four sequences, 800 keys,
     with 4 heads instead of 2: 7.7 us and 9.2 (groups of 8), 8.6 and 10.1 (4).
     """
-    heads = min(2 if programs <= 8 else 4, triton.next_power_of_2(group))
+    heads = _few_heads(group, programs)
     block_n = 32 if head_size <= 128 else 16
     merge = max(1, min(16, 32 * 128 // (heads * triton.next_power_of_2(head_size))))
     tile = {"BLOCK_M": heads, "BLOCK_N": block_n, "MIN_TILES": 1, "MERGE": merge}
@@ -210,7 +220,7 @@ def launch_few(
             Each alone is right, but where the weights take the keys' place in shared memory, ptxas 12.8 (of Triton 3.6)
             reads the weights' address from registers that it never wrote, and results are wrong, or the access illegal.
     """
-    (k_cache, v_cache, block_tables, seq_lens), (workspace, settled, _) = pages, hints
+    (k_cache, v_cache, block_tables, seq_lens), (workspace, settled, *_) = pages, hints
     config = {name: value for name, value in config.items() if name != "kernel"}
     batch, heads, head_size = args.out.shape
     size, kv_heads = k_cache.shape[1:3]
@@ -222,9 +232,9 @@ def launch_few(
         f"num_warps must be 1 or 2 with {columns} query heads a program, got {config['num_warps']}: use BLOCK_M=8",
     )
     row_tiles = triton.cdiv(group, rows)
-    capacity, block_n = block_tables.shape[1] * size, config["BLOCK_N"]
+    most, block_n = hints.most_keys(pages), config["BLOCK_N"]
     # A window that does not begin at a tile's edge touches one tile more.
-    keys = min(capacity, args.window + block_n) if args.window else capacity
+    keys = min(most, args.window + block_n) if args.window else most
     pairs = batch * kv_heads * row_tiles
     parts = max(1, min(config.pop("PROGRAMS") // pairs, triton.cdiv(keys, block_n * config["MIN_TILES"])))
     newest = projection is not None or (settled and parts > 1)

@@ -329,14 +329,14 @@ def fits(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
 def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
     """Write ``args.out`` and ``args.lse``, of tokens that see those before them, or a tree's ancestors."""
     q, cu_seqlens_q, max_seqlen_q, _, tree_mask = queries
-    (k_cache, v_cache, block_tables, seq_lens), (workspace, settled, order) = pages, hints
+    (k_cache, v_cache, block_tables, seq_lens), (workspace, settled, order, _) = pages, hints
     batch, heads, head_size = len(seq_lens), *q.shape[1:]
     blocks, size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
     config = dict(config)
     stages, block_m, block_n = config.pop("num_stages"), config["BLOCK_M"], config["BLOCK_N"]
     row_tiles = triton.cdiv(group * max_seqlen_q, block_m)
-    tiles = batch * kv_heads * row_tiles * max(1, triton.cdiv(block_tables.shape[1] * size, block_n))
+    tiles = batch * kv_heads * row_tiles * max(1, triton.cdiv(hints.most_keys(pages), block_n))
     programs = min(config.pop("PROGRAMS"), tiles)
     if workspace is None or len(workspace) < 2:
         workspace = torch.zeros(programs + 1, dtype=torch.int32, device=q.device)
