@@ -13,6 +13,7 @@ from tritonllm.kernels.compile.parallel import list_kernels
 from tritonllm.kernels.runtime.meta_mode import MetaMode
 from tritonllm.kernels.runtime.registry import LAUNCHERS
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.segments import Segments, decodes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 
@@ -57,7 +58,7 @@ def launches(model: str, rows: int, wanted: int | None = None) -> list[str]:
 
         lengths, slots = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
         tables = empty(rows, 4, dtype=torch.int32)
-        metadata = AttentionMetadata(slots, tables, lengths, empty(1, dtype=torch.int32), rows, 0)
+        metadata = AttentionMetadata(Segments(decodes(rows)), slots, tables, lengths, empty(1, dtype=torch.int32))
         shape = (2, 64, 16, spec.num_kv_heads, spec.head_size)
         cache = [KVCacheView(*empty(*shape, dtype=torch.bfloat16)) for _ in spec.layers]
         with Noting() as noting:
