@@ -47,6 +47,7 @@ class Parts(Protocol):
     """A model taken apart: its attention, and a step around an operator in attention's place."""
 
     writes: tuple[str, ...]  # arguments of the operator that attention overwrites
+    takes_rows: bool  # the step returns only the rows that are wanted
     device: torch.device
 
     def attend(self, step: Bound, *args: Any) -> torch.Tensor:
@@ -69,6 +70,7 @@ class _DecoderParts:
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self.writes: tuple[str, ...] = ("qkv",)
+        self.takes_rows = True
         self.device = model.embed.weight.device
         self._attentions: list[Any] = [layer.attention for layer in model.layers]
         self._attend = [attention.attend for attention in self._attentions]
@@ -118,6 +120,7 @@ class _TransformersParts:
     def __init__(self, model: TransformersDecoder) -> None:
         self._model = model
         self.writes: tuple[str, ...] = ()
+        self.takes_rows = False
         self.device = next(model.parameters()).device
 
     def attend(self, step: Bound, *args: Any) -> torch.Tensor:
@@ -136,15 +139,14 @@ class _TransformersParts:
         return q.new_empty(q.shape)
 
     def kind(self, tokens: int, rows: int | None) -> tuple[Any, ...]:
-        return None, rows is None
+        return (None,)
 
     def step(self, operator: Any) -> Callable[..., torch.Tensor]:
         model = self._model
         through: Any = _Through(operator)
 
-        def step(plan: None, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-            hidden = model.run(ids, positions, through)
-            return hidden if rows is None else hidden[rows]
+        def step(plan: None, ids: torch.Tensor, positions: torch.Tensor, rows: None) -> torch.Tensor:
+            return model.run(ids, positions, through)
 
         return step
 
@@ -162,7 +164,9 @@ class CompiledModel:
         ValueError: the compiler cannot compile the model, and why.
     """
 
-    def __init__(self, model: CausalLM, backend: str, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, model: CausalLM, backend: str | Callable[..., Any], *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
         begin = time.monotonic()
         self._model = model
         self.dtype, self.supports_graphs = model.dtype, model.supports_graphs
@@ -207,7 +211,8 @@ class CompiledModel:
         counts = [1 << bit for bit in range(1, min(budget, MOST_TOKENS).bit_length() + 1)]
         seen = set()
         for tokens in counts:
-            for rows in (None, *(rows for rows in counts if rows < min(tokens, 2 * seats))):
+            some = [rows for rows in counts if rows < min(tokens, 2 * seats)] if self._parts.takes_rows else []
+            for rows in (None, *some):
                 kind = self._parts.kind(tokens, rows)
                 if kind not in seen:
                     seen.add(kind)
@@ -221,10 +226,14 @@ class CompiledModel:
             if tensor is not None:
                 torch._dynamo.mark_dynamic(tensor, 0)
         # one token, or one row, is no size of its own, nor are as many tokens as rows
-        sizes = symbolic_shapes.patch(  # type: ignore[attr-defined]
-            backed_size_oblivious=True, use_duck_shape=False
-        )
-        with sizes, torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+        oblivious = {"backed_size_oblivious": True, "use_duck_shape": False}
+        # only what is marked is dynamic: torch would remember other models, and make of what differs a variable
+        marked: dict[str, Any] = {
+            "automatic_dynamic_shapes": False,
+            "specialize_float": True,
+            "recompile_limit": MOST_GRAPHS,
+        }
+        with symbolic_shapes.patch(**oblivious), torch._dynamo.config.patch(**marked):  # type: ignore[attr-defined]
             try:
                 self._step(self._parts.kind(tokens, rows)[0], *inputs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -243,13 +252,15 @@ class CompiledModel:
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step, as :meth:`~tritonllm.models.decoder.Decoder.forward`; never compiles."""
-        plan = self._parts.kind(len(positions), None if rows is None else len(rows))[0]
+        inside = rows if self._parts.takes_rows else None
+        plan = self._parts.kind(len(positions), None if inside is None else len(inside))[0]
         self._bound = Bound(metadata, kv_cache)
         try:
             with torch.compiler.set_stance("eager_on_recompile"):
-                return self._step(plan, input_ids, positions, rows)
+                hidden: torch.Tensor = self._step(plan, input_ids.int(), positions, inside)
         finally:
             self._bound = None
+        return hidden if rows is inside else hidden[rows]
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """Of whole steps: a graph has all layers."""
