@@ -116,7 +116,6 @@ def transformers_model(folder, name, **fields):
 def test_models_of_transformers(must_fit, tmp_path, name, fields):
     plain, other = transformers_model(tmp_path, name, **fields)
     model, prompt = compiled(other), random_tokens(20, 101, seed=1)
-    assert len(list(model._sizes(64, 8))) == 1
     assert paged(model).greedy(prompt, 6) == paged(plain).greedy(prompt, 6)
 
 
@@ -182,20 +181,22 @@ def test_inductor(must_fit, tmp_path):
     assert token_ids(llm.generate(PROMPTS, greedy(), use_tqdm=False)) == expected
 
 
-def test_a_step_without_a_graph_runs_all_the_same():
-    """Here another number of threads, by which Dynamo guards too: never a compilation, always the result."""
+def test_a_step_without_a_graph_runs_all_the_same(caplog):
+    """Here another number of threads, by which Dynamo guards: no compilation, the same result, one warning."""
     model, plain = decoder(), decoder()
     dummy_weights(model, seed=0)
     dummy_weights(plain, seed=0)
     prompt = random_tokens(9, model.spec.vocab_size, seed=1)
     expected, model = PagedRunner(plain).greedy(prompt, 3), compiled(model)
-    ready, threads = counters["stats"]["unique_graphs"], torch.get_num_threads()
+    runner, ready, threads = paged(model), counters["stats"]["unique_graphs"], torch.get_num_threads()
+    runner.greedy(prompt, 3)
+    assert "fits no graph" not in caplog.text
     torch.set_num_threads(threads + 1)
     try:
         assert paged(model).greedy(prompt, 3) == expected
     finally:
         torch.set_num_threads(threads)
-    assert counters["stats"]["unique_graphs"] == ready
+    assert counters["stats"]["unique_graphs"] == ready and caplog.text.count("fits no graph") == 1
 
 
 def test_a_rehearsal_runs_what_is_captured(monkeypatch):
@@ -232,7 +233,7 @@ def test_every_size_of_a_gpu_has_a_graph(family):
         )
         kind = model._parts.kind
         known = {kind(*size) for size in model._sizes(8192, 256)}
-        assert 1 < len(known) == len(graphs) < 12
+        assert 1 < len(known) == len(graphs) < 12  # one token, or one row, needs none of its own
         for tokens in (*range(1, 700), 2048, 4096, 8192):
             for rows in (None, 1, 2, 8, 16, 17, 32, 64, 65, 96, 256):
                 assert (rows is not None and rows >= tokens) or kind(tokens, rows) in known, (tokens, rows)

@@ -21,6 +21,7 @@ import torch
 import torch._dynamo
 import torch.fx.experimental._config as symbolic_shapes
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
 from torch.library import Library, infer_schema
 
 from tritonllm.kernels.dense.linear import MAX_M
@@ -172,14 +173,22 @@ class CompiledModel:
         self.dtype, self.supports_graphs = model.dtype, model.supports_graphs
         self._parts = _parts_of(model)
         self._bound: Bound | None = None  # of the step that runs
-        step = self._parts.step(self._define())
+        self._missed = False  # a step has fitted no graph
+        run, weak = self._parts.step(self._define()), ref(self)
+
+        def step(plan: Any, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+            if not torch.compiler.is_compiling():  # a graph is not this code
+                _note_missed(weak(), ids)
+            return run(plan, ids, positions, rows)
+
         # Dynamo keeps what it compiled with the code: another engine's model must not be in the way
         step.__code__ = step.__code__.replace()
         self._step = torch.compile(step, fullgraph=True, backend=backend)
-        sizes = list(self._sizes(max_num_batched_tokens, max_num_seqs))
-        for tokens, rows in sizes:
+        graphs = counters["stats"]["unique_graphs"]
+        for tokens, rows in self._sizes(max_num_batched_tokens, max_num_seqs):
             self._compile(tokens, rows)
-        logger.info("compiled %d graphs in %.1f s", len(sizes), time.monotonic() - begin)
+        graphs = counters["stats"]["unique_graphs"] - graphs
+        logger.info("torch.compile made %d graphs in %.1f s", graphs, time.monotonic() - begin)
 
     def _define(self) -> Any:
         """The operator in the place of attention, which has a name of its own and lives as long as this model."""
@@ -207,21 +216,23 @@ class CompiledModel:
         return getattr(namespace, name).default
 
     def _sizes(self, budget: int, seats: int) -> Iterator[tuple[int, int | None]]:
-        """Tokens and rows of a step of each kind."""
-        counts = [1 << bit for bit in range(1, min(budget, MOST_TOKENS).bit_length() + 1)]
+        """Tokens and rows of a step of each kind. One is a kind of its own, and last: to some models of transformers
+        the compiler makes it an exception."""
+        counts = [1 << bit for bit in range(min(budget, MOST_TOKENS).bit_length() + 1)]
+        pairs: list[tuple[int, int | None]] = [(tokens, None) for tokens in counts]
+        if self._parts.takes_rows:
+            pairs += [(tokens, rows) for tokens in counts for rows in counts if rows < min(tokens, 2 * seats)]
         seen = set()
-        for tokens in counts:
-            some = [rows for rows in counts if rows < min(tokens, 2 * seats)] if self._parts.takes_rows else []
-            for rows in (None, *some):
-                kind = self._parts.kind(tokens, rows)
-                if kind not in seen:
-                    seen.add(kind)
-                    yield tokens, rows
+        for tokens, rows in sorted(pairs, key=lambda pair: 1 in pair):
+            kind = tokens == 1, rows == 1, self._parts.kind(tokens, rows)
+            if kind not in seen:
+                seen.add(kind)
+                yield tokens, rows
 
     @torch.inference_mode()
     def _compile(self, tokens: int, rows: int | None) -> None:
         ids = torch.zeros(tokens, dtype=torch.int32, device=self._parts.device)
-        inputs = [ids, ids.long(), None if rows is None else ids.new_zeros(rows, dtype=torch.int64)]
+        inputs: list[Any] = [ids, ids.long(), None if rows is None else ids.new_zeros(rows, dtype=torch.int64)]
         for tensor in inputs:
             if tensor is not None:
                 torch._dynamo.mark_dynamic(tensor, 0)
@@ -276,6 +287,14 @@ class CompiledModel:
     @property
     def work(self) -> Sequence[LayerWork]:
         return self._model.work
+
+
+def _note_missed(model: CompiledModel | None, ids: torch.Tensor) -> None:
+    if model is not None and not model._missed:
+        model._missed = True
+        logger.warning(
+            "a step of %d tokens fits no graph of torch.compile and runs without one; so may others", len(ids)
+        )
 
 
 def _parts_of(model: CausalLM) -> Parts:
