@@ -280,6 +280,9 @@ class CompiledModel:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(hidden)
 
+    def short_keys(self, sequences: int) -> int:
+        return self._model.short_keys(sequences)
+
     @property
     def spec(self) -> ModelFacts:
         return self._model.spec
