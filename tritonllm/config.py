@@ -6,6 +6,7 @@ A value that only the model or the machine can decide (length, dtype, device, nu
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,10 +15,13 @@ from tritonllm.vllm_arguments import translate
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 POLICIES = ("fcfs", "priority")
+NO_COMPILATION, COMPILATION = 0, 3
+BACKENDS = ("inductor", "aot_eager", "eager")
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
 _OWN_KWARGS = (
     "enforce_eager",
     "disable_cascade_attn",
+    "compilation_config",
     "kernel_cache",
     "step_timeout",
 )  # of EngineConfig itself, not of its parts
@@ -148,6 +152,49 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompilationConfig:
+    """``torch.compile`` around the model (docs/start.md).
+
+    Args:
+        mode: 3 compiles all layers as one graph before the first request; 0 compiles nothing. vLLM has two more.
+        backend: of ``torch.compile``. All but ``inductor`` compute as without a compiler: they are there for tests.
+    """
+
+    mode: int = NO_COMPILATION
+    backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.mode not in (NO_COMPILATION, COMPILATION) or isinstance(self.mode, bool):
+            raise ValueError(
+                f"compilation_config: mode must be {NO_COMPILATION} (off) or {COMPILATION} (torch.compile around the "
+                f"model), got {self.mode!r}"
+            )
+        _one_of("compilation_config: backend", self.backend, BACKENDS)
+
+    @classmethod
+    def of(cls, value: object) -> "CompilationConfig":
+        """From what vLLM takes: a mode, or a dictionary of fields in which ``level`` is the mode's older name.
+
+        Raises:
+            ValueError: anything else.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, int):
+            return cls(mode=value)
+        if not isinstance(value, Mapping):
+            raise ValueError(f"compilation_config must be 0, 3, a dict or a CompilationConfig, got {value!r}")
+        fields = {"mode" if name == "level" else name: field for name, field in value.items()}
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in value:
+            if name not in (*known, "level"):
+                raise ValueError(f"compilation_config: {name!r} is not supported; there are {', '.join(known)}")
+        if len(fields) < len(value):
+            raise ValueError("compilation_config: mode and level are the same: give one")
+        return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine needs.
 
@@ -155,6 +202,7 @@ class EngineConfig:
         enforce_eager: no CUDA graphs.
         disable_cascade_attn: let every sequence read the keys of a prompt's beginning for itself, even where a step's
             sequences share them. Without it they are read once if that is faster.
+        compilation_config: whether ``torch.compile`` compiles the model; :meth:`from_kwargs` takes a mode or a dict.
         kernel_cache: a folder that ``tritonllm precompile`` made: kernels that are there are not compiled.
         step_timeout: seconds that a GPU may take for a step. If it takes longer, the engine raises an error that names
             the step and its requests, where it would wait for ever.
@@ -165,12 +213,14 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     kernel_cache: str | None = None
     step_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         _is_a("enforce_eager", self.enforce_eager, bool)
         _is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
+        _is_a("compilation_config", self.compilation_config, CompilationConfig)
         if self.kernel_cache is not None:
             _is_a("kernel_cache", self.kernel_cache, str)
         seconds = self.step_timeout
@@ -190,6 +240,8 @@ class EngineConfig:
             names = {f.name for f in dataclasses.fields(part)}
             parts[name] = part(**{key: kwargs.pop(key) for key in list(kwargs) if key in names})
         own = {key: kwargs.pop(key) for key in _OWN_KWARGS if key in kwargs}
+        if "compilation_config" in own:
+            own["compilation_config"] = CompilationConfig.of(own["compilation_config"])
         return cls(**parts, **own)
 
     @classmethod

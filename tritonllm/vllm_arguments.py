@@ -102,7 +102,6 @@ class VllmEngine:
     kv_events_config: Any = None
     # what is computed
     attention_backend: Any = None
-    compilation_config: Any = None
     optimization_level: Any = None
     speculative_config: Any = None
     speculative_model: Any = None

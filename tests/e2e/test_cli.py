@@ -184,7 +184,7 @@ def test_chat(llm, capsys):
 
 def test_options_reach_the_engine(llm):
     argv = "generate m --prompt a --dtype float16 --device cpu --max-model-len 64 --block-size 8 --num-blocks 9"
-    argv += " --max-num-seqs 3 --max-num-batched-tokens 77 --gpu-memory-utilization 0.5 --enforce-eager"
+    argv += " --max-num-seqs 3 --max-num-batched-tokens 77 --gpu-memory-utilization 0.5 --enforce-eager --compile"
     argv += " --no-prefix-caching --tokenizer t --revision r --load-format dummy --trust-remote-code --priority -2"
     llm.before_step = lambda: priorities.append(llm.requests["0"]["priority"])
     priorities = []
@@ -200,6 +200,7 @@ def test_options_reach_the_engine(llm):
         "max_num_batched_tokens": 77,
         "gpu_memory_utilization": 0.5,
         "enforce_eager": True,
+        "compilation_config": 3,
         "enable_prefix_caching": False,
         "tokenizer": "t",
         "revision": "r",

@@ -1,9 +1,11 @@
 import dataclasses
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
 
-from tritonllm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tritonllm.config import CacheConfig, CompilationConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tritonllm.engine.arg_utils import EngineArgs
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,11 @@ from tritonllm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
         (SchedulerConfig, {"policy": "random"}, "policy must be one of fcfs, priority"),
         (EngineConfig, {"enforce_eager": 1}, "enforce_eager must be of type bool"),
         (EngineConfig, {"disable_cascade_attn": "no"}, "disable_cascade_attn must be of type bool"),
+        (EngineConfig, {"compilation_config": 3}, "compilation_config must be of type CompilationConfig"),
+        (CompilationConfig, {"mode": 2}, r"compilation_config: mode must be 0 \(off\) or 3 .*, got 2"),
+        (CompilationConfig, {"mode": True}, "mode must be 0"),
+        (CompilationConfig, {"mode": "3"}, "mode must be 0"),
+        (CompilationConfig, {"backend": "nvfuser"}, "compilation_config: backend must be one of inductor, "),
         (EngineConfig, {"step_timeout": 0}, "step_timeout must be a number of seconds greater than 0"),
         (EngineConfig, {"step_timeout": "1"}, "step_timeout must be a number of seconds greater than 0"),
         (EngineConfig, {"step_timeout": float("nan")}, "step_timeout must be a number of seconds greater than 0"),
@@ -52,6 +59,42 @@ def test_bad_values_are_named(part, kwargs, message):
         kwargs = {"model": ModelConfig(model="m")} | kwargs
     with pytest.raises(ValueError, match=message):
         part(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, CompilationConfig()),
+        (0, CompilationConfig()),
+        ({}, CompilationConfig()),
+        (3, CompilationConfig(mode=3)),
+        (IntEnum("Mode", {"ON": 3}).ON, CompilationConfig(mode=3)),
+        ({"level": 3}, CompilationConfig(mode=3)),
+        ({"mode": 3, "backend": "eager"}, CompilationConfig(mode=3, backend="eager")),
+        (CompilationConfig(mode=3), CompilationConfig(mode=3)),
+    ],
+)
+def test_compilation_configs(value, expected):
+    assert EngineConfig.from_kwargs(model="m", compilation_config=value).compilation_config == expected
+    assert EngineArgs(model="m", compilation_config=value).create_engine_config().compilation_config == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1, "mode must be 0 .* or 3 .*, got 1"),
+        (False, "mode must be 0"),
+        ("3", "compilation_config must be 0, 3, a dict or a CompilationConfig, got '3'"),
+        ([3], "compilation_config must be 0, 3, a dict"),
+        ({"level": 2}, "mode must be 0"),
+        ({"mode": 3, "level": 3}, "mode and level are the same: give one"),
+        ({"mode": 3, "cudagraph_mode": "FULL"}, "'cudagraph_mode' is not supported; there are mode, backend"),
+        ({3: 3}, "3 is not supported"),
+    ],
+)
+def test_bad_compilation_configs(value, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_kwargs(model="m", compilation_config=value)
 
 
 def test_limits_themselves_are_allowed():

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tritonllm.kernels import apply_rope, plan_cascade
+from tritonllm.kernels import apply_rope, paged_decode_attention, plan_cascade
 from tritonllm.layers import attention
 from tritonllm.layers.attention import Attention, AttentionSpec
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
@@ -172,3 +172,16 @@ def test_padding_of_a_captured_batch(device):
     got = run(layer, x, positions, table, padded, caches[1])
     torch.testing.assert_close(got[:2], want)
     torch.testing.assert_close(caches[1].k, caches[0].k, equal_nan=True)
+
+
+def test_numbers_may_change_between_compiled_calls():
+    """Dynamo makes variables of them then; Gemma 2 and 3 have softcaps and scales of their own."""
+    q, cache = torch.randn(3, 4, 16), torch.randn(8, 4, 2, 16)
+    tables, lens = torch.zeros(3, 2, dtype=torch.int32), torch.tensor([3, 5, 8], dtype=torch.int32)
+
+    def attend(scale, softcap):
+        return paged_decode_attention(q, cache, cache, tables, lens, scale=scale, softcap=softcap)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    for numbers in ((0.3, 50.0), (0.3, 30.0), (0.2, 20.0), (0.2, 0.0)):
+        assert torch.equal(compiled(*numbers), attend(*numbers))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm.cli.prompts import read_prompts
-from tritonllm.config import DTYPES, LOAD_FORMATS, EngineConfig
+from tritonllm.config import COMPILATION, DTYPES, LOAD_FORMATS, EngineConfig
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -69,6 +69,12 @@ ENGINE: dict[str, dict[str, Any]] = {
         "help": "compute every prompt from its beginning",
     },
     "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
+    "compile": {
+        "action": "store_const",
+        "const": COMPILATION,
+        "dest": "compilation_config",
+        "help": "torch.compile around the model: a longer start, see docs/start.md",
+    },
     "step-timeout": {"type": float, "metavar": "S", "help": "seconds that a GPU may take for a step (default: 300)"},
     "kernel-cache": {"metavar": "DIR", "help": "folder that `tritonllm precompile` made"},
     "allow-nan": {

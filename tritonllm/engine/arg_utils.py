@@ -5,7 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from tritonllm.config import EngineConfig
+from tritonllm.config import CompilationConfig, EngineConfig
 from tritonllm.vllm_arguments import VllmEngine
 
 
@@ -41,6 +41,7 @@ class EngineArgs(VllmEngine):
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
+    compilation_config: int | dict[str, Any] | CompilationConfig | None = None
     kernel_cache: str | None = None
     step_timeout: float | None = None
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritonllm.config import EngineConfig, ModelConfig, SchedulerConfig
+from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig, SchedulerConfig
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.precompile import BackgroundCompiler, Target
 from tritonllm.engine.runner import ModelRunner
@@ -18,7 +18,7 @@ from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.kernels.compile.cache_folder import read_kernels_from
 from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.models import checkpoint
-from tritonllm.models.interface import ModelFacts
+from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.spec import ModelSpec
 from tritonllm.sampling_params import SamplingParams
@@ -172,6 +172,25 @@ def background_compiler(spec: ModelFacts, config: EngineConfig) -> AbstractConte
     return nullcontext()
 
 
+def compiled_if_asked(model: CausalLM, config: EngineConfig) -> CausalLM:
+    """The model, with compiled steps if ``compilation_config`` says so.
+
+    Raises:
+        ValueError: torch cannot compile it.
+    """
+    if config.compilation_config.mode == NO_COMPILATION:
+        return model
+    from tritonllm.models.compiled import CompiledModel  # torch's compiler takes a second to import
+
+    scheduler = config.scheduler
+    return CompiledModel(
+        model,
+        config.compilation_config.backend,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+    )
+
+
 def log_ready(
     spec: ModelFacts, config: EngineConfig, dtype: torch.dtype, device: torch.device, runner: ModelRunner, begin: float
 ) -> None:
@@ -255,6 +274,7 @@ def load_parts(config: EngineConfig) -> Parts:
             trust_remote_code=trusted,
             allow_nan=model_config.allow_nan,
         )
+    model = compiled_if_asked(model, config)
     runner = ModelRunner(model, config, device, limit)
     num_blocks = runner.fit_num_blocks()
     max_model_len = length_that_fits(config, limit, num_blocks)

@@ -112,10 +112,10 @@ class Attention(nn.Module):
         Returns:
             ``[R, hidden]``, to be added.
         """
-        out = self._attend(self.qkv(*x), positions, cos_sin_cache, metadata, kv_cache)
+        out = self.attend(self.qkv(*x), positions, cos_sin_cache, metadata, kv_cache)
         return Addend(self.o, out if rows is None else out.index_select(0, rows))
 
-    def _attend(
+    def attend(
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: KVCacheView,
     ) -> torch.Tensor:
-        """What lies between the two projections: ``qkv[T, (H + 2 K) D]`` -> ``[T, H D]``."""
+        """What lies between the two projections: ``qkv[T, (H + 2 K) D]``, overwritten, -> ``[T, H D]``."""
         cache = kv_cache.k, kv_cache.v
         rope = (None if cos_sin_cache is None else positions, cos_sin_cache)
         heads = {"interleaved": self.spec.rope is not None and self.spec.rope.interleaved, **self._norm_weights(qkv)}

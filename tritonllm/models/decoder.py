@@ -8,7 +8,7 @@ from torch import nn
 
 from tritonllm.kernels import cap_logits, decode_short_keys
 from tritonllm.layers.attention import Attention
-from tritonllm.layers.fusion import FusionPlanner, LayerPlan, LayerTraits
+from tritonllm.layers.fusion import FusionPlan, FusionPlanner, LayerPlan, LayerTraits
 from tritonllm.layers.linear import Embedding, Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.mlp import MLP, MLPSpec
@@ -161,11 +161,27 @@ class Decoder(nn.Module):
         Raises:
             ValueError: another number of caches than of layers.
         """
+        plan = self.plan(len(positions), None if rows is None else len(rows), positions.device)
+        return self.run(plan, input_ids, positions, metadata, kv_cache, rows)
+
+    def plan(self, tokens: int, rows: int | None, device: torch.device) -> FusionPlan:
+        """What decides by a step's size which operations it launches. Arguments as in :meth:`forward`."""
+        return self.fusion.plan(self._running, tokens, rows, device)
+
+    def run(
+        self,
+        plan: FusionPlan,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: Sequence[KVCacheView],
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """:meth:`forward` by a plan."""
         if len(kv_cache) != self.spec.num_layers:
             raise ValueError(
                 f"kv_cache must have one view for each of {self.spec.num_layers} layers, got {len(kv_cache)}"
             )
-        plan = self.fusion.plan(self._running, len(positions), None if rows is None else len(rows), positions.device)
         stream = Stream(
             self._embed(input_ids, positions),
             scale=self.spec.residual_multiplier,

@@ -57,6 +57,22 @@ class PagedStep:
     kv_cache: Sequence[KVCacheView]
     windows: Sequence[int | None]
 
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float | None,
+        softcap: float,
+    ) -> torch.Tensor:
+        """``q[T, H, D]``, ``k[T, K, D]`` and ``v[T, K, D]`` -> ``[T, H, D]``; stores the keys and values."""
+        cache = self.kv_cache[layer]
+        store_kv(k, v, cache.k, cache.v, self.metadata.slot_mapping)
+        options: dict[str, Any] = {"scale": scale, "window": self.windows[layer], "softcap": softcap, "sinks": sinks}
+        return paged_attention(q, self.metadata, cache, **options)
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -150,20 +166,8 @@ def _paged(
         raise ValueError(_NO_STEP)
     if attention_mask is not None:
         raise ValueError("it makes a mask that is not one of transformers' mask functions")
-    layer = module.layer_idx
-    cache = paged_step.kv_cache[layer]
-    q, k, v = (_rows(x) for x in (query, key, value))
-    store_kv(k, v, cache.k, cache.v, paged_step.metadata.slot_mapping)
-    out = paged_attention(
-        q,
-        paged_step.metadata,
-        cache,
-        scale=scaling,
-        window=paged_step.windows[layer],
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-    )
-    return out[None], None
+    q, k, v = _rows(query), _rows(key), _rows(value)
+    return paged_step.attend(module.layer_idx, q, k, v, s_aux, scaling, softcap or 0.0)[None], None
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

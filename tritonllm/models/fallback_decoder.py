@@ -91,10 +91,11 @@ class TransformersDecoder(nn.Module):
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step; arguments and result as in :meth:`tritonllm.models.decoder.Decoder.forward`."""
-        hidden = self._run(input_ids, positions, PagedStep(metadata, kv_cache, self.windows))
+        hidden = self.run(input_ids, positions, PagedStep(metadata, kv_cache, self.windows))
         return hidden if rows is None else hidden[rows]
 
-    def _run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | Recording) -> torch.Tensor:
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | Recording) -> torch.Tensor:
+        """``[T, hidden]`` of all tokens; ``step`` is what attention gets."""
         output = self.base(
             input_ids=input_ids.long()[None], position_ids=positions[None], use_cache=False, paged_step=step
         )
@@ -122,7 +123,7 @@ class TransformersDecoder(nn.Module):
         ids = (torch.arange(2 * tokens, device=device) * 7 % spec.vocab_size).view(2, tokens)
         lm.set_attn_implementation(PROBE)
         recording = Recording()
-        self._run(ids[0], torch.arange(tokens, device=device), recording)
+        self.run(ids[0], torch.arange(tokens, device=device), recording)
         heads, head_size = common_shape(recording.calls, spec.num_layers)
         masks = {call.layer: call.mask for call in recording.calls}
         windows = {mask: mask.window(max_model_len, device) for mask in set(masks.values())}

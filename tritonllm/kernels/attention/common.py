@@ -190,6 +190,13 @@ def require_float8(t: torch.Tensor) -> None:
         )
 
 
+def check_positive(name: str, number: float) -> None:
+    # Dynamo makes a variable of a number that changes (Gemma 2's softcap): it can be compared, but has no `isfinite`
+    # and no text
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {number}")
+
+
 def _split_scale(
     name: str, scale: float | torch.Tensor | None, heads: int, like: torch.Tensor
 ) -> tuple[torch.Tensor | None, float]:
@@ -198,7 +205,7 @@ def _split_scale(
         return scale, 1.0
     if scale is None:
         return None, 1.0
-    require(scale > 0 and math.isfinite(scale), f"{name} must be positive and finite, got {scale}")
+    check_positive(name, scale)
     return None, float(scale)
 
 
@@ -238,9 +245,10 @@ def check_attention(
     check_tensor("block_tables", block_tables, (batch, "M"), dtype=torch.int32, like=q)
 
     scale = head_size**-0.5 if scale is None else scale
-    require(scale > 0 and math.isfinite(scale), f"scale must be positive and finite, got {scale}")
+    check_positive("scale", scale)
     require(window is None or window >= 1, f"window must be None or at least 1 (the current key), got {window}")
-    require(softcap >= 0 and math.isfinite(softcap), f"softcap must be 0 (none) or positive, got {softcap}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
     for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if t is not None:
             check_tensor(name, t, (heads,), dtype=FLOATS, like=q)

@@ -78,3 +78,11 @@ def check_scaled(scale: float, residual: torch.Tensor | None) -> None:
 def check_same_dtype(name: str, t: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     if t.dtype != other.dtype:
         raise ValueError(f"{name} must have the dtype of {other_name} ({other.dtype}), got {t.dtype}")
+
+
+def aligned(*tensors: torch.Tensor) -> bool:
+    """All of them begin at a multiple of 16 bytes, which asynchronous copies need.
+
+    torch's compiler traces without addresses: it is told that they do. What it allocates does, and so do the weights.
+    """
+    return torch.compiler.is_compiling() or all(t.data_ptr() % 16 == 0 for t in tensors)

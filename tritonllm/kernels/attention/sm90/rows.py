@@ -18,11 +18,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.kernels.attention.common import LOG2E, LOWEST
 from tritonllm.kernels.attention.sm90.tiles import clear_stale_values
+from tritonllm.kernels.runtime.checks import aligned
 
 
 def row_descriptor(x: torch.Tensor, group: int) -> TensorDescriptor | None:
     """``[T, H, D]``, to be copied 64 (token, head) pairs of one key/value head at a time; None where that cannot be."""
-    if 64 % group or any(stride * x.itemsize % 16 for stride in x.stride()[:2]) or x.data_ptr() % 16:
+    if 64 % group or any(stride * x.itemsize % 16 for stride in x.stride()[:2]) or not aligned(x):
         return None
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [64 // group, group, x.shape[2]], layout)

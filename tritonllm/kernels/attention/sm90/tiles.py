@@ -6,6 +6,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tritonllm.kernels.runtime.checks import aligned
+
 
 def pages_fit(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether the bulk copy engine can fetch the pages of both caches: each cache is one row after the other."""
@@ -16,7 +18,7 @@ def pages_fit(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
         cache.stride(2) == head_size
         and cache.stride(0) == size * cache.stride(1)
         and cache.stride(1) * cache.itemsize % 16 == 0
-        and cache.data_ptr() % 16 == 0
+        and aligned(cache)
         for cache in (k_cache, v_cache)
     )
 

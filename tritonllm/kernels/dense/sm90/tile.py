@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from tritonllm.kernels.runtime.checks import aligned
+
 
 class Tile(NamedTuple):
     """What a program of the Hopper kernel computes at a time, and takes of a processor.
@@ -27,4 +29,4 @@ def fits(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
     """16-bit operands that the copy engine can fetch; halves of a gated weight in whole turns of 8 rows."""
     if x.dtype == torch.float32 or x.shape[1] == 0 or (gated and weight.shape[0] % 16):
         return False
-    return all(t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
+    return all(t.stride(0) % 8 == 0 for t in (x, weight)) and aligned(x, weight)

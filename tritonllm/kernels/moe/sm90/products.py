@@ -30,6 +30,7 @@ from tritonllm.kernels.hopper.product import MAX_REGISTERS, product
 from tritonllm.kernels.moe.arguments import Experts
 from tritonllm.kernels.moe.grouping import ExpertBlocks
 from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.checks import aligned
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
 UNIT = 16  # pairs of a tile, but for an expert's last, are a multiple of it
@@ -230,9 +231,9 @@ def fits(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> bool
     n, i = w_down.shape[1:]
     if x.dtype == torch.float32 or n % BLOCK_K or i % BLOCK_K:
         return False
-    if x.stride(0) % 16 or x.data_ptr() % 16 or x.shape[0] * x.stride(0) >= 2**31:
+    if x.stride(0) % 16 or not aligned(x, w_gate_up, w_down) or x.shape[0] * x.stride(0) >= 2**31:
         return False
-    return all(w.stride(0) % 8 == 0 and w.stride(1) % 8 == 0 and w.data_ptr() % 16 == 0 for w in (w_gate_up, w_down))
+    return all(w.stride(0) % 8 == 0 and w.stride(1) % 8 == 0 for w in (w_gate_up, w_down))
 
 
 def _launch(
