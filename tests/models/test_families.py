@@ -256,6 +256,9 @@ def test_axes_of_published_models():
     assert [layer.attention.rope.base for layer in gemma3.layers] == [1000.0, 100000.0, 1000.0]
     assert [bool(layer.attention.rope.scaling) for layer in gemma3.layers] == [False, True, False]
     assert gemma3.embedding_multiplier == 8.0 and gemma3.norm.weight_offset == 1.0
+    olmo3 = spec_from_config(tiny_config("olmo3"))
+    assert windows(olmo3) == (7, None, 7) and olmo3.norm_position == "post"
+    assert [bool(layer.attention.rope.scaling) for layer in olmo3.layers] == [False, True, False]
     glm = spec_from_config(tiny_config("glm4_moe"))
     assert [type(layer.mlp) for layer in glm.layers] == [MLPSpec, MoESpec, MoESpec]
     smol = spec_from_config(tiny_config("smollm3"))

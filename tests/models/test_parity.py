@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3-window": ("phi3", {"sliding_window": 6, "num_key_value_heads": 4}),
+    "olmo3-plain-rope": ("olmo3", {"rope_scaling": None, "attention_bias": True, "num_key_value_heads": 4}),
     "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 6, "mlp_bias": True}),
     "stablelm-parallel-qk-norm": (
         "stablelm",

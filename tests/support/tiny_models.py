@@ -52,6 +52,14 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
     "olmo2": {"attention_bias": False},
+    # transformers gives layers with a window the default base, whatever the file says: as published
+    "olmo3": {
+        "attention_bias": False,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "yarn", **{key: value for key, value in _YARN.items() if key != "type"}},
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "granite": {
         "attention_bias": False,
         "mlp_bias": False,

@@ -85,13 +85,6 @@ def _glm4(config: ConfigReader) -> dict[str, Any]:
     return {**_glm(config), "norm_position": "sandwich"}
 
 
-def _olmo2(config: ConfigReader) -> dict[str, Any]:
-    bias, norm = config.flag("attention_bias"), rms_norm(config)
-    rope = config.rope(head_size(config))
-    attends = attention(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=norm, qk_norm_over="all")
-    return {"norm": norm, "norm_position": "post", "layers": same_layers(config, attends, mlp(config))}
-
-
 def _granite(config: ConfigReader) -> dict[str, Any]:
     bias = config.flag("attention_bias")
     attends = attention(
@@ -273,14 +266,6 @@ FAMILIES: dict[str, Family] = {
             )
         ),
         defaults=_GLM,
-    ),
-    "Olmo2ForCausalLM": Family(
-        model_type="olmo2",
-        axes=_olmo2,
-        names=always(
-            WeightNames(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
-        ),
-        defaults={**COMMON, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "eos_token_id": 50279},
     ),
     "GraniteForCausalLM": Family(
         model_type="granite",
