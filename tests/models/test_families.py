@@ -138,6 +138,28 @@ def test_qwen_windows(family, changes, want):
     assert windows(spec_from_config(tiny_config(family, **changes))) == want
 
 
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({"sliding_window_pattern": 4}, (8, 8, 8, None, 8)),
+        ({"sliding_window_pattern": "LLLG"}, (8, 8, 8, None, None)),  # the last layer sees everything
+        ({"sliding_window_pattern": "LG"}, (8, None, 8, None, None)),
+        (
+            {"sliding_window_pattern": "LG", "layer_types": ["full_attention"] * 4 + ["sliding_attention"]},
+            (None,) * 4 + (8,),
+        ),
+        ({"sliding_window": None, "sliding_window_pattern": None}, (None,) * 5),
+    ],
+)
+def test_exaone_windows(changes, want):
+    spec = spec_from_config(
+        tiny_config("exaone4", **{"num_hidden_layers": 5, "layer_types": None, "sliding_window": 8, **changes})
+    )
+    assert windows(spec) == want
+    hybrid = any(want)
+    assert [layer.attention.rope is None for layer in spec.layers] == [hybrid and window is None for window in want]
+
+
 def test_yarn_reaches_further_than_it_was_trained():
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     assert spec_from_config(tiny_config("qwen2", rope_scaling=yarn)).max_position_embeddings == 256
@@ -196,6 +218,12 @@ def test_bad_sizes(name, value):
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit other than 7.0 is not supported, got 6.0"),
         ("mixtral", {"num_experts_per_tok": 5}, "top_k must be from 1 to the 4 experts"),
         ("glm4_moe", {"n_group": 3}, r"num_groups \(3\) must divide num_experts \(8\)"),
+        (
+            "exaone4",
+            {"layer_types": None, "sliding_window_pattern": "LXG"},
+            "must be of the letters L and G, got 'LXG'",
+        ),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer of"),
         ("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers must be a list of 0 or 1 for each of 3 layers"),
         ("minicpm", {"sparse_config": {"kernel_size": 32}}, "sparse_config=.* is not supported"),
         ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),
@@ -259,6 +287,8 @@ def test_axes_of_published_models():
     olmo3 = spec_from_config(tiny_config("olmo3"))
     assert windows(olmo3) == (7, None, 7) and olmo3.norm_position == "post"
     assert [bool(layer.attention.rope.scaling) for layer in olmo3.layers] == [False, True, False]
+    exaone = spec_from_config(tiny_config("exaone4"))
+    assert [layer.attention.rope is None for layer in exaone.layers] == [False, True, False]
     glm = spec_from_config(tiny_config("glm4_moe"))
     assert [type(layer.mlp) for layer in glm.layers] == [MLPSpec, MoESpec, MoESpec]
     smol = spec_from_config(tiny_config("smollm3"))

@@ -73,6 +73,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3-window": ("phi3", {"sliding_window": 6, "num_key_value_heads": 4}),
     "olmo3-plain-rope": ("olmo3", {"rope_scaling": None, "attention_bias": True, "num_key_value_heads": 4}),
+    "exaone4-pattern": ("exaone4", {"layer_types": None, "sliding_window_pattern": 2}),
+    "exaone4-1.2b": (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "rope_scaling": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 6, "mlp_bias": True}),
     "stablelm-parallel-qk-norm": (
         "stablelm",

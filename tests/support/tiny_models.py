@@ -60,6 +60,11 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "exaone4": {
+        "head_dim": 24,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "granite": {
         "attention_bias": False,
         "mlp_bias": False,
