@@ -224,6 +224,7 @@ def test_bad_sizes(name, value):
             "must be of the letters L and G, got 'LXG'",
         ),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer of"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min other than 1e-12 is not supported, got 0.1"),
         ("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers must be a list of 0 or 1 for each of 3 layers"),
         ("minicpm", {"sparse_config": {"kernel_size": 32}}, "sparse_config=.* is not supported"),
         ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),
@@ -273,6 +274,8 @@ def test_only_families_that_draft_have_extra_layers():
     assert not is_extra(glm, "model.layers.2.mlp.gate.weight") and not is_extra(glm, "model.layers.4.eh_proj.weight")
     assert not is_extra(glm, "model.layers.30.eh_proj.weight")
     assert not is_extra(qwen, "model.layers.3.eh_proj.weight")
+    ernie = spec_from_config(tiny_config("ernie4_5_moe"))
+    assert is_extra(ernie, "model.mtp_block.0.mlp.up_proj.weight") and not is_extra(ernie, "model.norm.weight")
 
 
 def test_axes_of_published_models():

@@ -111,6 +111,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "norm_topk_prob": False},
     ),
     "glm4-moe-plain": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False}),
+    "ernie4.5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}),
+    "ernie4.5-moe-some-layers": (
+        "ernie4_5_moe",
+        {"use_bias": True, "moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0},
+    ),
+    "ernie4.5-moe-last-layer-dense": ("ernie4_5_moe", {"moe_layer_end_index": 1}),
     "gpt-oss-no-biases": ("gpt_oss", {"attention_bias": False, "sliding_window": 3}),
 }
 PROMPT = 45

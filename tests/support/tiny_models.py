@@ -181,6 +181,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
     },
+    "ernie4_5": {"head_dim": 24, "use_bias": False, "tie_word_embeddings": True},
+    "ernie4_5_moe": {
+        "use_bias": False,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
     "gpt_oss": {
         "head_dim": 16,
         "num_local_experts": 4,

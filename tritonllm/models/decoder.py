@@ -56,7 +56,9 @@ class DecoderLayer(nn.Module):
             "parallel": parallel,
         }
         if isinstance(mlp, MoE):
-            return LayerTraits.of_experts(**traits, router=mlp.router.weight, shared=mlp.shared is not None)
+            router, shared = mlp.router.weight, mlp.shared is not None
+            same = router.dtype == attention.qkv.weight.dtype
+            return LayerTraits.of_experts(**traits, router=router, shared=shared, norms_router=same)
         weights = [product.weight for product in (attention.qkv, attention.o, mlp.up, mlp.down)]
         return LayerTraits.of_dense(**traits, weights=weights)
 

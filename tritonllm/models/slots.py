@@ -23,6 +23,7 @@ class Slot:
             hold all experts, else 0.
         start: first of those rows.
         transposed: the checkpoint has the last two dimensions the other way round (GPT-2's ``Conv1D``).
+        is_row: the checkpoint has one dimension more, the first, of 1.
         order: the rows are cut into ``len(order)`` equal blocks, and block ``i`` goes to place ``order[i]`` of the
             parameter, counted in blocks from ``start``; ``None`` leaves them in place. (GPT-NeoX keeps query, key and
             value of a head together.)
@@ -34,12 +35,14 @@ class Slot:
     axis: int = 0
     start: int = 0
     transposed: bool = False
+    is_row: bool = False
     order: tuple[int, ...] | None = None
 
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape in the decoder's orientation."""
-        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        shape = self.shape[1:] if self.is_row else self.shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of ``parameter`` that the tensor fills, in the decoder's own orientation and order."""
@@ -58,7 +61,8 @@ class Slot:
 
     def write(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a checkpoint tensor to its place, converting dtype and device, ``PIECE`` elements at a time."""
-        target, source = self.place(parameter), tensor.mT if self.transposed else tensor
+        source = tensor.squeeze(0) if self.is_row else tensor
+        target, source = self.place(parameter), source.mT if self.transposed else source
         across = 0 if self.order is None or self.axis > 0 else 1  # not the dimension that is reordered
         if across == source.dim():
             self._write_piece(target, source)
@@ -83,7 +87,8 @@ class Slot:
             index = torch.tensor(self.order, device=part.device)
             blocks = part.unflatten(self.axis, (len(self.order), -1))
             part = blocks.index_select(self.axis, index).flatten(self.axis, self.axis + 1)
-        return part.mT if self.transposed else part
+        part = part.mT if self.transposed else part
+        return part.unsqueeze(0) if self.is_row else part
 
 
 def parameter_shape(slots: Iterable[Slot]) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class WeightNames:
         qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
         transposed: weights of the blocks' projections are ``[in, out]``.
+        correction_bias_is_row: that tensor is ``[1, experts]`` (ERNIE 4.5).
         expert_up, expert_down: within one expert.
         stacked_up, stacked_down: tensors of all experts, where a checkpoint has those instead.
         stacked_interleaved: those tensors are transposed, and gate and up alternate (GPT-OSS).
@@ -55,6 +56,7 @@ class WeightNames:
     transposed: bool = False
     router: str = "mlp.gate"
     correction_bias: str = "mlp.gate.e_score_correction_bias"
+    correction_bias_is_row: bool = False
     experts: str = "mlp.experts"
     expert_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
@@ -210,10 +212,9 @@ def _mlp(
 def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
     yield from _linear(theirs + names.router, f"{ours}.router", spec.num_experts, hidden, bias=spec.router_bias)
     if spec.correction_bias:
-        yield (
-            theirs + names.correction_bias,
-            Slot(parameter=f"{ours}.correction_bias", shape=(spec.num_experts,)),
-        )
+        row = names.correction_bias_is_row
+        shape = (1, spec.num_experts) if row else (spec.num_experts,)
+        yield theirs + names.correction_bias, Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=row)
     if names.stacked_interleaved:
         yield from _interleaved_experts(hidden, spec, names, theirs, ours)
     else:

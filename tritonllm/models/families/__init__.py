@@ -10,14 +10,14 @@ from typing import Any
 
 from tritonllm.models import weight_names
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families import exaone, experts, gemma, gpt, llama, olmo
+from tritonllm.models.families import ernie, exaone, experts, gemma, gpt, llama, olmo
 from tritonllm.models.families.common import Family
 from tritonllm.models.slots import Slot
 from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-_FILES = (llama, olmo, exaone, gemma, gpt, experts)
+_FILES = (llama, olmo, exaone, gemma, gpt, experts, ernie)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 
 # Fields that some architectures compute with, and the values at which they do nothing.
@@ -97,5 +97,7 @@ def weight_map(spec: ModelSpec) -> dict[str, Slot]:
 def is_extra(spec: ModelSpec, name: str) -> bool:
     """A tensor of the layers that draft tokens for this model, such as GLM-4.5's, and are not part of it."""
     family = FAMILIES[spec.architecture]
+    if name.startswith(family.extra_names):
+        return True
     layers = range(spec.num_layers, spec.num_layers + family.extra_layers)
     return any(name.startswith(f"{family.names(spec).layer.format(i)}.") for i in layers)

@@ -26,6 +26,7 @@ class Family:
         renames: this architecture's name of a field -> the usual one.
         reads: fields that other architectures do not know and that ``axes`` computes with.
         extra_layers: at most this many layers beyond the model's own may be in the files: they draft tokens for it.
+        extra_names: beginnings of the names of other tensors that are not part of the model, for the same reason.
     """
 
     model_type: str
@@ -35,6 +36,7 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
     extra_layers: int = 0
+    extra_names: tuple[str, ...] = ()
 
 
 def always(names: WeightNames) -> Callable[[ModelSpec], WeightNames]:
