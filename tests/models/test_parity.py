@@ -83,6 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "seed-oss-other-biases": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 6, "mlp_bias": True}),
     "stablelm-parallel-qk-norm": (
         "stablelm",

@@ -65,6 +65,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "seed_oss": {"head_dim": 24, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
     "granite": {
         "attention_bias": False,
         "mlp_bias": False,
@@ -213,6 +214,14 @@ _OWN_NAMES = {
 }
 
 
+# Modules that are called otherwise in files than in transformers' memory.
+_RENAMED = {
+    ".block_sparse_moe.": ".mlp.",
+    "embed_out.": "lm_head.",
+    ".mlp.moe_statics.": ".mlp.gate.moe_statics.",
+}
+
+
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     """A ``config.json`` in the style of transformers 4."""
     (architecture,) = (name for name, known in FAMILIES.items() if known.model_type == family)
@@ -262,8 +271,9 @@ def reference_state(
     state, known = {}, model.state_dict().keys()
     for name, slot in slots.items():
         if slot.expert is None or slot.parameter not in stacked:
-            # two modules are called otherwise in files
-            renamed = name.replace(".block_sparse_moe.", ".mlp.").replace("embed_out.", "lm_head.")
+            renamed = name
+            for in_files, in_memory in _RENAMED.items():
+                renamed = renamed.replace(in_files, in_memory)
             state[name if name in known else renamed] = slot.read(parameters[slot.parameter])
     return state
 

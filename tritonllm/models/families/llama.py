@@ -40,6 +40,19 @@ def _llama(config: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _seed_oss(config: ConfigReader) -> dict[str, Any]:
+    attends = attention(
+        config,
+        rope=config.rope(head_size(config)),
+        qkv_bias=config.flag("attention_bias"),
+        o_bias=config.flag("attention_out_bias"),
+    )
+    return {
+        "norm": rms_norm(config),
+        "layers": same_layers(config, attends, mlp(config, bias=config.flag("mlp_bias"))),
+    }
+
+
 def _mistral(config: ConfigReader) -> dict[str, Any]:
     attends = attention(config, rope=config.rope(head_size(config)), window=config.window())
     return {"norm": rms_norm(config), "layers": same_layers(config, attends, mlp(config))}
@@ -223,6 +236,20 @@ _COHERE: dict[str, Any] = {
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(model_type="llama", axes=_llama, names=always(WeightNames()), defaults=_LLAMA),
+    "SeedOssForCausalLM": Family(
+        model_type="seed_oss",
+        axes=_seed_oss,
+        names=always(WeightNames()),
+        defaults={
+            **COMMON,
+            "max_position_embeddings": 524288,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "eos_token_id": 2,
+        },
+    ),
     "MistralForCausalLM": Family(
         model_type="mistral",
         axes=_mistral,
