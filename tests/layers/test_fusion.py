@@ -195,4 +195,5 @@ def test_attention():
     assert decodes_at_once(step)
     assert not decodes_at_once(mixed) and not decodes_at_once(shared)
     assert normalises_heads("rms", "head") and normalises_heads("rms", "heads")
+    assert not normalises_heads("rms", "head", after_rope=True)
     assert not normalises_heads("rms", "all") and not normalises_heads("layer", "heads")

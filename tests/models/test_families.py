@@ -225,6 +225,16 @@ def test_bad_sizes(name, value):
         ),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer of"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min other than 1e-12 is not supported, got 0.1"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True is not supported"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "alpha must be a number above 0"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "linear", "alpha": 2.0}}, "alpha of a rotation needs the type"),
+        (
+            "hunyuan_v1_moe",
+            {"moe_topk": [1, 2]},
+            "moe_topk must be an integer .* or a list of one for each of 3 layers",
+        ),
+        ("hunyuan_v1_moe", {"num_experts": 0}, "num_experts must be an integer of at least 1"),
+        ("hunyuan_v1_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped=1 is not supported"),
         ("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers must be a list of 0 or 1 for each of 3 layers"),
         ("minicpm", {"sparse_config": {"kernel_size": 32}}, "sparse_config=.* is not supported"),
         ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),
@@ -292,6 +302,13 @@ def test_axes_of_published_models():
     assert [bool(layer.attention.rope.scaling) for layer in olmo3.layers] == [False, True, False]
     exaone = spec_from_config(tiny_config("exaone4"))
     assert [layer.attention.rope is None for layer in exaone.layers] == [False, True, False]
+    hunyuan = spec_from_config(
+        tiny_config("hunyuan_v1_moe", num_shared_expert=[1, 2, 1], moe_intermediate_size=[24] * 3)
+    )
+    assert [layer.mlp.shared.intermediate_size for layer in hunyuan.layers] == [88, 176, 88]
+    assert {layer.mlp.intermediate_size for layer in hunyuan.layers} == {24}
+    rope = hunyuan.layers[0].attention.rope
+    assert not rope.scaling and rope.base == pytest.approx(1e4 * 1000 ** (16 / 14))
     glm = spec_from_config(tiny_config("glm4_moe"))
     assert [type(layer.mlp) for layer in glm.layers] == [MLPSpec, MoESpec, MoESpec]
     smol = spec_from_config(tiny_config("smollm3"))

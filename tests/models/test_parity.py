@@ -118,6 +118,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_bias": True, "moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0},
     ),
     "ernie4.5-moe-last-layer-dense": ("ernie4_5_moe", {"moe_layer_end_index": 1}),
+    "hunyuan-biases-factor": ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 16, "rope_scaling": DYNAMIC}),
+    "hunyuan-moe-lists": ("hunyuan_v1_moe", {"moe_topk": [1, 3, 2], "head_dim": 32, "rope_scaling": None}),
     "gpt-oss-no-biases": ("gpt_oss", {"attention_bias": False, "sliding_window": 3}),
 }
 PROMPT = 45

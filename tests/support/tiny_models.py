@@ -42,6 +42,15 @@ _SMALL: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+_ALPHA = {
+    "type": "dynamic",
+    "alpha": 1000.0,
+    "factor": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 # What each family's configuration has beside, or in place of, the fields of _SMALL.
 _EXTRA: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
@@ -191,6 +200,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 2,
         "moe_layer_start_index": 1,
     },
+    "hunyuan_v1_dense": {"head_dim": 24, "rope_scaling": _ALPHA, "tie_word_embeddings": True},
+    "hunyuan_v1_moe": {"head_dim": 16, "rope_scaling": _ALPHA, "num_experts": 6, "moe_topk": 2},
     "gpt_oss": {
         "head_dim": 16,
         "num_local_experts": 4,

@@ -155,9 +155,9 @@ def decodes_at_once(metadata: AttentionMetadata) -> bool:
     return metadata.cascade is None and metadata.segments.only_decodes
 
 
-def normalises_heads(kind: str, over: str) -> bool:
-    """The launch that rotates queries and keys knows their norm: ``kind`` and ``over`` are those of the specs."""
-    return kind == "rms" and over != "all"
+def normalises_heads(kind: str, over: str, after_rope: bool = False) -> bool:
+    """The launch that rotates queries and keys knows their norm: ``kind``, ``over`` and its place are the specs'."""
+    return kind == "rms" and over != "all" and not after_rope
 
 
 class _Handed(Enum):

@@ -10,14 +10,14 @@ from typing import Any
 
 from tritonllm.models import weight_names
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families import ernie, exaone, experts, gemma, gpt, llama, olmo
+from tritonllm.models.families import ernie, exaone, experts, gemma, gpt, hunyuan, llama, olmo
 from tritonllm.models.families.common import Family
 from tritonllm.models.slots import Slot
 from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-_FILES = (llama, olmo, exaone, gemma, gpt, experts, ernie)
+_FILES = (llama, olmo, exaone, gemma, gpt, experts, ernie, hunyuan)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 
 # Fields that some architectures compute with, and the values at which they do nothing.
@@ -30,6 +30,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "add_cross_attention": (None, False),
     "clip_qkv": (None,),
+    "use_cla": (None, False),
+    "moe_layer_num_skipped": (None, 0),
     "sparse_config": (None,),
     "logit_scale": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
