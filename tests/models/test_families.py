@@ -309,6 +309,8 @@ def test_axes_of_published_models():
     assert {layer.mlp.intermediate_size for layer in hunyuan.layers} == {24}
     rope = hunyuan.layers[0].attention.rope
     assert not rope.scaling and rope.base == pytest.approx(1e4 * 1000 ** (16 / 14))
+    minitron = spec_from_config(without(tiny_config("nemotron", rope_percent=0.25), "partial_rotary_factor"))
+    assert minitron.layers[0].attention.rope.rotary_dim == 4 and minitron.norm.bias and minitron.norm.weight_offset == 0
     glm = spec_from_config(tiny_config("glm4_moe"))
     assert [type(layer.mlp) for layer in glm.layers] == [MLPSpec, MoESpec, MoESpec]
     smol = spec_from_config(tiny_config("smollm3"))

@@ -92,6 +92,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-untied-biases": ("cohere", {"tie_word_embeddings": False, "attention_bias": True, "use_qk_norm": False}),
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3-cap": ("gemma3_text", {"final_logit_softcapping": 6.0, "attention_bias": True}),
+    "nemotron-biases": (
+        "nemotron",
+        {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0, "head_dim": 24, "norm_eps": 1e-3},
+    ),
     "gpt2-wide": ("gpt2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
     "gpt2-scales": ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),

@@ -39,6 +39,7 @@ def slots_in_parameters(draw: st.DrawFn) -> tuple[Slot, tuple[int, ...]]:
         start=start,
         transposed=transposed,
         is_row=is_row,
+        minus=draw(st.sampled_from([0.0, 1.0])),
         order=order,
     )
     return slot, parameter
@@ -56,7 +57,7 @@ def written(slot: Slot, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.
         size = len(rows) // len(slot.order) if slot.order else len(rows)
         for i, row in enumerate(rows):
             block = slot.order[i // size] if slot.order else 0
-            target[slot.start + block * size + i % size] = row
+            target[slot.start + block * size + i % size] = row + slot.minus
     return out
 
 

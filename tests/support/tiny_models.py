@@ -114,6 +114,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "tie_word_embeddings": True,
     },
+    "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "head_dim": 16},
     "gpt2": {
         "n_embd": 64,
         "n_layer": 3,
@@ -294,8 +295,8 @@ def reference_model(config: dict[str, Any], *, seed: int = 0) -> PreTrainedModel
     model = build_reference(config)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        # Gemma stores its norms' weights as differences from 1
-        centre = 0.0 if type(module).__name__.startswith("Gemma") else 1.0
+        # Gemma and Nemotron store their norms' weights as differences from 1
+        centre = 0.0 if type(module).__name__.startswith(("Gemma", "Nemotron")) else 1.0
         is_norm = "Norm" in type(module).__name__
         for name, p in module.named_parameters(recurse=False):
             if is_norm and name == "weight":

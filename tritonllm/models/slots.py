@@ -24,6 +24,7 @@ class Slot:
         start: first of those rows.
         transposed: the checkpoint has the last two dimensions the other way round (GPT-2's ``Conv1D``).
         is_row: the checkpoint has one dimension more, the first, of 1.
+        minus: the checkpoint has the values minus this (Nemotron's norms: minus 1). Added in the parameter's dtype.
         order: the rows are cut into ``len(order)`` equal blocks, and block ``i`` goes to place ``order[i]`` of the
             parameter, counted in blocks from ``start``; ``None`` leaves them in place. (GPT-NeoX keeps query, key and
             value of a head together.)
@@ -36,6 +37,7 @@ class Slot:
     start: int = 0
     transposed: bool = False
     is_row: bool = False
+    minus: float = 0.0
     order: tuple[int, ...] | None = None
 
     @property
@@ -66,10 +68,12 @@ class Slot:
         across = 0 if self.order is None or self.axis > 0 else 1  # not the dimension that is reordered
         if across == source.dim():
             self._write_piece(target, source)
-            return
-        step = max(1, PIECE * source.shape[across] // max(1, source.numel()))
-        for part, piece in zip(target.split(step, across), source.split(step, across), strict=True):
-            self._write_piece(part, piece)
+        else:
+            step = max(1, PIECE * source.shape[across] // max(1, source.numel()))
+            for part, piece in zip(target.split(step, across), source.split(step, across), strict=True):
+                self._write_piece(part, piece)
+        if self.minus:
+            target += self.minus
 
     def _write_piece(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.order is None:
@@ -81,13 +85,14 @@ class Slot:
         target.unflatten(self.axis, (len(self.order), -1)).index_copy_(self.axis, index, source)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor as the checkpoint has it: a view, or a copy if there is an ``order``."""
+        """The tensor as the checkpoint has it: a view, or a copy if there is an ``order`` or a ``minus``."""
         part = self.place(parameter)
         if self.order is not None:
             index = torch.tensor(self.order, device=part.device)
             blocks = part.unflatten(self.axis, (len(self.order), -1))
             part = blocks.index_select(self.axis, index).flatten(self.axis, self.axis + 1)
         part = part.mT if self.transposed else part
+        part = part - self.minus if self.minus else part
         return part.unsqueeze(0) if self.is_row else part
 
 
