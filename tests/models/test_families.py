@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
-from support.tiny_models import ALL_FAMILIES, reference_config, tiny_config
+from support.tiny_models import ALL_FAMILIES, NOT_IN_TRANSFORMERS, reference_config, tiny_config
 from transformers import AutoConfig
 
 from tritonllm.layers.mlp import MLPSpec
@@ -64,7 +64,7 @@ NEEDED = {
 }
 
 
-@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family != "minicpm"])
+@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in NOT_IN_TRANSFORMERS])
 def test_fields_left_out(family):
     """What the configuration class of transformers has a default for takes that default."""
     config = tiny_config(family, num_attention_heads=32, hidden_size=512)
@@ -75,7 +75,7 @@ def test_fields_left_out(family):
     assert spec_from_config(config) == spec_from_config({**theirs.to_dict(), "architectures": config["architectures"]})
 
 
-@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family != "minicpm"])
+@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in NOT_IN_TRANSFORMERS])
 def test_both_styles_mean_the_same(family):
     """`rope_parameters` and the rest as transformers 5 writes them, from a file in the style of transformers 4."""
     config = tiny_config(family)
@@ -311,6 +311,10 @@ def test_axes_of_published_models():
     assert not rope.scaling and rope.base == pytest.approx(1e4 * 1000 ** (16 / 14))
     minitron = spec_from_config(without(tiny_config("nemotron", rope_percent=0.25), "partial_rotary_factor"))
     assert minitron.layers[0].attention.rope.rotary_dim == 4 and minitron.norm.bias and minitron.norm.weight_offset == 0
+    internlm = spec_from_config(tiny_config("internlm3", qkv_bias=True)).layers[0]
+    assert (internlm.attention.qkv_bias, internlm.attention.o_bias, internlm.mlp.bias) == (True, False, False)
+    internlm = spec_from_config(tiny_config("internlm3", bias=True)).layers[0]
+    assert (internlm.attention.qkv_bias, internlm.attention.o_bias, internlm.mlp.bias) == (False, True, True)
     glm = spec_from_config(tiny_config("glm4_moe"))
     assert [type(layer.mlp) for layer in glm.layers] == [MLPSpec, MoESpec, MoESpec]
     smol = spec_from_config(tiny_config("smollm3"))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.compare import median_error, relative_error
 from support.tiny_models import (
     ALL_FAMILIES,
+    NOT_IN_TRANSFORMERS,
     PagedRunner,
     PagedSequence,
     load_decoder,
@@ -96,6 +97,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron",
         {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0, "head_dim": 24, "norm_eps": 1e-3},
     ),
+    "internlm2-biases": ("internlm2", {"bias": True, "num_key_value_heads": 1, "rope_scaling": DYNAMIC}),
+    "internlm2-mha": ("internlm2", {"num_key_value_heads": 4}),
+    "internlm3-biases": ("internlm3", {"qkv_bias": True, "bias": True, "rope_scaling": None}),
     "gpt2-wide": ("gpt2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
     "gpt2-scales": ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
@@ -213,7 +217,7 @@ def test_greedy(models):
     assert len({token for tokens in got for token in tokens}) > 3  # agreeing on one repeated token would prove little
 
 
-@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family != "minicpm"])
+@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in NOT_IN_TRANSFORMERS])
 def test_config_of_transformers_5_in_shards(tmp_path: Path, family):
     config = tiny_config(family)
     theirs = write_checkpoint(tmp_path, config, max_shard_size="40KB", config_style=5)

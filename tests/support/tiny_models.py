@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from support.internlm2 import internlm2_tensors
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models import checkpoint
@@ -115,6 +117,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "head_dim": 16},
+    "internlm2": {"bias": False},
+    "internlm3": {"head_dim": 24, "qkv_bias": False, "bias": False, "rope_scaling": {"type": "dynamic", "factor": 6.0}},
     "gpt2": {
         "n_embd": 64,
         "n_layer": 3,
@@ -215,6 +219,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     },
 }
 ALL_FAMILIES = sorted(_EXTRA)
+NOT_IN_TRANSFORMERS = ("internlm2", "minicpm")
 # Fields of _SMALL under other names there; a configuration has one or the other.
 _OWN_NAMES = {
     "gpt2": ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size"),
@@ -242,7 +247,13 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def reference_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers is asked for: for MiniCPM, which it does not have, a Granite that computes the same."""
+    """What transformers is asked for: where it has no such model, another that computes the same.
+
+    That is a Granite for MiniCPM, and for InternLM 2 a Llama.
+    """
+    if config["model_type"] == "internlm2":
+        rest = {key: value for key, value in config.items() if key != "bias"}
+        return {**rest, "model_type": "llama", "attention_bias": config["bias"]}
     if config["model_type"] != "minicpm":
         return config
     scales = {name: config[name] for name in ("scale_emb", "scale_depth", "dim_model_base")}
@@ -318,7 +329,11 @@ def write_checkpoint(
         The model that was written.
     """
     model = reference_model(config, seed=seed)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if config["model_type"] == "internlm2":
+        heads = config["num_attention_heads"], config["num_key_value_heads"]
+        save_file(internlm2_tensors(model.state_dict(), *heads), folder / "model.safetensors")
+    else:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
     if config_style == 4:
         (folder / "config.json").write_text(json.dumps(config))
     return model

@@ -10,14 +10,14 @@ from typing import Any
 
 from tritonllm.models import weight_names
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families import ernie, exaone, experts, gemma, gpt, hunyuan, llama, nemotron, olmo
+from tritonllm.models.families import ernie, exaone, experts, gemma, gpt, hunyuan, internlm, llama, nemotron, olmo
 from tritonllm.models.families.common import Family
 from tritonllm.models.slots import Slot
 from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-_FILES = (llama, olmo, exaone, gemma, nemotron, gpt, experts, ernie, hunyuan)
+_FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, experts, ernie, hunyuan)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 
 # Fields that some architectures compute with, and the values at which they do nothing.
