@@ -68,8 +68,9 @@ NEEDED = {
 def test_fields_left_out(family):
     """What the configuration class of transformers has a default for takes that default."""
     config = tiny_config(family, num_attention_heads=32, hidden_size=512)
-    if family == "gpt2":
-        config |= {"n_head": 32, "n_embd": 512}
+    if family in ("gpt2", "gptj"):  # GPT-J rotates 64 elements of a head
+        width = 512 if family == "gpt2" else 2048
+        config |= {"n_head": 32, "n_embd": width, "hidden_size": width}
     config = {key: value for key, value in config.items() if key in NEEDED}
     theirs = AutoConfig.for_model(family, **{key: value for key, value in config.items() if key != "model_type"})
     assert spec_from_config(config) == spec_from_config({**theirs.to_dict(), "architectures": config["architectures"]})
@@ -210,6 +211,8 @@ def test_bad_sizes(name, value):
         ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
         ("llama", {"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),
         ("gpt2", {"n_layer": 0}, "n_layer must be an integer of at least 1, got 0"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim must be an integer of at least 1, got None"),
+        ("gptj", {"rotary_dim": 24}, "rotary_dim must be at most head_size=16, got 24"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),

@@ -129,6 +129,16 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     },
+    "gptj": {
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 256,
+        "n_inner": None,
+        "rotary_dim": 8,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+    },
     "opt": {
         "ffn_dim": 88,
         "word_embed_proj_dim": 64,
@@ -221,8 +231,10 @@ _EXTRA: dict[str, dict[str, Any]] = {
 ALL_FAMILIES = sorted(_EXTRA)
 NOT_IN_TRANSFORMERS = ("internlm2", "minicpm")
 # Fields of _SMALL under other names there; a configuration has one or the other.
+_OF_GPT2 = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size")
 _OWN_NAMES = {
-    "gpt2": ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size"),
+    "gpt2": _OF_GPT2,
+    "gptj": _OF_GPT2,
     "opt": ("intermediate_size",),
     "gemma2": ("hidden_act",),
     "gemma3_text": ("hidden_act",),

@@ -1,4 +1,4 @@
-"""GPT-2, OPT, GPT-NeoX, Falcon and Phi: layer norm, biases, an MLP without a gate."""
+"""GPT-2, GPT-J, OPT, GPT-NeoX, Falcon and Phi: layer norm, biases, an MLP without a gate."""
 
 import math
 from typing import Any
@@ -35,6 +35,17 @@ def _gpt2(config: ConfigReader) -> dict[str, Any]:
             for scale in scales
         ),
         "learned_positions": config.size("max_position_embeddings"),
+    }
+
+
+def _gptj(config: ConfigReader) -> dict[str, Any]:
+    """The first ``rotary_dim`` elements of each head rotate, neighbours together."""
+    rope = config.rope(config.size("rotary_dim"), interleaved=True)
+    return {
+        "norm": layer_norm(config),
+        "parallel": "one norm",
+        "layers": same_layers(config, full_attention(config, rope=rope), mlp(config, gated=False, bias=True)),
+        "logit_bias": True,
     }
 
 
@@ -128,6 +139,15 @@ def _falcon_names(spec: ModelSpec) -> WeightNames:
     )
 
 
+_GPT2_RENAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
 _GPT2_NAMES = WeightNames(
     embed="transformer.wte",
     positions="transformer.wpe",
@@ -140,6 +160,16 @@ _GPT2_NAMES = WeightNames(
     up=("mlp.c_fc",),
     down="mlp.c_proj",
     transposed=True,
+)
+_GPTJ_NAMES = WeightNames(
+    embed="transformer.wte",
+    norm="transformer.ln_f",
+    layer="transformer.h.{}",
+    attention_norm="ln_1",
+    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    o="attn.out_proj",
+    up=("mlp.fc_in",),
+    down="mlp.fc_out",
 )
 _OPT_NAMES = WeightNames(
     embed="model.decoder.embed_tokens",
@@ -188,15 +218,21 @@ FAMILIES: dict[str, Family] = {
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
         },
-        renames={
-            "n_embd": "hidden_size",
-            "n_layer": "num_hidden_layers",
-            "n_head": "num_attention_heads",
-            "n_positions": "max_position_embeddings",
-            "n_inner": "intermediate_size",
-            "activation_function": "hidden_act",
-            "layer_norm_epsilon": "layer_norm_eps",
+        renames=_GPT2_RENAMES,
+    ),
+    "GPTJForCausalLM": Family(
+        model_type="gptj",
+        axes=_gptj,
+        names=always(_GPTJ_NAMES),
+        defaults={
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": False,
+            "eos_token_id": 50256,
+            "rotary_dim": 64,
         },
+        renames=_GPT2_RENAMES,
     ),
     "OPTForCausalLM": Family(
         model_type="opt",
