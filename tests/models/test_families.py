@@ -213,6 +213,7 @@ def test_bad_sizes(name, value):
         ("gpt2", {"n_layer": 0}, "n_layer must be an integer of at least 1, got 0"),
         ("gptj", {"rotary_dim": None}, "rotary_dim must be an integer of at least 1, got None"),
         ("gptj", {"rotary_dim": 24}, "rotary_dim must be at most head_size=16, got 24"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),
@@ -331,8 +332,10 @@ def test_axes_of_published_models():
     ("heads", "want"),
     [(4, [2**-2, 2**-4, 2**-6, 2**-8]), (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])],
 )
-def test_falcon_slopes(heads, want):
+def test_alibi_slopes(heads, want):
     """A power of two, and the rest of the next power's slopes in between (Press et al.)."""
+    bloom = spec_from_config(tiny_config("bloom", hidden_size=16 * heads, num_attention_heads=heads))
+    assert bloom.layers[0].attention.alibi_slopes == tuple(want) and bloom.embedding_norm
     config = tiny_config("falcon", alibi=True, hidden_size=16 * heads, num_attention_heads=heads)
     attention = spec_from_config(config).layers[0].attention
     assert attention.rope is None and attention.alibi_slopes == tuple(slope / 4 for slope in want)

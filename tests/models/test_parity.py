@@ -103,6 +103,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-wide": ("gpt2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
     "gpt2-scales": ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
     "gptj-wide": ("gptj", {"n_inner": 72, "rotary_dim": 16, "activation_function": "relu"}),
+    "bloom-six-heads": ("bloom", {"num_attention_heads": 6, "hidden_size": 96, "tie_word_embeddings": False}),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "opt-no-biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
     "opt-no-final-norm": ("opt", {"_remove_final_layer_norm": True, "activation_function": "gelu"}),

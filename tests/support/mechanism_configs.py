@@ -457,6 +457,18 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
     },
+    "bloom-7b1 (alibi, a norm of the embeddings)": {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "vocab_size": 250880,
+        "hidden_size": 4096,
+        "n_layer": 2,
+        "n_head": 32,
+        "seq_length": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float16",
+    },
     "granite-3.1-8b (multipliers)": {
         **_RMS,
         "architectures": ["GraniteForCausalLM"],

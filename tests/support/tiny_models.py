@@ -139,6 +139,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
     },
+    "bloom": {"seq_length": 256, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     "opt": {
         "ffn_dim": 88,
         "word_embed_proj_dim": 64,
@@ -235,6 +236,7 @@ _OF_GPT2 = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_posi
 _OWN_NAMES = {
     "gpt2": _OF_GPT2,
     "gptj": _OF_GPT2,
+    "bloom": ("max_position_embeddings", "intermediate_size"),
     "opt": ("intermediate_size",),
     "gemma2": ("hidden_act",),
     "gemma3_text": ("hidden_act",),

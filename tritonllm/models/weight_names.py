@@ -35,6 +35,7 @@ class WeightNames:
     """
 
     embed: str = "model.embed_tokens"
+    embedding_norm: str = ""
     positions: str = ""
     project_in: str = ""
     project_out: str = ""
@@ -90,6 +91,8 @@ def weight_map(spec: ModelSpec, names: WeightNames) -> dict[str, Slot]:
 def _outside_of_layers(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
     hidden, size = spec.hidden_size, spec.embedding_size or spec.hidden_size
     yield f"{names.embed}.weight", Slot(parameter="embed.weight", shape=(spec.vocab_size, size))
+    if spec.embedding_norm:
+        yield from _norm(spec.norm, names.embedding_norm, "embedding_norm", (size,))
     if spec.learned_positions:
         shape = (spec.learned_positions, hidden)
         yield f"{names.positions}.weight", Slot(parameter="positions.weight", shape=shape)

@@ -10,14 +10,26 @@ from typing import Any
 
 from tritonllm.models import weight_names
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families import ernie, exaone, experts, gemma, gpt, hunyuan, internlm, llama, nemotron, olmo
+from tritonllm.models.families import (
+    alibi,
+    ernie,
+    exaone,
+    experts,
+    gemma,
+    gpt,
+    hunyuan,
+    internlm,
+    llama,
+    nemotron,
+    olmo,
+)
 from tritonllm.models.families.common import Family
 from tritonllm.models.slots import Slot
 from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-_FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, experts, ernie, hunyuan)
+_FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, alibi, experts, ernie, hunyuan)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 
 # Fields that some architectures compute with, and the values at which they do nothing.
@@ -30,6 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "add_cross_attention": (None, False),
     "clip_qkv": (None,),
+    "apply_residual_connection_post_layernorm": (None, False),
     "use_cla": (None, False),
     "moe_layer_num_skipped": (None, 0),
     "sparse_config": (None,),

@@ -1,12 +1,12 @@
 """GPT-2, GPT-J, OPT, GPT-NeoX, Falcon and Phi: layer norm, biases, an MLP without a gate."""
 
-import math
 from typing import Any
 
 import torch
 
 from tritonllm.layers.norm import NormSpec
 from tritonllm.models.config_reader import ConfigReader
+from tritonllm.models.families.alibi import alibi_slopes
 from tritonllm.models.families.common import (
     Family,
     always,
@@ -112,15 +112,11 @@ def _falcon(config: ConfigReader) -> dict[str, Any]:
 
 
 def _falcon_slopes(heads: int, head: int) -> tuple[float, ...]:
-    """Slopes of Press et al., "Train Short, Test Long" (2022), as Falcon has them: in bfloat16, and added before the
-    products are scaled.
+    """As Falcon has them: in bfloat16, and added before the products are scaled.
 
     transformers multiplies by positions in bfloat16 as well, which beyond 256 keys takes neighbours for one; not here.
     """
-    power = 2 ** math.floor(math.log2(heads))
-    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
-    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power), 2)]
-    return tuple(slope * head**-0.5 for slope in torch.tensor(slopes).bfloat16().tolist())
+    return tuple(slope * head**-0.5 for slope in torch.tensor(alibi_slopes(heads)).bfloat16().tolist())
 
 
 def _falcon_names(spec: ModelSpec) -> WeightNames:
