@@ -60,7 +60,7 @@ def test_transformers_5_spelling():
 # What a configuration must say; the rest has defaults.
 NEEDED = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "n_embd", "n_layer", "n_head", "ffn_dim"),
+    *("intermediate_size", "d_model", "n_layers", "n_heads", "n_embd", "n_layer", "n_head", "ffn_dim"),
 }
 
 
@@ -71,6 +71,8 @@ def test_fields_left_out(family):
     if family in ("gpt2", "gptj"):  # GPT-J rotates 64 elements of a head
         width = 512 if family == "gpt2" else 2048
         config |= {"n_head": 32, "n_embd": width, "hidden_size": width}
+    if family == "mpt":
+        config |= {"n_heads": 32, "d_model": 512}
     config = {key: value for key, value in config.items() if key in NEEDED}
     theirs = AutoConfig.for_model(family, **{key: value for key, value in config.items() if key != "model_type"})
     assert spec_from_config(config) == spec_from_config({**theirs.to_dict(), "architectures": config["architectures"]})
@@ -105,6 +107,11 @@ def test_mistral_has_a_window_unless_told_otherwise():
     config = tiny_config("mistral")
     assert windows(spec_from_config(config)) == (None,) * 3
     assert windows(spec_from_config(without(config, "sliding_window"))) == (4096,) * 3
+
+
+def test_another_name_of_an_architecture():
+    config = tiny_config("mpt")
+    assert spec_from_config({**config, "architectures": ["MptForCausalLM"]}) == spec_from_config(config)
 
 
 def test_model_type_without_architectures():
@@ -214,6 +221,15 @@ def test_bad_sizes(name, value):
         ("gptj", {"rotary_dim": None}, "rotary_dim must be an integer of at least 1, got None"),
         ("gptj", {"rotary_dim": 24}, "rotary_dim must be at most head_size=16, got 24"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True is not supported"),
+        ("mpt", {"no_bias": False}, "no_bias=False is not supported"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type='rmsnorm' is not supported"),
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config: alibi=False is not supported"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config: qk_ln=True is not supported"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config: prefix_lm=True is not supported"),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type='multiquery_attention' is not"),
+        ("mpt", {"attn_config": "torch"}, "attn_config must be an object, got 'torch'"),
+        ("mpt", {"attn_config": {"clip_qkv": 0}}, "clip_qkv must be a number above 0, got 0"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale='inv_sqrt_d_model' is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),

@@ -20,6 +20,7 @@ from support.tiny_models import (
     tiny_config,
     write_checkpoint,
 )
+from transformers.models.mpt import modeling_mpt
 
 LIMIT = 1e-5  # of the logits of a whole model; sums in another order are some 1e-6 off
 
@@ -104,6 +105,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-scales": ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
     "gptj-wide": ("gptj", {"n_inner": 72, "rotary_dim": 16, "activation_function": "relu"}),
     "bloom-six-heads": ("bloom", {"num_attention_heads": 6, "hidden_size": 96, "tie_word_embeddings": False}),
+    "mpt-six-heads": (
+        "mpt",
+        {"n_heads": 6, "d_model": 96, "attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False},
+    ),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "opt-no-biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
     "opt-no-final-norm": ("opt", {"_remove_final_layer_norm": True, "activation_function": "gelu"}),
@@ -241,6 +246,21 @@ def test_half_precision(models, dtype, tmp_path):
     # of the median token: rounding sends some to other experts, in each implementation other ones
     error = median_error(PagedRunner(ours).prefill(PagedSequence(), tokens), exact)
     assert error <= 1.2 * median_error(reference_logits(rounded, tokens), exact)
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_alibi_bias_max_of_mpt(tmp_path: Path, heads, monkeypatch):
+    """MPT-7B-StoryWriter has 16, which transformers ignores; the model's own code does not."""
+    build = modeling_mpt.build_mpt_alibi_tensor
+    monkeypatch.setattr(
+        modeling_mpt, "build_mpt_alibi_tensor", lambda n, length, _, device: build(n, length, 16, device)
+    )
+    theirs = write_checkpoint(
+        tmp_path, tiny_config("mpt", n_heads=heads, d_model=16 * heads, attn_config={"alibi_bias_max": 16})
+    )
+    tokens = random_tokens(PROMPT, 101, seed=8)
+    logits = PagedRunner(load_decoder(tmp_path)).prefill(PagedSequence(), tokens)
+    assert_same_logits(logits, reference_logits(theirs, tokens))
 
 
 HEAD_DIM = ["llama", "mistral", "qwen3", "glm4", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss"]

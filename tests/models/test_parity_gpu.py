@@ -48,6 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tiny-nemotron": tiny_config("nemotron", max_position_embeddings=512),
     "tiny-gptj": tiny_config("gptj", n_positions=512),
     "tiny-bloom": tiny_config("bloom", seq_length=512),
+    "tiny-mpt": tiny_config("mpt", max_seq_len=512),
     "tiny-gpt-neox": tiny_config("gpt_neox", max_position_embeddings=512),
     "tiny-falcon-alibi": tiny_config("falcon", max_position_embeddings=512, alibi=True, multi_query=False),
     "tiny-llama": tiny_config("llama", max_position_embeddings=512, rope_scaling=LLAMA_3_1_8B["rope_scaling"]),

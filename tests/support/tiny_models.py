@@ -140,6 +140,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-5,
     },
     "bloom": {"seq_length": 256, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    "mpt": {
+        "d_model": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "max_seq_len": 256,
+        "layer_norm_epsilon": 1e-5,
+        "attn_config": {"clip_qkv": 1.5, "alibi": True},
+        "tie_word_embeddings": True,
+    },
     "opt": {
         "ffn_dim": 88,
         "word_embed_proj_dim": 64,
@@ -237,6 +246,7 @@ _OWN_NAMES = {
     "gpt2": _OF_GPT2,
     "gptj": _OF_GPT2,
     "bloom": ("max_position_embeddings", "intermediate_size"),
+    "mpt": _OF_GPT2,
     "opt": ("intermediate_size",),
     "gemma2": ("hidden_act",),
     "gemma3_text": ("hidden_act",),

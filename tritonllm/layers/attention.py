@@ -35,6 +35,7 @@ class AttentionSpec:
         scale: multiplies the query-key products; ``head_size ** -0.5`` by default.
         qkv_bias: of the query, key and value projections.
         o_bias: of the output projection.
+        clip_qkv: queries, keys and values are clipped to this and its negative (MPT); ``None`` for no clipping.
         qk_norm: normalises queries and keys.
         qk_norm_after_rope: it does so after the rotation instead of before (Hunyuan).
         qk_norm_over: what shares a norm's statistics and weights: each ``head`` its own statistics with the same
@@ -52,6 +53,7 @@ class AttentionSpec:
     scale: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    clip_qkv: float | None = None
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"
     qk_norm_after_rope: bool = False
@@ -129,6 +131,8 @@ class Attention(nn.Module):
         kv_cache: KVCacheView,
     ) -> torch.Tensor:
         """What lies between the two projections: ``qkv[T, (H + 2 K) D]`` -> ``[T, H D]``."""
+        if self.spec.clip_qkv is not None:
+            qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
         cache = kv_cache.k, kv_cache.v
         rope = (None if cos_sin_cache is None else positions, cos_sin_cache)
         heads = {"interleaved": self.spec.rope is not None and self.spec.rope.interleaved}

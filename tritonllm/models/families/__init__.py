@@ -31,6 +31,7 @@ Config = Mapping[str, Any]
 
 _FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, alibi, experts, ernie, hunyuan)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
+_ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 
 # Fields that some architectures compute with, and the values at which they do nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -90,7 +91,7 @@ def _known(config: Config) -> str | None:
     named = config.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
     ]
-    return next((name for name in named if name in FAMILIES), None)
+    return next((name for name in (_ALIASES.get(name, name) for name in named) if name in FAMILIES), None)
 
 
 def _architecture(config: Config) -> str:
