@@ -49,6 +49,41 @@ def test_llama_3_1_8b():
     assert parameters == 8_030_261_248
 
 
+def shape(family: str, vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more) -> dict:
+    names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    values = (family, vocab, hidden, inner, layers)
+    kv = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {**dict(zip(names, values, strict=True)), **kv, **more}
+
+
+A13B = {"head_dim": 128, "num_experts": 64, "moe_topk": [8] * 32, "num_shared_expert": [1] * 32}
+A3B = {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (shape("olmo3", 100278, 4096, 11008, 32, 32, 32), 7_298_011_136),
+        (shape("ernie4_5", 103424, 1024, 3072, 18, 16, 2, head_dim=128), 360_748_032),
+        (shape("ernie4_5_moe", 103424, 2560, 12288, 28, 20, 4, **A3B), 21_825_437_888),
+        (shape("seed_oss", 155136, 5120, 27648, 64, 80, 8, head_dim=128), 36_151_104_512),
+        (shape("hunyuan_v1_moe", 128167, 4096, 3072, 32, 32, 8, tie_word_embeddings=True, **A13B), 80_393_183_232),
+        (shape("internlm2", 92544, 4096, 14336, 32, 32, 8, bias=False), 7_737_708_544),
+        (shape("internlm3", 128512, 4096, 10240, 48, 32, 2, head_dim=128), 8_804_241_408),
+        (
+            {"model_type": "bloom", "vocab_size": 250880, "n_embed": 14336, "n_layer": 70, "n_head": 112},
+            176_247_271_424,
+        ),
+        ({"model_type": "mpt", "vocab_size": 50432, "d_model": 4096, "n_layers": 32, "n_heads": 32}, 6_649_286_656),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_parameters_of_published_models(config, parameters):
+    """Of OLMo 3 7B, ERNIE 4.5 0.3B and 21B-A3B, Seed-OSS 36B, Hunyuan-A13B, InternLM 2 7B and 3 8B, BLOOM, MPT 7B."""
+    slots = weight_map(spec_from_config(config)).values()
+    assert sum(torch.Size(slot.shape).numel() for slot in slots if slot.axis == 0) == parameters
+
+
 def test_transformers_5_spelling():
     """`rope_parameters` and `dtype` mean what `rope_theta`, `rope_scaling` and `torch_dtype` meant."""
     new = without(LLAMA_3_1_8B, "rope_theta", "rope_scaling", "torch_dtype")

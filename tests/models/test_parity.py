@@ -264,11 +264,12 @@ def test_alibi_bias_max_of_mpt(tmp_path: Path, heads, monkeypatch):
 
 
 HEAD_DIM = ["llama", "mistral", "qwen3", "glm4", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss"]
-NO_HEAD_DIM = ["qwen2", "phi3", "olmo2", "granite", "stablelm", "cohere", "falcon", "phi"]
-WINDOWS = ["gemma2", "gemma3_text", "gpt_oss"]  # in some of the layers, always
+HEAD_DIM += ["ernie4_5", "exaone4", "hunyuan_v1_dense", "nemotron", "seed_oss"]
+NO_HEAD_DIM = ["qwen2", "phi3", "olmo2", "granite", "stablelm", "cohere", "falcon", "phi", "internlm2", "olmo3"]
+WINDOWS = ["gemma2", "gemma3_text", "gpt_oss", "olmo3", "exaone4"]  # in some of the layers, always
 OPTIONAL_WINDOWS = ["mistral", "phi3", "mixtral"]
 EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss"]
-NO_SCALING = ["gpt_oss", "gemma3_text", "phi3"]  # theirs stays: it is nested, or is what makes the family
+NO_SCALING = ["gpt_oss", "gemma3_text", "phi3", "olmo3"]  # theirs stays: it is nested, or is what makes the family
 
 
 @given(data=st.data())
