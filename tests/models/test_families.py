@@ -280,6 +280,7 @@ def test_bad_sizes(name, value):
         ),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer of"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min other than 1e-12 is not supported, got 0.1"),
+        ("hunyuan_v1_dense", {"num_experts": 2}, "num_experts=2 is not supported by a dense model"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True is not supported"),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "alpha must be a number above 0"),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "linear", "alpha": 2.0}}, "alpha of a rotation needs the type"),
@@ -362,6 +363,8 @@ def test_axes_of_published_models():
     )
     assert [layer.mlp.shared.intermediate_size for layer in hunyuan.layers] == [88, 176, 88]
     assert {layer.mlp.intermediate_size for layer in hunyuan.layers} == {24}
+    dense = spec_from_config(tiny_config("hunyuan_v1_dense", num_experts=1))
+    assert dense == spec_from_config(tiny_config("hunyuan_v1_dense"))
     rope = hunyuan.layers[0].attention.rope
     assert not rope.scaling and rope.base == pytest.approx(1e4 * 1000 ** (16 / 14))
     minitron = spec_from_config(without(tiny_config("nemotron", rope_percent=0.25), "partial_rotary_factor"))

@@ -39,6 +39,8 @@ def _attention(config: ConfigReader) -> AttentionSpec:
 
 
 def _dense(config: ConfigReader) -> dict[str, Any]:
+    if config.get("num_experts") not in (None, 0, 1):  # what files of dense models may say
+        raise ValueError(f"config.json: num_experts={config['num_experts']!r} is not supported by a dense model")
     return {"norm": rms_norm(config), "layers": same_layers(config, _attention(config), mlp(config))}
 
 
@@ -85,6 +87,7 @@ FAMILIES: dict[str, Family] = {
         names=always(_NAMES),
         defaults=_HUNYUAN,
         renames={"attention_head_dim": "head_dim"},
+        reads=frozenset({"num_experts"}),
     ),
     "HunYuanMoEV1ForCausalLM": Family(
         model_type="hunyuan_v1_moe",
