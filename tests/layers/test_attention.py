@@ -91,14 +91,23 @@ def test_drafts_are_verified_between_decodes_and_chunks(device):
 
 
 @pytest.mark.parametrize(
-    ("kind", "over", "fused"),
-    [("rms", "head", True), ("rms", "heads", True), ("rms", "all", False), ("layer", "heads", False)],
+    ("kind", "over", "after", "interleaved", "fused"),
+    [
+        ("rms", "head", False, False, True),
+        ("rms", "heads", False, False, True),
+        ("rms", "all", False, False, False),
+        ("layer", "heads", False, False, False),
+        ("rms", "head", True, False, False),
+        ("rms", "all", True, True, False),
+        ("layer", "heads", True, False, False),
+    ],
 )
-def test_the_norm_of_queries_and_keys(device, kind, over, fused):
+def test_the_norm_of_queries_and_keys(device, kind, over, after, interleaved, fused):
     """In the launch that rotates and stores where that kernel knows it, else before; in both cases with this result."""
-    rope = RopeSpec(base=1e4, rotary_dim=HEAD, trained_length=BLOCK)
+    rope = RopeSpec(base=1e4, rotary_dim=HEAD, trained_length=BLOCK, interleaved=interleaved)
     norm = NormSpec(kind=kind, eps=1e-5, weight_offset=0.5 if kind == "rms" else 0.0)
-    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=HEAD, qk_norm=norm, qk_norm_over=over, rope=rope)
+    norms = {"qk_norm": norm, "qk_norm_over": over, "qk_norm_after_rope": after}
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=HEAD, rope=rope, **norms)
     layer = Attention(24, spec, dtype=torch.float32, device=device)
     for p in layer.parameters():
         p.normal_(0, 0.2)
@@ -116,10 +125,13 @@ def test_the_norm_of_queries_and_keys(device, kind, over, fused):
     torch.testing.assert_close((another.k, another.v), (cache.k, cache.v))
 
     q, k, v = layer.qkv(x).unflatten(1, (8, HEAD)).split((4, 2, 2), dim=1)
+    if after:
+        apply_rope(q, k, positions, table, interleaved=interleaved)
     for module, heads in ((layer.q_norm, q), (layer.k_norm, k)):
         heads = heads.view(3, -1) if over == "all" else heads
         module.normalize(heads, out=heads)
-    apply_rope(q, k, positions, table)
+    if not after:
+        apply_rope(q, k, positions, table, interleaved=interleaved)
     stored = [c.flatten(0, 1)[metadata.slot_mapping] for c in (cache.k, cache.v)]
     for got, want in zip((attend.call_args.args[0], *stored), (q, k, v), strict=True):
         torch.testing.assert_close(got, want)

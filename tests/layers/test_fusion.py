@@ -1,5 +1,6 @@
 """Which launch adds and which one normalises, at the sizes where that changes."""
 
+import dataclasses
 from unittest.mock import patch
 
 import pytest
@@ -103,6 +104,12 @@ def test_the_router_normalises_few_rows(layer, rows, at_once):
     assert plan([layer], 300, wanted=rows) == ((PRODUCT, *each[1:]), ALONE)
 
 
+def test_a_router_of_another_dtype_takes_no_norm_along():
+    exact = dataclasses.replace(SHARED, norms_router=False)
+    each = PRODUCT, ADDS, ALONE, ADDS
+    assert plan([exact] * 2, 1) == (each, each, ALONE)
+
+
 @pytest.mark.parametrize("rows", [65, 300])
 def test_the_sum_of_experts_normalises_many_rows(rows):
     """For the next layer, whatever that is; not before the last norm, and not before a shared MLP is added."""
@@ -144,6 +151,7 @@ def test_traits():
     router = torch.empty(128, 2048)
     assert LayerTraits.of_experts(**common, router=router, shared=False) == EXPERTS
     assert LayerTraits.of_experts(**common, router=router, shared=True) == SHARED
+    assert not LayerTraits.of_experts(**common, router=router, shared=True, norms_router=False).norms_router
 
 
 @pytest.mark.parametrize("hopper", [True, False])
@@ -187,4 +195,5 @@ def test_attention():
     assert decodes_at_once(step)
     assert not decodes_at_once(mixed) and not decodes_at_once(shared)
     assert normalises_heads("rms", "head") and normalises_heads("rms", "heads")
+    assert not normalises_heads("rms", "head", after_rope=True)
     assert not normalises_heads("rms", "all") and not normalises_heads("layer", "heads")

@@ -60,6 +60,7 @@ SHARED = MLPSpec(intermediate_size=5, activation="silu")
     [
         {},
         {"renormalize": False, "scale": 2.5},
+        {"correction_bias": True, "router_float32": True},
         {"scoring": "sigmoid", "correction_bias": True},
         {"scoring": "sigmoid", "correction_bias": True, "num_groups": 2, "top_k_groups": 1},
         {"num_groups": 2, "top_k_groups": 1, "top_k": 1},
@@ -75,6 +76,18 @@ def test_matches_the_definition(device, axes):
     before = x.clone()
     assert_close(moe(BlockInput(x)).alone(), want(moe, before))
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_a_float32_router_tells_experts_apart_that_bfloat16_would_not(device, tokens):
+    spec = MoESpec(num_experts=4, top_k=1, intermediate_size=INNER, router_float32=True)
+    moe = MoE(SIZE, spec, dtype=torch.bfloat16, device=device)
+    for name, p in moe.named_parameters():
+        assert p.dtype is (torch.float32 if name == "router.weight" else torch.bfloat16)
+        p.fill_(1.0)
+    moe.router.weight[2] += 1e-4
+    _, routed = moe(BlockInput(torch.ones(tokens, SIZE, dtype=torch.bfloat16, device=device)))
+    assert routed.logits.argmax(1).tolist() == [2] * tokens and routed.rows.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
-from support.tiny_models import ALL_FAMILIES, reference_config, tiny_config
+from support.tiny_models import ALL_FAMILIES, NOT_IN_TRANSFORMERS, reference_config, tiny_config
 from transformers import AutoConfig
 
 from tritonllm.layers.mlp import MLPSpec
@@ -49,6 +49,41 @@ def test_llama_3_1_8b():
     assert parameters == 8_030_261_248
 
 
+def shape(family: str, vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more) -> dict:
+    names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    values = (family, vocab, hidden, inner, layers)
+    kv = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {**dict(zip(names, values, strict=True)), **kv, **more}
+
+
+A13B = {"head_dim": 128, "num_experts": 64, "moe_topk": [8] * 32, "num_shared_expert": [1] * 32}
+A3B = {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (shape("olmo3", 100278, 4096, 11008, 32, 32, 32), 7_298_011_136),
+        (shape("ernie4_5", 103424, 1024, 3072, 18, 16, 2, head_dim=128), 360_748_032),
+        (shape("ernie4_5_moe", 103424, 2560, 12288, 28, 20, 4, **A3B), 21_825_437_888),
+        (shape("seed_oss", 155136, 5120, 27648, 64, 80, 8, head_dim=128), 36_151_104_512),
+        (shape("hunyuan_v1_moe", 128167, 4096, 3072, 32, 32, 8, tie_word_embeddings=True, **A13B), 80_393_183_232),
+        (shape("internlm2", 92544, 4096, 14336, 32, 32, 8, bias=False), 7_737_708_544),
+        (shape("internlm3", 128512, 4096, 10240, 48, 32, 2, head_dim=128), 8_804_241_408),
+        (
+            {"model_type": "bloom", "vocab_size": 250880, "n_embed": 14336, "n_layer": 70, "n_head": 112},
+            176_247_271_424,
+        ),
+        ({"model_type": "mpt", "vocab_size": 50432, "d_model": 4096, "n_layers": 32, "n_heads": 32}, 6_649_286_656),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_parameters_of_published_models(config, parameters):
+    """Of OLMo 3 7B, ERNIE 4.5 0.3B and 21B-A3B, Seed-OSS 36B, Hunyuan-A13B, InternLM 2 7B and 3 8B, BLOOM, MPT 7B."""
+    slots = weight_map(spec_from_config(config)).values()
+    assert sum(torch.Size(slot.shape).numel() for slot in slots if slot.axis == 0) == parameters
+
+
 def test_transformers_5_spelling():
     """`rope_parameters` and `dtype` mean what `rope_theta`, `rope_scaling` and `torch_dtype` meant."""
     new = without(LLAMA_3_1_8B, "rope_theta", "rope_scaling", "torch_dtype")
@@ -60,22 +95,25 @@ def test_transformers_5_spelling():
 # What a configuration must say; the rest has defaults.
 NEEDED = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "n_embd", "n_layer", "n_head", "ffn_dim"),
+    *("intermediate_size", "d_model", "n_layers", "n_heads", "n_embd", "n_layer", "n_head", "ffn_dim"),
 }
 
 
-@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family != "minicpm"])
+@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in NOT_IN_TRANSFORMERS])
 def test_fields_left_out(family):
     """What the configuration class of transformers has a default for takes that default."""
     config = tiny_config(family, num_attention_heads=32, hidden_size=512)
-    if family == "gpt2":
-        config |= {"n_head": 32, "n_embd": 512}
+    if family in ("gpt2", "gptj"):  # GPT-J rotates 64 elements of a head
+        width = 512 if family == "gpt2" else 2048
+        config |= {"n_head": 32, "n_embd": width, "hidden_size": width}
+    if family == "mpt":
+        config |= {"n_heads": 32, "d_model": 512}
     config = {key: value for key, value in config.items() if key in NEEDED}
     theirs = AutoConfig.for_model(family, **{key: value for key, value in config.items() if key != "model_type"})
     assert spec_from_config(config) == spec_from_config({**theirs.to_dict(), "architectures": config["architectures"]})
 
 
-@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family != "minicpm"])
+@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in NOT_IN_TRANSFORMERS])
 def test_both_styles_mean_the_same(family):
     """`rope_parameters` and the rest as transformers 5 writes them, from a file in the style of transformers 4."""
     config = tiny_config(family)
@@ -104,6 +142,11 @@ def test_mistral_has_a_window_unless_told_otherwise():
     config = tiny_config("mistral")
     assert windows(spec_from_config(config)) == (None,) * 3
     assert windows(spec_from_config(without(config, "sliding_window"))) == (4096,) * 3
+
+
+def test_another_name_of_an_architecture():
+    config = tiny_config("mpt")
+    assert spec_from_config({**config, "architectures": ["MptForCausalLM"]}) == spec_from_config(config)
 
 
 def test_model_type_without_architectures():
@@ -138,6 +181,28 @@ def test_qwen_windows(family, changes, want):
     assert windows(spec_from_config(tiny_config(family, **changes))) == want
 
 
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({"sliding_window_pattern": 4}, (8, 8, 8, None, 8)),
+        ({"sliding_window_pattern": "LLLG"}, (8, 8, 8, None, None)),  # the last layer sees everything
+        ({"sliding_window_pattern": "LG"}, (8, None, 8, None, None)),
+        (
+            {"sliding_window_pattern": "LG", "layer_types": ["full_attention"] * 4 + ["sliding_attention"]},
+            (None,) * 4 + (8,),
+        ),
+        ({"sliding_window": None, "sliding_window_pattern": None}, (None,) * 5),
+    ],
+)
+def test_exaone_windows(changes, want):
+    spec = spec_from_config(
+        tiny_config("exaone4", **{"num_hidden_layers": 5, "layer_types": None, "sliding_window": 8, **changes})
+    )
+    assert windows(spec) == want
+    hybrid = any(want)
+    assert [layer.attention.rope is None for layer in spec.layers] == [hybrid and window is None for window in want]
+
+
 def test_yarn_reaches_further_than_it_was_trained():
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     assert spec_from_config(tiny_config("qwen2", rope_scaling=yarn)).max_position_embeddings == 256
@@ -150,7 +215,7 @@ def test_yarn_reaches_further_than_it_was_trained():
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "architecture MambaForCausalLM is not supported; supported: Cohere2For",
+            "architecture MambaForCausalLM is not supported; supported: BloomFor",
         ),
         ({"model_type": "mamba"}, "architecture mamba is not supported"),
         ({}, "architecture None is not supported"),
@@ -188,6 +253,18 @@ def test_bad_sizes(name, value):
         ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
         ("llama", {"attention_bias": "no"}, "attention_bias must be true or false, got 'no'"),
         ("gpt2", {"n_layer": 0}, "n_layer must be an integer of at least 1, got 0"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim must be an integer of at least 1, got None"),
+        ("gptj", {"rotary_dim": 24}, "rotary_dim must be at most head_size=16, got 24"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True is not supported"),
+        ("mpt", {"no_bias": False}, "no_bias=False is not supported"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type='rmsnorm' is not supported"),
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config: alibi=False is not supported"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config: qk_ln=True is not supported"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, "attn_config: prefix_lm=True is not supported"),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type='multiquery_attention' is not"),
+        ("mpt", {"attn_config": "torch"}, "attn_config must be an object, got 'torch'"),
+        ("mpt", {"attn_config": {"clip_qkv": 0}}, "clip_qkv must be a number above 0, got 0"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale='inv_sqrt_d_model' is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),
@@ -196,6 +273,24 @@ def test_bad_sizes(name, value):
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit other than 7.0 is not supported, got 6.0"),
         ("mixtral", {"num_experts_per_tok": 5}, "top_k must be from 1 to the 4 experts"),
         ("glm4_moe", {"n_group": 3}, r"num_groups \(3\) must divide num_experts \(8\)"),
+        (
+            "exaone4",
+            {"layer_types": None, "sliding_window_pattern": "LXG"},
+            "must be of the letters L and G, got 'LXG'",
+        ),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer of"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min other than 1e-12 is not supported, got 0.1"),
+        ("hunyuan_v1_dense", {"num_experts": 2}, "num_experts=2 is not supported by a dense model"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True is not supported"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "alpha must be a number above 0"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "linear", "alpha": 2.0}}, "alpha of a rotation needs the type"),
+        (
+            "hunyuan_v1_moe",
+            {"moe_topk": [1, 2]},
+            "moe_topk must be an integer .* or a list of one for each of 3 layers",
+        ),
+        ("hunyuan_v1_moe", {"num_experts": 0}, "num_experts must be an integer of at least 1"),
+        ("hunyuan_v1_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped=1 is not supported"),
         ("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers must be a list of 0 or 1 for each of 3 layers"),
         ("minicpm", {"sparse_config": {"kernel_size": 32}}, "sparse_config=.* is not supported"),
         ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),
@@ -245,6 +340,8 @@ def test_only_families_that_draft_have_extra_layers():
     assert not is_extra(glm, "model.layers.2.mlp.gate.weight") and not is_extra(glm, "model.layers.4.eh_proj.weight")
     assert not is_extra(glm, "model.layers.30.eh_proj.weight")
     assert not is_extra(qwen, "model.layers.3.eh_proj.weight")
+    ernie = spec_from_config(tiny_config("ernie4_5_moe"))
+    assert is_extra(ernie, "model.mtp_block.0.mlp.up_proj.weight") and not is_extra(ernie, "model.norm.weight")
 
 
 def test_axes_of_published_models():
@@ -256,6 +353,26 @@ def test_axes_of_published_models():
     assert [layer.attention.rope.base for layer in gemma3.layers] == [1000.0, 100000.0, 1000.0]
     assert [bool(layer.attention.rope.scaling) for layer in gemma3.layers] == [False, True, False]
     assert gemma3.embedding_multiplier == 8.0 and gemma3.norm.weight_offset == 1.0
+    olmo3 = spec_from_config(tiny_config("olmo3"))
+    assert windows(olmo3) == (7, None, 7) and olmo3.norm_position == "post"
+    assert [bool(layer.attention.rope.scaling) for layer in olmo3.layers] == [False, True, False]
+    exaone = spec_from_config(tiny_config("exaone4"))
+    assert [layer.attention.rope is None for layer in exaone.layers] == [False, True, False]
+    hunyuan = spec_from_config(
+        tiny_config("hunyuan_v1_moe", num_shared_expert=[1, 2, 1], moe_intermediate_size=[24] * 3)
+    )
+    assert [layer.mlp.shared.intermediate_size for layer in hunyuan.layers] == [88, 176, 88]
+    assert {layer.mlp.intermediate_size for layer in hunyuan.layers} == {24}
+    dense = spec_from_config(tiny_config("hunyuan_v1_dense", num_experts=1))
+    assert dense == spec_from_config(tiny_config("hunyuan_v1_dense"))
+    rope = hunyuan.layers[0].attention.rope
+    assert not rope.scaling and rope.base == pytest.approx(1e4 * 1000 ** (16 / 14))
+    minitron = spec_from_config(without(tiny_config("nemotron", rope_percent=0.25), "partial_rotary_factor"))
+    assert minitron.layers[0].attention.rope.rotary_dim == 4 and minitron.norm.bias and minitron.norm.weight_offset == 0
+    internlm = spec_from_config(tiny_config("internlm3", qkv_bias=True)).layers[0]
+    assert (internlm.attention.qkv_bias, internlm.attention.o_bias, internlm.mlp.bias) == (True, False, False)
+    internlm = spec_from_config(tiny_config("internlm3", bias=True)).layers[0]
+    assert (internlm.attention.qkv_bias, internlm.attention.o_bias, internlm.mlp.bias) == (False, True, True)
     glm = spec_from_config(tiny_config("glm4_moe"))
     assert [type(layer.mlp) for layer in glm.layers] == [MLPSpec, MoESpec, MoESpec]
     smol = spec_from_config(tiny_config("smollm3"))
@@ -269,8 +386,10 @@ def test_axes_of_published_models():
     ("heads", "want"),
     [(4, [2**-2, 2**-4, 2**-6, 2**-8]), (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])],
 )
-def test_falcon_slopes(heads, want):
+def test_alibi_slopes(heads, want):
     """A power of two, and the rest of the next power's slopes in between (Press et al.)."""
+    bloom = spec_from_config(tiny_config("bloom", hidden_size=16 * heads, num_attention_heads=heads))
+    assert bloom.layers[0].attention.alibi_slopes == tuple(want) and bloom.embedding_norm
     config = tiny_config("falcon", alibi=True, hidden_size=16 * heads, num_attention_heads=heads)
     attention = spec_from_config(config).layers[0].attention
     assert attention.rope is None and attention.alibi_slopes == tuple(slope / 4 for slope in want)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.compare import median_error, relative_error
 from support.tiny_models import (
     ALL_FAMILIES,
+    NOT_IN_TRANSFORMERS,
     PagedRunner,
     PagedSequence,
     load_decoder,
@@ -19,6 +20,7 @@ from support.tiny_models import (
     tiny_config,
     write_checkpoint,
 )
+from transformers.models.mpt import modeling_mpt
 
 LIMIT = 1e-5  # of the logits of a whole model; sums in another order are some 1e-6 off
 
@@ -72,6 +74,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3-window": ("phi3", {"sliding_window": 6, "num_key_value_heads": 4}),
+    "olmo3-plain-rope": ("olmo3", {"rope_scaling": None, "attention_bias": True, "num_key_value_heads": 4}),
+    "exaone4-pattern": ("exaone4", {"layer_types": None, "sliding_window_pattern": 2}),
+    "exaone4-1.2b": (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "rope_scaling": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "seed-oss-other-biases": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 6, "mlp_bias": True}),
     "stablelm-parallel-qk-norm": (
         "stablelm",
@@ -80,8 +94,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-untied-biases": ("cohere", {"tie_word_embeddings": False, "attention_bias": True, "use_qk_norm": False}),
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3-cap": ("gemma3_text", {"final_logit_softcapping": 6.0, "attention_bias": True}),
+    "nemotron-biases": (
+        "nemotron",
+        {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0, "head_dim": 24, "norm_eps": 1e-3},
+    ),
+    "internlm2-biases": ("internlm2", {"bias": True, "num_key_value_heads": 1, "rope_scaling": DYNAMIC}),
+    "internlm2-mha": ("internlm2", {"num_key_value_heads": 4}),
+    "internlm3-biases": ("internlm3", {"qkv_bias": True, "bias": True, "rope_scaling": None}),
     "gpt2-wide": ("gpt2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
     "gpt2-scales": ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}),
+    "gptj-wide": ("gptj", {"n_inner": 72, "rotary_dim": 16, "activation_function": "relu"}),
+    "bloom-six-heads": ("bloom", {"num_attention_heads": 6, "hidden_size": 96, "tie_word_embeddings": False}),
+    "mpt-six-heads": (
+        "mpt",
+        {"n_heads": 6, "d_model": 96, "attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False},
+    ),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "opt-no-biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
     "opt-no-final-norm": ("opt", {"_remove_final_layer_norm": True, "activation_function": "gelu"}),
@@ -100,6 +127,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "norm_topk_prob": False},
     ),
     "glm4-moe-plain": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False}),
+    "ernie4.5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}),
+    "ernie4.5-moe-some-layers": (
+        "ernie4_5_moe",
+        {"use_bias": True, "moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0},
+    ),
+    "ernie4.5-moe-last-layer-dense": ("ernie4_5_moe", {"moe_layer_end_index": 1}),
+    "hunyuan-biases-factor": ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 16, "rope_scaling": DYNAMIC}),
+    "hunyuan-moe-lists": ("hunyuan_v1_moe", {"moe_topk": [1, 3, 2], "head_dim": 32, "rope_scaling": None}),
     "gpt-oss-no-biases": ("gpt_oss", {"attention_bias": False, "sliding_window": 3}),
 }
 PROMPT = 45
@@ -189,7 +224,7 @@ def test_greedy(models):
     assert len({token for tokens in got for token in tokens}) > 3  # agreeing on one repeated token would prove little
 
 
-@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family != "minicpm"])
+@pytest.mark.parametrize("family", [family for family in ALL_FAMILIES if family not in NOT_IN_TRANSFORMERS])
 def test_config_of_transformers_5_in_shards(tmp_path: Path, family):
     config = tiny_config(family)
     theirs = write_checkpoint(tmp_path, config, max_shard_size="40KB", config_style=5)
@@ -213,12 +248,28 @@ def test_half_precision(models, dtype, tmp_path):
     assert error <= 1.2 * median_error(reference_logits(rounded, tokens), exact)
 
 
+@pytest.mark.parametrize("heads", [4, 6])
+def test_alibi_bias_max_of_mpt(tmp_path: Path, heads, monkeypatch):
+    """MPT-7B-StoryWriter has 16, which transformers ignores; the model's own code does not."""
+    build = modeling_mpt.build_mpt_alibi_tensor
+    monkeypatch.setattr(
+        modeling_mpt, "build_mpt_alibi_tensor", lambda n, length, _, device: build(n, length, 16, device)
+    )
+    theirs = write_checkpoint(
+        tmp_path, tiny_config("mpt", n_heads=heads, d_model=16 * heads, attn_config={"alibi_bias_max": 16})
+    )
+    tokens = random_tokens(PROMPT, 101, seed=8)
+    logits = PagedRunner(load_decoder(tmp_path)).prefill(PagedSequence(), tokens)
+    assert_same_logits(logits, reference_logits(theirs, tokens))
+
+
 HEAD_DIM = ["llama", "mistral", "qwen3", "glm4", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss"]
-NO_HEAD_DIM = ["qwen2", "phi3", "olmo2", "granite", "stablelm", "cohere", "falcon", "phi"]
-WINDOWS = ["gemma2", "gemma3_text", "gpt_oss"]  # in some of the layers, always
+HEAD_DIM += ["ernie4_5", "exaone4", "hunyuan_v1_dense", "nemotron", "seed_oss"]
+NO_HEAD_DIM = ["qwen2", "phi3", "olmo2", "granite", "stablelm", "cohere", "falcon", "phi", "internlm2", "olmo3"]
+WINDOWS = ["gemma2", "gemma3_text", "gpt_oss", "olmo3", "exaone4"]  # in some of the layers, always
 OPTIONAL_WINDOWS = ["mistral", "phi3", "mixtral"]
 EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss"]
-NO_SCALING = ["gpt_oss", "gemma3_text", "phi3"]  # theirs stays: it is nested, or is what makes the family
+NO_SCALING = ["gpt_oss", "gemma3_text", "phi3", "olmo3"]  # theirs stays: it is nested, or is what makes the family
 
 
 @given(data=st.data())

@@ -42,6 +42,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # run everywhere, so that these tests are themselves tested
     "tiny-qwen3": tiny_config("qwen3", max_position_embeddings=512, tie_word_embeddings=True),
     "tiny-qwen3-moe": tiny_config("qwen3_moe", max_position_embeddings=512),
+    "tiny-ernie4.5-moe": tiny_config("ernie4_5_moe", max_position_embeddings=512),
+    "tiny-hunyuan": tiny_config("hunyuan_v1_dense", max_position_embeddings=512),
+    "tiny-hunyuan-moe": tiny_config("hunyuan_v1_moe", max_position_embeddings=512),
+    "tiny-nemotron": tiny_config("nemotron", max_position_embeddings=512),
+    "tiny-gptj": tiny_config("gptj", n_positions=512),
+    "tiny-bloom": tiny_config("bloom", seq_length=512),
+    "tiny-mpt": tiny_config("mpt", max_seq_len=512),
     "tiny-gpt-neox": tiny_config("gpt_neox", max_position_embeddings=512),
     "tiny-falcon-alibi": tiny_config("falcon", max_position_embeddings=512, alibi=True, multi_query=False),
     "tiny-llama": tiny_config("llama", max_position_embeddings=512, rope_scaling=LLAMA_3_1_8B["rope_scaling"]),

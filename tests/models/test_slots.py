@@ -29,13 +29,17 @@ def slots_in_parameters(draw: st.DrawFn) -> tuple[Slot, tuple[int, ...]]:
         shape = shape[::-1]
     if kind != "plain":
         parameter = (experts, *parameter)
+    is_row = kind == "plain" and draw(st.booleans())
+    leading = (experts,) if kind == "all experts" else (1,) if is_row else ()
     slot = Slot(
         parameter="p",
-        shape=(experts, *shape) if kind == "all experts" else shape,
+        shape=(*leading, *shape),
         expert=draw(st.integers(0, experts - 1)) if kind == "one expert" else None,
         axis=1 if kind == "all experts" else 0,
         start=start,
         transposed=transposed,
+        is_row=is_row,
+        minus=draw(st.sampled_from([0.0, 1.0])),
         order=order,
     )
     return slot, parameter
@@ -43,7 +47,7 @@ def slots_in_parameters(draw: st.DrawFn) -> tuple[Slot, tuple[int, ...]]:
 
 def written(slot: Slot, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """What ``slot.write`` should leave: row by row."""
-    out = parameter.clone()
+    out, tensor = parameter.clone(), tensor[0] if slot.is_row else tensor
     if slot.axis == 1:
         views = list(zip(out, tensor, strict=True))
     else:
@@ -53,7 +57,7 @@ def written(slot: Slot, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.
         size = len(rows) // len(slot.order) if slot.order else len(rows)
         for i, row in enumerate(rows):
             block = slot.order[i // size] if slot.order else 0
-            target[slot.start + block * size + i % size] = row
+            target[slot.start + block * size + i % size] = row + slot.minus
     return out
 
 

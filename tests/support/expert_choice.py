@@ -58,7 +58,7 @@ def experts_of(model: PreTrainedModel, forced: Sequence[torch.Tensor] | None = N
         chosen.append(ids)
         return logits, weights, ids
 
-    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    routers = [module for module in model.modules() if type(module).__name__.endswith(("TopKRouter", "MoEV1Gate"))]
     handles = [router.register_forward_hook(hook) for router in routers]
     try:
         yield chosen

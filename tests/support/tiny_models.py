@@ -13,206 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from support.internlm2 import internlm2_tensors
+from support.tiny_configs import ALL_FAMILIES as ALL_FAMILIES  # most tests want configurations and models
+from support.tiny_configs import NOT_IN_TRANSFORMERS as NOT_IN_TRANSFORMERS
+from support.tiny_configs import reference_config as reference_config
+from support.tiny_configs import tiny_config as tiny_config
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.fallback_decoder import TransformersDecoder
-from tritonllm.models.families import FAMILIES, spec_from_config, weight_map
+from tritonllm.models.families import spec_from_config, weight_map
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.weights import load_weights
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "intermediate_size": 88,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-    "torch_dtype": "float32",
+# Modules that are called otherwise in files than in transformers' memory.
+_RENAMED = {
+    ".block_sparse_moe.": ".mlp.",
+    "embed_out.": "lm_head.",
+    ".mlp.moe_statics.": ".mlp.gate.moe_statics.",
 }
-_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
-# What each family's configuration has beside, or in place of, the fields of _SMALL.
-_EXTRA: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": False, "mlp_bias": False},
-    "mistral": {"sliding_window": None},
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {"head_dim": 16, "attention_bias": False, "use_sliding_window": False},
-    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
-    "glm": {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
-    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
-    "olmo2": {"attention_bias": False},
-    "granite": {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.3,
-        "logits_scaling": 8.0,
-    },
-    "minicpm": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
-    "smollm3": {"no_rope_layers": [1, 1, 0], "use_sliding_window": False, "attention_bias": False},
-    "stablelm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "num_key_value_heads": 4},
-    "cohere": {"layer_norm_eps": 1e-5, "logit_scale": 0.25, "tie_word_embeddings": True, "use_qk_norm": True},
-    "cohere2": {
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.25,
-        "tie_word_embeddings": True,
-        "sliding_window": 9,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    },
-    "gemma2": {
-        "head_dim": 16,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 20,
-        "sliding_window": 7,
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 5.0,
-        "tie_word_embeddings": True,
-    },
-    "gemma3_text": {
-        "head_dim": 16,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 20,
-        "sliding_window": 7,
-        "sliding_window_pattern": 2,
-        "rope_theta": 100000.0,
-        "rope_local_base_freq": 1000.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "tie_word_embeddings": True,
-    },
-    "gpt2": {
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 256,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    "opt": {
-        "ffn_dim": 88,
-        "word_embed_proj_dim": 64,
-        "do_layer_norm_before": True,
-        "activation_function": "relu",
-        "tie_word_embeddings": True,
-    },
-    "gpt_neox": {
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "gelu",
-        "rotary_pct": 0.25,
-        "rotary_emb_base": 10000,
-        "use_parallel_residual": True,
-    },
-    "phi": {
-        "hidden_act": "gelu_new",
-        "layer_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "num_key_value_heads": 4,
-        "qk_layernorm": False,
-    },
-    "falcon": {
-        "activation": "gelu",
-        "layer_norm_epsilon": 1e-5,
-        "new_decoder_architecture": False,
-        "multi_query": True,
-        "parallel_attn": True,
-        "bias": False,
-        "alibi": False,
-        "tie_word_embeddings": True,
-    },
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen2_moe": {
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [1],
-        "use_sliding_window": False,
-    },
-    "qwen3_moe": {
-        "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "use_sliding_window": False,
-    },
-    "glm4_moe": {
-        "head_dim": 16,
-        "partial_rotary_factor": 0.5,
-        "use_qk_norm": True,
-        "attention_bias": True,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
-    },
-    "gpt_oss": {
-        "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 7,
-        "rope_theta": 150000.0,
-        "rope_scaling": {**_YARN, "truncate": False},
-        "attention_bias": True,
-        "swiglu_limit": 7.0,
-    },
-}
-ALL_FAMILIES = sorted(_EXTRA)
-# Fields of _SMALL under other names there; a configuration has one or the other.
-_OWN_NAMES = {
-    "gpt2": ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size"),
-    "opt": ("intermediate_size",),
-    "gemma2": ("hidden_act",),
-    "gemma3_text": ("hidden_act",),
-    "gpt_neox": ("rope_theta",),
-    "falcon": ("intermediate_size",),
-}
-
-
-def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """A ``config.json`` in the style of transformers 4."""
-    (architecture,) = (name for name, known in FAMILIES.items() if known.model_type == family)
-    small = {key: value for key, value in _SMALL.items() if key not in _OWN_NAMES.get(family, ())}
-    return {"architectures": [architecture], "model_type": family, **small, **_EXTRA[family], **changes}
-
-
-def reference_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers is asked for: for MiniCPM, which it does not have, a Granite that computes the same."""
-    if config["model_type"] != "minicpm":
-        return config
-    scales = {name: config[name] for name in ("scale_emb", "scale_depth", "dim_model_base")}
-    rest = {key: value for key, value in config.items() if key not in scales}
-    head = config["hidden_size"] // config["num_attention_heads"]
-    return {
-        **rest,
-        "model_type": "granite",
-        "embedding_multiplier": scales["scale_emb"],
-        "residual_multiplier": scales["scale_depth"] / config["num_hidden_layers"] ** 0.5,
-        "attention_multiplier": head**-0.5,
-        "logits_scaling": config["hidden_size"] / scales["dim_model_base"],
-    }
 
 
 def build_reference(
@@ -240,8 +63,9 @@ def reference_state(
     state, known = {}, model.state_dict().keys()
     for name, slot in slots.items():
         if slot.expert is None or slot.parameter not in stacked:
-            # two modules are called otherwise in files
-            renamed = name.replace(".block_sparse_moe.", ".mlp.").replace("embed_out.", "lm_head.")
+            renamed = name
+            for in_files, in_memory in _RENAMED.items():
+                renamed = renamed.replace(in_files, in_memory)
             state[name if name in known else renamed] = slot.read(parameters[slot.parameter])
     return state
 
@@ -251,8 +75,8 @@ def reference_model(config: dict[str, Any], *, seed: int = 0) -> PreTrainedModel
     model = build_reference(config)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        # Gemma stores its norms' weights as differences from 1
-        centre = 0.0 if type(module).__name__.startswith("Gemma") else 1.0
+        # Gemma and Nemotron store their norms' weights as differences from 1
+        centre = 0.0 if type(module).__name__.startswith(("Gemma", "Nemotron")) else 1.0
         is_norm = "Norm" in type(module).__name__
         for name, p in module.named_parameters(recurse=False):
             if is_norm and name == "weight":
@@ -274,7 +98,11 @@ def write_checkpoint(
         The model that was written.
     """
     model = reference_model(config, seed=seed)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if config["model_type"] == "internlm2":
+        heads = config["num_attention_heads"], config["num_key_value_heads"]
+        save_file(internlm2_tensors(model.state_dict(), *heads), folder / "model.safetensors")
+    else:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
     if config_style == 4:
         (folder / "config.json").write_text(json.dumps(config))
     return model

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tritonllm.kernels import (
+    apply_rope,
     cascade_decode_attention,
     fused_decode_attention,
     paged_decode_attention,
@@ -34,7 +35,9 @@ class AttentionSpec:
         scale: multiplies the query-key products; ``head_size ** -0.5`` by default.
         qkv_bias: of the query, key and value projections.
         o_bias: of the output projection.
-        qk_norm: normalises queries and keys before the rotation.
+        clip_qkv: queries, keys and values are clipped to this and its negative (MPT); ``None`` for no clipping.
+        qk_norm: normalises queries and keys.
+        qk_norm_after_rope: it does so after the rotation instead of before (Hunyuan).
         qk_norm_over: what shares a norm's statistics and weights: each ``head`` its own statistics with the same
             weights, each of the ``heads`` with weights of its own, or ``all`` heads at once.
         rope: rotation of queries and keys; ``None`` for none.
@@ -50,8 +53,10 @@ class AttentionSpec:
     scale: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    clip_qkv: float | None = None
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"
+    qk_norm_after_rope: bool = False
     rope: RopeSpec | None = None
     window: int | None = None
     softcap: float = 0.0
@@ -65,6 +70,8 @@ class AttentionSpec:
             raise ValueError(f"head_size must be a multiple of 8 from 16 to 512, got {self.head_size}")
         if self.rope is not None and self.rope.rotary_dim > self.head_size:
             raise ValueError(f"rotary_dim must be at most head_size={self.head_size}, got {self.rope.rotary_dim}")
+        if self.qk_norm_after_rope and (self.qk_norm is None or self.rope is None):
+            raise ValueError("qk_norm_after_rope needs a qk_norm and a rope")
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_heads:
             raise ValueError(f"alibi_slopes must have one entry for each of {self.num_heads} heads")
 
@@ -124,9 +131,17 @@ class Attention(nn.Module):
         kv_cache: KVCacheView,
     ) -> torch.Tensor:
         """What lies between the two projections: ``qkv[T, (H + 2 K) D]``, overwritten, -> ``[T, H D]``."""
+        if self.spec.clip_qkv is not None:
+            qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
         cache = kv_cache.k, kv_cache.v
         rope = (None if cos_sin_cache is None else positions, cos_sin_cache)
-        heads = {"interleaved": self.spec.rope is not None and self.spec.rope.interleaved, **self._norm_weights(qkv)}
+        heads = {"interleaved": self.spec.rope is not None and self.spec.rope.interleaved}
+        if self.spec.qk_norm_after_rope:
+            assert cos_sin_cache is not None
+            q, k = self._queries_and_keys(qkv)
+            apply_rope(q, k, positions, cos_sin_cache, **heads)
+            rope = None, None
+        heads |= self._norm_weights(qkv)
         options: dict[str, Any] = {
             "scale": self.spec.scale,
             "window": self.spec.window,
@@ -150,14 +165,18 @@ class Attention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return {}
         norm = self.q_norm.spec
-        if normalises_heads(norm.kind, self.spec.qk_norm_over):
+        if normalises_heads(norm.kind, self.spec.qk_norm_over, self.spec.qk_norm_after_rope):
             weights = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
             return {**weights, "eps": norm.eps, "weight_offset": norm.weight_offset}
-        q, k, _ = qkv.unflatten(1, (sum(self.heads), self.spec.head_size)).split(self.heads, dim=1)
-        for module, x in ((self.q_norm, q), (self.k_norm, k)):
+        for module, x in zip((self.q_norm, self.k_norm), self._queries_and_keys(qkv), strict=True):
             x = x.view(x.shape[0], -1) if self.spec.qk_norm_over == "all" else x
             module.normalize(x, out=x)
         return {}
+
+    def _queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of them: ``[T, H, D]`` and ``[T, K, D]``."""
+        q, k, _ = qkv.unflatten(1, (sum(self.heads), self.spec.head_size)).split(self.heads, dim=1)
+        return q, k
 
 
 def _known(metadata: AttentionMetadata) -> dict[str, Any]:

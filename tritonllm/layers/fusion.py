@@ -86,6 +86,7 @@ class LayerTraits:
         parallel: both blocks read the layer's input.
         begins_norms: its products pay for beginning norms and ending them.
         router: elements of the router's weight; 0 if the MLP is dense.
+        norms_router: the launch of the router can take the norm before it along: they are of one dtype.
         sums_last: nothing comes after the sum of the experts: there are experts, and no shared MLP.
     """
 
@@ -94,6 +95,7 @@ class LayerTraits:
     parallel: bool = False
     begins_norms: bool = False
     router: int = 0
+    norms_router: bool = True
     sums_last: bool = False
 
     @classmethod
@@ -104,10 +106,24 @@ class LayerTraits:
 
     @classmethod
     def of_experts(
-        cls, *, sequential: bool, rms: bool, parallel: bool, router: torch.Tensor, shared: bool
+        cls,
+        *,
+        sequential: bool,
+        rms: bool,
+        parallel: bool,
+        router: torch.Tensor,
+        shared: bool,
+        norms_router: bool = True,
     ) -> "LayerTraits":
         """A layer with experts, and perhaps a ``shared`` MLP."""
-        return cls(sequential=sequential, rms=rms, parallel=parallel, router=router.numel(), sums_last=not shared)
+        return cls(
+            sequential=sequential,
+            rms=rms,
+            parallel=parallel,
+            router=router.numel(),
+            norms_router=norms_router,
+            sums_last=not shared,
+        )
 
 
 @dataclass(frozen=True)
@@ -139,9 +155,9 @@ def decodes_at_once(metadata: AttentionMetadata) -> bool:
     return metadata.cascade is None and metadata.segments.only_decodes
 
 
-def normalises_heads(kind: str, over: str) -> bool:
-    """The launch that rotates queries and keys knows their norm: ``kind`` and ``over`` are those of the specs."""
-    return kind == "rms" and over != "all"
+def normalises_heads(kind: str, over: str, after_rope: bool = False) -> bool:
+    """The launch that rotates queries and keys knows their norm: ``kind``, ``over`` and its place are the specs'."""
+    return kind == "rms" and over != "all" and not after_rope
 
 
 class _Handed(Enum):
@@ -190,7 +206,7 @@ def _plan_layer(
         add = AddBy.PRODUCT if last else AddBy.PRODUCT_WITH_NORM
         return LayerPlan(enter, AddBy.PRODUCT_WITH_NORM, NormBy.BEFORE, add)
     if few:
-        routed = kept * layer.router <= limits.routed
+        routed = layer.norms_router and kept * layer.router <= limits.routed
         return LayerPlan(enter, AddBy.PRODUCT, by_product if routed else NormBy.ALONE, AddBy.PRODUCT)
     hands_on = layer.sums_last and layer.sequential and layer.rms and not last
     add = AddBy.PRODUCT_WITH_NORM if hands_on else AddBy.LATER

@@ -27,6 +27,7 @@ class MoESpec:
         activation: one of ``EXPERT_ACTIVATIONS``.
         bias: of the experts' projections.
         router_bias: added to the router's logits.
+        router_float32: its weight is float32 in every dtype, as are the rows that it multiplies (ERNIE 4.5).
         scoring: of the logits, ``softmax`` or ``sigmoid``.
         renormalize: the chosen experts' weights sum to one.
         correction_bias: added to the scores for the choice only (DeepSeek-V3).
@@ -43,6 +44,7 @@ class MoESpec:
     activation: str = "silu"
     bias: bool = False
     router_bias: bool = False
+    router_float32: bool = False
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     correction_bias: bool = False
@@ -80,7 +82,8 @@ class MoE(nn.Module):
         super().__init__()
         self.spec = spec
         experts, inner = spec.num_experts, spec.intermediate_size
-        self.router = Linear(hidden_size, experts, bias=spec.router_bias, dtype=dtype, device=device)
+        exact = torch.float32 if spec.router_float32 else dtype
+        self.router = Linear(hidden_size, experts, bias=spec.router_bias, dtype=exact, device=device)
         self.gate_up = empty_parameter(experts, 2 * inner, hidden_size, dtype=dtype, device=device)
         self.down = empty_parameter(experts, hidden_size, inner, dtype=dtype, device=device)
         self.gate_up_bias = self.down_bias = self.correction_bias = self.shared = self.shared_gate = None
@@ -102,7 +105,7 @@ class MoE(nn.Module):
         """
         rows, weight, bias = x.rows, self.router.weight, self.router.bias
         if x.norm is None:
-            return Addend(self, Routed(rows, linear_float32(rows, weight, bias)))
+            return Addend(self, Routed(rows, linear_float32(rows.to(weight.dtype), weight, bias)))
         norm, spec = x.norm, x.norm.spec
         assert norm.weight is not None
         numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}

@@ -65,6 +65,15 @@ class ConfigReader(Mapping[str, Any]):
         """A size that ``null`` or absence leaves to ``default``."""
         return default if self.get(name) is None else self.size(name)
 
+    def size_of_layers(self, name: str, default: int | None = None) -> list[int]:
+        """A size for each layer: a list of them, or one for all. ``null`` or absence leaves it to ``default``."""
+        value, count = self.get(name), self.size("num_hidden_layers")
+        value = default if value is None else value
+        values: list[Any] = value if isinstance(value, list) else [value] * count
+        if len(values) < count or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
+            raise self._bad(name, f"an integer of at least 1, or a list of one for each of {count} layers")
+        return values[:count]
+
     def number(self, name: str, *, positive: bool = True) -> float:
         """A finite number, above zero unless ``positive`` is off."""
         value = self.get(name)

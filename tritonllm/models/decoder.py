@@ -56,7 +56,9 @@ class DecoderLayer(nn.Module):
             "parallel": parallel,
         }
         if isinstance(mlp, MoE):
-            return LayerTraits.of_experts(**traits, router=mlp.router.weight, shared=mlp.shared is not None)
+            router, shared = mlp.router.weight, mlp.shared is not None
+            same = router.dtype == attention.qkv.weight.dtype
+            return LayerTraits.of_experts(**traits, router=router, shared=shared, norms_router=same)
         weights = [product.weight for product in (attention.qkv, attention.o, mlp.up, mlp.down)]
         return LayerTraits.of_dense(**traits, weights=weights)
 
@@ -117,6 +119,9 @@ class Decoder(nn.Module):
         # a model multiplies by a number of its own dtype: Gemma's sqrt(3072) is 55.5 in bfloat16
         self.embedding_multiplier = float(torch.tensor(spec.embedding_multiplier, dtype=dtype))
         self.positions = self.project_in = self.project_out = self.norm = self.logit_bias = None
+        self.embedding_norm = None
+        if spec.embedding_norm:
+            self.embedding_norm = Norm((size,), spec.norm, dtype=dtype, device=device)
         if spec.learned_positions:
             self.positions = Embedding(spec.learned_positions, spec.hidden_size, dtype=dtype, device=device)
         if size != spec.hidden_size:
@@ -208,6 +213,8 @@ class Decoder(nn.Module):
         x = self.embed(input_ids)
         if self.embedding_multiplier != 1.0:
             x *= self.embedding_multiplier
+        if self.embedding_norm is not None:
+            self.embedding_norm.normalize(x, out=x)
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:

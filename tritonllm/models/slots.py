@@ -23,6 +23,8 @@ class Slot:
             hold all experts, else 0.
         start: first of those rows.
         transposed: the checkpoint has the last two dimensions the other way round (GPT-2's ``Conv1D``).
+        is_row: the checkpoint has one dimension more, the first, of 1.
+        minus: the checkpoint has the values minus this (Nemotron's norms: minus 1). Added in the parameter's dtype.
         order: the rows are cut into ``len(order)`` equal blocks, and block ``i`` goes to place ``order[i]`` of the
             parameter, counted in blocks from ``start``; ``None`` leaves them in place. (GPT-NeoX keeps query, key and
             value of a head together.)
@@ -34,12 +36,15 @@ class Slot:
     axis: int = 0
     start: int = 0
     transposed: bool = False
+    is_row: bool = False
+    minus: float = 0.0
     order: tuple[int, ...] | None = None
 
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape in the decoder's orientation."""
-        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        shape = self.shape[1:] if self.is_row else self.shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view of ``parameter`` that the tensor fills, in the decoder's own orientation and order."""
@@ -58,14 +63,17 @@ class Slot:
 
     def write(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a checkpoint tensor to its place, converting dtype and device, ``PIECE`` elements at a time."""
-        target, source = self.place(parameter), tensor.mT if self.transposed else tensor
+        source = tensor.squeeze(0) if self.is_row else tensor
+        target, source = self.place(parameter), source.mT if self.transposed else source
         across = 0 if self.order is None or self.axis > 0 else 1  # not the dimension that is reordered
         if across == source.dim():
             self._write_piece(target, source)
-            return
-        step = max(1, PIECE * source.shape[across] // max(1, source.numel()))
-        for part, piece in zip(target.split(step, across), source.split(step, across), strict=True):
-            self._write_piece(part, piece)
+        else:
+            step = max(1, PIECE * source.shape[across] // max(1, source.numel()))
+            for part, piece in zip(target.split(step, across), source.split(step, across), strict=True):
+                self._write_piece(part, piece)
+        if self.minus:
+            target += self.minus
 
     def _write_piece(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.order is None:
@@ -77,13 +85,15 @@ class Slot:
         target.unflatten(self.axis, (len(self.order), -1)).index_copy_(self.axis, index, source)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor as the checkpoint has it: a view, or a copy if there is an ``order``."""
+        """The tensor as the checkpoint has it: a view, or a copy if there is an ``order`` or a ``minus``."""
         part = self.place(parameter)
         if self.order is not None:
             index = torch.tensor(self.order, device=part.device)
             blocks = part.unflatten(self.axis, (len(self.order), -1))
             part = blocks.index_select(self.axis, index).flatten(self.axis, self.axis + 1)
-        return part.mT if self.transposed else part
+        part = part.mT if self.transposed else part
+        part = part - self.minus if self.minus else part
+        return part.unsqueeze(0) if self.is_row else part
 
 
 def parameter_shape(slots: Iterable[Slot]) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ class ModelSpec:
         parallel: attention and MLP both read the layer's input instead of one after the other: ``one norm`` for both,
             or ``two norms``; ``None`` for one after the other. With ``norm_position="pre"``.
         final_norm: there is a norm before the output projection.
+        embedding_norm: the token embeddings are normalised (BLOOM).
         learned_positions: rows of a learned table that is added to the embeddings; 0 for none.
         position_offset: row of position 0 in that table (OPT begins at 2).
         embedding_size: of the token embeddings, projected to the hidden size and back (OPT-350m); ``None`` if it is
@@ -57,6 +58,7 @@ class ModelSpec:
     norm_position: Literal["pre", "post", "sandwich", "stream"] = "pre"
     parallel: Literal["one norm", "two norms"] | None = None
     final_norm: bool = True
+    embedding_norm: bool = False
     learned_positions: int = 0
     position_offset: int = 0
     embedding_size: int | None = None

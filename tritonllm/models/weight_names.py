@@ -22,17 +22,20 @@ class WeightNames:
     Attributes:
         attention_norm, attention_post_norm, mlp_norm, mlp_post_norm: norms of the residual stream before and after
             each block; with ``norm_position="stream"``, the first and third are those after it.
+        norm_weights_minus_one: those norms' weights are stored minus 1 (Nemotron).
         qkv: three projections, or one that holds all of them.
         qkv_by_group: the one projection has the queries, the key and the value of a key head together.
         qk_norm_by_head: ``q_norm`` and ``k_norm`` have a tensor for each head, under ``norms.{}``.
         up: gate and up, or one projection that holds both, or the only one of an MLP without a gate.
         transposed: weights of the blocks' projections are ``[in, out]``.
+        correction_bias_is_row: that tensor is ``[1, experts]`` (ERNIE 4.5).
         expert_up, expert_down: within one expert.
         stacked_up, stacked_down: tensors of all experts, where a checkpoint has those instead.
         stacked_interleaved: those tensors are transposed, and gate and up alternate (GPT-OSS).
     """
 
     embed: str = "model.embed_tokens"
+    embedding_norm: str = ""
     positions: str = ""
     project_in: str = ""
     project_out: str = ""
@@ -43,6 +46,7 @@ class WeightNames:
     attention_post_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
     mlp_post_norm: str = ""
+    norm_weights_minus_one: bool = False
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_group: bool = False
     o: str = "self_attn.o_proj"
@@ -55,6 +59,7 @@ class WeightNames:
     transposed: bool = False
     router: str = "mlp.gate"
     correction_bias: str = "mlp.gate.e_score_correction_bias"
+    correction_bias_is_row: bool = False
     experts: str = "mlp.experts"
     expert_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
@@ -86,6 +91,8 @@ def weight_map(spec: ModelSpec, names: WeightNames) -> dict[str, Slot]:
 def _outside_of_layers(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
     hidden, size = spec.hidden_size, spec.embedding_size or spec.hidden_size
     yield f"{names.embed}.weight", Slot(parameter="embed.weight", shape=(spec.vocab_size, size))
+    if spec.embedding_norm:
+        yield from _norm(spec.norm, names.embedding_norm, "embedding_norm", (size,))
     if spec.learned_positions:
         shape = (spec.learned_positions, hidden)
         yield f"{names.positions}.weight", Slot(parameter="positions.weight", shape=shape)
@@ -93,16 +100,21 @@ def _outside_of_layers(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
         yield f"{names.project_in}.weight", Slot(parameter="project_in.weight", shape=(hidden, size))
         yield f"{names.project_out}.weight", Slot(parameter="project_out.weight", shape=(size, hidden))
     if spec.final_norm and spec.norm_position != "stream":
-        yield from _norm(spec.norm, names.norm, "norm", (hidden,))
+        yield from _stream_norm(spec, names, names.norm, "norm")
     if not spec.tie_word_embeddings:
         yield f"{names.lm_head}.weight", Slot(parameter="lm_head.weight", shape=(spec.vocab_size, size))
     if spec.logit_bias:
         yield f"{names.lm_head}.bias", Slot(parameter="logit_bias", shape=(spec.vocab_size,))
 
 
-def _norm(norm: NormSpec, theirs: str, ours: str, shape: tuple[int, ...]) -> Iterator[Entry]:
+def _stream_norm(spec: ModelSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
+    minus = 1.0 if names.norm_weights_minus_one else 0.0
+    yield from _norm(spec.norm, theirs, ours, (spec.hidden_size,), minus=minus)
+
+
+def _norm(norm: NormSpec, theirs: str, ours: str, shape: tuple[int, ...], *, minus: float = 0.0) -> Iterator[Entry]:
     if norm.weight:
-        yield f"{theirs}.weight", Slot(parameter=f"{ours}.weight", shape=shape)
+        yield f"{theirs}.weight", Slot(parameter=f"{ours}.weight", shape=shape, minus=minus)
     if norm.bias:
         yield f"{theirs}.bias", Slot(parameter=f"{ours}.bias", shape=shape)
 
@@ -125,7 +137,7 @@ def _layer_norms(spec: ModelSpec, names: WeightNames, index: int, theirs: str) -
             pairs.append((names.attention_post_norm, f"{ours}.attention_post_norm"))
             pairs.append((names.mlp_post_norm, f"{ours}.mlp_post_norm"))
     for name, place in pairs:
-        yield from _norm(spec.norm, theirs + name, place, (spec.hidden_size,))
+        yield from _stream_norm(spec, names, theirs + name, place)
 
 
 def _linear(
@@ -210,10 +222,9 @@ def _mlp(
 def _moe(hidden: int, spec: MoESpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:
     yield from _linear(theirs + names.router, f"{ours}.router", spec.num_experts, hidden, bias=spec.router_bias)
     if spec.correction_bias:
-        yield (
-            theirs + names.correction_bias,
-            Slot(parameter=f"{ours}.correction_bias", shape=(spec.num_experts,)),
-        )
+        row = names.correction_bias_is_row
+        shape = (1, spec.num_experts) if row else (spec.num_experts,)
+        yield theirs + names.correction_bias, Slot(parameter=f"{ours}.correction_bias", shape=shape, is_row=row)
     if names.stacked_interleaved:
         yield from _interleaved_experts(hidden, spec, names, theirs, ours)
     else:

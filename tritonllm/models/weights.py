@@ -48,8 +48,8 @@ def hf_tensor_names(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def hf_tensors(model: Decoder) -> dict[str, torch.Tensor]:
     """The model's weights under their checkpoint names, in the first spelling that the weight map has.
 
-    They are views of the parameters, except where a checkpoint orders the rows differently: those are copies. Use
-    :func:`copy_tensors` to write.
+    They are views of the parameters, except where a checkpoint orders the rows or counts the values differently: those
+    are copies. Use :func:`copy_tensors` to write.
     """
     slots, parameters = weight_map(model.spec), dict(model.named_parameters())
     return {name: slots[name].read(parameters[slots[name].parameter]) for name in unfilled(slots, {})}

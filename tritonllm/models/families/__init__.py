@@ -10,14 +10,28 @@ from typing import Any
 
 from tritonllm.models import weight_names
 from tritonllm.models.config_reader import ConfigReader
-from tritonllm.models.families import experts, gemma, gpt, llama
+from tritonllm.models.families import (
+    alibi,
+    ernie,
+    exaone,
+    experts,
+    gemma,
+    gpt,
+    hunyuan,
+    internlm,
+    llama,
+    nemotron,
+    olmo,
+)
 from tritonllm.models.families.common import Family
 from tritonllm.models.slots import Slot
 from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **experts.FAMILIES}
+_FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, alibi, experts, ernie, hunyuan)
+FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
+_ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 
 # Fields that some architectures compute with, and the values at which they do nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -29,6 +43,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "add_cross_attention": (None, False),
     "clip_qkv": (None,),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "use_cla": (None, False),
+    "moe_layer_num_skipped": (None, 0),
     "sparse_config": (None,),
     "logit_scale": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
@@ -74,7 +91,7 @@ def _known(config: Config) -> str | None:
     named = config.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
     ]
-    return next((name for name in named if name in FAMILIES), None)
+    return next((name for name in (_ALIASES.get(name, name) for name in named) if name in FAMILIES), None)
 
 
 def _architecture(config: Config) -> str:
@@ -96,5 +113,7 @@ def weight_map(spec: ModelSpec) -> dict[str, Slot]:
 def is_extra(spec: ModelSpec, name: str) -> bool:
     """A tensor of the layers that draft tokens for this model, such as GLM-4.5's, and are not part of it."""
     family = FAMILIES[spec.architecture]
+    if name.startswith(family.extra_names):
+        return True
     layers = range(spec.num_layers, spec.num_layers + family.extra_layers)
     return any(name.startswith(f"{family.names(spec).layer.format(i)}.") for i in layers)

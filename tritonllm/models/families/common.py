@@ -25,7 +25,9 @@ class Family:
         defaults: values of fields that configuration files may leave out.
         renames: this architecture's name of a field -> the usual one.
         reads: fields that other architectures do not know and that ``axes`` computes with.
+        aliases: other names in ``architectures``.
         extra_layers: at most this many layers beyond the model's own may be in the files: they draft tokens for it.
+        extra_names: beginnings of the names of other tensors that are not part of the model, for the same reason.
     """
 
     model_type: str
@@ -34,7 +36,9 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
+    aliases: tuple[str, ...] = ()
     extra_layers: int = 0
+    extra_names: tuple[str, ...] = ()
 
 
 def always(names: WeightNames) -> Callable[[ModelSpec], WeightNames]:

@@ -1,12 +1,12 @@
-"""GPT-2, OPT, GPT-NeoX, Falcon and Phi: layer norm, biases, an MLP without a gate."""
+"""GPT-2, GPT-J, OPT, GPT-NeoX, Falcon and Phi: layer norm, biases, an MLP without a gate."""
 
-import math
 from typing import Any
 
 import torch
 
 from tritonllm.layers.norm import NormSpec
 from tritonllm.models.config_reader import ConfigReader
+from tritonllm.models.families.alibi import alibi_slopes
 from tritonllm.models.families.common import (
     Family,
     always,
@@ -35,6 +35,17 @@ def _gpt2(config: ConfigReader) -> dict[str, Any]:
             for scale in scales
         ),
         "learned_positions": config.size("max_position_embeddings"),
+    }
+
+
+def _gptj(config: ConfigReader) -> dict[str, Any]:
+    """The first ``rotary_dim`` elements of each head rotate, neighbours together."""
+    rope = config.rope(config.size("rotary_dim"), interleaved=True)
+    return {
+        "norm": layer_norm(config),
+        "parallel": "one norm",
+        "layers": same_layers(config, full_attention(config, rope=rope), mlp(config, gated=False, bias=True)),
+        "logit_bias": True,
     }
 
 
@@ -101,15 +112,11 @@ def _falcon(config: ConfigReader) -> dict[str, Any]:
 
 
 def _falcon_slopes(heads: int, head: int) -> tuple[float, ...]:
-    """Slopes of Press et al., "Train Short, Test Long" (2022), as Falcon has them: in bfloat16, and added before the
-    products are scaled.
+    """As Falcon has them: in bfloat16, and added before the products are scaled.
 
     transformers multiplies by positions in bfloat16 as well, which beyond 256 keys takes neighbours for one; not here.
     """
-    power = 2 ** math.floor(math.log2(heads))
-    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
-    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power), 2)]
-    return tuple(slope * head**-0.5 for slope in torch.tensor(slopes).bfloat16().tolist())
+    return tuple(slope * head**-0.5 for slope in torch.tensor(alibi_slopes(heads)).bfloat16().tolist())
 
 
 def _falcon_names(spec: ModelSpec) -> WeightNames:
@@ -128,6 +135,15 @@ def _falcon_names(spec: ModelSpec) -> WeightNames:
     )
 
 
+_GPT2_RENAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
 _GPT2_NAMES = WeightNames(
     embed="transformer.wte",
     positions="transformer.wpe",
@@ -140,6 +156,16 @@ _GPT2_NAMES = WeightNames(
     up=("mlp.c_fc",),
     down="mlp.c_proj",
     transposed=True,
+)
+_GPTJ_NAMES = WeightNames(
+    embed="transformer.wte",
+    norm="transformer.ln_f",
+    layer="transformer.h.{}",
+    attention_norm="ln_1",
+    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    o="attn.out_proj",
+    up=("mlp.fc_in",),
+    down="mlp.fc_out",
 )
 _OPT_NAMES = WeightNames(
     embed="model.decoder.embed_tokens",
@@ -188,15 +214,21 @@ FAMILIES: dict[str, Family] = {
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
         },
-        renames={
-            "n_embd": "hidden_size",
-            "n_layer": "num_hidden_layers",
-            "n_head": "num_attention_heads",
-            "n_positions": "max_position_embeddings",
-            "n_inner": "intermediate_size",
-            "activation_function": "hidden_act",
-            "layer_norm_epsilon": "layer_norm_eps",
+        renames=_GPT2_RENAMES,
+    ),
+    "GPTJForCausalLM": Family(
+        model_type="gptj",
+        axes=_gptj,
+        names=always(_GPTJ_NAMES),
+        defaults={
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": False,
+            "eos_token_id": 50256,
+            "rotary_dim": 64,
         },
+        renames=_GPT2_RENAMES,
     ),
     "OPTForCausalLM": Family(
         model_type="opt",

@@ -40,6 +40,19 @@ def _llama(config: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _seed_oss(config: ConfigReader) -> dict[str, Any]:
+    attends = attention(
+        config,
+        rope=config.rope(head_size(config)),
+        qkv_bias=config.flag("attention_bias"),
+        o_bias=config.flag("attention_out_bias"),
+    )
+    return {
+        "norm": rms_norm(config),
+        "layers": same_layers(config, attends, mlp(config, bias=config.flag("mlp_bias"))),
+    }
+
+
 def _mistral(config: ConfigReader) -> dict[str, Any]:
     attends = attention(config, rope=config.rope(head_size(config)), window=config.window())
     return {"norm": rms_norm(config), "layers": same_layers(config, attends, mlp(config))}
@@ -83,13 +96,6 @@ def _glm(config: ConfigReader) -> dict[str, Any]:
 
 def _glm4(config: ConfigReader) -> dict[str, Any]:
     return {**_glm(config), "norm_position": "sandwich"}
-
-
-def _olmo2(config: ConfigReader) -> dict[str, Any]:
-    bias, norm = config.flag("attention_bias"), rms_norm(config)
-    rope = config.rope(head_size(config))
-    attends = attention(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=norm, qk_norm_over="all")
-    return {"norm": norm, "norm_position": "post", "layers": same_layers(config, attends, mlp(config))}
 
 
 def _granite(config: ConfigReader) -> dict[str, Any]:
@@ -230,6 +236,20 @@ _COHERE: dict[str, Any] = {
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(model_type="llama", axes=_llama, names=always(WeightNames()), defaults=_LLAMA),
+    "SeedOssForCausalLM": Family(
+        model_type="seed_oss",
+        axes=_seed_oss,
+        names=always(WeightNames()),
+        defaults={
+            **COMMON,
+            "max_position_embeddings": 524288,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "eos_token_id": 2,
+        },
+    ),
     "MistralForCausalLM": Family(
         model_type="mistral",
         axes=_mistral,
@@ -273,14 +293,6 @@ FAMILIES: dict[str, Family] = {
             )
         ),
         defaults=_GLM,
-    ),
-    "Olmo2ForCausalLM": Family(
-        model_type="olmo2",
-        axes=_olmo2,
-        names=always(
-            WeightNames(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
-        ),
-        defaults={**COMMON, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "eos_token_id": 50279},
     ),
     "GraniteForCausalLM": Family(
         model_type="granite",

@@ -1,0 +1,47 @@
+"""OLMo 2 and 3: norms after each block, one norm over all query heads and one over all key heads."""
+
+from typing import Any
+
+from tritonllm.models.config_reader import ConfigReader
+from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm, same_layers
+from tritonllm.models.families.llama import COMMON
+from tritonllm.models.spec import LayerSpec
+from tritonllm.models.weight_names import WeightNames
+
+
+def _olmo2(config: ConfigReader) -> dict[str, Any]:
+    bias, norm = config.flag("attention_bias"), rms_norm(config)
+    rope = config.rope(head_size(config))
+    attends = attention(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=norm, qk_norm_over="all")
+    return {"norm": norm, "norm_position": "post", "layers": same_layers(config, attends, mlp(config))}
+
+
+def _olmo3(config: ConfigReader) -> dict[str, Any]:
+    """Three layers with a window, then one without; only the latter scale their rotation."""
+    bias, norm, head, block = config.flag("attention_bias"), rms_norm(config), head_size(config), mlp(config)
+    windows = config.windows([(i + 1) % 4 != 0 for i in range(config.size("num_hidden_layers"))])
+    local = ConfigReader({**config, "rope_scaling": None})
+    ropes = {False: config.rope(head, kind="full_attention"), True: local.rope(head, kind="sliding_attention")}
+    axes: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "qk_norm": norm, "qk_norm_over": "all"}
+    kinds = {
+        window: LayerSpec(attention=attention(config, rope=ropes[window is not None], window=window, **axes), mlp=block)
+        for window in set(windows)
+    }
+    return {"norm": norm, "norm_position": "post", "layers": tuple(kinds[window] for window in windows)}
+
+
+# Exaone 4 has these names, too.
+NAMES_OF_POST_NORMS = WeightNames(
+    attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"
+)
+_OLMO: dict[str, Any] = {**COMMON, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "eos_token_id": 50279}
+
+FAMILIES: dict[str, Family] = {
+    "Olmo2ForCausalLM": Family(model_type="olmo2", axes=_olmo2, names=always(NAMES_OF_POST_NORMS), defaults=_OLMO),
+    "Olmo3ForCausalLM": Family(
+        model_type="olmo3",
+        axes=_olmo3,
+        names=always(NAMES_OF_POST_NORMS),
+        defaults={**_OLMO, "rope_theta": 500000.0, "sliding_window": 4096},
+    ),
+}
