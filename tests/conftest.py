@@ -30,10 +30,10 @@ def _left_out() -> dict[str, str]:
         out["aot"] = "needs TRITONLLM_CPU_BACKEND=compile (make test-aot)"
     if env.CPU_BACKEND == "compile" or (not HAS_GPU and not env.TRITON_INTERPRET):
         out["kernels"] = "needs a GPU or TRITON_INTERPRET=1 (make test-kernels)"
-    if env.CPU_BACKEND != "reference":
+    if env.CPU_BACKEND not in env.IN_TORCH:
         for path in HERE.iterdir():
             if path.is_dir() and path.name not in ("kernels", "aot"):
-                out[path.name] = "needs the reference backend (make test-engine)"
+                out[path.name] = "needs the torch backend (make test-engine)"
     return out
 
 

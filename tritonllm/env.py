@@ -3,15 +3,17 @@
 ``TRITON_INTERPRET``
     Triton's own: ``1`` runs kernels in its interpreter. Must be set before triton is imported.
 ``TRITONLLM_CPU_BACKEND``
-    What an op does with CPU tensors: ``reference`` (plain torch; the default), ``interpret`` (the Triton kernel in the
-    interpreter; implied by ``TRITON_INTERPRET=1``) or ``compile`` (compile the kernel for a GPU and launch nothing; for
-    ahead-of-time checks, see :mod:`tritonllm.kernels.compile.aot`).
+    What an op does with CPU tensors: ``torch`` (plain torch, as fast as that is; the default), ``reference`` (what the
+    kernels are tested against), ``interpret`` (the Triton kernel in the interpreter; implied by ``TRITON_INTERPRET=1``)
+    or ``compile`` (compile the kernel for a GPU and launch nothing; for ahead-of-time checks, see
+    :mod:`tritonllm.kernels.compile.aot`).
 """
 
 import os
 from typing import Literal, cast
 
-CpuBackend = Literal["reference", "interpret", "compile"]
+CpuBackend = Literal["torch", "reference", "interpret", "compile"]
+IN_TORCH = ("torch", "reference")  # those that launch no kernel
 
 
 def _flag(name: str) -> bool:
@@ -22,10 +24,10 @@ def _flag(name: str) -> bool:
 
 
 def _cpu_backend(interpret: bool) -> CpuBackend:
-    default = "interpret" if interpret else "reference"
+    default = "interpret" if interpret else "torch"
     value = os.environ.get("TRITONLLM_CPU_BACKEND", default)
-    if value not in {"reference", "interpret", "compile"}:
-        raise ValueError(f"TRITONLLM_CPU_BACKEND={value!r}: expected reference, interpret or compile")
+    if value not in {"torch", "reference", "interpret", "compile"}:
+        raise ValueError(f"TRITONLLM_CPU_BACKEND={value!r}: expected torch, reference, interpret or compile")
     if (value == "interpret") != interpret:
         raise ValueError(f"TRITONLLM_CPU_BACKEND={value} contradicts TRITON_INTERPRET={int(interpret)}")
     return cast(CpuBackend, value)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tritonllm.kernels import apply_activation, linear
+from tritonllm.kernels.dense.cpu import pack_weight, product
 from tritonllm.kernels.dense.linear import linear_workspace_size
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
 from tritonllm.kernels.elementwise.activation import act_and_mul
@@ -32,7 +33,7 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     if x.is_cuda and x.dtype != torch.float32:
         out = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return out if bias is None else out.add_(bias)
-    return F.linear(x, weight, bias).float()
+    return product(x, weight, bias).float()
 
 
 class Linear(nn.Module):
@@ -80,13 +81,10 @@ class Linear(nn.Module):
             return linear_unnormed(
                 begun, self.weight, self.bias, activation=activation, gated=gated, constant_weight=True
             )
-        alone = norm is None and residual is None and not few_rows(x)
-        if alone and (activation is None or x.is_cpu):
-            y = F.linear(x, self.weight, self.bias)
-            if activation is None:
-                return y
-            # there `linear` would convert a 16-bit weight each time: 3.2 ms for one row of Qwen3-0.6B's MLP, this 1.1
-            return act_and_mul(y, activation) if gated else apply_activation(y, activation, out=y)
+        if x.is_cpu and norm is None and (residual is None or self.weight.is_mkldnn):
+            return self._on_cpu(x, activation, gated, residual, scale)
+        if activation is None and norm is None and residual is None and not few_rows(x):
+            return F.linear(x, self.weight, self.bias)
         return linear(
             x,
             self.weight,
@@ -101,6 +99,19 @@ class Linear(nn.Module):
             workspace=self.workspace,
             constant_weight=True,
         )
+
+    def _on_cpu(
+        self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        """There the reference of `linear` would convert a 16-bit weight each time."""
+        y = product(x, self.weight, self.bias)
+        if activation is not None:
+            y = act_and_mul(y, activation) if gated else apply_activation(y, activation, out=y)
+        return y if residual is None else residual.add_(y, alpha=scale)
+
+    def pack(self) -> None:
+        """The weight is final: on the CPU, lay it out as products read it. Nothing else can read it from here on."""
+        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
@@ -132,6 +143,12 @@ class Embedding(nn.Module):
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = empty_parameter(num_embeddings, size, dtype=dtype, device=device)
+        self._packed: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        """As :meth:`Linear.pack`, for :meth:`logits`; rows are looked up in the table itself, which stays."""
+        packed = pack_weight(self.weight)
+        self._packed = packed if packed.is_mkldnn else None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids[T]`` int32 or int64 -> ``[T, size]``."""
@@ -139,4 +156,4 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, size] @ weight.T`` -> ``[N, num_embeddings]`` float32."""
-        return linear_float32(hidden, self.weight)
+        return linear_float32(hidden, self.weight if self._packed is None else self._packed)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 
+from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
     check_attention,
@@ -219,7 +220,7 @@ def _reference(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs)
         args.lse.copy_(lse[:, 0])
 
 
-@register_op(mutates=("workspace", "out", "lse"), reference=_reference)
+@register_op(mutates=("workspace", "out", "lse"), reference=_reference, cpu=cpu.decode)
 def _paged_decode_attention(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
     require_float8(pages.k_cache)
     if len(q) == 0:

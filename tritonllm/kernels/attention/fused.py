@@ -7,6 +7,7 @@ which costs less than to wait for a kernel that does it once. Elsewhere the two 
 
 import torch
 
+from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import AttentionArgs, Heads, Hints, Options, Pages, Scales, Slots
 from tritonllm.kernels.attention.common import check_attention, require_float8
 from tritonllm.kernels.attention.decode import check_hints, decode_config, launch_decode
@@ -29,7 +30,9 @@ def _reference(
     OPS["paged_decode_attention"](split_heads(qkv, pages.k_cache)[0], *pages, *hints, *args)
 
 
-@register_op(mutates=("qkv", "k_cache", "v_cache", "workspace", "out", "lse"), reference=_reference)
+@register_op(
+    mutates=("qkv", "k_cache", "v_cache", "workspace", "out", "lse"), reference=_reference, cpu=cpu.fused_decode
+)
 def _fused_decode_attention(
     qkv: torch.Tensor,
     slot_mapping: torch.Tensor,

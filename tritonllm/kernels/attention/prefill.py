@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
     check_attention,
@@ -102,7 +103,7 @@ def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs
                 args.lse[tokens] = lse
 
 
-@register_op(mutates=("workspace", "out", "lse"), reference=_reference)
+@register_op(mutates=("workspace", "out", "lse"), reference=_reference, cpu=cpu.prefill)
 def _varlen_prefill_attention(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
     require_float8(pages.k_cache)
     if len(queries.q) > 0 and len(pages.seq_lens) > 0:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import Heads, Scales, Slots
 from tritonllm.kernels.attention.common import check_cache_dtype, check_caches, check_scales, require_float8
 from tritonllm.kernels.attention.kv_cache import inverse_scale
@@ -162,7 +163,7 @@ def split_heads(qkv: torch.Tensor, k_cache: torch.Tensor) -> tuple[torch.Tensor,
     return heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
 
 
-@register_op(mutates=("qkv", "k_cache", "v_cache"), reference=_reference)
+@register_op(mutates=("qkv", "k_cache", "v_cache"), reference=_reference, cpu=cpu.qk_norm_rope_store)
 def _qk_norm_rope_store(qkv: torch.Tensor, constant_weight: bool, slots: Slots, heads: Heads, scales: Scales) -> None:
     k_cache, v_cache, slot_mapping = slots
     require_float8(k_cache)

@@ -9,6 +9,7 @@ from tritonllm.kernels.elementwise.activation import (
     activate,
     apply_activation,
 )
+from tritonllm.kernels.elementwise.cpu import normalized, turned
 from tritonllm.kernels.elementwise.gated_activation import GATED_ACTIVATIONS, gated, gated_reference
 from tritonllm.kernels.elementwise.norm import check_affine, rms_norm
 from tritonllm.kernels.elementwise.rope import apply_rope, check_rope, load_angles, load_pairs, store_pairs
@@ -26,6 +27,8 @@ __all__ = [
     "gated_reference",
     "load_angles",
     "load_pairs",
+    "normalized",
     "rms_norm",
     "store_pairs",
+    "turned",
 ]

@@ -6,7 +6,8 @@ Ba, Kiros and Hinton, "Layer Normalization" (2016).
 
 import torch
 
-from tritonllm.kernels.elementwise.norm import Norm, add_and_normalize, check_affine, check_input, normalize
+from tritonllm.kernels.elementwise.arguments import Norm
+from tritonllm.kernels.elementwise.norm import add_and_normalize, check_affine, check_input, normalize
 from tritonllm.kernels.runtime.checks import check_tensor
 from tritonllm.kernels.runtime.registry import with_reference
 

@@ -6,12 +6,12 @@ norm of Qwen3 has N = 128) share a program; a row beyond one block is read twice
 RMSNorm: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.elementwise import cpu
+from tritonllm.kernels.elementwise.arguments import Norm, Rows
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
@@ -163,26 +163,6 @@ def _strides(t: torch.Tensor) -> tuple[int, int, int]:
     return 1, t.stride(0), 0
 
 
-class Norm(NamedTuple):
-    """How rows are normalised."""
-
-    weight: torch.Tensor | None  # [N] or [H, N]
-    bias: torch.Tensor | None  # as the weight
-    eps: float
-    weight_offset: float = 0.0
-    mean: bool = False  # LayerNorm
-
-
-class Rows(NamedTuple):
-    """What is normalised, and what is written."""
-
-    x: torch.Tensor
-    residual: torch.Tensor | None  # gets the sum
-    out: torch.Tensor
-    scale: torch.Tensor | None  # of each row, if out is float8
-    x_scale: float
-
-
 def _reference(given: Rows, norm: Norm) -> None:
     x, residual, out, scale, x_scale = given
     dtype = x.dtype
@@ -202,7 +182,7 @@ def _reference(given: Rows, norm: Norm) -> None:
         quantize_reference(y.to(dtype), out, scale)
 
 
-@register_op(mutates=("residual", "out", "scale"), reference=_reference)
+@register_op(mutates=("residual", "out", "scale"), reference=_reference, cpu=cpu.normalize)
 def _norm(given: Rows, norm: Norm) -> None:
     x, residual, out, scale, x_scale = given
     if x.numel() == 0:

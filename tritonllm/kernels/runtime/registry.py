@@ -1,4 +1,7 @@
-"""Registers each kernel launcher as a torch operator: CUDA takes Triton, the CPU takes the reference.
+"""Registers each kernel launcher as a torch operator: CUDA takes Triton, the CPU takes plain torch.
+
+On the CPU that is the reference, which says what is computed as plainly as it can; or, for an operation where that is
+slow, a function of its own beside it (``cpu=``; :mod:`tritonllm.kernels.attention.cpu` and its like).
 
 A launcher writes into tensors its caller allocated and returns nothing, so an operator is only mutation: no aliasing
 rules to break, a trivial fake implementation, and ``torch.compile(fullgraph=True)`` never looks inside. The public
@@ -31,6 +34,7 @@ _LIBRARY = Library(NAMESPACE, "FRAGMENT")
 OPS: dict[str, Any] = {}
 LAUNCHERS: dict[Any, Callable[..., None]] = {}  # of each operator
 REFERENCES: dict[Any, Callable[..., None]] = {}
+CPU_PATHS: dict[Any, Callable[..., bool]] = {}  # of the operators that have one beside the reference
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -39,7 +43,7 @@ def _no_output(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _flattened(launch: Callable[..., None]) -> tuple[inspect.Signature, Callable[[Callable[..., None]], Any]]:
+def _flattened(launch: Callable[..., None]) -> tuple[inspect.Signature, Callable[[Callable[..., Any]], Any]]:
     """An operator's own arguments, and what makes a function that takes those of ``launch`` take them instead."""
     kinds = get_type_hints(launch)
     flat: dict[str, Any] = {}
@@ -57,7 +61,7 @@ def _flattened(launch: Callable[..., None]) -> tuple[inspect.Signature, Callable
         flat |= fields
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=t) for n, t in flat.items()]
 
-    def grouping(function: Callable[..., None]) -> Any:
+    def grouping(function: Callable[..., Any]) -> Any:
         if not groups:
             return function
         # compiled for its arguments, and without a NamedTuple's own constructor: 0.2 us a group, with loops 0.6
@@ -67,13 +71,29 @@ def _flattened(launch: Callable[..., None]) -> tuple[inspect.Signature, Callable
     return inspect.Signature(parameters, return_annotation=None), grouping
 
 
-def register_op(*, mutates: tuple[str, ...], reference: Callable[..., None]) -> Callable[[Callable[..., None]], Any]:
+def _in_torch(reference: Callable[..., None], fast: Callable[..., bool] | None) -> Callable[..., None]:
+    """What the CPU runs: ``fast`` where there is one and it takes the arguments, else the reference."""
+    if fast is None or env.CPU_BACKEND == "reference":
+        return reference
+
+    def on_cpu(*args: Any) -> None:
+        if not fast(*args):
+            reference(*args)
+
+    return on_cpu
+
+
+def register_op(
+    *, mutates: tuple[str, ...], reference: Callable[..., None], cpu: Callable[..., bool] | None = None
+) -> Callable[[Callable[..., None]], Any]:
     """Decorate a launcher ``_name(...) -> None`` and get the operator ``torch.ops.tritonllm.name``.
 
     Args:
         mutates: names of the arguments the launcher writes.
         reference: plain-torch function with the launcher's arguments that writes the same results; the CPU path. It may
             call public functions: their references run then.
+        cpu: a faster one, for the CPU. It returns True, or False before it has written anything: then it does not take
+            these arguments, and the reference runs.
 
     The launcher needs full type annotations (the operator's schema is inferred from them). Some of its arguments may be
     NamedTuples: the operator takes their fields one by one, ``_name(x, *options)``, launcher and reference as a whole.
@@ -82,16 +102,18 @@ def register_op(*, mutates: tuple[str, ...], reference: Callable[..., None]) -> 
     def decorate(launch: Callable[..., None]) -> Any:
         name = launch.__name__.lstrip("_")
         signature, grouping = _flattened(launch)
-        launcher, plain = grouping(launch), grouping(reference)
+        launcher, plain, on_cpu = grouping(launch), grouping(reference), grouping(_in_torch(reference, cpu))
         prototype: Any = lambda: None  # noqa: E731 (infer_schema asks a function for its signature)
         prototype.__signature__ = signature
         _LIBRARY.define(name + infer_schema(prototype, mutates_args=mutates))
         _LIBRARY.impl(name, launcher, "CUDA")
-        _LIBRARY.impl(name, plain if env.CPU_BACKEND == "reference" else launcher, "CPU")
+        _LIBRARY.impl(name, on_cpu if env.CPU_BACKEND in env.IN_TORCH else launcher, "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _no_output, lib=_LIBRARY)
         OPS[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
         LAUNCHERS[OPS[name]] = launcher
         REFERENCES[OPS[name]] = plain
+        if cpu is not None:
+            CPU_PATHS[OPS[name]] = grouping(cpu)
         return OPS[name]
 
     return decorate
