@@ -127,4 +127,7 @@ def test_dtype_that_the_device_lacks():
     assert resolve_dtype("auto", "cuda", (7, 5), brain) is half
     assert resolve_dtype("auto", "cuda", (9, 0), brain) is brain
     assert resolve_dtype("auto", "cpu", (0, 0), brain) is torch.float32
+    assert resolve_dtype("auto", "cpu", (0, 0), brain, bfloat16_on_cpu=True) is brain
+    assert resolve_dtype("auto", "cpu", (0, 0), half, bfloat16_on_cpu=True) is torch.float32
+    assert resolve_dtype("auto", "cpu", (0, 0), torch.float32, bfloat16_on_cpu=True) is torch.float32
     assert resolve_dtype("bfloat16", "cpu", (0, 0), half) is brain
