@@ -8,7 +8,7 @@ RUN := .venv/.run-ready
 DEV := .venv/.dev-ready
 endif
 
-TESTS := lint types test-aot test-kernels test-engine  # the longest first: two run at a time in CI
+TESTS := lint types test-aot test-kernels test-engine test-real  # the longest first: two run at a time in CI
 .PHONY: help demo test setup gpu-test bench format clean $(TESTS)
 .DEFAULT_GOAL := help
 
@@ -25,7 +25,7 @@ demo: $(RUN) ## generate text with the model inside the package
 	@echo
 	@echo "Next: .venv/bin/tritonllm generate --help, examples/, README.md"
 
-test: $(TESTS) ## all of what CI runs: the five targets below, one process each, no GPU needed
+test: $(TESTS) ## all of what CI runs: the six targets below, one process each, no GPU needed
 
 lint: $(DEV) ## ruff: rules and formatting
 	$(PY) -m ruff check
@@ -38,15 +38,18 @@ test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpre
 	TRITON_INTERPRET=1 $(PY) -m pytest tests/kernels
 
 test-engine: $(DEV) ## models, engine and command line on the CPU path
-	$(PY) -m pytest
+	$(PY) -m pytest --ignore=tests/real
+
+test-real: $(DEV) ## a published model against transformers (`make gpu-test` does it on a GPU)
+	$(PY) -m pytest tests/real
 
 test-aot: $(DEV) ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942
 	TRITONLLM_CPU_BACKEND=compile $(PY) -m pytest tests/aot
 
 # The same on every machine: these run without a GPU.
-test-kernels test-engine test-aot: export CUDA_VISIBLE_DEVICES =
+test-kernels test-engine test-aot test-real: export CUDA_VISIBLE_DEVICES =
 # On the CPU a second thread costs more than it brings to tensors as small as these: on a busy machine, 20 times more.
-demo test-kernels test-engine test-aot: export OMP_NUM_THREADS = 1
+demo test-kernels test-engine test-aot test-real: export OMP_NUM_THREADS = 1
 
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu
@@ -73,7 +76,7 @@ clean: ## remove .venv and everything else that these targets make
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV): pyproject.toml constraints-cpu.txt scripts/setup.sh
-	scripts/setup.sh .venv dev
+	scripts/setup.sh .venv dev,real
 	@touch .venv/.run-ready $@
 
 $(RUN): pyproject.toml constraints-cpu.txt scripts/setup.sh

