@@ -130,27 +130,30 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", type=Path, help="a folder (default: SmolLM2-135M-Instruct, see bench/smollm2.py)")
     parser.add_argument("--dtype", default="float32,bfloat16", metavar="D,D", help="%(default)s")
-    parser.add_argument("--threads", type=int, metavar="N", help="of both (default: torch's own)")
+    parser.add_argument("--threads", metavar="N,N", help="of both engines (default: torch's own number)")
     parser.add_argument("--tokens", type=int, default=24, metavar="N", help="of each request (%(default)s)")
     parser.add_argument("--turns", type=int, default=7, metavar="N", help="of each engine (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the numbers as JSON")
     args = parser.parse_args(argv)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    threads = list(map(int, args.threads.split(","))) if args.threads else [torch.get_num_threads()]
     folder = args.model or smollm2.folder()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    facts = {
-        "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+    cores = len(os.sched_getaffinity(0))
+    machine = {"cpu": f"{processor()}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}"}
+    machine |= {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
     }
-    facts |= {"python": platform.python_version(), "torch": torch.__version__, "transformers": version("transformers")}
-    facts |= {"commit": commit(), "date": now, "model": folder.name, "tokens": args.tokens, "turns": args.turns}
+    facts: dict[str, Any] = {"machine": machine, "commit": commit(), "date": now}
+    facts |= {"model": folder.name, "tokens": args.tokens, "turns": args.turns}
     facts["load"] = "other work ran on the same cores" if os.getloadavg()[0] > 0.5 else "nothing else ran"
     rows = []
-    for dtype in args.dtype.split(","):
-        rows.append(measure(folder, dtype, args.tokens, args.turns))
-        print(json.dumps(rows[-1], indent=1))
+    for count in threads:
+        for dtype in args.dtype.split(","):
+            torch.set_num_threads(count)
+            rows.append(measure(folder, dtype, args.tokens, args.turns))
+            print(json.dumps(rows[-1], indent=1))
     if args.out:
         args.out.write_text(json.dumps({**facts, "decoding": rows}, indent=1) + "\n")
     return 0

@@ -173,6 +173,7 @@ def results(files: Sequence[File]) -> str:
     parts += section("One decode step, kernel by kernel", timelines(files))
     for title, kind, table in (
         ("The host", "host", tables.host),
+        ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),
     ):
         parts += section(title, [f"{f.head()}\n\n{table(f.data)}" for f in of_kind(files, kind)[:1]])

@@ -48,12 +48,12 @@ def kind_of(report: dict[str, Any]) -> str | None:
         return "attention"
     if "rows" in report and "engine" in report:
         return "engine"
-    keys = {"cases": "kernels", "timelines": "timeline", "steps": "host", "outcomes": "parity"}
+    keys = {"cases": "kernels", "timelines": "timeline", "steps": "host", "outcomes": "parity", "decoding": "cpu"}
     return next((kind for key, kind in keys.items() if key in report), None)
 
 
 def facts(report: dict[str, Any]) -> str:
     """Where and when it was measured, as a sentence."""
     machine = report.get("machine") or {"gpu": report.get("cpu", "?"), "python": report.get("python", "?")}
-    versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "gpu")
-    return f"{machine['gpu']} ({versions}), commit {report['commit']}, {report['date'][:10]}."
+    versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name not in ("gpu", "cpu"))
+    return f"{machine.get('gpu') or machine['cpu']} ({versions}), commit {report['commit']}, {report['date'][:10]}."

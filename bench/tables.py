@@ -105,6 +105,19 @@ def host(report: Table) -> str:
     return markdown(["decodes", *parts], rows)
 
 
+def cpu(report: Table) -> str:
+    """Tokens a second without a GPU, beside transformers, and the ratios of turns that followed each other."""
+    head = ["dtype, threads", "one request", "transformers", "ratio", "8 at once", "transformers", "ratio"]
+    rows = []
+    for row in report["decoding"]:
+        cells = [f"{row['dtype']}, {row['threads']}"]
+        for batch in ("alone", "batch"):
+            rates = [row[f"{name}_{batch}"]["wall"]["median"] for name in ("ours", "transformers")]
+            cells += [*(f"{rate:.1f}" for rate in rates), f"{row[f'ratio_{batch}']['wall']:.2f}"]
+        rows.append([*cells, f"{row['ratio_of_alone']['wall']:.1f}"])
+    return f"{report['model']}; {report['load']}.\n\n" + markdown([*head, "ratio to one after the other"], rows)
+
+
 def parity(report: Table) -> str:
     """Model outputs beside transformers': how many comparisons, and the largest error of each kind."""
     kinds: dict[str, list[Table]] = {}
@@ -127,7 +140,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         ValueError: not a report of these benchmarks.
     """
     kind = kind_of(report)
-    simple = {"engine": engine, "attention": attention, "host": host, "parity": parity}
+    simple = {"engine": engine, "attention": attention, "host": host, "cpu": cpu, "parity": parity}
     if kind == "timeline":
         body = "\n\n".join(map(timeline.text, report["timelines"]))
     elif kind == "kernels":
