@@ -127,7 +127,7 @@ def resolve_async(config: SchedulerConfig, device_type: str) -> SchedulerConfig:
 
 def gains_from_bfloat16(spec: ModelFacts) -> bool:
     """The CPU multiplies bfloat16 itself, and reading this model's weights is what takes the time: SmolLM2-135M decodes
-    1.6 times as fast as in float32 (Zen 4). Elsewhere every product would convert them first."""
+    1.4 times as fast as in float32 (Zen 4). Elsewhere every product would convert them first."""
     return multiplies_bfloat16() and spec.hidden_size >= SINGLE_THREAD_BELOW
 
 
