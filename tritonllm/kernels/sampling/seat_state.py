@@ -10,14 +10,14 @@ launch and some trips to memory.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from tritonllm.kernels.runtime.checks import check_tensor, require
-from tritonllm.kernels.runtime.registry import register_op
+from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 
 class SamplingRows(NamedTuple):
@@ -252,28 +252,6 @@ def _check(
     require(drawn.shape[1] >= 1 and drawn.is_contiguous(), "drawn must be contiguous, with at least one column")
 
 
-def _args(
-    state: SeatState,
-    parameters: SamplingRows,
-    rows: StepRows,
-    out: SamplingRows,
-    decodes: Decodes,
-    drawn: torch.Tensor,
-    block_size: int,
-    counts: torch.Tensor | None,
-    limits: torch.Tensor | None,
-) -> tuple[Any, ...]:
-    drawn = drawn[:, None] if drawn.dim() == 1 else drawn
-    _check(state, parameters, rows, out, decodes, drawn)
-    require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
-    if counts is not None:
-        check_tensor("counts", counts, (len(drawn),), dtype=torch.int32, like=drawn)
-    if limits is not None:
-        check_tensor("limits", limits, (len(rows.seats),), dtype=torch.int32, like=drawn)
-    lists = [list(tensors) for tensors in (state, parameters, rows, out, decodes)]
-    return (*lists, drawn, counts, limits, block_size)
-
-
 def advance_seats(
     state: SeatState,
     parameters: SamplingRows,
@@ -309,20 +287,15 @@ def advance_seats(
     Raises:
         ValueError: a wrong shape, dtype or device.
     """
-    _advance_seats(*_args(state, parameters, rows, out, decodes, drawn, block_size, counts, limits))
+    drawn = drawn[:, None] if drawn.dim() == 1 else drawn
+    _check(state, parameters, rows, out, decodes, drawn)
+    require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
+    if counts is not None:
+        check_tensor("counts", counts, (len(drawn),), dtype=torch.int32, like=drawn)
+    if limits is not None:
+        check_tensor("limits", limits, (len(rows.seats),), dtype=torch.int32, like=drawn)
+    lists = [list(tensors) for tensors in (state, parameters, rows, out, decodes)]
+    _advance_seats(*lists, drawn, counts, limits, block_size)
 
 
-def advance_seats_ref(
-    state: SeatState,
-    parameters: SamplingRows,
-    rows: StepRows,
-    out: SamplingRows,
-    decodes: Decodes,
-    drawn: torch.Tensor,
-    *,
-    block_size: int,
-    counts: torch.Tensor | None = None,
-    limits: torch.Tensor | None = None,
-) -> None:
-    """:func:`advance_seats` in plain torch (it waits for the device)."""
-    _reference(*_args(state, parameters, rows, out, decodes, drawn, block_size, counts, limits))
+advance_seats_ref = with_reference(advance_seats)
