@@ -21,6 +21,7 @@ from autotune.worker import Failed
 from tritonllm.kernels.compile.aot import CompiledKernel, compile_kernels, pretend, target_of
 from tritonllm.kernels.compile.cache_folder import read_kernels_from, write_kernels_to
 from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.gpus import gpu_at
 
 # What Triton, ptxas and the CUDA runtime raise for a configuration that does not work on the chip.
 CANDIDATE_ERRORS = (TritonError, RuntimeError, subprocess.CalledProcessError)
@@ -107,11 +108,13 @@ class Gpu:
         self._prepared: Prepared | None = None
 
     def info(self) -> dict[str, Any]:
-        major, minor = torch.cuda.get_device_capability(self._device)
         index = torch.cuda.current_device()
+        gpu = gpu_at(index)
         return {
-            "gpu": torch.cuda.get_device_name(self._device),
-            "arch": 10 * major + minor,
+            "gpu": gpu.name,
+            "arch": gpu.arch,
+            "processors": gpu.processors,
+            "memory_gib": round(gpu.memory_gib),
             "shared_limit": driver.active.utils.get_device_properties(index)["max_shared_mem"],
             "torch": torch.__version__,
             "triton": triton.__version__,

@@ -61,6 +61,8 @@ def build(tunable: Tunable, machine: Mapping[str, Any], entries: Iterable[Mappin
         "op": tunable.op,
         "gpu": machine["gpu"],
         "arch": machine["arch"],
+        "processors": machine["processors"],
+        "memory_gib": machine["memory_gib"],
         "triton": machine["triton"],
         "torch": machine["torch"],
         "kernel_hash": hash_of(tunable),

@@ -19,7 +19,15 @@ from tritonllm.kernels.elementwise import activation
 from tritonllm.kernels.runtime import tuning
 
 TESTS = Path(__file__).parents[1]
-MACHINE = {"gpu": "NVIDIA Test", "torch": "2", "triton": "3", "arch": 90, "shared_limit": 232448}
+MACHINE = {
+    "gpu": "NVIDIA Test",
+    "torch": "2",
+    "triton": "3",
+    "arch": 90,
+    "processors": 132,
+    "memory_gib": 80,
+    "shared_limit": 232448,
+}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from tritonllm.engine.startup import load_parts  # noqa: F401  (so that the pack
 from tritonllm.kernels.compile import monitor as compile_monitor
 from tritonllm.kernels.compile.monitor import CompileMonitor
 from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.gpus import Gpu
 
 
 def said(caplog, level=logging.INFO):
@@ -81,12 +82,14 @@ def test_a_start_is_no_service(monkeypatch):
 
 def test_tuning_tables(caplog):
     with caplog.at_level(logging.INFO, "tritonllm"):
-        tuning.report_tables("NVIDIA H200")
+        tuning.report_tables(Gpu("NVIDIA H200", 90, 132, 140))
         assert "linear" in tuning.tables_of("NVIDIA H200") and not said(caplog, logging.WARNING)
         assert "nvidia_h200" in said(caplog)[0]
-        tuning.report_tables("Some other GPU")
-    (message,) = said(caplog, logging.WARNING)
-    assert "Some other GPU has no tuning tables" in message and "python -m autotune --all" in message
+        tuning.report_tables(Gpu("Some other GPU", 75, 132, 140))
+        tuning.report_tables(Gpu("NVIDIA H100 80GB HBM3", 90, 132, 79))
+    other, relative = said(caplog, logging.WARNING)
+    assert "Some other GPU has no tuning tables" in other and "python -m autotune --all" in other
+    assert "the launch configurations of the NVIDIA H200, its nearest relative" in relative
 
 
 @pytest.mark.parametrize(

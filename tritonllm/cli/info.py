@@ -34,7 +34,8 @@ def gpu_rows() -> dict[str, str]:
     """Each GPU, and which operations have a table tuned on its kind."""
     import torch
 
-    from tritonllm.kernels.runtime.tuning import tables_of
+    from tritonllm.kernels.runtime.gpus import gpu_at
+    from tritonllm.kernels.runtime.tuning import name_in_tables, tables_of
 
     if not torch.cuda.is_available():
         return {"gpu": "none: on the CPU each kernel is replaced by its plain-torch reference"}
@@ -42,8 +43,10 @@ def gpu_rows() -> dict[str, str]:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         rows[f"gpu {index}"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-        tables = tables_of(gpu.name)
-        rows[f"tuning {index}"] = f"tables for {', '.join(tables)}" if tables else "no tables: built-in defaults"
+        source = name_in_tables(gpu_at(index))
+        whose = "" if source == gpu.name else f" of its nearest relative, {source}"
+        tables = tables_of(source)
+        rows[f"tuning {index}"] = f"tables{whose} for {', '.join(tables)}" if tables else "no tables: built-in defaults"
     return rows
 
 

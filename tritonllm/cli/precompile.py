@@ -96,11 +96,14 @@ def target_of(target: str | None, gpu: str | None) -> tuple[int, str | None]:
     """
     import torch
 
+    from tritonllm.kernels.runtime.gpus import gpu_at
+    from tritonllm.kernels.runtime.tuning import name_in_tables
+
     if target is None:
         if not torch.cuda.is_available():
             raise ValueError("there is no GPU here: say for which architecture, for instance --target sm_90")
         major, minor = torch.cuda.get_device_capability()
-        return 10 * major + minor, gpu or torch.cuda.get_device_name()
+        return 10 * major + minor, gpu or name_in_tables(gpu_at(torch.cuda.current_device()))
     match = re.fullmatch(r"sm_?(\d{2,3})a?", target)
     if match is None or int(match[1]) < 80:
         raise ValueError(f"--target must be sm_80, sm_90, sm_100 or another NVIDIA architecture from 80, got {target}")

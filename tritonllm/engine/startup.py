@@ -19,6 +19,8 @@ from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.kernels.compile.cache_folder import read_kernels_from
 from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.kernels.dense.cpu import multiplies_bfloat16
+from tritonllm.kernels.runtime.gpus import gpu_at
+from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.loading import load_model, read_spec
@@ -261,8 +263,8 @@ def load_parts(config: EngineConfig) -> Parts:
         dtype = resolve_dtype(model_config.dtype, device.type, capability, spec.dtype, bfloat16_on_cpu=gains)
         limit = length_limit(model_config, spec)
         if compiler is not None and device.type == "cuda":
-            arch, name = 10 * capability[0] + capability[1], torch.cuda.get_device_name(device)
-            compiler.begin(Target(arch, name, dtype, limit))
+            gpu = gpu_at(device.index or 0)
+            compiler.begin(Target(gpu.arch, name_in_tables(gpu), dtype, limit))
         tokenizer = None
         if not model_config.skip_tokenizer_init:
             tokenizer = load_tokenizer(

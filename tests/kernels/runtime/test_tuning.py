@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.gpus import Gpu, nearest, tuned_gpus
 from tritonllm.kernels.runtime.tuning import FAR, distance, get_config, gpu_slug, override
 
 GPU = torch.device("cuda", 0)  # only named: these tests launch nothing
@@ -136,3 +137,28 @@ def test_override(tables):
     with pytest.raises(KeyError, match="boom"), override("op", {"BLOCK": 2}):
         raise KeyError("boom")
     assert get_config("op", GPU, default, n=1) == {"BLOCK": 1}
+
+
+H100, H200 = Gpu("NVIDIA H100 80GB HBM3", 90, 132, 79), Gpu("NVIDIA H200", 90, 132, 140)
+PCIE, B200 = Gpu("NVIDIA H100 PCIe", 90, 114, 79), Gpu("NVIDIA B200", 100, 148, 180)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tuned", "wanted"),
+    [
+        (H200, [H100, H200], H200),
+        (H100, [H200, B200], H200),
+        (PCIE, [H200, H100, B200], H100),
+        (B200, [H200, H100], None),
+        (H100, [], None),
+        (H100._replace(arch=80), [H200, H100], H100),  # the name decides first
+    ],
+)
+def test_nearest_relative(gpu, tuned, wanted):
+    assert nearest(gpu, tuned) == wanted
+
+
+def test_the_shipped_tables_name_their_gpu():
+    gpus = {gpu.name: gpu for gpu in tuned_gpus(tuning.TABLES)}
+    assert gpus["NVIDIA H200"] == H200
+    assert tuning.name_in_tables(H100) == "NVIDIA H200" and tuning.name_in_tables(B200) == "NVIDIA B200"

@@ -5,6 +5,8 @@ A table is ``configs/<gpu>/<op>.json``, written by ``python -m autotune --op <op
     {"op": "...", "gpu": "NVIDIA H200", "triton": "3.6.0", "torch": "...", "kernel_hash": "...", "date": "...",
      "entries": [{"key": {"n": 14336, "tokens": 64}, "config": {"BLOCK": 1024, "num_warps": 4}, "us": 3.0}]}
 
+A GPU without tables takes those of its nearest relative (:mod:`tritonllm.kernels.runtime.gpus`).
+
 A lookup takes the entry with the nearest key: strings (and what ``EXACT`` names) must be equal, other numbers count by
 the distance of their logarithms. An entry without a ``config`` says that the op's default, a plain function of the same
 key, was not beaten there. The default is also taken by a GPU without a table, by a key that is far from all entries,
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 
 from tritonllm.kernels.runtime import chip
+from tritonllm.kernels.runtime.gpus import Gpu, gpu_at, nearest, tuned_gpus
 
 logger = logging.getLogger(__name__)
 Config = dict[str, Any]  # constexpr arguments plus num_warps and num_stages, passed to the launch as keywords
@@ -69,21 +72,33 @@ def tables_of(gpu_name: str) -> list[str]:
 
 @functools.cache
 def _gpu_slug_of(index: int) -> str:
-    name = torch.cuda.get_device_name(index)
-    report_tables(name)
-    return gpu_slug(name)
+    gpu = gpu_at(index)
+    report_tables(gpu)
+    return gpu_slug(name_in_tables(gpu))
 
 
-def report_tables(gpu_name: str) -> None:
+def name_in_tables(gpu: Gpu) -> str:
+    """The name of the GPU whose tables hold for this one, or its own if there are none."""
+    return (nearest(gpu, tuned_gpus(TABLES)) or gpu).name
+
+
+def report_tables(gpu: Gpu) -> None:
     """Log which tuning tables a GPU takes."""
-    tables = tables_of(gpu_name)
-    if tables:
-        logger.info("%s: launch configurations from the tables in %s/", gpu_name, TABLES / gpu_slug(gpu_name))
+    source = nearest(gpu, tuned_gpus(TABLES))
+    if source is None:
+        logger.warning(
+            "%s has no tuning tables, nor has a GPU like it: kernels take their default launch configurations, which "
+            "may be slower; `python -m autotune --all` makes tables",
+            gpu.name,
+        )
+    elif source.name == gpu.name:
+        logger.info("%s: launch configurations from the tables in %s/", gpu.name, TABLES / gpu_slug(gpu.name))
     else:
         logger.warning(
-            "%s has no tuning tables: kernels take their default launch configurations, which may be slower; "
-            "`python -m autotune --all` makes tables",
-            gpu_name,
+            "%s has no tuning tables: kernels take the launch configurations of the %s, its nearest relative; "
+            "`python -m autotune --all` makes tables of its own",
+            gpu.name,
+            source.name,
         )
 
 
