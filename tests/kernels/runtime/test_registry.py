@@ -119,3 +119,43 @@ def test_arguments_of_an_operator_have_one_name_each():
 
     with pytest.raises(TypeError, match="two arguments are named scale"):
         register_op(mutates=(), reference=_twice)(_twice)
+
+
+def test_launches_go_to_the_device_of_their_tensors(monkeypatch):
+    class Context:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            current.append(self.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    class On:
+        def __init__(self, index):
+            self.device = torch.device("cuda", index)
+
+    current, seen = [0], []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Context)
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for name, kind in (("size", int), ("x", torch.Tensor))
+        ]
+    )
+    launch = registry._on_its_device(lambda size, x: seen.append((size, x.device.index, current[-1])), signature)
+    for size, index in ((3, 0), (4, 1), (5, 0)):
+        launch(size, On(index))
+    assert seen == [(3, 0, 0), (4, 1, 1), (5, 0, 0)] and current == [0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_gpu():
+    x = torch.randn(5, 64, device="cuda:1", dtype=torch.bfloat16)
+    with torch.cuda.device(0):
+        out = kernels.silu_and_mul(x)
+    torch.testing.assert_close(out, kernels.silu_and_mul_ref(x), rtol=2e-2, atol=2e-2)
+    assert out.device == x.device

@@ -71,6 +71,22 @@ def _flattened(launch: Callable[..., None]) -> tuple[inspect.Signature, Callable
     return inspect.Signature(parameters, return_annotation=None), grouping
 
 
+def _on_its_device(launcher: Callable[..., None], signature: inspect.Signature) -> Callable[..., None]:
+    """The launcher where its tensors are: Triton launches on the current device, which may be another (0.2 us)."""
+    kinds = [parameter.annotation for parameter in signature.parameters.values()]
+    place = kinds.index(torch.Tensor)  # of the first tensor
+
+    def launch(*args: Any) -> None:
+        device = args[place].device
+        if device.index == torch.cuda.current_device():
+            launcher(*args)
+        else:
+            with torch.cuda.device(device):
+                launcher(*args)
+
+    return launch
+
+
 def _in_torch(reference: Callable[..., None], fast: Callable[..., bool] | None) -> Callable[..., None]:
     """What the CPU runs: ``fast`` where there is one and it takes the arguments, else the reference."""
     if fast is None or env.CPU_BACKEND == "reference":
@@ -106,7 +122,7 @@ def register_op(
         prototype: Any = lambda: None  # noqa: E731 (infer_schema asks a function for its signature)
         prototype.__signature__ = signature
         _LIBRARY.define(name + infer_schema(prototype, mutates_args=mutates))
-        _LIBRARY.impl(name, launcher, "CUDA")
+        _LIBRARY.impl(name, _on_its_device(launcher, signature), "CUDA")
         _LIBRARY.impl(name, on_cpu if env.CPU_BACKEND in env.IN_TORCH else launcher, "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _no_output, lib=_LIBRARY)
         OPS[name] = getattr(getattr(torch.ops, NAMESPACE), name).default
