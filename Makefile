@@ -17,7 +17,7 @@ help: ## list the targets
 
 demo: $(RUN) ## generate text with the model inside the package
 	@echo
-	$(PY) -m tritonllm generate --prompt "Once upon a time" --max-tokens 500
+	$(PY) -m tritonllm generate --prompt "There was a fox named" --max-tokens 500
 	@echo
 	$(PY) -m tritonllm generate --chat --prompt "What is 47 + 66?"
 	@echo

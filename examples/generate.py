@@ -6,7 +6,7 @@ from tritonllm.demo import model_path
 
 def main() -> None:
     llm = LLM(str(model_path()))  # or a folder or hub id of your own
-    prompts = ["Once upon a time", "47 + 38 =", "Once upon a time"]
+    prompts = ["There was a fox named", "47 + 38 =", "There was a fox named"]
     params = [
         SamplingParams(temperature=0.8, seed=1, max_tokens=60),
         SamplingParams(temperature=0, max_tokens=4),

@@ -8,8 +8,8 @@ from tritonllm.sampling_params import RequestOutputKind
 def main() -> None:
     engine = LLM(str(model_path())).engine
     params = SamplingParams(temperature=0.8, seed=7, max_tokens=80, output_kind=RequestOutputKind.DELTA)
-    engine.add_request("story", "Once upon a time", params)
-    engine.add_request("unwanted", "Once upon a time", params)
+    engine.add_request("story", "There was a fox named", params)
+    engine.add_request("unwanted", "There was a fox named", params)
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.request_id == "story":

@@ -25,7 +25,7 @@ on stderr, tells the time to the first token (TTFT), tokens per second, and how 
 prefix cache."""
 EXAMPLES = """\
 examples:
-  tritonllm generate --prompt "Once upon a time"
+  tritonllm generate --prompt "There was a fox named"
   tritonllm generate Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue?" --temperature 0.7 --seed 1
   tritonllm generate < article.txt --max-tokens 100
   tritonllm generate ./my-model --prompt-file prompts.txt --json > results.jsonl"""

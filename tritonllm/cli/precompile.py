@@ -16,7 +16,7 @@ GPU. Only the model's config.json is read. A GPU machine, a container image or a
 EXAMPLES = """\
 examples:
   tritonllm precompile Qwen/Qwen3-0.6B --target sm_90 -o kernels
-  tritonllm generate Qwen/Qwen3-0.6B --kernel-cache kernels --prompt "Once upon a time"
+  tritonllm generate Qwen/Qwen3-0.6B --kernel-cache kernels --prompt "There was a fox named"
   tritonllm precompile ./my-model                        # for this machine's GPU, into Triton's own cache"""
 # Those of the engine's options that decide which kernels it launches.
 OPTIONS = (
