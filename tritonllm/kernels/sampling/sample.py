@@ -123,6 +123,9 @@ def sample(
     values of the parameters are on the device and are not checked: those outside the ranges below mean no limit, or the
     nearest valid one. Rows without limits or edits do not pay for those of others.
 
+    Probabilities are summed in float32. So at the edge of ``top_p`` a token may be kept or left out if the probability
+    of those before it is within a relative 1e-5 of the limit: of a flat distribution over 262,144 tokens some are.
+
     Args:
         logits: ``[B, V]`` float16, bfloat16 or float32; contiguous in the last dimension, any row stride. Rows
             with a seat are overwritten with what the edits make of them; others do not change.
