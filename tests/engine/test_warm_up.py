@@ -23,7 +23,7 @@ from tritonllm.models.families import spec_from_config
 MODELS = {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B, **MECHANISMS}
 LENGTH = 2304
 MODELS["llama-3.2-1b"] = LLAMA_3_1_8B | {"head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192}
-CHOSEN = ("qwen2.5-1.5b", "gemma-3-1b", "gpt-oss-20b", "qwen3-30b", "falcon-7b", "phi-2")
+CHOSEN = ("gemma-3-1b", "gpt-oss-20b", "falcon-7b", "phi-2")
 VARIED = [name for name in MODELS if name.startswith((*CHOSEN, "qwen3-0.6b", "llama"))]
 
 
@@ -80,8 +80,9 @@ def steps(draw, seats, budget, longest, may_share):
     return dummy_step(n, chunks, rows=rows, width=-(-keys // 16), shared=shared, longest=draw(st.integers(1, keys)))
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA H200", None])
-@pytest.mark.parametrize("length", [600, 6144, 131072])
+@pytest.mark.parametrize(
+    ("gpu", "length"), [("NVIDIA H200", 600), ("NVIDIA H200", 6144), ("NVIDIA H200", 131072), (None, 6144)]
+)
 @pytest.mark.parametrize("model", VARIED)
 def test_no_step_launches_what_the_start_has_not(model, length, gpu):
     """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
