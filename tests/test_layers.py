@@ -34,6 +34,7 @@ LAYER = {
     "teach": 5,
     "cli": 5,
     "__main__": 5,
+    "as_vllm": 5,
     "": 5,  # the package itself: names that it exports come from the engine
 }
 FOUNDATIONS = {"runtime", "hopper"}  # wings of kernels/ that are open to the others

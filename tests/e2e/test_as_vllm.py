@@ -1,0 +1,74 @@
+"""Programs that import vLLM run with this package in its place."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tritonllm import as_vllm
+from tritonllm.demo import model_path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, sys
+from importlib.metadata import version
+from importlib.util import find_spec
+import vllm
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+parser.add_argument("--max-tokens", type=int)
+args = parser.parse_args()
+llm = LLM(sys.argv[1] if False else __MODEL__, max_model_len=256, num_gpu_blocks_override=64)
+(out,) = llm.generate([TokensPrompt(prompt_token_ids=[5, 6, 7])],
+                      SamplingParams(temperature=0, max_tokens=args.max_tokens), use_tqdm=False)
+print(json.dumps([version("vllm"), vllm.__version__, find_spec("vllm") is not None, len(out.outputs[0].token_ids)]))
+"""
+
+
+def run(*args, cwd):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tritonllm.as_vllm", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cwd, timeout=120)
+
+
+def test_a_script_and_its_options(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.replace("__MODEL__", repr(str(model_path()))))
+    done = run("script.py", "--max_tokens=3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [as_vllm.VERSION, as_vllm.VERSION, True, 3]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("from vllm import AsyncLLMEngine", "AsyncLLMEngine"),
+        ("import vllm.multimodal", "tritonllm has no equivalent of the module vllm.multimodal"),
+        ("import vllm; vllm.nothing", "tritonllm has no equivalent of vllm.nothing"),
+        ("from vllm.lora.request import LoRARequest; LoRARequest('a', 1, 'b')", "adapters are not supported"),
+    ],
+)
+def test_what_is_not_there_says_so(tmp_path, line, message):
+    (tmp_path / "script.py").write_text(line)
+    done = run("script.py", cwd=tmp_path)
+    assert done.returncode == 1 and message in done.stderr.splitlines()[-1]
+
+
+def test_modules_run_too_and_help(tmp_path):
+    (tmp_path / "tool.py").write_text("import sys, vllm; print(sys.argv[1:], vllm.__name__)")
+    assert run("-m", "tool", "a", "-b", cwd=tmp_path).stdout.strip() == "['a', '-b'] vllm"
+    assert "usage: python -m tritonllm.as_vllm" in run("--help", cwd=tmp_path).stdout
+    assert run(cwd=tmp_path).returncode == 2
+
+
+def test_every_name_is_there():
+    for module, names in as_vllm.MODULES.items():
+        for name, value in names.items():
+            if isinstance(value, str) and ":" in value:
+                package, _, attribute = value.partition(":")
+                assert attribute == name and hasattr(__import__(package), name), (module, name)

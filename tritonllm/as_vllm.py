@@ -1,0 +1,176 @@
+"""Run a program that imports vLLM, unchanged, with this package in vLLM's place.
+
+    python -m tritonllm.as_vllm script.py --its-options
+    python -m tritonllm.as_vllm -m lm_eval --model vllm --model_args pretrained=Qwen/Qwen3-0.6B --tasks hellaswag
+
+``import vllm`` then finds the names below, and ``importlib.metadata.version("vllm")`` the version that they follow. A
+name that is not there is an ImportError that says so. In Python, :func:`install` does the same for what is imported
+after it.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import runpy
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+VERSION = "0.24.0"  # of vLLM's names
+_ENGINE = "tritonllm"
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """A parser that takes underscores for the dashes of long options, as vLLM's does."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_args(_dashed(sys.argv[1:] if args is None else args), namespace)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(_dashed(sys.argv[1:] if args is None else args), namespace)
+
+
+def _dashed(args: Sequence[str]) -> list[str]:
+    """``--max_num_seqs=4`` -> ``--max-num-seqs=4``."""
+    found = []
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        found.append((name.replace("_", "-") if name.startswith("--") else name) + equals + value)
+    return found
+
+
+class LoRARequest:
+    """In the place of vLLM's: adapters are not served here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("LoRARequest: adapters are not supported; merge the adapter into the model's weights")
+
+
+def get_tokenizer(tokenizer_name: str, *, tokenizer_mode: str = "auto", **kwargs: Any) -> Any:
+    """The tokenizer of transformers.
+
+    Raises:
+        ValueError: a ``tokenizer_mode`` other than ``auto`` and ``slow``.
+    """
+    from transformers import AutoTokenizer
+
+    if tokenizer_mode not in ("auto", "slow"):
+        raise ValueError(f"tokenizer_mode must be auto or slow, got {tokenizer_mode!r}")
+    return AutoTokenizer.from_pretrained(str(tokenizer_name), use_fast=tokenizer_mode == "auto", **kwargs)
+
+
+def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, tools: Any = None, **_: Any) -> str | None:
+    """What is given, or else the tokenizer's own; ``None`` if it has none."""
+    template = chat_template if chat_template is not None else getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("tool_use" if tools else "default", template.get("default"))
+    return template
+
+
+# A module of vLLM: its names, each a value of this file or where it is.
+MODULES: dict[str, dict[str, Any]] = {
+    "vllm": {
+        "__version__": VERSION,
+        **{
+            name: f"{_ENGINE}:{name}"
+            for name in (
+                *("LLM", "LLMEngine", "EngineArgs", "SamplingParams", "TextPrompt", "TokensPrompt"),
+                *("RequestOutput", "CompletionOutput"),
+            )
+        },
+    },
+    "vllm.sampling_params": {"SamplingParams": f"{_ENGINE}:SamplingParams"},
+    "vllm.outputs": {name: f"{_ENGINE}:{name}" for name in ("RequestOutput", "CompletionOutput")},
+    "vllm.inputs": {name: f"{_ENGINE}:{name}" for name in ("TextPrompt", "TokensPrompt")},
+    "vllm.engine": {},
+    "vllm.engine.arg_utils": {"EngineArgs": f"{_ENGINE}:EngineArgs"},
+    "vllm.engine.llm_engine": {"LLMEngine": f"{_ENGINE}:LLMEngine"},
+    "vllm.entrypoints": {},
+    "vllm.entrypoints.llm": {"LLM": f"{_ENGINE}:LLM"},
+    "vllm.entrypoints.chat_utils": {"resolve_hf_chat_template": resolve_chat_template},
+    "vllm.renderers": {},
+    "vllm.renderers.hf": {"resolve_chat_template": resolve_chat_template},
+    "vllm.lora": {},
+    "vllm.lora.request": {"LoRARequest": LoRARequest},
+    "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
+    "vllm.transformers_utils": {},
+    "vllm.transformers_utils.tokenizer": {"get_tokenizer": get_tokenizer},
+    "vllm.utils": {"FlexibleArgumentParser": FlexibleArgumentParser},
+    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": FlexibleArgumentParser},
+}
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def read_text(self, filename: str) -> str | None:
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds vLLM's modules, before an installed vLLM is looked for."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in MODULES:
+            if name.startswith("vllm."):
+                raise ModuleNotFoundError(f"tritonllm has no equivalent of the module {name}", name=name)
+            return None
+        return ModuleSpec(name, self, is_package=any(other.startswith(f"{name}.") for other in MODULES))
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        names = MODULES[module.__name__]
+
+        def find(name: str) -> Any:
+            if name not in names:
+                raise AttributeError(f"tritonllm has no equivalent of {module.__name__}.{name}")
+            value = names[name]
+            if isinstance(value, str) and value.startswith(f"{_ENGINE}:"):
+                value = getattr(importlib.import_module(_ENGINE), name)
+            return value
+
+        module.__getattr__ = find  # type: ignore[method-assign]
+        module.__all__ = [name for name in names if not name.startswith("_")]  # type: ignore[attr-defined]
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        if context is None or context.name in (None, "vllm"):
+            yield _Distribution()
+
+
+def install() -> None:
+    """Let ``import vllm`` find this package from now on; doing it again changes nothing.
+
+    Raises:
+        RuntimeError: vLLM itself has been imported.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if "vllm" in sys.modules:
+        raise RuntimeError("vllm has been imported already: call tritonllm.as_vllm.install() before")
+    sys.meta_path.insert(0, _Finder())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help") or args == ["-m"]:
+        sys.stdout.write(f"usage: python -m tritonllm.as_vllm [-m MODULE | SCRIPT] [its arguments]\n\n{__doc__}")
+        raise SystemExit(0 if args[:1] in (["-h"], ["--help"]) else 2)
+    install()
+    if args[0] == "-m":
+        sys.argv = args[1:]
+        runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = args
+        sys.path.insert(0, str(Path(args[0]).resolve().parent))
+        runpy.run_path(args[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
