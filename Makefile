@@ -9,7 +9,7 @@ DEV := .venv/.dev-ready
 endif
 
 TESTS := lint types test-aot test-kernels test-engine test-real  # the longest first: two run at a time in CI
-.PHONY: help demo test setup gpu-test bench format clean $(TESTS)
+.PHONY: help demo test test-newest setup gpu-test bench format clean $(TESTS)
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -25,7 +25,7 @@ demo: $(RUN) ## generate text with the model inside the package
 	@echo
 	@echo "Next: .venv/bin/tritonllm generate --help, examples/, README.md"
 
-test: $(TESTS) ## all of what CI runs: the six targets below, one process each, no GPU needed
+test: $(TESTS) ## all of what CI runs: the targets below, one process each, no GPU needed
 
 lint: $(DEV) ## ruff: rules and formatting
 	$(PY) -m ruff check
@@ -46,10 +46,24 @@ test-real: $(DEV) ## a published model against transformers (`make gpu-test` doe
 test-aot: $(DEV) ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942
 	TRITONLLM_CPU_BACKEND=compile $(PY) -m pytest tests/aot
 
+NEWEST := .venv-newest
+ifeq ($(PY),.venv/bin/python)
+NEWEST_READY := $(NEWEST)/.dev-ready
+NEWEST_PY := $(NEWEST)/bin/python
+else
+NEWEST_PY := $(PY)
+endif
+# A sample: each kind of kernel compiled for Hopper, where the releases differ most, and one of each wing interpreted.
+SAMPLE := elementwise/test_norm.py attention/test_merge.py moe/test_direct.py sampling/test_truncation.py
+test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled for sm_90, a sample interpreted
+	$(NEWEST_PY) -m pytest tests/engine/test_releases.py tests/engine/test_compilation.py tests/engine/test_precompile.py
+	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest $(addprefix tests/kernels/,$(SAMPLE))
+	TRITONLLM_CPU_BACKEND=compile $(NEWEST_PY) -m pytest tests/aot -k "90 or hopper"
+
 # The same on every machine: these run without a GPU.
-test-kernels test-engine test-aot test-real: export CUDA_VISIBLE_DEVICES =
+test-kernels test-engine test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
 # On the CPU a second thread costs more than it brings to tensors as small as these: on a busy machine, 20 times more.
-demo test-kernels test-engine test-aot test-real: export OMP_NUM_THREADS = 1
+demo test-kernels test-engine test-aot test-newest test-real: export OMP_NUM_THREADS = 1
 
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu
@@ -72,12 +86,16 @@ format: $(DEV) ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff format
 
 clean: ## remove .venv and everything else that these targets make
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks build dist
+	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV): pyproject.toml constraints-cpu.txt scripts/setup.sh
 	scripts/setup.sh .venv dev,real
 	@touch .venv/.run-ready $@
+
+$(NEWEST_READY): pyproject.toml constraints-newest.txt scripts/setup.sh
+	CONSTRAINTS=constraints-newest.txt scripts/setup.sh $(NEWEST) dev
+	@touch $@
 
 $(RUN): pyproject.toml constraints-cpu.txt scripts/setup.sh
 	scripts/setup.sh .venv

@@ -4,14 +4,15 @@
 #   scripts/setup.sh VENV [EXTRAS]    EXTRAS: of pyproject.toml, such as dev, or dev,real
 #
 # It uses uv if there is one ($UV), else pip. With an NVIDIA GPU it takes the newest CUDA build of torch; without one
-# the CPU build that constraints-cpu.txt names: from the indexes this machine is set up with if they have it, else from
-# PyTorch's own, which uv knows. It never falls back to the CUDA build.
+# the CPU build that constraints-cpu.txt names ($CONSTRAINTS: another such file): from the indexes this machine is set
+# up with if they have it, else from PyTorch's own, which uv knows. It never falls back to the CUDA build.
 set -eu
 
 venv=$1
 extra=${2:-}
 python=${PYTHON:-python3}
 uv=${UV-uv}
+constraints=${CONSTRAINTS:-constraints-cpu.txt}
 
 die() {
     printf 'setup: %s\n' "$@" >&2
@@ -63,10 +64,10 @@ fi
 
 echo "setup: no NVIDIA GPU: CPU build of torch into $venv with ${uv:-pip}"
 unset UV_TORCH_BACKEND # would take triton from PyTorch's index too
-if ! install --quiet --dry-run --no-deps -c constraints-cpu.txt torch >/dev/null 2>&1; then
+if ! install --quiet --dry-run --no-deps -c "$constraints" torch >/dev/null 2>&1; then
     [ -n "$uv" ] || { install --quiet uv && uv="$venv/bin/uv"; }
-    "$uv" pip install --python "$venv/bin/python" --torch-backend cpu --no-deps -c constraints-cpu.txt torch ||
+    "$uv" pip install --python "$venv/bin/python" --torch-backend cpu --no-deps -c "$constraints" torch ||
         die "torch's CPU build was not found, and the CUDA build would be gigabytes for nothing." "$hint"
 fi
-install -c constraints-cpu.txt -e "$package" || die "installation failed, see above." "$hint"
+install -c "$constraints" -e "$package" || die "installation failed, see above." "$hint"
 install_model

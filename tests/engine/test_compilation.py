@@ -13,9 +13,12 @@ from triton.runtime.jit import JITFunction
 from tritonllm.kernels import rms_norm, silu_and_mul
 from tritonllm.kernels.compile import cache_folder
 from tritonllm.kernels.compile.aot import pretend, target_of
+from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.monitor import MONITOR
-from tritonllm.kernels.compile.parallel import compile_in_parallel, driver_extension, list_kernels
+from tritonllm.kernels.compile.parallel import compile_in_parallel, list_kernels
+from tritonllm.kernels.runtime.meta_mode import MetaMode
 
+EXTENSIONS = {"3.6": {"cuda_utils", "__triton_launcher"}, "3.7": {"cuda_utils"}}  # built where there is no libcuda
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -66,13 +69,25 @@ def test_lists_what_the_alignment_of_pointers_asks_for():
 
 
 def test_lists_nothing_outside():
-    run = JITFunction.run
+    hook = knobs.runtime.jit_cache_hook
     found = norms()
     rms_norm(meta(3, 80), meta(80))
-    assert len(found) == 1 and JITFunction.run is run
+    assert len(found) == 1 and knobs.runtime.jit_cache_hook is hook
     with pytest.raises(ZeroDivisionError), pretend(target_of(90)), list_kernels():
         raise ZeroDivisionError
-    assert JITFunction.run is run
+    assert knobs.runtime.jit_cache_hook is hook
+
+
+def test_a_launch_finds_what_was_listed(monkeypatch):
+    """Same name in the cache, so the list has every option as the launch has it."""
+    compile_in_parallel(norms())
+    run, before = JITFunction.run, (MONITOR.compiled, MONITOR.loaded)
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *args, **options: run(self, *args, **options | {"warmup": True})
+    )
+    with pretend(target_of(90)), MetaMode():
+        rms_norm(meta(4, 64), meta(64))
+    assert (MONITOR.compiled, MONITOR.loaded) == (before[0], before[1] + 1)
 
 
 def test_compiles_what_is_missing(own_cache):
@@ -80,12 +95,15 @@ def test_compiles_what_is_missing(own_cache):
     assert not any(kernel.is_cached() for kernel in found)
     compile_in_parallel(found[:1], workers=1)
     assert [kernel.is_cached() for kernel in found] == [True, False]
-    compile_in_parallel([*found, driver_extension()])
-    assert all(kernel.is_cached() for kernel in found) and driver_extension().is_cached()
+    compile_in_parallel([*found, *driver_extensions()])
+    assert all(kernel.is_cached() for kernel in found) and all(
+        extension.is_cached() for extension in driver_extensions()
+    )
     assert not any(compiled_here(kernel) for kernel in found)
     written = {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
-    assert any("__triton_launcher" in path.name for path in written)
-    compile_in_parallel([*found, driver_extension()])
+    built = {path.name.split(".")[0] for path in written if path.suffix == ".so"}
+    assert built == EXTENSIONS.get(triton.__version__[:3], set())
+    compile_in_parallel([*found, *driver_extensions()])
     assert {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")} == written
     assert not norms(arch=100)[0].is_cached()
 

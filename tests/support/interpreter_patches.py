@@ -2,7 +2,8 @@
 
 The stock interpreter (triton 3.6 to 3.9) keeps bfloat16 values as their 16 bits and does integer arithmetic on them,
 and rounds to float8 in its own way. Here every bfloat16 operation goes through float32 and rounds to nearest even, and
-float8 casts go through torch. Triton 3.6 also lacks ``__index__`` on scalars, which numpy >= 2.4 asks for.
+float8 casts go through torch. Triton 3.6 also lacks ``__index__`` on scalars, which numpy >= 2.4 asks for. Triton 3.9
+takes only masks of bytes, while the compiler takes any integers: a scalar's comparison is an int32 in the interpreter.
 """
 
 import numpy as np
@@ -50,6 +51,7 @@ def apply() -> None:
         return
     stock_dot, stock_binary, stock_unary = builder.create_dot, builder.binary_op, builder.unary_op
     stock_cast, stock_fp_to_fp = builder.cast_impl, builder.create_fp_to_fp
+    stock_load, stock_store = builder.create_masked_load, builder.create_masked_store
 
     def create_dot(self, a, b, d, *rest):
         return stock_dot(self, _widen(a), _widen(b), d, *rest)
@@ -87,6 +89,13 @@ def apply() -> None:
             return cast_impl(self, src, dst_type)
         return stock_fp_to_fp(self, src, dst_type, rounding_mode)
 
+    def create_masked_load(self, ptrs, mask, *rest):
+        return stock_load(self, ptrs, TensorHandle(mask.data.astype(np.bool_), tl.int1), *rest)
+
+    def create_masked_store(self, ptrs, value, mask, *rest):
+        return stock_store(self, ptrs, value, TensorHandle(mask.data.astype(np.bool_), tl.int1), *rest)
+
+    builder.create_masked_load, builder.create_masked_store = create_masked_load, create_masked_store
     builder.create_dot, builder.binary_op, builder.unary_op = create_dot, binary_op, unary_op
     builder.cast_impl, builder.create_fp_to_fp = cast_impl, create_fp_to_fp
     for name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc"):

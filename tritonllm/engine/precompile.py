@@ -21,7 +21,8 @@ from triton.runtime.cache import triton_key
 from tritonllm.config import EngineConfig
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.kernels.compile.aot import pretend, target_of
-from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, driver_extension, list_kernels
+from tritonllm.kernels.compile.extensions import driver_extensions
+from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, list_kernels
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.spec import ModelSpec
 
@@ -71,7 +72,7 @@ def compile_kernels_of(
     """
     kernels = kernels_of(spec, config, target)
     missing = [kernel for kernel in kernels if not kernel.is_cached()]
-    compile_in_parallel([*missing, driver_extension()], jobs)
+    compile_in_parallel([*missing, *driver_extensions()], jobs)
     return len(kernels), len(missing)
 
 

@@ -6,6 +6,7 @@ divisibility, constants) that the same call would have on that GPU. It needs ``T
 cannot share a process with Triton's interpreter.
 """
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -76,17 +77,21 @@ class CompiledKernel:
         return sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr))
 
 
+_DEVICES = itertools.count(10_000)  # numbers that no GPU here has
+
+
 class _TargetOnly:
     """Stands in for Triton's driver: knows the target, owns no device."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
+        self._device = next(_DEVICES)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
-        return self._target.arch  # Triton caches kernels by device: one "device" a target keeps them apart
+        return self._device  # Triton keeps compiled kernels by device: a new one has none, so none is left unnoticed
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0

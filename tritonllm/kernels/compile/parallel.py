@@ -8,69 +8,27 @@ lock (34 kernels on two cores: 17.0 s in one thread, 10.6 s in eight threads, 8.
 """
 
 import hashlib
+import json
 import multiprocessing
 import os
-import subprocess
-import sysconfig
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import compile as triton_compile
 from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
-from triton.runtime import build, driver
+from triton.runtime import driver
 from triton.runtime.cache import get_cache_key, get_cache_manager
-from triton.runtime.jit import JITFunction, compute_cache_key
+from triton.runtime.jit import JITFunction
 
+from tritonllm.kernels.compile.extensions import Extension, launcher_extensions
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.meta_mode import MetaMode
-
-
-@dataclass(frozen=True)
-class Extension:
-    """A C extension that Triton builds for itself: its driver, or the function that launches kernels of a signature."""
-
-    name: str
-    code: str
-
-    def _manager(self) -> Any:
-        return get_cache_manager(hashlib.sha256((self.code + build.platform_key()).encode()).hexdigest())
-
-    @property
-    def _file(self) -> str:
-        return f"{self.name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-
-    def is_cached(self) -> bool:
-        return self._manager().get_file(self._file) is not None
-
-    def compile(self) -> None:
-        """Put it where :func:`triton.runtime.build.compile_module_from_src` will look for it."""
-        from triton.backends.nvidia import driver as nvidia
-
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"{self.name}.c"
-            path.write_text(self.code)
-            libraries = [nvidia.libdevice_dir, *_libcuda_folders()]
-            built = build._build(self.name, str(path), folder, libraries, nvidia.include_dirs, nvidia.libraries, [])
-            self._manager().put(Path(built).read_bytes(), self._file, binary=True)
-
-    @property
-    def cost(self) -> int:
-        return len(self.code) // 10  # gcc is quick
-
-
-def driver_extension() -> Extension:
-    """What Triton loads kernels with."""
-    from triton.backends.nvidia import driver as nvidia
-
-    return Extension("cuda_utils", (Path(nvidia.dirname) / "driver.c").read_text())
 
 
 @dataclass(frozen=True)
@@ -97,20 +55,12 @@ class Specialization:
         return bool(manager.get_group(f"{self.name[:150]}.json"))
 
     def compile(self) -> None:
-        """Put it into Triton's cache folder, with the extension that launches it."""
+        """Put it into Triton's cache folder, with what launches it."""
         kernel = triton_compile(self.source, target=self.target, options=self.options.__dict__)
         if self.target.backend == "cuda":
-            launcher = self._launcher(kernel.metadata)
-            if not launcher.is_cached():
-                launcher.compile()
-
-    def _launcher(self, metadata: Any) -> Extension:
-        from triton.backends.nvidia import driver as nvidia
-
-        index = {name: (i,) for i, name in enumerate(self.source.fn.arg_names)}
-        constants = {index.get(name, name): value for name, value in self.source.constants.items()}
-        descriptors = getattr(metadata, "tensordesc_meta", None)
-        return Extension("__triton_launcher", nvidia.make_launcher(constants, dict(self.source.signature), descriptors))
+            for extension in launcher_extensions(self.source, kernel.metadata):
+                if not extension.is_cached():
+                    extension.compile()
 
     @property
     def cost(self) -> int:
@@ -135,33 +85,36 @@ def _called_by(kernel: JITFunction[Any]) -> frozenset[JITFunction[Any]]:
 def list_kernels(gpu_name: str | None = None) -> Iterator[list[Specialization]]:
     """Inside the block, launches on meta tensors are noted instead of made; yields the list, without repetitions.
 
-    They are noted for the GPU that Triton's driver names; no launch at all is made meanwhile.
+    They are noted for the GPU that Triton's driver names, which must be pretended: a kernel that this process has
+    compiled for a device already is launched, not noted.
 
     Args:
         gpu_name: the GPU whose tuning tables hold, ``"NVIDIA H200"`` say; ``None`` takes the defaults.
     """
     noted: list[Specialization] = []
     seen: set[tuple[int, str]] = set()
-    run = JITFunction.run
 
-    def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kwargs["debug"] = kwargs.get("debug", self.debug) or knobs.runtime.debug
-        kwargs["instrumentation_mode"] = knobs.compilation.instrumentation_mode
-        _, keys, target, backend, bind = self.device_caches[driver.active.get_current_device()]
-        bound, specialization, options = bind(*args, **kwargs)
-        key = id(self), compute_cache_key(keys, specialization, options)
-        if key not in seen:
-            seen.add(key)
-            options, signature, constants, attributes = self._pack_args(backend, kwargs, bound, specialization, options)
-            noted.append(Specialization(self.ASTSource(self, signature, constants, attributes), target, options))
-        return None
+    def note(*, key: str, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
+        kernel, place = fn.jit_function, (id(fn.jit_function), str(key))
+        if place not in seen:
+            seen.add(place)
+            target = driver.active.get_current_target()
+            written = json.loads(compile["specialization_data"])["options"]
+            options = make_backend(target).parse_options(
+                {option: _as_tuple(value) for option, value in written.items()}
+            )
+            source = kernel.ASTSource(kernel, compile["signature"], compile["constants"], compile["configs"][0])
+            noted.append(Specialization(source, target, options))
+        return True  # not to be compiled, and so not launched
 
-    JITFunction.run = note
-    try:
-        with tuning.meta_tensors_on(gpu_name), MetaMode():
-            yield noted
-    finally:
-        JITFunction.run = run
+    with knobs.runtime.scope(), tuning.meta_tensors_on(gpu_name), MetaMode():
+        knobs.runtime.jit_cache_hook = note
+        yield noted
+
+
+def _as_tuple(value: Any) -> Any:
+    """JSON has no tuples, and a kernel's name in the cache tells them from lists."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def compile_in_parallel(wanted: Sequence[Specialization | Extension], workers: int | None = None) -> None:
@@ -197,17 +150,3 @@ def _be_worker(work: Sequence[Specialization | Extension]) -> None:
 
 def _compile_nth(n: int) -> None:
     _work[n].compile()
-
-
-@cache
-def _libcuda_folders() -> list[str]:
-    """Where libcuda is; without a driver, a folder with an empty library of that name, which satisfies the linker."""
-    from triton.backends.nvidia import driver as nvidia
-
-    try:
-        return nvidia.libcuda_dirs()
-    except (AssertionError, OSError, subprocess.CalledProcessError):
-        folder = tempfile.mkdtemp(prefix="tritonllm-libcuda-")
-        command = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", "-x", "c", os.devnull]
-        subprocess.run(command, check=True)
-        return [folder]

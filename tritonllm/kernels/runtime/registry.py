@@ -25,9 +25,6 @@ from torch.library import Library, infer_schema
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonllm import env
-from tritonllm.kernels.runtime.stable_names import hash_callees_first
-
-hash_callees_first()  # every kernel's module imports this one
 
 NAMESPACE = "tritonllm"
 _LIBRARY = Library(NAMESPACE, "FRAGMENT")
