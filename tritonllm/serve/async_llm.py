@@ -62,7 +62,7 @@ class AsyncLLM:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
             raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
         self.config = config
-        self._client = EngineClient(config, log_level)
+        self._client = EngineClient(config, log_level, meanwhile=_import_tokenizers)
         try:
             self.inputs = _input_processor(self._client.ready)
         except BaseException:
@@ -226,7 +226,8 @@ class AsyncLLM:
             return
         if self.observer is not None:
             self.observer.aborted(request_id)
-        if not self.errored:
+        assert self._loop is not None
+        if not self.errored and not self._loop.is_closed():
             self._client.send(Abort([request_id]))
 
     def _forget(self, request_id: str) -> Collector | None:
@@ -265,6 +266,13 @@ class AsyncLLM:
             collector = self._forget(request_id)
             assert collector is not None
             collector.fail(self.dead_error)
+
+
+def _import_tokenizers() -> None:
+    """Two seconds that need not come after the engine's start."""
+    import transformers
+
+    _ = transformers.AutoTokenizer  # what imports it
 
 
 def _input_processor(ready: Ready) -> InputProcessor:

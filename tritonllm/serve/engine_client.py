@@ -46,13 +46,16 @@ class EngineClient:
     Args:
         config: of the engine.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
+        meanwhile: is called while the engine starts, for what takes time here.
 
     Raises:
         ValueError: the engine refuses its configuration or its model.
         RuntimeError: it failed to start otherwise.
     """
 
-    def __init__(self, config: EngineConfig, log_level: int | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, log_level: int | None = None, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
         self.failure: str | None = None  # why the engine cannot be used any more
         self._folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
         spawn = multiprocessing.get_context("spawn")
@@ -67,6 +70,7 @@ class EngineClient:
             self, _end, args=(self._process, self._folder, os.getpid()), exitpriority=100
         )
         try:
+            meanwhile()
             self.ready = self._await_ready()
         except BaseException:
             self._finalizer()
@@ -98,6 +102,7 @@ class EngineClient:
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)  # bounded by the number of requests, which the caller bounds
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IDENTITY, f"api-{os.getpid()}".encode())
         self._socket.connect(f"ipc://{self._folder}/engine")
         self._tasks = [
@@ -143,7 +148,7 @@ class EngineClient:
         self._tasks = []
         if self._socket is not None:
             if self.failure is None:
-                self._socket.send(self._encode(Stop()))
+                zmq.Socket.shadow(self._socket).send(self._encode(Stop()))  # the event loop may be closed
                 self._process.join(GRACE)
             self._socket.close(linger=0)
             self._context.term()
