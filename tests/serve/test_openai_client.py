@@ -1,10 +1,11 @@
 """The official client against the server: what it gets is what the offline engine computes."""
 
 import asyncio
+import runpy
 
 import openai
 import pytest
-from support.server import MODEL, eventually
+from support.server import MODEL, ROOT, eventually
 
 from tritonllm import SamplingParams
 
@@ -177,3 +178,11 @@ def test_errors_are_the_clients_own(client):
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="temperature must be"):
         client.completions.create(model=MODEL, prompt=STORY, temperature=-1)
+
+
+def test_the_example(server, capsys):
+    example = runpy.run_path(str(ROOT / "examples" / "openai_client.py"))
+    example["main"](f"{server.url}/v1")
+    sum_line, story = capsys.readouterr().out.split("\n", 1)
+    assert "113" in sum_line
+    assert story.strip()
