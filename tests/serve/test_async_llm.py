@@ -1,16 +1,21 @@
 """AsyncLLM by itself: an async generator for each request, over an engine in another process."""
 
 import asyncio
+import json
 import os
 import signal
 
+import httpx
 import pytest
 from support.engines import tiny_checkpoint, tiny_llm
 from support.server import eventually
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
+from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind
+from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import QueueFullError
+from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineDeadError
 
 PROMPT = list(range(5, 25))
@@ -214,6 +219,14 @@ def test_a_killed_engine_fails_its_requests():
             await collected(llm, "late")
         with pytest.raises(EngineDeadError):
             await llm.check_health()
+        transport = httpx.ASGITransport(make_app(llm, ServerConfig(model_names=("m",))))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            body = {"prompt": PROMPT}
+            replies = [await client.get("/health"), await client.get("/ready")]
+            replies += [await client.post("/v1/completions", json={**body, "stream": s}) for s in (False, True)]
+            assert [reply.status_code for reply in replies] == [503] * 4
+            assert {reply.json()["error"]["code"] for reply in replies} == {"engine_dead"}
+            assert (await client.get("/metrics")).status_code == 200
 
     asyncio.run(kill())
     llm.shutdown()
@@ -241,3 +254,62 @@ def test_a_bad_model_is_a_value_error(tmp_path):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)))
     with pytest.raises(ValueError, match="max_queue must be"):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)), max_queue=-1)
+
+
+class FailingLLM:
+    """Two outputs, then what is given: an engine that fails in the middle of an answer."""
+
+    def __init__(self, llm, end):
+        self._llm, self._end = llm, end
+
+    def __getattr__(self, name):
+        return getattr(self._llm, name)
+
+    async def generate(self, prompt, params, request_id, *, priority):
+        for end in (None, None, self._end):
+            if isinstance(end, Exception):
+                raise end
+            yield RequestOutput(
+                request_id, None, PROMPT, None, [CompletionOutput(0, "x", [7])], end is not None, error=end
+            )
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "code"),
+    [
+        ("the step failed", 500, "engine_error"),
+        (EngineDeadError("it was killed"), 503, "engine_dead"),
+        (KeyError("a fault of ours"), 500, "internal_error"),
+    ],
+)
+def test_an_engine_that_fails_in_the_middle(llm, loop, end, status, code):
+    async def ask(stream):
+        app = make_app(FailingLLM(llm, end), ServerConfig(model_names=("m",)))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post("/v1/completions", json={"prompt": PROMPT, "stream": stream})
+
+    whole = loop.run(ask(False))
+    assert (whole.status_code, whole.json()["error"]["code"]) == (status, code)
+    assert "fault" not in whole.text, "what went wrong inside is in the log only"
+    streamed = loop.run(ask(True))
+    *tokens, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n") if line]
+    assert streamed.status_code == 200
+    assert len(tokens) == 2
+    assert json.loads(error)["error"]["code"] == code
+    assert done == "[DONE]"
+
+
+def test_a_request_that_takes_too_long(llm, loop):
+    class Slow(FailingLLM):
+        async def generate(self, prompt, params, request_id, *, priority):
+            await asyncio.Event().wait()
+            yield
+
+    async def ask():
+        app = make_app(Slow(llm, None), ServerConfig(model_names=("m",), request_timeout=0.01))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.post("/v1/completions", json={"prompt": PROMPT})
+
+    reply = loop.run(ask())
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")

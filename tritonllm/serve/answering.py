@@ -65,12 +65,11 @@ class Service:
         ]
         merged = merge(streams)
         seconds = self.config.request_timeout
-        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        end = None if seconds is None else asyncio.get_running_loop().time() + seconds
         async with aclosing(merged):
             while True:
                 try:
-                    async with asyncio.timeout_at(deadline):
-                        index, output = await anext(merged)
+                    index, output = await (anext(merged) if end is None else _before(end, anext(merged)))
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
@@ -78,6 +77,14 @@ class Service:
                 if output.error is not None:
                     raise APIError(500, f"the engine failed: {output.error}", code="engine_error")
                 yield index, output
+
+
+async def _before(end: float, work: Awaitable[T]) -> T:
+    """Raises:
+    TimeoutError: the event loop's clock reaches ``end`` first.
+    """
+    async with asyncio.timeout_at(end):
+        return await work
 
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
@@ -115,9 +122,9 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def answer_id(prefix: str, request: Request) -> str:
-    """As vLLM: the request's id with what kind of answer it is in front."""
-    return f"{prefix}-{request.state.request_id}"
+def answer_id(prefix: str, request: Request, chosen: str | None) -> str:
+    """As vLLM: the id that the body chose, or else the request's, with what kind of answer it is in front."""
+    return f"{prefix}-{chosen or request.state.request_id}"
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:

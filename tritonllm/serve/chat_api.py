@@ -24,7 +24,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     prompt: Any = await service.llm.render_chat(body.messages, options)
     if body.cache_salt is not None:
         prompt["cache_salt"] = body.cache_salt
-    name = answer_id("chatcmpl", request)
+    name = answer_id("chatcmpl", request, body.request_id)
     outputs = service.run(name, [prompt], params, body.priority)
     head = {"id": name, "object": "chat.completion", "created": now(), "model": model}
     if body.stream:

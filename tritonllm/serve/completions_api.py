@@ -25,7 +25,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         more["prompt_logprobs"] = body.logprobs
     params = body.sampling_params(service.llm.inputs.default_params, max_tokens, body.logprobs, **more)
     prompts = [await _prompt(service, body, one) for one in body.prompts()]
-    name = answer_id("cmpl", request)
+    name = answer_id("cmpl", request, body.request_id)
     outputs = service.run(name, prompts, params, body.priority)
     head = {"id": name, "object": "text_completion", "created": now(), "model": model}
     build = _Choices(service, body, params.n)

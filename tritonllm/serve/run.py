@@ -1,6 +1,7 @@
 """Run the server until it is told to stop, or its engine dies."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -149,6 +150,8 @@ def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket) -> int:
         asyncio.get_running_loop().call_later(NEWS_OF_DEATH, setattr, server, "should_exit", True)
 
     llm.on_death = died
+    gc.collect()
+    gc.freeze()  # what lives as long as the server is not searched for garbage while streams wait
     logger.info("serving %s on %s", ", ".join(config.model_names), address_of(config, sock))
     server.run(sockets=[sock])
     if llm.errored:
