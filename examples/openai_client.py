@@ -13,7 +13,7 @@ def main(url: str = "http://127.0.0.1:8000/v1") -> None:
     print(answer.choices[0].message.content)
     stream = client.completions.create(
         model=model,
-        prompt="Once upon a time",
+        prompt="There was a fox named",
         max_tokens=60,
         seed=7,
         stream=True,

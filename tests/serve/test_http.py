@@ -7,7 +7,7 @@ import httpx
 import pytest
 from support.server import MODEL, eventually, running_server
 
-STORY = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+STORY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 4, "temperature": 0}
 JSON = {"Content-Type": "application/json"}
 
 
@@ -119,7 +119,7 @@ def test_one_id_may_be_used_by_two_requests_at_once(server):
 
 
 def test_tokenize_and_detokenize(server, llm):
-    text = "Once upon a time, 1 + 1"
+    text = "There was a fox, 1 + 1"
     answer = server.client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert answer["tokens"] == llm.get_tokenizer().encode(text)
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])

@@ -10,7 +10,7 @@ from support.server import MODEL, ROOT, eventually
 from tritonllm import SamplingParams
 
 CONVERSATION = [{"role": "user", "content": "What is 47 + 66?"}]
-STORY = "Once upon a time"
+STORY = "There was a fox named"
 
 
 @pytest.fixture(scope="module")
