@@ -90,7 +90,7 @@ clean: ## remove .venv and everything else that these targets make
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV): pyproject.toml constraints-cpu.txt scripts/setup.sh
-	scripts/setup.sh .venv dev,real
+	scripts/setup.sh .venv dev,serve,real
 	@touch .venv/.run-ready $@
 
 $(NEWEST_READY): pyproject.toml constraints-newest.txt scripts/setup.sh

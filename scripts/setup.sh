@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make a virtual environment with tritonllm in it. `make` calls this; by hand:
 #
-#   scripts/setup.sh VENV [EXTRAS]    EXTRAS: of pyproject.toml, such as dev, or dev,real
+#   scripts/setup.sh VENV [EXTRAS]    EXTRAS: of pyproject.toml, such as dev, or dev,serve,real
 #
 # It uses uv if there is one ($UV), else pip. With an NVIDIA GPU it takes the newest CUDA build of torch; without one
 # the CPU build that constraints-cpu.txt names ($CONSTRAINTS: another such file): from the indexes this machine is set

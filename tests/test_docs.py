@@ -13,7 +13,9 @@ EVERY = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "notebook").glo
 BASES = (ROOT, ROOT / "tritonllm", ROOT / "tritonllm" / "kernels")  # what paths of some pages are below
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*(/|\.(py|md|toml|json|svg|yml|sh))")  # a folder ends with a slash
 # Names of files that a checkpoint has or that a command writes, and folders of the user.
-ELSEWHERE = re.compile(r"config\.json|\./.*|bench/results/(engine|attention)\.json|engine(-h200)?\.json|.*\*.*")
+ELSEWHERE = re.compile(
+    r"(generation_)?config\.json|\./.*|bench/results/(engine|attention)\.json|engine(-h200)?\.json|.*\*.*"
+)
 
 
 def text_of(page: Path) -> str:

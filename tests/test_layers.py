@@ -30,7 +30,7 @@ LAYER = {
     "layers": 2,
     "models": 3,
     "engine": 4,
-    "server": 5,
+    "serve": 5,
     "teach": 5,
     "cli": 5,
     "__main__": 5,

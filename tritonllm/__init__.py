@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tritonllm.engine.outputs import CompletionOutput, RequestOutput
     from tritonllm.inputs import TextPrompt, TokensPrompt
     from tritonllm.sampling_params import SamplingParams
+    from tritonllm.serve.async_llm import AsyncEngineArgs, AsyncLLM
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -30,10 +31,14 @@ _HOME = {
     "LLMEngine": "engine.engine",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
+    "AsyncLLM": "serve.async_llm",
+    "AsyncEngineArgs": "serve.async_llm",
 }
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",

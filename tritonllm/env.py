@@ -7,6 +7,8 @@
     kernels are tested against), ``interpret`` (the Triton kernel in the interpreter; implied by ``TRITON_INTERPRET=1``)
     or ``compile`` (compile the kernel for a GPU and launch nothing; for ahead-of-time checks, see
     :mod:`tritonllm.kernels.compile.aot`).
+``TRITONLLM_API_KEY``
+    What clients of ``tritonllm serve`` must send, unless ``--api-key`` says it.
 """
 
 import os
@@ -35,3 +37,4 @@ def _cpu_backend(interpret: bool) -> CpuBackend:
 
 TRITON_INTERPRET: bool = _flag("TRITON_INTERPRET")
 CPU_BACKEND: CpuBackend = _cpu_backend(TRITON_INTERPRET)
+API_KEY: str | None = os.environ.get("TRITONLLM_API_KEY") or None

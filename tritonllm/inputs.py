@@ -61,3 +61,15 @@ def as_list(prompts: Any) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
     return [prompts] if prompts and is_token(prompts[0]) else list(prompts)
+
+
+def check_text(name: str, text: str) -> None:
+    """Whether it can be encoded: half of a surrogate pair, say, would be an error in the middle of a step.
+
+    Raises:
+        ValueError: it cannot; the message names the argument.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode text ({error.reason} at {error.start}): {text!r}") from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritonllm.engine.tokenizer import render_template
-from tritonllm.inputs import Prompt
+from tritonllm.inputs import Prompt, check_text
 
 Message = Mapping[str, Any]
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # of OpenAI's two interfaces
@@ -82,6 +82,7 @@ def render(tokenizer: Any, conversation: Sequence[Message], options: ChatOptions
         raise ValueError("the model's tokenizer has no chat template: pass chat_template, or use generate")
     messages = [_plain(index, message) for index, message in enumerate(conversation)]
     text = render_template(tokenizer, messages, **options.variables())
+    check_text("messages", text)
     # the template writes the special tokens itself
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 

@@ -11,7 +11,7 @@ import numpy as np
 from tritonllm.engine.edits import check_edits
 from tritonllm.engine.request import Request
 from tritonllm.engine.tokenizer import bad_word_ids
-from tritonllm.inputs import KNOWN_FORMS, Prompt, is_array, to_list
+from tritonllm.inputs import KNOWN_FORMS, Prompt, check_text, is_array, to_list
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -41,14 +41,6 @@ def _all_below(ids: Sequence[int], limit: int) -> bool:
     return bool(values.min() >= 0 and values.max() < limit)
 
 
-def _check_text(name: str, text: str) -> None:
-    """Whether it can be encoded: half of a surrogate pair, say, would be an error in the middle of a step."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not valid Unicode text ({error.reason} at {error.start}): {text!r}") from error
-
-
 class InputProcessor:
     """Args:
     tokenizer: a transformers tokenizer, or ``None`` for token ids only.
@@ -69,9 +61,9 @@ class InputProcessor:
         default_params: SamplingParams | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
         self._seed = seed
         self.default_params = default_params or SamplingParams()
 
@@ -84,22 +76,38 @@ class InputProcessor:
         text, ids, salt = self._parts(prompt)
         for name, value in (("prompt", text), ("cache_salt", salt)):
             if value is not None:
-                _check_text(name, value)
+                check_text(name, value)
         if ids is None:
-            if self.tokenizer is None:
-                raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
-            ids = self.tokenizer.encode(text)
+            assert text is not None  # one of both is there
+            ids = self.encode(text)
         if not ids:
             raise ValueError("prompt is empty: it needs at least one token")
-        if len(ids) >= self._max_model_len:
+        if len(ids) >= self.max_model_len:
             raise ValueError(
                 f"prompt has {len(ids)} tokens, but with at least one new token it must fit "
-                f"max_model_len={self._max_model_len}: shorten it, or raise max_model_len"
+                f"max_model_len={self.max_model_len}: shorten it, or raise max_model_len"
             )
-        if not _all_below(ids, self._vocab_size):
-            wrong = next(i for i in ids if not _all_below([i], self._vocab_size))
-            raise ValueError(f"prompt_token_ids must be integers from 0 to {self._vocab_size - 1}, got {wrong!r}")
+        self.check_ids(ids)
         return TokenizedPrompt(text, ids, salt)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, however long.
+
+        Raises:
+            ValueError: no tokenizer, or half of a surrogate pair in the text.
+        """
+        check_text("prompt", text)
+        if self.tokenizer is None:
+            raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Raises:
+        ValueError: one is not of the vocabulary.
+        """
+        if ids and not _all_below(ids, self.vocab_size):
+            wrong = next(i for i in ids if not _all_below([i], self.vocab_size))
+            raise ValueError(f"prompt_token_ids must be integers from 0 to {self.vocab_size - 1}, got {wrong!r}")
 
     @staticmethod
     def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
@@ -137,11 +145,11 @@ class InputProcessor:
             raise ValueError("stop and bad_words are text, but the engine has no tokenizer: use token ids")
         for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
             for word in words:
-                _check_text(name, word)
+                check_text(name, word)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
-                if token >= self._vocab_size:
-                    raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self._vocab_size - 1}")
+                if token >= self.vocab_size:
+                    raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self.vocab_size - 1}")
         return params
 
     def requests(
@@ -152,7 +160,7 @@ class InputProcessor:
         Raises:
             ValueError: more edits of the logits than the engine has room for.
         """
-        room = self._max_model_len - len(prompt.token_ids)
+        room = self.max_model_len - len(prompt.token_ids)
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         first = params.seed if params.seed is not None else derive_seed(self._seed, zlib.crc32(request_id.encode()))
         words = bad_word_ids(self.tokenizer, tuple(params.bad_words)) if params.bad_words else ()
@@ -161,7 +169,7 @@ class InputProcessor:
                 request_id=request_id if params.n == 1 else f"{request_id}#{index}",
                 prompt_token_ids=prompt.token_ids,
                 params=params,
-                eos_token_ids=self._eos_token_ids,
+                eos_token_ids=self.eos_token_ids,
                 max_total_tokens=len(prompt.token_ids) + new_tokens,
                 priority=priority,
                 arrival=arrival,

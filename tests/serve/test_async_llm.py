@@ -1,0 +1,315 @@
+"""AsyncLLM by itself: an async generator for each request, over an engine in another process."""
+
+import asyncio
+import json
+import os
+import signal
+
+import httpx
+import pytest
+from support.engines import tiny_checkpoint, tiny_llm
+from support.server import eventually
+
+from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
+from tritonllm.engine.outputs import CompletionOutput, RequestOutput
+from tritonllm.sampling_params import RequestOutputKind
+from tritonllm.serve.app import make_app
+from tritonllm.serve.async_llm import QueueFullError
+from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.engine_client import EngineDeadError
+
+PROMPT = list(range(5, 25))
+ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """One event loop for all tests here, as an AsyncLLM serves one only."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def llm(loop):
+    made = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tiny_checkpoint()), **ENGINE), max_queue=4)
+    yield made
+    made.shutdown()
+
+
+def params(**more):
+    return SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **more})
+
+
+async def idle(llm):
+    while llm.stats.num_free_blocks != llm.stats.num_blocks or llm.stats.num_running or llm.stats.num_waiting:
+        await asyncio.sleep(0.01)
+    assert llm.num_unfinished == 0
+
+
+async def collected(llm, request_id, *, prompt=PROMPT, **more):
+    return [output async for output in llm.generate(prompt, params(**more), request_id)]
+
+
+def test_outputs_are_those_of_the_offline_engine(llm, loop):
+    (offline,) = tiny_llm().generate([PROMPT], params(n=2, logprobs=1), use_tqdm=False)
+    kinds = {kind: loop.run(collected(llm, kind.name, n=2, logprobs=1, output_kind=kind)) for kind in RequestOutputKind}
+    assert len(kinds[RequestOutputKind.FINAL_ONLY]) == 1
+    for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE):
+        last = kinds[kind][-1]
+        assert last.finished
+        for mine, theirs in zip(last.outputs, offline.outputs, strict=True):
+            assert (list(mine.token_ids), mine.text) == (list(theirs.token_ids), theirs.text)
+            assert mine.finish_reason == theirs.finish_reason == "length"
+            assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+            assert [list(entries) for entries in mine.logprobs] == [list(entries) for entries in theirs.logprobs]
+    for index, theirs in enumerate(offline.outputs):
+        parts = [output.outputs[index] for output in kinds[RequestOutputKind.DELTA]]
+        assert [token for part in parts for token in part.token_ids] == list(theirs.token_ids)
+        assert "".join(part.text for part in parts) == theirs.text
+    lengths = [len(output.outputs[0].token_ids) for output in kinds[RequestOutputKind.CUMULATIVE]]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < 12, "the first output is not the last"
+
+
+def test_what_a_reader_keeps_does_not_change(llm, loop):
+    outputs = loop.run(collected(llm, "kept"))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == sorted(
+        {len(output.outputs[0].token_ids) for output in outputs}
+    )
+
+
+def test_a_slow_reader_loses_nothing(llm, loop):
+    async def slow():
+        tokens = []
+        async for output in llm.generate(PROMPT, params(output_kind=RequestOutputKind.DELTA, logprobs=0), "slow"):
+            assert len(output.outputs[0].token_ids) == len(output.outputs[0].logprobs)
+            tokens.append(list(output.outputs[0].token_ids))
+            await idle_engine(llm)
+        return tokens
+
+    async def idle_engine(llm):
+        while llm.stats.num_running:
+            await asyncio.sleep(0.01)
+
+    parts = loop.run(slow())
+    (whole,) = loop.run(collected(llm, "fast", output_kind=RequestOutputKind.FINAL_ONLY))
+    assert [token for part in parts for token in part] == list(whole.outputs[0].token_ids)
+    assert len(parts) == 2, "all that came while it did not read is one output"
+
+
+def test_prompt_logprobs(llm, loop):
+    (offline,) = tiny_llm().generate([PROMPT], params(prompt_logprobs=1), use_tqdm=False)
+    output = loop.run(collected(llm, "scored", prompt_logprobs=1))[-1]
+    assert output.prompt_logprobs[0] is None
+    assert [list(entries) for entries in output.prompt_logprobs[1:]] == [
+        list(entries) for entries in offline.prompt_logprobs[1:]
+    ]
+
+
+def test_closing_the_generator_aborts(llm, loop):
+    async def leave():
+        generator = llm.generate(PROMPT, params(max_tokens=200), "left")
+        await anext(generator)
+        await generator.aclose()
+        await idle(llm)
+
+    loop.run(leave())
+
+
+def test_cancelling_the_task_aborts(llm, loop):
+    async def cancel():
+        tasks = [asyncio.create_task(collected(llm, f"c{i}", max_tokens=200)) for i in range(6)]
+        while not llm.stats.num_running:
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        assert all(isinstance(r, asyncio.CancelledError) for r in await asyncio.gather(*tasks, return_exceptions=True))
+        await idle(llm)
+
+    loop.run(cancel())
+
+
+def test_abort_ends_the_generator(llm, loop):
+    async def abort():
+        task = asyncio.create_task(collected(llm, "ended", max_tokens=200))
+        while not llm.stats.num_running:
+            await asyncio.sleep(0)
+        await llm.abort(["ended", "unknown"])
+        outputs = await task
+        await idle(llm)
+        return outputs
+
+    last = loop.run(abort())[-1]
+    assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+
+
+def test_more_than_the_queue_holds_is_refused(llm, loop):
+    """Four seats and four places in the queue."""
+
+    async def crowd():
+        tasks = [asyncio.create_task(collected(llm, f"q{i}", max_tokens=200)) for i in range(11)]
+        done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 3:
+            more, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            done |= more
+        assert [type(task.exception()) for task in done] == [QueueFullError] * 3
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await idle(llm)
+        assert (await collected(llm, "afterwards"))[-1].finished
+
+    loop.run(crowd())
+    with pytest.raises(ValueError, match="n=9 is more than this engine queues, 8"):
+        loop.run(collected(llm, "never", n=9))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([10**6], {}, "prompt_token_ids must be integers"),
+        (PROMPT, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+        # the API process does not see these: the engine refuses
+        (PROMPT, {"bad_words": ["a" * 300]}, "bad_words"),
+    ],
+)
+def test_bad_input_is_refused(llm, loop, prompt, more, message):
+    with pytest.raises(ValueError, match=message):
+        loop.run(collected(llm, "bad", prompt=prompt, **more))
+    loop.run(idle(llm))
+
+
+def test_an_id_is_used_once_at_a_time(llm, loop):
+    async def twice():
+        generator = llm.generate(PROMPT, params(max_tokens=200), "same")
+        await anext(generator)
+        with pytest.raises(ValueError, match="'same' is in use"):
+            await collected(llm, "same")
+        await generator.aclose()
+        await idle(llm)
+
+    loop.run(twice())
+    with pytest.raises(ValueError, match="request_id must be a string"):
+        loop.run(collected(llm, None))
+
+
+def test_another_event_loop_is_refused(llm):
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(collected(llm, "elsewhere"))
+
+
+def test_a_killed_engine_fails_its_requests():
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tiny_checkpoint()), **ENGINE))
+    deaths = []
+    llm.on_death = deaths.append
+
+    async def kill():
+        generators = [llm.generate(PROMPT, params(max_tokens=230), f"k{i}") for i in range(3)]
+        for generator in generators:
+            await anext(generator)
+        assert llm.is_running
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        for generator in generators:
+            with pytest.raises(EngineDeadError, match="killed by signal 9"):
+                async for _ in generator:
+                    pass
+        assert llm.errored and not llm.is_running and len(deaths) == 1
+        with pytest.raises(EngineDeadError):
+            await collected(llm, "late")
+        with pytest.raises(EngineDeadError):
+            await llm.check_health()
+        transport = httpx.ASGITransport(make_app(llm, ServerConfig(model_names=("m",))))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            body = {"prompt": PROMPT}
+            replies = [await client.get("/health"), await client.get("/ready")]
+            replies += [await client.post("/v1/completions", json={**body, "stream": s}) for s in (False, True)]
+            assert [reply.status_code for reply in replies] == [503] * 4
+            assert {reply.json()["error"]["code"] for reply in replies} == {"engine_dead"}
+            assert (await client.get("/metrics")).status_code == 200
+
+    asyncio.run(kill())
+    llm.shutdown()
+    llm.shutdown()
+
+
+def test_shutdown_ends_requests_and_process():
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tiny_checkpoint()), **ENGINE))
+    pid = llm.engine_pid
+
+    async def shut_down():
+        generator = llm.generate(PROMPT, params(max_tokens=230), "r")
+        await anext(generator)
+        llm.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            async for _ in generator:
+                pass
+
+    asyncio.run(shut_down())
+    eventually(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+def test_a_bad_model_is_a_value_error(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)))
+    with pytest.raises(ValueError, match="max_queue must be"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)), max_queue=-1)
+
+
+class FailingLLM:
+    """Two outputs, then what is given: an engine that fails in the middle of an answer."""
+
+    def __init__(self, llm, end):
+        self._llm, self._end = llm, end
+
+    def __getattr__(self, name):
+        return getattr(self._llm, name)
+
+    async def generate(self, prompt, params, request_id, *, priority):
+        for end in (None, None, self._end):
+            if isinstance(end, Exception):
+                raise end
+            yield RequestOutput(
+                request_id, None, PROMPT, None, [CompletionOutput(0, "x", [7])], end is not None, error=end
+            )
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "code"),
+    [
+        ("the step failed", 500, "engine_error"),
+        (EngineDeadError("it was killed"), 503, "engine_dead"),
+        (KeyError("a fault of ours"), 500, "internal_error"),
+    ],
+)
+def test_an_engine_that_fails_in_the_middle(llm, loop, end, status, code):
+    async def ask(stream):
+        app = make_app(FailingLLM(llm, end), ServerConfig(model_names=("m",)))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post("/v1/completions", json={"prompt": PROMPT, "stream": stream})
+
+    whole = loop.run(ask(False))
+    assert (whole.status_code, whole.json()["error"]["code"]) == (status, code)
+    assert "fault" not in whole.text, "what went wrong inside is in the log only"
+    streamed = loop.run(ask(True))
+    *tokens, error, done = [line.removeprefix("data: ") for line in streamed.text.split("\n") if line]
+    assert streamed.status_code == 200
+    assert len(tokens) == 2
+    assert json.loads(error)["error"]["code"] == code
+    assert done == "[DONE]"
+
+
+def test_a_request_that_takes_too_long(llm, loop):
+    class Slow(FailingLLM):
+        async def generate(self, prompt, params, request_id, *, priority):
+            await asyncio.Event().wait()
+            yield
+
+    async def ask():
+        app = make_app(Slow(llm, None), ServerConfig(model_names=("m",), request_timeout=0.01))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.post("/v1/completions", json={"prompt": PROMPT})
+
+    reply = loop.run(ask())
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")

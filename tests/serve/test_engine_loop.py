@@ -1,0 +1,128 @@
+"""The loop of the engine process, with a socket that is a list."""
+
+from collections import deque
+
+import msgspec
+import pytest
+import zmq
+from support.engines import greedy, tiny_llm
+
+from tritonllm.engine.results import StepTimeoutError
+from tritonllm.serve.engine_process import EngineLoop
+from tritonllm.serve.messages import Abort, Add, News, Stop, pack_params
+
+PROMPT = list(range(5, 25))
+MINE, THEIRS = b"api-1", b"api-2"
+
+
+class Socket:
+    """Gives the messages that were put in; after the last one, the order to stop."""
+
+    def __init__(self, *messages):
+        self.coming = deque(messages)
+        self.sent = {MINE: [], THEIRS: []}
+
+    def recv_multipart(self, flags):
+        if self.coming and self.coming[0] is None:  # nothing has arrived: let a step run
+            self.coming.popleft()
+            raise zmq.Again
+        if not self.coming:
+            if flags:
+                raise zmq.Again
+            return [MINE, msgspec.msgpack.encode(Stop())]
+        client, message = self.coming.popleft()
+        return [client, msgspec.msgpack.encode(message)]
+
+    def send_multipart(self, parts):
+        client, data = parts
+        self.sent[client].append(msgspec.msgpack.decode(data, type=News))
+
+    def updates(self, client=MINE):
+        return [update for news in self.sent[client] for update in news.updates]
+
+
+def add(request_id, max_tokens=6, **more):
+    return Add(request_id, None, more.pop("prompt", PROMPT), None, pack_params(greedy(max_tokens, **more)), 0)
+
+
+def last_of(updates, request_id):
+    return [update for update in updates if update.request_id == request_id][-1]
+
+
+def everything_is_free(engine):
+    return engine.stats.num_free_blocks == engine.stats.num_blocks and not engine.has_unfinished_requests()
+
+
+def test_each_client_gets_its_own():
+    engine = tiny_llm().engine
+    socket = Socket((MINE, add("a")), (THEIRS, add("b", 3)), (MINE, add("c", 2)))
+    EngineLoop(engine, socket).run()
+    assert {update.request_id for update in socket.updates(MINE)} == {"a", "c"}
+    assert {update.request_id for update in socket.updates(THEIRS)} == {"b"}
+    assert last_of(socket.updates(MINE), "a").finished
+    assert last_of(socket.updates(THEIRS), "b").outputs[0].finish_reason == "length"
+    assert everything_is_free(engine)
+
+
+def test_a_client_aborts_only_its_own():
+    engine = tiny_llm().engine
+    socket = Socket((MINE, add("a", 30)), None, (THEIRS, Abort(["a"])), None, (MINE, Abort(["a", "nobody"])))
+    EngineLoop(engine, socket).run()
+    last = last_of(socket.updates(), "a")
+    assert last.outputs[0].finish_reason == "abort"
+    assert socket.updates(THEIRS) == []
+    assert everything_is_free(engine)
+
+
+def test_what_the_engine_refuses_ends_that_request_only():
+    engine = tiny_llm().engine
+    socket = Socket((MINE, add("bad", prompt=[])), (MINE, add("good")), (MINE, add("good")))
+    EngineLoop(engine, socket).run()
+    refused = [update for update in socket.updates() if update.refused is not None]
+    assert [update.request_id for update in refused] == ["bad", "good"]
+    assert "empty" in refused[0].refused
+    assert "in use" in refused[1].refused
+    assert last_of(socket.updates(), "good").finished
+
+
+def failing(engine, monkeypatch, errors):
+    """The engine, whose next launches raise these; ``None`` lets one through."""
+    launch, coming = engine._runner.launch, deque(errors)
+
+    def broken(plan):
+        error = coming.popleft() if coming else None
+        if error is not None:
+            raise error
+        return launch(plan)
+
+    monkeypatch.setattr(engine._runner, "launch", broken)
+    return engine
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(monkeypatch):
+    engine = failing(tiny_llm().engine, monkeypatch, [None, RuntimeError("lost"), None, None, RuntimeError("again")])
+    socket = Socket((MINE, add("a")), None, None, None, (MINE, add("b")), None, None, None, None, (MINE, add("c")))
+    EngineLoop(engine, socket).run()
+    ends = {one: last_of(socket.updates(), one) for one in "abc"}
+    assert "lost" in ends["a"].error
+    assert ends["a"].outputs[0].finish_reason == "error"
+    assert "again" in ends["b"].error
+    assert ends["c"].outputs[0].finish_reason == "length"
+    assert everything_is_free(engine)
+
+
+@pytest.mark.parametrize(
+    "errors", [[RuntimeError("one"), RuntimeError("two")], [StepTimeoutError("no answer")]], ids=["twice", "timeout"]
+)
+def test_an_engine_that_cannot_go_on_ends(monkeypatch, errors):
+    engine = failing(tiny_llm().engine, monkeypatch, errors)
+    socket = Socket((MINE, add("a")), None, None, (MINE, add("b")))
+    with pytest.raises(type(errors[-1]), match=str(errors[-1])):
+        EngineLoop(engine, socket).run()
+
+
+def test_statistics_come_without_updates():
+    engine = tiny_llm().engine
+    socket = Socket((MINE, add("a", 30)), None, (MINE, Abort(["a"])), (THEIRS, Abort(["nobody"])))
+    EngineLoop(engine, socket).run()
+    assert socket.sent[THEIRS][-1].stats.num_free_blocks == engine.stats.num_blocks

@@ -1,0 +1,165 @@
+"""Processes that die and clients that leave: nobody waits for ever, and nothing is left behind."""
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+from support.server import MODEL, eventually, running_server, socket_folders
+
+LONG = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+
+
+class Stream:
+    """A streamed completion that a thread reads to its end."""
+
+    def __init__(self, server, **more):
+        self.events: list[str] = []
+        self.begun = threading.Event()
+        self.thread = threading.Thread(target=self._read, args=(server.url, {**LONG, **more, "stream": True}))
+        self.thread.start()
+        assert self.begun.wait(60)
+
+    def _read(self, url, body):
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line:
+                        self.events.append(line.removeprefix("data: "))
+                        self.begun.set()
+        except httpx.TransportError as error:  # the server went away in the middle
+            self.events.append(repr(error))
+        self.begun.set()
+
+    def end(self):
+        self.thread.join(60)
+        assert not self.thread.is_alive(), "the stream hangs"
+        return self.events
+
+
+def all_gone(processes):
+    """They have ended, whether or not somebody has taken note of it."""
+    for process in processes:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            pass
+    return True
+
+
+def test_a_client_that_leaves_is_aborted(server):
+    """Streams that are cut at random places, and whole answers that nobody waits for."""
+    chance = random.Random(1)
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for _ in range(12):
+            with client.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 2}) as response:
+                lines = response.iter_lines()
+                for _ in range(chance.randrange(1, 8)):
+                    next(lines)
+        for _ in range(4):
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=LONG, timeout=0.2)
+    eventually(server.is_idle)
+    assert server.metric("vllm:request_success_total") > 0
+
+
+def test_many_short_requests_leave_no_files_open(server):
+    process = psutil.Process(server.process.pid)
+
+    def ask(count):
+        for _ in range(count):
+            assert server.client.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
+
+    ask(10)
+    eventually(server.is_idle)
+    before = process.num_fds(), len(process.threads())
+    ask(60)
+    eventually(lambda: process.num_fds() <= before[0])
+    assert len(process.threads()) <= before[1]
+
+
+def test_a_stopped_server_loses_nothing(server):
+    """While the API process stands still the engine goes on; afterwards every stream is whole."""
+    streams = [Stream(server, max_tokens=100 + i, return_token_ids=True) for i in range(3)]
+    os.kill(server.process.pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(server.process.pid, signal.SIGCONT)
+    tokens = []
+    for stream in streams:
+        events = stream.end()
+        assert events[-1] == "[DONE]"
+        tokens.append([t for e in events[:-1] for t in json.loads(e)["choices"][0]["token_ids"]])
+    assert [len(ids) for ids in tokens] == [100, 101, 102]
+    assert tokens[0] == tokens[1][:100] == tokens[2][:100]  # greedy, of one prompt
+
+
+def test_a_reader_that_stands_still_holds_nobody_up(server):
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    body = json.dumps({**LONG, "stream": True, "n": 4, "return_token_ids": True}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body) + body
+        )
+        eventually(lambda: server.metric("vllm:num_requests_running") > 0)
+        assert server.client.post("/v1/completions", json={**LONG, "max_tokens": 3}).status_code == 200
+    eventually(server.is_idle)
+
+
+def test_a_killed_engine_ends_the_server():
+    before = socket_folders()
+    with running_server() as server:
+        children = server.children()
+        stream = Stream(server)
+        os.kill(server.engine().pid, signal.SIGKILL)
+        events = stream.end()
+        assert server.wait() == 1
+    error = json.loads(events[-2])["error"]
+    assert error["code"] == "engine_dead"
+    assert "killed by signal 9" in error["message"]
+    assert "killed by signal 9" in server.text
+    eventually(lambda: all_gone(children))
+    assert socket_folders() <= before
+
+
+def test_a_killed_server_ends_the_engine():
+    before = socket_folders()
+    with running_server() as server:
+        children = server.children()
+        stream = Stream(server)
+        server.process.kill()
+        stream.end()
+        eventually(lambda: all_gone(children))
+    eventually(lambda: socket_folders() <= before)
+
+
+def test_sigterm_lets_requests_end_and_aborts_what_takes_too_long():
+    before = socket_folders()
+    with running_server("--drain-seconds", "5") as server:
+        children = server.children()
+        short = Stream(server, max_tokens=30)
+        long = [Stream(server, n=8) for _ in range(3)]
+        os.kill(server.engine().pid, signal.SIGTERM)  # as a service manager does: to all processes
+        server.process.terminate()
+        assert server.wait() == 0
+        events = short.end()
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert all("[DONE]" not in stream.end() for stream in long)
+    eventually(lambda: all_gone(children))
+    assert socket_folders() <= before
+
+
+def test_a_port_that_is_taken(server):
+    port = server.url.rpartition(":")[2]
+    with pytest.raises(AssertionError, match="error: cannot listen on"):
+        running_server("--port", port).__enter__()

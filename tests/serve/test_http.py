@@ -1,0 +1,196 @@
+"""What no well-behaved client sends, and what an operator asks: status and shape of the answers."""
+
+import json
+import socket
+
+import httpx
+import pytest
+from support.server import MODEL, eventually, running_server
+
+STORY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 4, "temperature": 0}
+JSON = {"Content-Type": "application/json"}
+
+
+def error_of(response):
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("completions", {**STORY, "prompt": ""}, "prompt is empty"),
+        ("completions", {**STORY, "prompt": []}, "prompt is empty"),
+        ("completions", {**STORY, "prompt": [[]]}, "prompt is empty"),
+        ("completions", {**STORY, "prompt": [1, "a"]}, "prompt"),
+        ("completions", {**STORY, "prompt": [10**9]}, "prompt_token_ids must be integers"),
+        ("completions", {**STORY, "prompt": "a\ud800"}, "not valid Unicode"),
+        ("completions", {**STORY, "prompt": "word " * 5000}, "max_model_len"),
+        ("completions", {**STORY, "max_tokens": 0}, "max_tokens must be"),
+        ("completions", {**STORY, "max_tokens": "4"}, "max_tokens"),
+        ("completions", {**STORY, "n": 1000}, "n: "),
+        ("completions", {**STORY, "top_p": float("nan")}, "top_p must be"),
+        ("completions", {**STORY, "stop": [""]}, "stop must be"),
+        ("completions", {**STORY, "logit_bias": {"x": 1.0}}, "logit_bias"),
+        ("completions", {**STORY, "logit_bias": {str(i): 1.0 for i in range(1500)}}, "1024"),
+        ("completions", {**STORY, "priority": 3}, "priority"),
+        ("completions", {**STORY, "temprature": 1}, "unknown field 'temprature'"),
+        ("completions", {**STORY, "\ud800": 1}, "unicode string"),
+        ("completions", {**STORY, "response_format": {"type": "json_object"}}, "response_format"),
+        ("completions", {**STORY, "stream_options": {"usage": True}}, "unknown field 'stream_options.usage'"),
+        ("completions", {"model": MODEL}, "prompt: Field required"),
+        ("chat/completions", {"model": MODEL, "messages": []}, "messages"),
+        ("chat/completions", {"model": MODEL, "messages": [{"content": "x"}]}, "role"),
+        ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\udfff"}]}, "Unicode"),
+        ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": 5}]}, "content"),
+        (
+            "chat/completions",
+            {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"},
+            "takes none from requests",
+        ),
+        (
+            "chat/completions",
+            {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
+            "logprobs=true",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_body_is_400_and_names_the_fault(server, path, body, message, stream):
+    text = json.dumps({**body, "stream": stream} if stream else body)
+    response = server.client.post(f"/v1/{path}", content=text, headers=JSON)
+    assert response.status_code == 400, response.text
+    assert message in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 90_000, b"null", b'"text"', b"[]", b"\x00"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_what_is_no_object_is_400(server, path, body):
+    response = server.client.post(path, content=body, headers=JSON)
+    assert response.status_code == 400, response.text
+    error_of(response)
+
+
+def test_a_long_body_is_413(server):
+    too_long = json.dumps({**STORY, "prompt": "a" * 200_000})
+    response = server.client.post("/v1/completions", content=too_long, headers=JSON)
+    assert response.status_code == 413
+    in_pieces = (b"x" * 10_000 for _ in range(20))
+    response = server.client.post("/v1/completions", content=in_pieces, headers=JSON)
+    assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+
+
+def test_other_statuses(server):
+    assert server.client.post("/v1/completions", content="prompt=x").status_code == 415
+    response = server.client.get("/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert error_of(server.client.get("/v1/nothing"))["type"] == "not_found_error"
+    assert server.client.get("/v1/models/gpt-9").status_code == 404
+
+
+def test_bytes_that_are_no_http(server):
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    for data in (b"\x16\x03\x01\x00\xa5\x01", b"GET / HTTP/9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Le"):
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(data)
+    assert server.client.post("/v1/completions", json=STORY).status_code == 200
+
+
+def test_request_ids_go_in_and_out(server):
+    response = server.client.post("/v1/completions", json=STORY, headers={"X-Request-Id": "my-id.1"})
+    assert response.headers["x-request-id"] == "my-id.1"
+    assert response.json()["id"] == "cmpl-my-id.1"
+    response = server.client.post("/v1/completions", json=STORY, headers={"X-Request-Id": "a b\tc"})
+    assert response.headers["x-request-id"] not in ("", "a b\tc")
+    eventually(lambda: "id=my-id.1" in server.text)
+    assert STORY["prompt"] not in server.text, "the log holds no prompts"
+
+
+def test_one_id_may_be_used_by_two_requests_at_once(server):
+    with httpx.Client(base_url=server.url, headers={"X-Request-Id": "twice"}, timeout=60) as client:
+        body = {**STORY, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as first:
+            lines = first.iter_lines()  # httpx ends the stream when nobody holds this
+            next(lines)
+            assert client.post("/v1/completions", json=STORY).status_code == 200
+    eventually(server.is_idle)
+
+
+def test_tokenize_and_detokenize(server, llm):
+    text = "There was a fox, 1 + 1"
+    answer = server.client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert answer["tokens"] == llm.get_tokenizer().encode(text)
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert server.client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = server.client.post("/tokenize", json={"messages": messages}).json()
+    assert answer["tokens"] == llm.render_chat(messages)["prompt_token_ids"]
+    assert server.client.post("/tokenize", json={"prompt": text, "messages": messages}).status_code == 400
+    assert server.client.post("/detokenize", json={"tokens": [-1]}).status_code == 400
+
+
+def test_status_pages(server):
+    assert server.client.get("/health").json() == {"status": "ok"}
+    assert server.client.get("/ready").json() == {"status": "ready"}
+    assert "version" in server.client.get("/version").json()
+    assert server.client.get("/openapi.json").status_code == 200
+
+
+def test_metrics_count_what_happened(server):
+    names = {
+        "vllm:prompt_tokens_total": 5,
+        "vllm:generation_tokens_total": 4,
+        "vllm:request_success_total": 1,
+        "vllm:time_to_first_token_seconds_count": 1,
+        "vllm:inter_token_latency_seconds_count": 3,
+        "vllm:e2e_request_latency_seconds_count": 1,
+        "vllm:prefix_cache_queries_total": 5,
+        "tritonllm:compilations_after_ready_total": 0,
+    }
+    prompt = {**STORY, "prompt": [100, 101, 102, 103, 104], "ignore_eos": True, "stream": True}
+    eventually(server.is_idle)
+    before = {name: server.metric(name) for name in names}
+    assert server.client.post("/v1/completions", json=prompt).status_code == 200
+    eventually(server.is_idle)
+    assert {name: server.metric(name) - before[name] for name in names} == names
+
+
+def test_keys_limits_and_a_unix_socket(tmp_path):
+    """A server of its own, with every option that the others leave out."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    path = tmp_path / "socket"
+    options = ["--uds", str(path), "--chat-template", str(template), "--max-num-seqs", "1", "--max-queue", "1"]
+    with running_server(*options, environment={"TRITONLLM_API_KEY": "secret"}) as server:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://server", timeout=60) as client:
+            server.client = client
+            eventually(server._answers)
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+                response = client.post("/v1/completions", json=STORY, headers=headers)
+                assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
+            client.headers["Authorization"] = "Bearer secret"
+            long = {**STORY, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/completions", json=long) as one:
+                lines = one.iter_lines()
+                next(lines)
+                with pytest.raises(httpx.ReadTimeout):  # it waits for its turn, and its client gives up
+                    client.post("/v1/chat/completions", json=chat_body(stream=True), timeout=0.5)
+                eventually(lambda: server.metric("vllm:num_requests_waiting") == 0)
+                refused = client.post("/v1/completions", json={**STORY, "n": 2})
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                assert error_of(refused)["code"] == "queue_full"
+                assert client.post("/v1/completions", json={**STORY, "n": 3}).status_code == 400, "never fits"
+            eventually(server.is_idle)
+            reply = client.post("/tokenize", json={"messages": [{"role": "user", "content": "just this"}]}).json()
+            assert client.post("/detokenize", json={"tokens": reply["tokens"]}).json() == {"prompt": "just this"}
+        server.client = None
+        server.process.terminate()
+        assert server.wait() == 0
+    assert not path.exists()
+
+
+def chat_body(**more):
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **more}

@@ -1,0 +1,122 @@
+"""``tritonllm serve``: an OpenAI-compatible server."""
+
+import argparse
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tritonllm import env
+from tritonllm.cli.generate import ENGINE, add_options, given
+from tritonllm.config import POLICIES, EngineConfig
+
+DESCRIPTION = """\
+Serve a model over HTTP with OpenAI's API. It listens on this machine only unless you give --host. SIGTERM or Ctrl-C
+ends it when the running requests are done, at the latest after --drain-seconds."""
+EXAMPLES = """\
+examples:
+  tritonllm serve
+  tritonllm serve Qwen/Qwen3-0.6B --served-model-name qwen --port 8080
+  TRITONLLM_API_KEY=secret tritonllm serve ./my-model --host 0.0.0.0"""
+EXTRA = "tritonllm serve needs more packages ({}): pip install 'tritonllm[serve]'"
+# Option -> keywords of add_argument; the name is that of the field of ServerConfig.
+SERVER: dict[str, dict[str, Any]] = {
+    "host": {"metavar": "NAME", "help": "address to listen on (default: 127.0.0.1, this machine only)"},
+    "port": {"type": int, "metavar": "N", "help": "default: 8000; 0 takes a free one"},
+    "uds": {"metavar": "PATH", "help": "listen on a Unix socket instead"},
+    "ssl-certfile": {"metavar": "FILE", "help": "certificate for TLS"},
+    "ssl-keyfile": {"metavar": "FILE", "help": "its key"},
+    "trust-request-chat-template": {
+        "action": "store_true",
+        "help": "a request may bring a chat template, which is a program",
+    },
+    "max-body-bytes": {"type": int, "metavar": "N", "help": "longest body of a request (default: 16 MiB)"},
+    "max-concurrency": {"type": int, "metavar": "N", "help": "most requests answered at once (default: 4096)"},
+    "drain-seconds": {
+        "type": float,
+        "metavar": "S",
+        "help": "how long running requests may take after SIGTERM (default: 30)",
+    },
+    "request-timeout": {"type": float, "metavar": "S", "help": "how long a request may take (default: no limit)"},
+}
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model with OpenAI's API",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        usage="tritonllm serve [MODEL] [options]",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=120),
+    )
+    parser.set_defaults(run=run, wrong_usage=parser.error)
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests (default: MODEL)"
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="what clients must send; repeatable (default: TRITONLLM_API_KEY, which other users of the machine cannot "
+        "see in the list of processes)",
+    )
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
+    group.add_argument(
+        "--max-queue", type=int, default=1024, metavar="N", help="most sequences that wait (default: 1024); then: 429"
+    )
+    group.add_argument("--quiet", action="store_true", help="log warnings only")
+    add_options(group, SERVER)
+    group = parser.add_argument_group("engine")
+    add_options(group, ENGINE)
+    add_options(
+        group,
+        {
+            "scheduling-policy": {"choices": POLICIES, "dest": "policy", "help": "fcfs (default), or priority"},
+            "generation-config": {
+                "metavar": "NAME",
+                "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
+            },
+            "seed": {"type": int, "metavar": "N", "help": "of requests that bring none (default: 0)"},
+        },
+    )
+    return parser
+
+
+def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
+    """The two configurations that the arguments ask for.
+
+    Raises:
+        ValueError: a bad value.
+        OSError: the chat template cannot be read.
+    """
+    from tritonllm.serve.config import ServerConfig
+
+    options = given(args, ENGINE)
+    options |= {name: getattr(args, name) for name in ("policy", "generation_config", "seed") if hasattr(args, name)}
+    engine = EngineConfig.from_kwargs(model=args.model, **options)
+    if args.max_queue < 0:
+        raise ValueError(f"--max-queue must be at least 0, got {args.max_queue}")
+    keys = args.api_key if args.api_key is not None else [env.API_KEY] if env.API_KEY else []
+    template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
+    config = ServerConfig(
+        model_names=tuple(args.served_model_name or [args.model]), api_keys=tuple(keys), chat_template=template
+    )
+    return engine, dataclasses.replace(config, **given(args, SERVER))
+
+
+def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
+    try:
+        engine, config = check(args)
+    except ValueError as error:
+        args.wrong_usage(str(error))
+    try:
+        from tritonllm.serve.run import serve
+    except ImportError as error:
+        raise ImportError(EXTRA.format(error)) from error
+    package = logging.getLogger("tritonllm")
+    if not args.quiet:  # a server tells where it listens, and a line for each request
+        package.setLevel(min(package.level, logging.INFO))
+    return serve(engine, config, max_queue=args.max_queue, log_level=package.level)

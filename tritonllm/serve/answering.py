@@ -1,0 +1,173 @@
+"""From a checked body to a response: run its requests, notice a client that leaves, send events or one object."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+
+from tritonllm.engine.outputs import RequestOutput
+from tritonllm.inputs import Prompt
+from tritonllm.sampling_params import SamplingParams
+from tritonllm.serve.async_llm import AsyncLLM
+from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.errors import APIError, as_api_error, error_body
+from tritonllm.serve.replies import DONE, as_json, event
+
+T = TypeVar("T")
+CLIENT_LEFT = 499  # nobody reads the answer; the log shows why there is none
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+class Service:
+    """What every handler needs.
+
+    Args:
+        llm: the engine.
+        config: of the server.
+    """
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+        self.llm = llm
+        self.config = config
+
+    def check_model(self, name: str | None) -> str:
+        """The name that answers carry.
+
+        Raises:
+            APIError: 404, no such model.
+        """
+        if name is None:
+            return self.config.model_names[0]
+        if name not in self.config.model_names:
+            known = ", ".join(self.config.model_names)
+            message = f"model {name!r} is not served here; there is {known}"
+            raise APIError(404, message, param="model", code="model_not_found")
+        return name
+
+    async def run(self, answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int) -> Outputs:
+        """Run one request for each prompt.
+
+        Yields:
+            ``(index of the prompt, what is new)``.
+
+        Raises:
+            APIError: a request ended with an error, or took too long.
+            Exception: as :meth:`AsyncLLM.generate`.
+        """
+        unique = uuid.uuid4().hex[:8]  # two clients may send the same X-Request-Id
+        streams = [
+            self.llm.generate(prompt, params, f"{answer_id}-{unique}-{index}", priority=priority)
+            for index, prompt in enumerate(prompts)
+        ]
+        merged = merge(streams)
+        seconds = self.config.request_timeout
+        end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        async with aclosing(merged):
+            while True:
+                try:
+                    index, output = await (anext(merged) if end is None else _before(end, anext(merged)))
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise APIError(504, f"the request took more than {seconds:g} seconds", code="timeout") from None
+                if output.error is not None:
+                    raise APIError(500, f"the engine failed: {output.error}", code="engine_error")
+                yield index, output
+
+
+async def _before(end: float, work: Awaitable[T]) -> T:
+    """Raises:
+    TimeoutError: the event loop's clock reaches ``end`` first.
+    """
+    async with asyncio.timeout_at(end):
+        return await work
+
+
+async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
+    """What several generators yield, with the index of each; closing this one closes them."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(len(streams))
+
+    async def forward(index: int) -> None:
+        try:
+            async with aclosing(streams[index]) as stream:
+                async for output in stream:
+                    await queue.put((index, output))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put((index, error))
+
+    tasks = [asyncio.create_task(forward(index)) for index in range(len(streams))]
+    try:
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def answer_id(prefix: str, request: Request, chosen: str | None) -> str:
+    """As vLLM: the id that the body chose, or else the request's, with what kind of answer it is in front."""
+    return f"{prefix}-{chosen or request.state.request_id}"
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """The work's result; it is cancelled if the client goes away first. The body must have been read.
+
+    Raises:
+        APIError: the client has gone.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise APIError(CLIENT_LEFT, "the client has gone")
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def respond(request: Request, answer: Awaitable[dict[str, Any]]) -> Response:
+    """One JSON object."""
+    return Response(as_json(await unless_disconnected(request, answer)), media_type="application/json")
+
+
+async def stream(request: Request, chunks: AsyncGenerator[bytes, None]) -> Response:
+    """Server-sent events. The status is sent with the first event: what goes wrong before has its own."""
+    first = await unless_disconnected(request, anext(chunks))
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(first, chunks), media_type="text/event-stream", headers=headers)
+
+
+async def _events(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(chunks):
+        yield first
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except Exception as error:
+            yield event(error_body(as_api_error(error)))
+        yield DONE

@@ -1,0 +1,164 @@
+"""The HTTP API: which path leads where."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from tritonllm.serve.answering import Service
+from tritonllm.serve.async_llm import AsyncLLM
+from tritonllm.serve.chat_api import chat, tokens_of_chat
+from tritonllm.serve.completions_api import complete
+from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.errors import APIError, as_api_error, error_response, validation_error
+from tritonllm.serve.guard import Guard
+from tritonllm.serve.metrics import Metrics
+from tritonllm.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tritonllm.serve.replies import now
+from tritonllm.version import __version__
+
+logger = logging.getLogger(__name__)
+
+
+def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
+    """The application over a started engine."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        llm.attach()
+        yield
+
+    app = FastAPI(title="tritonllm", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app.state.draining = False
+    service, metrics = Service(llm, config), Metrics(llm, config.model_names[0])
+    _add_errors(app)
+    _add_status(app, llm, metrics)
+    _add_models(app, service)
+    _add_tokenizer(app, service)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await complete(service, request, body)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        return await chat(service, request, body)
+
+    app.add_middleware(Guard, config=config)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def expected(request: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error))
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("request %s failed", getattr(request.state, "request_id", "?"), exc_info=error)
+        return error_response(as_api_error(error))
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(validation_error(error))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        response.headers.update(error.headers or {})  # of 405: what is allowed
+        return response
+
+    for kind in (APIError, ValueError, RuntimeError):
+        app.add_exception_handler(kind, expected if kind is not RuntimeError else _runtime(expected, unexpected))
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _runtime(expected: Any, unexpected: Any) -> Any:
+    """A full queue and a dead engine are RuntimeErrors that a handler expects; others are faults of ours."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        known = as_api_error(error).status < 500 or as_api_error(error).status == 503
+        return await (expected if known else unexpected)(request, error)
+
+    return handle
+
+
+def _add_status(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        if llm.errored:
+            return error_response(as_api_error(llm.dead_error))
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if llm.errored:
+            return error_response(as_api_error(llm.dead_error))
+        if app.state.draining:
+            return error_response(APIError(503, "the server is shutting down", code="draining"))
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    created = now()
+
+    def entry(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "tritonllm",
+            "root": service.llm.config.model.model,
+            "parent": None,
+            "max_model_len": service.llm.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [entry(name) for name in service.config.model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return JSONResponse(entry(service.check_model(name)))
+
+
+def _add_tokenizer(app: FastAPI, service: Service) -> None:
+    llm = service.llm
+
+    def require_tokenizer() -> Any:
+        if llm.inputs.tokenizer is None:
+            raise APIError(400, "this server has no tokenizer: it works with token ids")
+        return llm.inputs.tokenizer
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        service.check_model(body.model)
+        tokenizer = require_tokenizer()
+        if body.prompt is not None:
+            ids = await llm.in_tokenizer_thread(llm.inputs.encode, body.prompt, body.add_special_tokens)
+        else:
+            ids = await tokens_of_chat(service, body)
+        texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        answer = {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts}
+        return JSONResponse(answer)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.check_model(body.model)
+        tokenizer = require_tokenizer()
+        llm.inputs.check_ids(body.tokens)
+        return JSONResponse({"prompt": await llm.in_tokenizer_thread(tokenizer.decode, body.tokens)})

@@ -1,0 +1,290 @@
+"""``AsyncLLM``: the engine in a process of its own, and an async generator for each request. Names are vLLM's."""
+
+import asyncio
+import copy
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tritonllm.config import EngineConfig
+from tritonllm.engine.arg_utils import EngineArgs
+from tritonllm.engine.chat import ChatOptions, Message, render
+from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
+from tritonllm.engine.outputs import RequestOutput
+from tritonllm.engine.tokenizer import load_tokenizer
+from tritonllm.inputs import Prompt
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.serve.collector import Collector
+from tritonllm.serve.engine_client import EngineClient, EngineDeadError
+from tritonllm.serve.messages import Abort, Add, News, Ready, Stats, Update, pack_params, unpack_params
+from tritonllm.vllm_arguments import refuse
+
+MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as may wait: try again later."""
+
+
+@dataclass(kw_only=True, repr=False)
+class AsyncEngineArgs(EngineArgs):
+    """Arguments of :class:`AsyncLLM`, under vLLM's name; they are those of :class:`EngineArgs`."""
+
+
+class Observer(Protocol):
+    """Is told what happens to requests, for metrics."""
+
+    def updated(self, update: Update) -> None: ...
+
+    def added(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> None: ...
+
+    def aborted(self, request_id: str) -> None: ...
+
+
+class AsyncLLM:
+    """Serves requests of one event loop.
+
+    A generator that is closed, or whose task is cancelled, aborts its request. At most ``max_num_seqs + max_queue``
+    sequences are in the engine; a request beyond is refused with :class:`QueueFullError`.
+
+    Args:
+        config: of the engine.
+        max_queue: sequences that may wait for a seat.
+        log_level: of the engine process's messages on stderr; ``None``: it writes none.
+
+    Raises:
+        ValueError: a bad value, or a model that cannot be loaded.
+        RuntimeError: the engine process failed to start.
+    """
+
+    def __init__(self, config: EngineConfig, *, max_queue: int = MAX_QUEUE, log_level: int | None = None) -> None:
+        if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
+            raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
+        self.config = config
+        self._client = EngineClient(config, log_level, meanwhile=_import_tokenizers)
+        try:
+            self.inputs = _input_processor(self._client.ready)
+        except BaseException:
+            self._client.close()
+            raise
+        self.stats: Stats = self._client.ready.stats
+        self.max_sequences = self._client.ready.max_num_seqs + max_queue
+        self.observer: Observer | None = None
+        self.on_death: Callable[[str], None] | None = None
+        self._collectors: dict[str, tuple[Collector, int]] = {}  # and the request's number of sequences
+        self._sequences = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # One thread: the tokenizer is not made for several, and a long prompt does not hold up the event loop.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *, max_queue: int = MAX_QUEUE) -> "AsyncLLM":
+        """From arguments under vLLM's names; returns when the engine is ready."""
+        return cls(engine_args.create_engine_config(), max_queue=max_queue)
+
+    @property
+    def errored(self) -> bool:
+        """The engine process has died."""
+        return self._client.failure is not None
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        return EngineDeadError(self._client.failure or "the engine runs")
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._client.pid
+
+    @property
+    def max_model_len(self) -> int:
+        return self.inputs.max_model_len
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences in the engine."""
+        return self._sequences
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.inputs.default_params.clone()
+
+    async def get_tokenizer(self) -> Any:
+        return self.inputs.tokenizer
+
+    def attach(self) -> None:
+        """Begin to listen to the engine, in the running event loop; the first request does it otherwise.
+
+        Raises:
+            RuntimeError: this serves another event loop already.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._client.attach(self._take, self._died)
+        elif self._loop is not loop:
+            raise RuntimeError("this AsyncLLM serves another event loop: make one for each loop")
+
+    async def check_health(self) -> None:
+        """Raises:
+        EngineDeadError: the engine process has died.
+        """
+        if self.errored:
+            raise self.dead_error
+
+    async def in_tokenizer_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run what uses the tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+
+    async def render_chat(self, conversation: Sequence[Message], options: ChatOptions) -> Prompt:
+        """The prompt of a conversation; errors as :func:`tritonllm.engine.chat.render`."""
+        return await self.in_tokenizer_thread(render, self.inputs.tokenizer, conversation, options)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt.
+
+        Args:
+            prompt: text, token ids, or a dict of either.
+            sampling_params: by default the model's. ``output_kind`` says what each output holds.
+            request_id: unique among the unfinished ones.
+            lora_request: none; there are no adapters yet.
+            priority: lower is earlier; needs ``policy="priority"``.
+
+        Yields:
+            An output whenever there is something new; the last one is ``finished``.
+
+        Raises:
+            ValueError: bad input.
+            QueueFullError: too many requests wait.
+            EngineDeadError: the engine process has died.
+        """
+        if lora_request is not None:
+            refuse("lora_request", lora_request)
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id must be a string that is not empty, got {request_id!r}")
+        self.attach()
+        params = self.inputs.take_params(sampling_params)
+        self._check_room(params.n)
+        tokenized = await self.in_tokenizer_thread(self.inputs.tokenize, prompt)
+        collector = self._add(request_id, tokenized, params, priority)
+        finished = False
+        try:
+            while not finished:
+                output = await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._abort(request_id)
+
+    def _check_room(self, sequences: int) -> None:
+        if self.errored:
+            raise self.dead_error
+        if sequences > self.max_sequences:
+            raise ValueError(f"n={sequences} is more than this engine queues, {self.max_sequences}: lower it")
+        if self._sequences + sequences > self.max_sequences:
+            raise QueueFullError(f"{self._sequences} sequences run or wait, and the queue is full: try again later")
+
+    def _add(self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> Collector:
+        """Send the request to the engine. Nothing is awaited between the checks and the sending."""
+        self._check_room(params.n)
+        if request_id in self._collectors:
+            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
+        collector = Collector(prompt.text, prompt.token_ids, params.output_kind)
+        wire = copy.copy(params)
+        if params.output_kind is RequestOutputKind.CUMULATIVE:
+            wire.output_kind = RequestOutputKind.DELTA
+        packed = pack_params(wire)
+        self._client.send(Add(request_id, prompt.text, prompt.token_ids, prompt.cache_salt, packed, priority))
+        self._collectors[request_id] = collector, params.n
+        self._sequences += params.n
+        if self.observer is not None:
+            self.observer.added(request_id, len(prompt.token_ids), params)
+        return collector
+
+    async def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests; their generators end with ``finish_reason="abort"``. Unknown ids are ignored."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        known = [one for one in ids if one in self._collectors]
+        if known and not self.errored:
+            self._client.send(Abort(known))
+
+    def _abort(self, request_id: str) -> None:
+        """End a request that nobody reads any more."""
+        if self._forget(request_id) is None:
+            return
+        if self.observer is not None:
+            self.observer.aborted(request_id)
+        assert self._loop is not None
+        if not self.errored and not self._loop.is_closed():
+            self._client.send(Abort([request_id]))
+
+    def _forget(self, request_id: str) -> Collector | None:
+        collector, sequences = self._collectors.pop(request_id, (None, 0))
+        self._sequences -= sequences
+        return collector
+
+    def _take(self, news: News) -> None:
+        self.stats = news.stats
+        for update in news.updates:
+            if update.request_id not in self._collectors:
+                continue  # it was aborted since
+            collector = self._collectors[update.request_id][0]
+            if update.finished:
+                self._forget(update.request_id)
+            if self.observer is not None:
+                self.observer.updated(update)
+            if update.refused is not None:
+                collector.fail(ValueError(update.refused))
+            else:
+                collector.put(update)
+
+    def _died(self, why: str) -> None:
+        for request_id in list(self._collectors):
+            collector = self._forget(request_id)
+            assert collector is not None
+            collector.fail(EngineDeadError(why))
+        if self.on_death is not None:
+            self.on_death(why)
+
+    def shutdown(self) -> None:
+        """End the engine process; unfinished requests get :class:`EngineDeadError`. May be called again."""
+        self._client.close()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for request_id in list(self._collectors):
+            collector = self._forget(request_id)
+            assert collector is not None
+            collector.fail(self.dead_error)
+
+
+def _import_tokenizers() -> None:
+    """Two seconds that need not come after the engine's start."""
+    import transformers
+
+    _ = transformers.AutoTokenizer  # what imports it
+
+
+def _input_processor(ready: Ready) -> InputProcessor:
+    """Checks requests as the engine does, so that most errors need no way there."""
+    tokenizer = None
+    if ready.tokenizer is not None:
+        tokenizer = load_tokenizer(ready.tokenizer, revision=ready.revision, trust_remote_code=ready.trust_remote_code)
+    return InputProcessor(
+        tokenizer,
+        ready.vocab_size,
+        ready.max_model_len,
+        frozenset(ready.eos_token_ids),
+        ready.seed,
+        unpack_params(ready.default_params),
+    )

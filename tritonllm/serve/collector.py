@@ -1,0 +1,96 @@
+"""What has arrived for one request and was not read yet: one output at most, however slow its reader is."""
+
+import asyncio
+from collections.abc import Sequence
+
+from tritonllm.engine.outputs import CompletionOutput, RequestOutput
+from tritonllm.sampling_params import RequestOutputKind
+from tritonllm.serve.messages import Update, unpack_output
+
+
+def _join(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
+    """Two deltas of a continuation as one."""
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    return CompletionOutput(
+        index=first.index,
+        text=first.text + second.text,
+        token_ids=[*first.token_ids, *second.token_ids],
+        cumulative_logprob=second.cumulative_logprob,
+        logprobs=logprobs,
+        finish_reason=second.finish_reason,
+        stop_reason=second.stop_reason,
+    )
+
+
+def join(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two outputs that follow each other, of deltas, as one; the result may share parts with both."""
+    outputs = {completion.index: completion for completion in first.outputs}
+    for completion in second.outputs:
+        before = outputs.get(completion.index)
+        outputs[completion.index] = completion if before is None else _join(before, completion)
+    second.outputs = [outputs[index] for index in sorted(outputs)]
+    return second
+
+
+class Collector:
+    """Between the task that receives from the engine and the one that serves a request.
+
+    Args:
+        prompt, prompt_token_ids: of the request.
+        kind: what :meth:`get` returns; the engine sends deltas, or only the end.
+    """
+
+    def __init__(self, prompt: str | None, prompt_token_ids: Sequence[int], kind: RequestOutputKind) -> None:
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._kind = kind
+        self._so_far: RequestOutput | None = None
+        self._unread: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, update: Update) -> None:
+        new = unpack_output(update, self._prompt, self._prompt_token_ids)
+        self._unread = new if self._unread is None else join(self._unread, new)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Let :meth:`get` raise the error, after what has arrived before."""
+        self._error = error
+        self._arrived.set()
+
+    async def get(self) -> RequestOutput:
+        """What has come since the last call; waits for it.
+
+        Raises:
+            Exception: what :meth:`fail` was given.
+        """
+        await self._arrived.wait()
+        output, self._unread = self._unread, None
+        if output is None:
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._arrived.clear()
+        if self._kind is RequestOutputKind.CUMULATIVE:
+            output = output if self._so_far is None else join(self._so_far, output)
+            self._so_far = output
+            return _copy(output)
+        return output
+
+
+def _copy(output: RequestOutput) -> RequestOutput:
+    """One whose list of continuations the reader may keep: later ones are put in place of those here."""
+    return RequestOutput(
+        output.request_id,
+        output.prompt,
+        output.prompt_token_ids,
+        output.prompt_logprobs,
+        list(output.outputs),
+        output.finished,
+        output.metrics,
+        output.num_cached_tokens,
+        output.error,
+    )

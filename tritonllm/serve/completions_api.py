@@ -1,0 +1,137 @@
+"""``POST /v1/completions``: one prompt or several, each continued ``n`` times."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from tritonllm.engine.outputs import CompletionOutput, RequestOutput
+from tritonllm.inputs import Prompt
+from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
+from tritonllm.serve.protocol import CompletionRequest
+from tritonllm.serve.replies import Usage, completion_logprobs, ending, event, now, prompt_logprobs
+
+
+async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
+    """Raises:
+    APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
+    """
+    model = service.check_model(body.model)
+    more = {}
+    max_tokens = body.max_tokens
+    if body.echo and body.logprobs is not None:
+        more["prompt_logprobs"] = body.logprobs
+    params = body.sampling_params(service.llm.inputs.default_params, max_tokens, body.logprobs, **more)
+    prompts = [await _prompt(service, body, one) for one in body.prompts()]
+    name = answer_id("cmpl", request, body.request_id)
+    outputs = service.run(name, prompts, params, body.priority)
+    head = {"id": name, "object": "text_completion", "created": now(), "model": model}
+    build = _Choices(service, body, params.n)
+    if body.stream:
+        return await stream(request, _chunks(head, body, build, outputs))
+    return await respond(request, _whole(head, build, outputs))
+
+
+async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
+    parts: dict[str, Any] = {}
+    if isinstance(prompt, str):
+        parts["prompt"] = prompt
+        if not body.add_special_tokens:
+            encode = service.llm.inputs.encode
+            parts["prompt_token_ids"] = await service.llm.in_tokenizer_thread(encode, prompt, False)
+    else:
+        parts["prompt_token_ids"] = prompt
+    if body.cache_salt is not None:
+        parts["cache_salt"] = body.cache_salt
+    return parts  # type: ignore[return-value]
+
+
+class _Choices:
+    """Makes the entries of ``choices``.
+
+    Args:
+        n: continuations of a prompt.
+    """
+
+    def __init__(self, service: Service, body: CompletionRequest, n: int) -> None:
+        self._tokenizer = service.llm.inputs.tokenizer
+        self._body = body
+        self._n = n
+        self._offsets: dict[int, int] = {}  # choice: characters of its tokens so far
+
+    def index(self, prompt: int, completion: CompletionOutput) -> int:
+        return prompt * self._n + completion.index
+
+    def prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None or self._tokenizer is None:
+            return output.prompt or ""
+        return self._tokenizer.decode(output.prompt_token_ids)
+
+    def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput, echo: bool) -> dict[str, Any]:
+        """One entry; with ``echo`` it begins with the prompt."""
+        index, body = self.index(prompt, completion), self._body
+        tokens, positions = completion.token_ids, completion.logprobs
+        if echo and positions is not None and output.prompt_logprobs is not None:
+            tokens, positions = [*output.prompt_token_ids, *tokens], [*output.prompt_logprobs, *positions]  # type: ignore[list-item]
+        logprobs = completion_logprobs(tokens, positions, self._offsets.get(index, 0), self._decode)
+        if logprobs is not None:
+            self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, logprobs["tokens"]))
+        choice = {
+            "index": index,
+            "text": (self.prompt_text(output) if echo else "") + completion.text,
+            "logprobs": logprobs,
+            **ending(completion),
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if completion.finished else None
+        return choice
+
+    def whole(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+        choices = [self.choice(prompt, output, part, bool(self._body.echo)) for part in output.outputs]
+        if self._body.prompt_logprobs is not None:
+            for choice in choices:
+                choice["prompt_logprobs"] = prompt_logprobs(output)
+        return choices
+
+    def _decode(self, token: int) -> str:
+        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.decode([token])
+
+
+async def _whole(head: dict[str, Any], build: _Choices, outputs: Outputs) -> dict[str, Any]:
+    usage, ended = Usage(), dict[int, RequestOutput]()
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            usage.add(index, output)
+            ended[index] = output
+    choices = [choice for index in sorted(ended) for choice in build.whole(index, ended[index])]
+    return {**head, "choices": choices, "usage": usage.as_dict()}
+
+
+async def _chunks(
+    head: dict[str, Any], body: CompletionRequest, build: _Choices, outputs: Outputs
+) -> AsyncGenerator[bytes, None]:
+    usage, begun, ended = Usage(), set[int](), set[int]()
+    asked = body.stream_options
+    always = asked is not None and asked.continuous_usage_stats
+    async with aclosing(outputs):
+        async for prompt, output in outputs:
+            usage.add(prompt, output)
+            extra: dict[str, Any] = {"usage": usage.as_dict()} if always else {}
+            for completion in output.outputs:
+                index = build.index(prompt, completion)
+                if index in ended:
+                    continue
+                echo = bool(body.echo) and index not in begun
+                begun.add(index)
+                if completion.finished:
+                    ended.add(index)
+                elif not (echo or completion.text) and not (
+                    completion.token_ids and (body.logprobs is not None or body.return_token_ids)
+                ):
+                    continue  # half a character, or what may be the beginning of a stop string
+                yield event({**head, "choices": [build.choice(prompt, output, completion, echo)], **extra})
+    if asked is not None and asked.include_usage:
+        yield event({**head, "choices": [], "usage": usage.as_dict()})

@@ -1,0 +1,54 @@
+"""What an operator chooses about the server; the engine has its own configuration."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Args:
+        model_names: under which requests may name the model; the first one is in answers.
+        host, port: where to listen. By default only this machine can connect.
+        uds: a Unix socket to listen on instead.
+        api_keys: one of them must come as ``Authorization: Bearer``; none: everybody may ask.
+        chat_template: a Jinja template to use instead of the tokenizer's.
+        trust_request_chat_template: a request may bring its own template.
+        max_body_bytes: of a request.
+        max_concurrency: requests that may be answered at once.
+        drain_seconds: how long running requests may take after SIGTERM.
+        ssl_certfile, ssl_keyfile: for TLS.
+        request_timeout: seconds that a request may take; ``None``: as many as it needs.
+
+    Raises:
+        ValueError: a bad value; the message names the option.
+    """
+
+    model_names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_keys: tuple[str, ...] = ()
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    max_body_bytes: int = 16 << 20
+    max_concurrency: int = 4096
+    drain_seconds: float = 30.0
+    request_timeout: float | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ValueError("--served-model-name must not be empty")
+        if not all(self.api_keys):
+            raise ValueError("--api-key must not be empty: leave it out to let everybody ask")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
+        for name, value in (("max-body-bytes", self.max_body_bytes), ("max-concurrency", self.max_concurrency)):
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("--ssl-certfile and --ssl-keyfile need each other: give both, or none")
+        if not self.drain_seconds >= 0:
+            raise ValueError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise ValueError(f"--request-timeout must be greater than 0, got {self.request_timeout}")

@@ -1,0 +1,168 @@
+"""The API process's end: starts the engine process, sends to it, and learns at once when it has died."""
+
+import asyncio
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tritonllm.config import EngineConfig
+from tritonllm.serve.engine_process import run_engine
+from tritonllm.serve.messages import Failed, News, Ready, Stop, ToEngine
+
+logger = logging.getLogger(__name__)
+GRACE = 5.0  # seconds that the engine process has to end by itself
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process has ended, or was shut down; no request can be served any more."""
+
+
+def _end(process: BaseProcess, folder: str, owner: int) -> None:
+    """Kill the process, if it still runs, and remove its sockets. A fork of the owner does nothing."""
+    if os.getpid() != owner:
+        return
+    if process.is_alive():
+        process.kill()
+    process.join()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class EngineClient:
+    """An engine in a process of its own (started with ``spawn``), ready when this is made.
+
+    Sockets lie in a folder that only this user can read. It is removed when either process ends, however it ends.
+
+    Args:
+        config: of the engine.
+        log_level: of the engine process's messages on stderr; ``None``: it writes none.
+        meanwhile: is called while the engine starts, for what takes time here.
+
+    Raises:
+        ValueError: the engine refuses its configuration or its model.
+        RuntimeError: it failed to start otherwise.
+    """
+
+    def __init__(
+        self, config: EngineConfig, log_level: int | None = None, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
+        self.failure: str | None = None  # why the engine cannot be used any more
+        self._folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
+        spawn = multiprocessing.get_context("spawn")
+        self._reports, theirs = spawn.Pipe(duplex=False)
+        self._process = spawn.Process(
+            target=run_engine, args=(config, self._folder, theirs, log_level), name="tritonllm-engine"
+        )
+        self._process.start()
+        theirs.close()
+        # At exit before multiprocessing joins its children: it would wait for an engine that nobody has stopped.
+        self._finalizer = multiprocessing.util.Finalize(
+            self, _end, args=(self._process, self._folder, os.getpid()), exitpriority=100
+        )
+        try:
+            meanwhile()
+            self.ready = self._await_ready()
+        except BaseException:
+            self._finalizer()
+            raise
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(News).decode
+        self._context: Any = None
+        self._socket: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process."""
+        return self._process.pid
+
+    def _await_ready(self) -> Ready:
+        wait([self._reports, self._process.sentinel])
+        report = _read(self._reports)
+        if isinstance(report, Ready):
+            return report
+        if report is None:
+            self._process.join()
+            raise RuntimeError(f"the engine process ended while it started, with status {self._process.exitcode}")
+        raise ValueError(report.message) if report.is_value_error else RuntimeError(report.message)
+
+    def attach(self, on_news: Callable[[News], None], on_death: Callable[[str], None]) -> None:
+        """Begin to receive, in the running event loop. Both are called in it, ``on_death`` once."""
+        loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)  # bounded by the number of requests, which the caller bounds
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IDENTITY, f"api-{os.getpid()}".encode())
+        self._socket.connect(f"ipc://{self._folder}/engine")
+        self._tasks = [
+            loop.create_task(self._receive(on_news)),
+            loop.create_task(self._watch(on_death)),
+        ]
+
+    async def _receive(self, on_news: Callable[[News], None]) -> None:
+        while True:
+            on_news(self._decode(await self._socket.recv()))
+
+    async def _watch(self, on_death: Callable[[str], None]) -> None:
+        loop, died = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, died.set)
+        try:
+            await died.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        report = _read(self._reports)
+        status = self._process.exitcode
+        how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
+        why = f": {report.message}" if isinstance(report, Failed) else ""
+        self.failure = f"the engine process {how}{why}"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        on_death(self.failure)
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message; never waits.
+
+        Raises:
+            EngineDeadError: there is no engine any more.
+        """
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+        self._socket.send(self._encode(message))
+
+    def close(self) -> None:
+        """End the engine process: kindly, then not. May be called again."""
+        for task in self._tasks:
+            if not task.get_loop().is_closed():
+                task.cancel()
+        self._tasks = []
+        if self._socket is not None:
+            if self.failure is None:
+                zmq.Socket.shadow(self._socket).send(self._encode(Stop()))  # the event loop may be closed
+                self._process.join(GRACE)
+            self._socket.close(linger=0)
+            self._context.term()
+            self._socket = None
+        self.failure = self.failure or "the engine was shut down"
+        self._finalizer()
+        self._reports.close()
+
+
+def _read(reports: Connection) -> Ready | Failed | None:
+    """What lies in the pipe; ``None`` if nothing does."""
+    try:
+        if reports.poll():
+            return msgspec.msgpack.decode(reports.recv_bytes(), type=Ready | Failed)
+    except (EOFError, OSError):  # it ended without a word
+        pass
+    return None

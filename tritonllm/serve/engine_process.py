@@ -1,0 +1,232 @@
+"""The process that runs the engine: takes requests from a socket, steps, sends what is new.
+
+It ends when it is told to, when it cannot go on, or when its parent has died (a thread waits for that). Ctrl-C and
+SIGTERM reach all processes of a terminal or of a service: here they are ignored, the parent decides when to stop.
+"""
+
+import dataclasses
+import gc
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import msgspec
+import zmq
+
+from tritonllm.config import EngineConfig
+from tritonllm.engine.engine import LLMEngine
+from tritonllm.engine.outputs import RequestOutput
+from tritonllm.engine.results import StepTimeoutError
+from tritonllm.models import checkpoint
+from tritonllm.serve.messages import (
+    Abort,
+    Add,
+    Failed,
+    News,
+    Ready,
+    Stats,
+    Stop,
+    ToEngine,
+    Update,
+    pack_output,
+    pack_params,
+    unpack_params,
+)
+
+logger = logging.getLogger(__name__)
+PARENT_DIED = 3  # exit status
+
+
+def end_with_parent(folder: str) -> None:
+    """Wait for the parent's death in a thread; then remove the sockets' folder and end this process at once."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(PARENT_DIED)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def log_to_stderr(level: int) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("tritonllm").addHandler(handler)
+    logging.getLogger("tritonllm").setLevel(level)
+
+
+def run_engine(config: EngineConfig, folder: str, reports: Connection, log_level: int | None) -> None:
+    """The process's main function.
+
+    Args:
+        config: of the engine.
+        folder: where the sockets lie; ``folder/engine`` is bound here.
+        reports: gets :class:`Ready` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot go on.
+        log_level: of the package's messages on stderr; ``None`` sets up no logging.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent(folder)
+    if log_level is not None:
+        log_to_stderr(log_level)
+    encode = msgspec.msgpack.encode
+    try:
+        engine = LLMEngine.from_config(config)
+        ready = describe(engine)
+        context = zmq.Context(io_threads=1)
+        socket = context.socket(zmq.ROUTER)
+        socket.set_hwm(0)  # what waits here is bounded by the number of requests and their lengths
+        socket.bind(f"ipc://{folder}/engine")
+    except Exception as error:
+        logger.debug("the engine did not start", exc_info=True)
+        kind = isinstance(error, ValueError)
+        reports.send_bytes(encode(Failed(str(error) if kind else f"{type(error).__name__}: {error}", kind)))
+        return
+    gc.collect()
+    gc.freeze()  # what lives as long as the engine is not searched for garbage in the middle of a step
+    reports.send_bytes(encode(ready))
+    try:
+        EngineLoop(engine, socket).run()
+    except Exception as error:
+        logger.exception("the engine cannot go on")
+        reports.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
+        sys.exit(1)
+    finally:
+        context.destroy(linger=1000)
+
+
+def describe(engine: LLMEngine) -> Ready:
+    config = engine.config.model
+    assert config.max_model_len is not None
+    tokenizer = config.tokenizer
+    if tokenizer is None:
+        tokenizer = str(checkpoint.resolve(config.model, config.revision, trust_remote_code=config.trust_remote_code))
+    return Ready(
+        tokenizer=None if config.skip_tokenizer_init else tokenizer,
+        revision=config.revision if config.tokenizer else None,
+        trust_remote_code=config.trust_remote_code,
+        vocab_size=engine.inputs.vocab_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=engine.config.scheduler.max_num_seqs,
+        eos_token_ids=sorted(engine.inputs.eos_token_ids),
+        seed=config.seed,
+        default_params=pack_params(engine.inputs.default_params),
+        stats=stats_of(engine),
+    )
+
+
+def stats_of(engine: LLMEngine) -> Stats:
+    return Stats(**dataclasses.asdict(engine.stats))
+
+
+class EngineLoop:
+    """Takes messages between steps, and waits for them when there is nothing to run.
+
+    Args:
+        engine: started.
+        socket: a bound ROUTER; each API process is known by its identity.
+    """
+
+    def __init__(self, engine: LLMEngine, socket: Any) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._decode = msgspec.msgpack.Decoder(ToEngine).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._owner: dict[str, bytes] = {}  # which API process a request is of
+        self._clients: set[bytes] = set()
+        self._stopped = self._failed_before = False
+        self._sent = Stats()
+
+    def run(self) -> None:
+        """Until :class:`Stop` comes.
+
+        Raises:
+            Exception: what broke off a step, if the device did not answer in time or the step before failed, too.
+        """
+        while not self._stopped:
+            updates = self._take_messages(block=not self._engine.has_unfinished_requests())
+            if self._engine.has_unfinished_requests():
+                updates += self._step()
+            self._send(updates)
+
+    def _step(self) -> list[Update]:
+        try:
+            outputs = self._engine.step()
+        except StepTimeoutError:
+            raise
+        except Exception:
+            if self._failed_before:
+                raise
+            self._failed_before = True
+            logger.exception("a step failed: all requests in the engine end with an error")
+            outputs = self._engine.step()  # their last outputs
+            return self._pack(outputs)
+        if outputs:
+            self._failed_before = False
+        return self._pack(outputs)
+
+    def _pack(self, outputs: Iterable[RequestOutput]) -> list[Update]:
+        return [pack_output(output) for output in outputs]
+
+    def _take_messages(self, block: bool) -> list[Update]:
+        """Do what the messages say that have arrived; with ``block``, wait for the first.
+
+        Returns:
+            Refusals and the last outputs of what was aborted.
+        """
+        updates: list[Update] = []
+        flags = 0 if block else zmq.NOBLOCK
+        while not self._stopped:
+            try:
+                client, data = self._socket.recv_multipart(flags)
+            except zmq.Again:
+                break
+            flags = zmq.NOBLOCK
+            self._clients.add(client)
+            message = self._decode(data)
+            if isinstance(message, Add):
+                updates += self._add(client, message)
+            elif isinstance(message, Abort):
+                mine = [request_id for request_id in message.request_ids if self._owner.get(request_id) == client]
+                updates += self._pack(self._engine.abort_request(mine))
+            else:
+                self._stopped = isinstance(message, Stop)
+        return updates
+
+    def _add(self, client: bytes, message: Add) -> list[Update]:
+        prompt: dict[str, Any] = {"prompt_token_ids": message.prompt_token_ids}
+        if message.prompt is not None:
+            prompt["prompt"] = message.prompt
+        if message.cache_salt is not None:
+            prompt["cache_salt"] = message.cache_salt
+        try:
+            params = unpack_params(message.params)
+            self._engine.add_request(message.request_id, prompt, params, priority=message.priority)  # type: ignore[arg-type]
+        except ValueError as error:
+            refused = Update(message.request_id, [], True, refused=str(error))
+            self._socket.send_multipart([client, self._encode(News([refused], stats_of(self._engine)))])
+            return []
+        self._owner[message.request_id] = client
+        return []
+
+    def _send(self, updates: list[Update]) -> None:
+        """Give each API process what is its own; without updates, only what changed of the statistics."""
+        stats = stats_of(self._engine)
+        if not updates and stats == self._sent:
+            return
+        self._sent = stats
+        shares: dict[bytes, list[Update]] = {client: [] for client in self._clients}
+        for update in updates:
+            client = self._owner.pop(update.request_id) if update.finished else self._owner[update.request_id]
+            shares[client].append(update)
+        for client, share in shares.items():
+            self._socket.send_multipart([client, self._encode(News(share, stats))])

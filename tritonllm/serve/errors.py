@@ -1,0 +1,73 @@
+"""Errors as OpenAI's API reports them: a JSON object ``{"error": {message, type, param, code}}`` and a status."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from tritonllm.serve.async_llm import QueueFullError
+from tritonllm.serve.engine_client import EngineDeadError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+RETRY_AFTER = 1  # seconds that a refused client should wait
+
+
+class APIError(Exception):
+    """Ends a request with a status and a message."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+
+def as_api_error(error: Exception) -> APIError:
+    """What an exception of the engine or of a handler means to a client."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, QueueFullError):
+        return APIError(429, str(error), code="queue_full")
+    if isinstance(error, EngineDeadError):
+        return APIError(503, f"the server cannot answer: {error}", code="engine_dead")
+    if isinstance(error, ValueError):
+        return APIError(400, str(error))
+    return APIError(500, "the server failed to answer this request", code="internal_error")
+
+
+def error_body(error: APIError) -> dict[str, Any]:
+    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": _text(error.message), "type": kind, "param": _text(error.param), "code": error.code}}
+
+
+def _text(text: str | None) -> str | None:
+    """With what no encoding can write (half of a surrogate pair, from a request) as its escape."""
+    return text and text.encode("utf-8", "backslashreplace").decode()
+
+
+def error_headers(error: APIError) -> Mapping[str, str]:
+    if error.status == 429 or error.status == 503:
+        return {"Retry-After": str(RETRY_AFTER)}
+    return {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+
+
+def error_response(error: APIError) -> JSONResponse:
+    return JSONResponse(error_body(error), error.status, headers=error_headers(error))
+
+
+def validation_error(error: RequestValidationError) -> APIError:
+    """The first thing that pydantic found wrong with a body, with the field's name."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "function-")))
+    if first["type"] == "json_invalid":
+        return APIError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first["type"] == "extra_forbidden":
+        return APIError(400, f"unknown field {place!r}: leave it out", param=place)
+    message = first["msg"].removeprefix("Value error, ")
+    return APIError(400, f"{place}: {message}" if place else message, param=place or None)

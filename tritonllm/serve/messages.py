@@ -1,0 +1,199 @@
+"""What the API process and the engine process say to each other, as msgspec structures in MessagePack.
+
+The API process sends :data:`ToEngine`, the engine process answers with :class:`News`, one message for a step. Both
+processes are of one version of this package: the structures need not be compatible with others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+
+PackedLogprobs = list[tuple[int, float, int | None, str | None]]  # of one position: token, logprob, rank, text
+
+
+class Add(msgspec.Struct, tag=True, array_like=True):
+    """Queue a request; ``params`` are the fields of :class:`SamplingParams` that are not at their defaults."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    cache_salt: str | None
+    params: dict[str, Any]
+    priority: int
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    request_ids: list[str]
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True):
+    """End the engine process; requests that still run are dropped."""
+
+
+ToEngine = Add | Abort | Stop
+
+
+class Completion(msgspec.Struct, array_like=True):
+    """What is new of one of the ``n`` continuations."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[PackedLogprobs] | None = None
+
+
+class Update(msgspec.Struct, array_like=True):
+    """What is new of one request; times are those of ``time.monotonic()``, which all processes of a machine share.
+
+    ``refused`` is why the engine did not take the request: nothing else will come of it.
+    """
+
+    request_id: str
+    outputs: list[Completion]
+    finished: bool
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    prompt_logprobs: list[PackedLogprobs | None] | None = None
+    refused: str | None = None
+
+
+class Stats(msgspec.Struct, array_like=True):
+    """The engine's counters and load; see :class:`tritonllm.engine.engine.EngineStats`."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_cache_query_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    preemptions: int = 0
+    compilations_after_ready: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+
+
+class News(msgspec.Struct, array_like=True):
+    """What a step brought."""
+
+    updates: list[Update]
+    stats: Stats
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine has started: what the API process must know of it."""
+
+    tokenizer: str | None  # folder or hub id
+    revision: str | None
+    trust_remote_code: bool
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    eos_token_ids: list[int]
+    seed: int
+    default_params: dict[str, Any]
+    stats: Stats
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The engine did not start, or cannot go on. ``is_value_error``: the user can change that."""
+
+    message: str
+    is_value_error: bool = False
+
+
+def pack_params(params: SamplingParams) -> dict[str, Any]:
+    """The fields that are not at their defaults; an enumeration as its value."""
+    packed = {}
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if value != field.default:
+            packed[field.name] = value.value if isinstance(value, RequestOutputKind) else value
+    return packed
+
+
+def unpack_params(packed: dict[str, Any]) -> SamplingParams:
+    """Raises:
+    ValueError: a value outside its range.
+    """
+    values = dict(packed)
+    if "output_kind" in values:
+        values["output_kind"] = RequestOutputKind(values["output_kind"])
+    return SamplingParams(**values)
+
+
+def _pack_logprobs(positions: Sequence[Logprobs]) -> list[PackedLogprobs]:
+    return [[(token, e.logprob, e.rank, e.decoded_token) for token, e in entries.items()] for entries in positions]
+
+
+def unpack_logprobs(position: PackedLogprobs) -> Logprobs:
+    return {token: Logprob(logprob, rank, text) for token, logprob, rank, text in position}
+
+
+def pack_output(output: RequestOutput) -> Update:
+    """An engine's output as a message. Its prompt stays behind: the receiver has it."""
+    update = Update(
+        output.request_id,
+        [
+            Completion(
+                completion.index,
+                completion.text,
+                list(completion.token_ids),
+                completion.finish_reason,
+                completion.stop_reason,
+                completion.cumulative_logprob,
+                None if completion.logprobs is None else _pack_logprobs(completion.logprobs),
+            )
+            for completion in output.outputs
+        ],
+        output.finished,
+        num_cached_tokens=output.num_cached_tokens,
+        error=output.error,
+    )
+    times = output.metrics
+    if times is not None:
+        update.arrival_time, update.first_token_time = times.arrival_time, times.first_token_time
+        update.finished_time = times.finished_time
+    if output.finished and output.prompt_logprobs is not None:
+        update.prompt_logprobs = [p if p is None else _pack_logprobs([p])[0] for p in output.prompt_logprobs]
+    return update
+
+
+def unpack_completion(completion: Completion) -> CompletionOutput:
+    logprobs = completion.logprobs
+    return CompletionOutput(
+        index=completion.index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        cumulative_logprob=completion.cumulative_logprob,
+        logprobs=None if logprobs is None else [unpack_logprobs(position) for position in logprobs],
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+    )
+
+
+def unpack_output(update: Update, prompt: str | None, prompt_token_ids: Sequence[int]) -> RequestOutput:
+    """The message as the output that it was made of, with its prompt."""
+    scores = update.prompt_logprobs
+    return RequestOutput(
+        request_id=update.request_id,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=None if scores is None else [p if p is None else unpack_logprobs(p) for p in scores],
+        outputs=[unpack_completion(completion) for completion in update.outputs],
+        finished=update.finished,
+        metrics=RequestMetrics(update.arrival_time, update.first_token_time, update.finished_time),
+        num_cached_tokens=update.num_cached_tokens,
+        error=update.error,
+    )

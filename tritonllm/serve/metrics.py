@@ -1,0 +1,166 @@
+"""Prometheus metrics, under vLLM's names and with its meanings where we measure the same thing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import monotonic
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tritonllm.sampling_params import SamplingParams
+from tritonllm.serve.async_llm import AsyncLLM
+from tritonllm.serve.messages import Update
+
+LABELS = ("model_name", "engine")
+# Upper ends of the buckets are vLLM's, so that its dashboards have theirs.
+TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+E2E = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+LENGTHS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
+
+
+class EngineStatsCollector(Collector):
+    """The engine's counters and load, as they are when somebody asks."""
+
+    def __init__(self, llm: AsyncLLM, labels: tuple[str, ...]) -> None:
+        self._llm = llm
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._llm.stats
+        used = 1 - stats.num_free_blocks / max(stats.num_blocks, 1)
+        gauges = (
+            ("vllm:num_requests_running", "Sequences in execution.", stats.num_running),
+            ("vllm:num_requests_waiting", "Sequences that wait for a seat.", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", used),
+        )
+        counters = (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_query_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hit_tokens),
+            ("vllm:num_preemptions", "Preemptions by the engine.", stats.preemptions),
+            ("vllm:prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens),
+            ("vllm:generation_tokens", "Generated tokens.", stats.generated_tokens),
+            ("tritonllm:steps", "Steps that were launched.", stats.steps),
+            ("tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready),
+        )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, text, value in counters:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+
+
+@dataclass(slots=True)
+class _Times:
+    """Of a request that runs."""
+
+    arrival: float
+    n: int
+    prompt_tokens: int
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+
+
+class Metrics:
+    """Follows the requests of one :class:`AsyncLLM`.
+
+    Args:
+        llm: whose requests; :attr:`AsyncLLM.observer` is set.
+        model_name: a label of every metric.
+    """
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        labels = (model_name, "0")
+        self.registry.register(EngineStatsCollector(llm, labels))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(*labels)
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT)
+        self._itl = histogram("vllm:inter_token_latency_seconds", "Between two outputs of a stream.", ITL)
+        self._tpot = histogram(
+            "vllm:request_time_per_output_token_seconds", "Of a request, over the tokens after its first.", ITL
+        )
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", E2E)
+        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", LENGTHS)
+        self._generation = histogram("vllm:request_generation_tokens", "Generated tokens of a request.", LENGTHS)
+        self._n = histogram("vllm:request_params_n", "The parameter n.", (1, 2, 5, 10, 20))
+        self._success = Counter(
+            "vllm:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self.registry
+        )
+        self._labels = labels
+        self._requests: dict[str, _Times] = {}
+        llm.observer = self
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' format."""
+        return generate_latest(self.registry)
+
+    def added(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> None:
+        self._requests[request_id] = _Times(monotonic(), params.n, prompt_tokens)
+
+    def aborted(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._success.labels(*self._labels, "abort").inc()
+
+    def updated(self, update: Update) -> None:
+        times = self._requests.get(update.request_id)
+        if times is None:
+            return
+        if update.refused is not None:
+            del self._requests[update.request_id]
+            return
+        new = sum(len(completion.token_ids) for completion in update.outputs)
+        times.tokens += new
+        if new:
+            now = monotonic()
+            if times.first is None:
+                times.first = update.first_token_time or now
+                self._ttft.observe(max(times.first - times.arrival, 0.0))
+            else:
+                self._itl.observe(now - times.last)
+            times.last = now
+        if update.finished:
+            self._finish(times, update)
+
+    def _finish(self, times: _Times, update: Update) -> None:
+        del self._requests[update.request_id]
+        end = update.finished_time or monotonic()
+        self._e2e.observe(end - times.arrival)
+        self._prompt.observe(times.prompt_tokens)
+        self._generation.observe(times.tokens)
+        self._n.observe(times.n)
+        later = times.tokens - times.n  # tokens after each continuation's first
+        if later > 0 and times.first is not None:
+            self._tpot.observe((end - times.first) * times.n / later)
+        for completion in update.outputs:
+            self._success.labels(*self._labels, completion.finish_reason or "abort").inc()

@@ -1,0 +1,232 @@
+"""The bodies of requests: OpenAI's fields, and vLLM's beside them. Unknown fields are refused by name."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tritonllm.engine.chat import ChatOptions
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+
+MAX_N = 128  # as at OpenAI
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 2048  # of one request for completions
+# Fields that steer OpenAI's own service: accounts, storage, billing. Any value will do.
+SERVICE_FIELDS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user")
+# What is not here yet, with the values that mean "no".
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "store": (None, False),
+    "audio": (None,),
+    "best_of": (None, 1),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
+)
+
+
+class Body(BaseModel):
+    """Refuses what it does not know. A number is not taken for a string, nor a string for a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_neutral(cls, data: Any) -> Any:
+        """Drop the fields that change nothing.
+
+        Raises:
+            ValueError: one asks for what is not here.
+        """
+        if not isinstance(data, dict):
+            return data
+        kept = dict(data)
+        for name in kept.keys() & NEUTRAL.keys() - cls.model_fields.keys():
+            value = kept.pop(name)
+            if value not in NEUTRAL[name]:
+                raise ValueError(f"{name}: this server does not have this yet; leave it out")
+        for name in SERVICE_FIELDS:
+            kept.pop(name, None)
+        return kept
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingBody(Body):
+    """What both kinds of completion have; ``None`` leaves a field to the model's default."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_N)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_token_ids: bool | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be streamed: leave out stream")
+        return self
+
+    def sampling_params(
+        self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None, **more: Any
+    ) -> SamplingParams:
+        """Over the model's defaults.
+
+        Args:
+            max_tokens: ``None`` for as many as the model's length leaves.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        inherited = {
+            name: getattr(defaults, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        }
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        values = {**inherited, **given, "max_tokens": max_tokens, "logprobs": logprobs, "output_kind": kind, **more}
+        return SamplingParams.from_optional(**values)
+
+
+class CompletionRequest(SamplingBody):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = False
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> Self:
+        if not self.prompt:
+            raise ValueError("prompt is empty: it needs at least one token")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise ValueError("echo with logprobs cannot be streamed: leave out stream")
+        if len(self.prompts()) > MAX_PROMPTS:
+            raise ValueError(f"prompt has {len(self.prompts())} entries: at most {MAX_PROMPTS}")
+        return self
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One or several, each text or token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class ChatRequest(SamplingBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
+            raise ValueError(
+                "tool_choice: this server does not read tool calls out of the text yet: leave it out, or take none or "
+                "auto, with which the model is shown the tools and its calls come as text"
+            )
+        return self
+
+    def new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def options(self, chat_template: str | None, trust_template: bool) -> ChatOptions:
+        """Args:
+            chat_template: the server's, if it has one of its own.
+            trust_template: a request may bring its own.
+
+        Raises:
+            ValueError: options that exclude each other, or a template that may not be brought.
+        """
+        if self.chat_template is not None and not trust_template:
+            raise ValueError("chat_template: this server takes none from requests (--trust-request-chat-template)")
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return ChatOptions(
+            chat_template=self.chat_template or chat_template,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            tools=None if self.tool_choice == "none" else self.tools,
+            chat_template_kwargs=variables,
+        )
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``: text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]

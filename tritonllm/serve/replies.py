@@ -1,0 +1,133 @@
+"""The parts that answers are made of: usage, log-probabilities, events. Plain dictionaries, written as JSON."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
+
+LEAST_LOGPROB = -9999.0  # JSON has no word for minus infinity
+DONE = b"data: [DONE]\n\n"
+_ENCODER = msgspec.json.Encoder()
+
+
+def as_json(value: Any) -> bytes:
+    return _ENCODER.encode(value)
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _ENCODER.encode(value) + b"\n\n"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+@dataclass
+class Usage:
+    """Counts the tokens of an answer's requests; each prompt counts once, whatever ``n``."""
+
+    prompts: dict[int, tuple[int, int]] = field(default_factory=dict)  # request: prompt tokens, of them cached
+    completion_tokens: int = 0
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Take in what is new of the request with this index."""
+        self.prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens
+        self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def as_dict(self) -> dict[str, Any]:
+        prompt, cached = (
+            (sum(counts) for counts in zip(*self.prompts.values(), strict=True)) if self.prompts else (0, 0)
+        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else LEAST_LOGPROB
+
+
+def _entry(token: int, logprob: Logprob) -> dict[str, Any]:
+    text = logprob.decoded_token if logprob.decoded_token is not None else f"token_id:{token}"
+    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode())}
+
+
+def _most_likely(position: Logprobs, count: int) -> list[tuple[int, Logprob]]:
+    """The ``count`` most likely tokens of a position, in that order."""
+    ranked = [(token, entry) for token, entry in position.items() if entry.rank is not None and entry.rank <= count]
+    return sorted(ranked, key=lambda item: item[1].rank or 0)
+
+
+def chat_logprobs(tokens: Sequence[int], positions: Sequence[Logprobs] | None, top: int) -> dict[str, Any] | None:
+    """``choices[].logprobs`` of a chat completion; ``None`` if none were asked for."""
+    if positions is None:
+        return None
+    return {
+        "content": [
+            {
+                **_entry(token, position[token]),
+                "top_logprobs": [_entry(*item) for item in _most_likely(position, top)],
+            }
+            for token, position in zip(tokens, positions, strict=True)
+        ],
+    }
+
+
+def completion_logprobs(
+    tokens: Sequence[int], positions: Sequence[Logprobs | None] | None, offset: int, decode: Any = None
+) -> dict[str, Any] | None:
+    """``choices[].logprobs`` of a completion; ``None`` if none were asked for.
+
+    Args:
+        offset: characters of the tokens before these.
+        decode: text of a token without log-probabilities, the first one of a prompt.
+    """
+    if positions is None:
+        return None
+    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token, position in zip(tokens, positions, strict=True):
+        text = decode(token) if position is None else _entry(token, position[token])["token"]
+        result["tokens"].append(text)
+        result["token_logprobs"].append(None if position is None else _finite(position[token].logprob))
+        result["top_logprobs"].append(None if position is None else _by_text(position))
+        result["text_offset"].append(offset)
+        offset += len(text)
+    return result
+
+
+def _by_text(position: Logprobs) -> Mapping[str, float]:
+    """Of tokens with the same text, the first counts."""
+    texts: dict[str, float] = {}
+    for token, logprob in position.items():
+        entry = _entry(token, logprob)
+        texts.setdefault(entry["token"], entry["logprob"])
+    return texts
+
+
+def ending(completion: CompletionOutput) -> dict[str, Any]:
+    """Why it ended; OpenAI's field and vLLM's."""
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """vLLM's field: for each position its tokens, by id."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token): {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            for token, entry in position.items()
+        }
+        for position in output.prompt_logprobs
+    ]

@@ -1,0 +1,160 @@
+"""Run the server until it is told to stop, or its engine dies."""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from tritonllm.config import EngineConfig
+from tritonllm.serve.app import make_app
+from tritonllm.serve.async_llm import AsyncLLM
+from tritonllm.serve.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+DONE, FAILED = 0, 1
+NEWS_OF_DEATH = 1.0  # seconds in which clients and probes still get an answer after the engine has died
+
+
+class Server(uvicorn.Server):
+    """Ends with a status instead of the signal that ended it; a second signal does not wait for the requests."""
+
+    def __init__(self, config: uvicorn.Config, app: Any) -> None:
+        super().__init__(config)
+        self._app = app
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._app.state.draining = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The socket to listen on, before a model is loaded in vain.
+
+    Raises:
+        OSError: the address is taken or not ours.
+    """
+    if config.uds is None:
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        address: Any = (config.host, config.port)
+    else:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        address = config.uds
+        _remove_stale(config.uds)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise OSError(f"cannot listen on {address_of(config)}: {error.strerror}") from error
+    if config.uds is not None:
+        os.chmod(config.uds, 0o660)  # this user and group
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket that a killed server has left. One that somebody listens on stays, and binding to it fails."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+def address_of(config: ServerConfig, sock: socket.socket | None = None) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    port = config.port if sock is None else sock.getsockname()[1]
+    return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
+
+
+def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_level: int | None = None) -> int:
+    """Start an engine and serve until SIGINT or SIGTERM comes, or the engine dies.
+
+    Args:
+        engine, config: what to serve, and how.
+        max_queue: sequences that may wait for a seat.
+        log_level: of the engine process's messages on stderr; ``None``: it writes none.
+
+    Returns:
+        The exit status: 0 if it was told to stop, 1 if the engine died.
+
+    Raises:
+        OSError: the address is taken.
+        ValueError, RuntimeError: the engine did not start.
+    """
+    sock = bind(config)
+    try:
+        with _sigterm_interrupts():
+            llm = AsyncLLM(engine, max_queue=max_queue, log_level=log_level)
+        try:
+            return _serve(llm, config, sock)
+        finally:
+            llm.shutdown()
+    finally:
+        sock.close()
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Inside the block SIGTERM is as Ctrl-C: an engine that is starting is ended, too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket) -> int:
+    app = make_app(llm, config)
+    settings = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(config.drain_seconds),
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+    server = Server(settings, app)
+
+    def died(why: str) -> None:
+        logger.error("%s: the server ends", why)
+        asyncio.get_running_loop().call_later(NEWS_OF_DEATH, setattr, server, "should_exit", True)
+
+    llm.on_death = died
+    gc.collect()
+    gc.freeze()  # what lives as long as the server is not searched for garbage while streams wait
+    logger.info("serving %s on %s", ", ".join(config.model_names), address_of(config, sock))
+    server.run(sockets=[sock])
+    if llm.errored:
+        return FAILED
+    logger.info("stopped")
+    return DONE
