@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from tritonllm.engine.llm import LLM
     from tritonllm.engine.outputs import CompletionOutput, RequestOutput
     from tritonllm.inputs import TextPrompt, TokensPrompt
-    from tritonllm.sampling_params import SamplingParams
+    from tritonllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
     "LLM": "engine.llm",
     "SamplingParams": "sampling_params",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestOutput": "engine.outputs",
     "CompletionOutput": "engine.outputs",
     "EngineArgs": "engine.arg_utils",
@@ -37,6 +38,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
     "TextPrompt",

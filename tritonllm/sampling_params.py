@@ -11,6 +11,7 @@ from tritonllm.vllm_arguments import SAMPLING_DEFAULTS, VllmSampling, is_neutral
 
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy: the division by it would overflow
 MAX_LOGPROBS = 1024
+ALL = -1  # as a number of log-probabilities: those of the whole vocabulary
 MAX_N = 16384
 _NEUTRAL_NAMES = {name for name, _ in SAMPLING_DEFAULTS}
 INT32_MAX = 2**31 - 1  # the largest number that the kernels' parameters hold
@@ -41,6 +42,40 @@ def _plain_bias(token: Any, bias: Any) -> tuple[Any, Any]:
     return token, next((limit for limit in (-100.0, 100.0) if isinstance(bias, int | float) and bias / limit > 1), bias)
 
 
+@dataclass(frozen=True, slots=True)
+class RepetitionDetectionParams:
+    """Ends an output that says the same thing again and again; ``finish_reason`` is then ``"repetition"``.
+
+    Args:
+        max_pattern_size: longest n-gram that is looked for, in tokens; 0 looks for none.
+        min_pattern_size: shortest one; 0 counts as 1.
+        min_count: so many times in a row an n-gram must stand at the output's end; at least 2.
+
+    Raises:
+        ValueError: a value outside its range; the message names it.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        _integer("max_pattern_size", self.max_pattern_size, 0, INT32_MAX)
+        _integer("min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+        if self.max_pattern_size:
+            _integer("min_count", self.min_count, 2, INT32_MAX)
+
+    def found(self, tokens: Sequence[int], length: int) -> bool:
+        """Whether the first ``length`` tokens end with such a repetition."""
+        for size in range(max(self.min_pattern_size, 1), self.max_pattern_size + 1):
+            first = length - size * self.min_count
+            if first < 0:
+                return False
+            if tokens[first : length - size] == tokens[first + size : length]:
+                return True
+        return False
+
+
 @dataclass(slots=True)
 class SamplingParams(VllmSampling):
     """Parameters of one request. They are checked when made, and again when a request is added, which keeps a copy:
@@ -62,7 +97,8 @@ class SamplingParams(VllmSampling):
         stop_token_ids: tokens that end the output.
         include_stop_str_in_output: leave the stop string in the text.
         ignore_eos: go on after the end-of-sequence token.
-        logprobs: how many of the most likely tokens to report at each position (the chosen one is always reported).
+        logprobs: how many of the most likely tokens to report at each position (the chosen one is always reported);
+            -1: all of the vocabulary.
         prompt_logprobs: the same for each prompt token after the first.
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: if given, only these can be generated.
@@ -71,6 +107,9 @@ class SamplingParams(VllmSampling):
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: separate special tokens by spaces in the text.
         output_kind: what each step returns of this request.
+        truncate_prompt_tokens: use only so many of the prompt's last tokens; -1: as many as the model's length lets
+            one new token follow.
+        repetition_detection: ends an output that repeats itself.
 
     Raises:
         ValueError: a value outside its range; the message names the parameter.
@@ -101,6 +140,8 @@ class SamplingParams(VllmSampling):
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -120,12 +161,27 @@ class SamplingParams(VllmSampling):
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _integer(name, getattr(self, name), ALL, MAX_LOGPROBS)
+        self._check_more()
         for name, default in SAMPLING_DEFAULTS:
             value = getattr(self, name)
             if value is not default and not is_neutral(name, value, default):
                 refuse(name, value)
         self._normalise_sequences()
+
+    def _check_more(self) -> None:
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+            if not self.truncate_prompt_tokens:
+                raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for the model's length, got 0")
+        if isinstance(self.repetition_detection, Mapping):
+            try:
+                self.repetition_detection = RepetitionDetectionParams(**self.repetition_detection)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"repetition_detection: {error}") from error
+        if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
+            given = type(self.repetition_detection).__name__
+            raise ValueError(f"repetition_detection must be RepetitionDetectionParams, got {given}")
 
     def _normalise_sequences(self) -> None:
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):

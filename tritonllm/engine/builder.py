@@ -72,6 +72,7 @@ class StepBuilder:
             longest=int(seq_lens[:n].max(initial=0)),
             shared=None if self._planner is None else self._planner.plan(tables[:n], seq_lens[:n]),
             logprobs=None if logprobs < 0 else logprobs,
+            whole_logprobs=tuple(np.flatnonzero(seats.whole_logprobs[rows]).tolist()),
             edited=edited,
             new_edits=new_edits,
             prompt_spans=_prompt_spans(items, n),

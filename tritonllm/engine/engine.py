@@ -134,7 +134,7 @@ class LLMEngine:
         if priority and self.config.scheduler.policy != "priority":
             raise ValueError(f"priority={priority} needs policy='priority'; this engine's policy is 'fcfs'")
         params = self.inputs.take_params(params)
-        tokenized = self.inputs.tokenize(prompt)
+        tokenized = self.inputs.tokenize(prompt, params.truncate_prompt_tokens)
         requests = self.inputs.requests(request_id, tokenized, params, priority, next(self._arrivals))
         for request in requests:
             self._scheduler.check(request)

@@ -75,8 +75,11 @@ class InputProcessor:
         self._seed = seed
         self.default_params = default_params or SamplingParams()
 
-    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+    def tokenize(self, prompt: Prompt, truncate: int | None = None) -> TokenizedPrompt:
         """Token ids of a prompt in any of its forms.
+
+        Args:
+            truncate: keep so many of the last ones; -1: as many as may be, with one new token.
 
         Raises:
             ValueError: an unknown form, an empty or too long prompt, a token id outside the vocabulary.
@@ -89,6 +92,8 @@ class InputProcessor:
             if self.tokenizer is None:
                 raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
             ids = self.tokenizer.encode(text)
+        if truncate is not None:
+            ids = ids[-(self._max_model_len - 1 if truncate == -1 else truncate) :]
         if not ids:
             raise ValueError("prompt is empty: it needs at least one token")
         if len(ids) >= self._max_model_len:
@@ -138,6 +143,11 @@ class InputProcessor:
         for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
             for word in words:
                 _check_text(name, word)
+        if (params.truncate_prompt_tokens or 0) >= self._max_model_len:
+            raise ValueError(
+                f"truncate_prompt_tokens={params.truncate_prompt_tokens} and one new token must fit "
+                f"max_model_len={self._max_model_len}: use at most {self._max_model_len - 1}, or -1"
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self._vocab_size:

@@ -9,11 +9,12 @@ from tritonllm.engine.detokenizer import IncrementalDetokenizer, find_stop
 from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import TokenLogprobs
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.sampling_params import ALL, RequestOutputKind, SamplingParams
 
 
 def to_logprobs(scores: TokenLogprobs, row: int, top: int, tokenizer: Any) -> dict[int, Logprob]:
-    """One position's log-probabilities: the chosen token first, then the ``top`` most likely."""
+    """One position's log-probabilities: the chosen token first, then the ``top`` most likely, all if it is ``ALL``."""
+    top = len(scores.token_ids[row]) - 1 if top == ALL else top
     ids, values = scores.token_ids[row][: top + 1], scores.logprobs[row][: top + 1]
     ranks = [scores.ranks[row], *range(1, top + 1)]
     entries: dict[int, Logprob] = {}

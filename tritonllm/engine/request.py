@@ -11,7 +11,8 @@ class RequestStatus(enum.Enum):
     """Where a request is. ``PREEMPTED`` waits like ``WAITING``, but has run before.
 
     Attributes:
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or ``None`` while unfinished.
+        finish_reason: ``"stop"``, ``"length"``, ``"repetition"``, ``"abort"``, ``"error"``, or ``None`` while
+            unfinished.
         is_finished: whether there is one.
     """
 
@@ -20,6 +21,7 @@ class RequestStatus(enum.Enum):
     PREEMPTED = "preempted", None
     FINISHED_STOPPED = "stopped", "stop"
     FINISHED_LENGTH = "length", "length"
+    FINISHED_REPETITION = "repetition", "repetition"
     FINISHED_ABORTED = "aborted", "abort"
     FINISHED_ERROR = "error", "error"
 
@@ -61,6 +63,7 @@ class Request:
         order: the scheduler's sort key, unique.
         length_limit: tokens of prompt and output together at which the scheduler ends it.
         ends: tokens that end the output, if ``min_tokens`` lets them.
+        watched: every new token may end the output, whichever it is.
     """
 
     request_id: str
@@ -91,6 +94,7 @@ class Request:
     order: tuple[int, int, int] = (0, 0, 0)
     length_limit: int = 0
     ends: frozenset[int] = frozenset()
+    watched: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +110,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or ``None`` while unfinished."""
+        """``"stop"``, ``"length"``, ``"repetition"``, ``"abort"``, ``"error"``, or ``None`` while unfinished."""
         return self.status.finish_reason
 
     def token_ids(self, start: int, end: int) -> list[int]:

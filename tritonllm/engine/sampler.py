@@ -3,6 +3,9 @@
 Nothing here waits for the device. Results stay there until a :class:`~tritonllm.engine.results.RunningStep` is read.
 """
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
 
 from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
@@ -12,6 +15,21 @@ from tritonllm.engine.step import Step
 from tritonllm.kernels import sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
 from tritonllm.kernels.sampling.seat_state import SamplingRows
+
+
+class Drawn(NamedTuple):
+    """What a step drew.
+
+    Attributes:
+        tokens: ``[R]`` int64, valid until the next draw.
+        logprobs: of the model's own distribution, before edits, if a request wants them.
+        whole: rows whose requests want the whole vocabulary, with those. Each is computed when it is asked for, before
+            the next draw: one row takes 28 bytes a token of the vocabulary, and 256 at once would take a gigabyte.
+    """
+
+    tokens: torch.Tensor
+    logprobs: LogprobTensors | None
+    whole: Iterable[tuple[int, LogprobTensors]]
 
 
 class Sampler:
@@ -33,18 +51,12 @@ class Sampler:
         captured in a graph."""
         return sample(logits, *inputs, workspace=self._workspace, out=self._drawn[: len(logits)])
 
-    def sample(
-        self, logits: torch.Tensor, inputs: SamplingRows, step: Step
-    ) -> tuple[torch.Tensor, LogprobTensors | None]:
+    def sample(self, logits: torch.Tensor, inputs: SamplingRows, step: Step) -> Drawn:
         """One token for each row, whatever its request asks for.
 
         Args:
             logits: ``[R, V]`` float32; rows of requests that edit them are overwritten.
             step: whose R rows they are.
-
-        Returns:
-            ``[R]`` int64, valid until the next draw, and log-probabilities (of the model's own distribution, before
-            edits) if a request wants them.
         """
         raw = logits
         if step.edited is not None:
@@ -56,7 +68,10 @@ class Sampler:
             count_tokens(edits, seats, tokens)
         else:
             tokens = self.draw(logits, inputs)
-        return tokens, None if step.logprobs is None else token_logprobs(raw, tokens, step.logprobs)
+        logprobs = None if step.logprobs is None else token_logprobs(raw, tokens, step.logprobs)
+        vocab = logits.shape[1]
+        whole = ((i, token_logprobs(raw[i : i + 1], tokens[i : i + 1], vocab)) for i in step.whole_logprobs)
+        return Drawn(tokens, logprobs, whole)
 
     def _told(self, new: tuple[SeatEdits, ...]) -> LogitEdits:
         """The state of all seats, these ones written. It takes no memory before a request needs it (then 2.25 bytes a

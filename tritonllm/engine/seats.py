@@ -10,6 +10,7 @@ import numpy as np
 
 from tritonllm.engine.request import Request
 from tritonllm.engine.step import PARAMETERS, SamplingParameters
+from tritonllm.sampling_params import ALL
 
 
 class SeatTable:
@@ -27,6 +28,7 @@ class SeatTable:
         edited_lens: ``[seats]`` int64: they are edited while the sequence is shorter.
         edits_told: ``[seats]`` bool: the device has been told how.
         logprobs: ``[seats]`` int64: how many of the most likely tokens to report; -1 for no report.
+        whole_logprobs: ``[seats]`` bool: report the whole vocabulary; ``logprobs`` is 0 then.
     """
 
     def __init__(self, seats: int, max_blocks: int) -> None:
@@ -35,7 +37,7 @@ class SeatTable:
         self.changed = False
         self.edited_lens = np.zeros(seats, dtype=np.int64)
         self.logprobs = np.full(seats, -1, dtype=np.int64)
-        self.edits, self.edits_told = np.zeros((2, seats), dtype=bool)
+        self.edits, self.edits_told, self.whole_logprobs = np.zeros((3, seats), dtype=bool)
         self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
 
@@ -71,6 +73,7 @@ class SeatTable:
         mine.min_p[seat] = params.min_p
         mine.seeds[seat] = request.seed
         mine.steps[seat] = -len(request.prompt_token_ids)
-        self.logprobs[seat] = -1 if params.logprobs is None else params.logprobs
+        self.logprobs[seat] = -1 if params.logprobs is None else max(params.logprobs, 0)
+        self.whole_logprobs[seat] = params.logprobs == ALL
         self.edits[seat], self.edits_told[seat] = request.edits_logits, False
         self.edited_lens[seat] = len(request.prompt_token_ids) + params.min_tokens

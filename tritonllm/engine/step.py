@@ -197,7 +197,7 @@ class PromptSpan(NamedTuple):
         first: the position of the first of them.
         row: the step's token that predicts it; the next token predicts the next one.
         token_ids: them.
-        top: how many of the most likely tokens to report beside each.
+        top: how many of the most likely tokens to report beside each; ``ALL`` for the whole vocabulary.
     """
 
     request_id: str
@@ -220,6 +220,7 @@ class Step:
         longest: keys of the longest decode, or the least that it can have where a step in flight decides; 0 for none.
         shared: what the decodes share; ``None`` if it does not pay.
         logprobs: how many of the most likely tokens to report with each new one; ``None`` if nobody asks.
+        whole_logprobs: the rows that want the whole vocabulary.
         edited: ``[R]`` int32, the seats of those whose logits are edited, -1 for the others; ``None`` for nobody.
         new_edits: of seats that have to be told first.
         prompt_spans: prompt tokens to report on.
@@ -233,6 +234,7 @@ class Step:
     longest: int = 0
     shared: SharedPrefix | None = None
     logprobs: int | None = None
+    whole_logprobs: tuple[int, ...] = ()
     edited: np.ndarray | None = None
     new_edits: tuple[SeatEdits, ...] = ()
     prompt_spans: tuple[PromptSpan, ...] = ()
