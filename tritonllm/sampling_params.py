@@ -110,6 +110,8 @@ class SamplingParams(VllmSampling):
         truncate_prompt_tokens: use only so many of the prompt's last tokens; -1: as many as the model's length lets
             one new token follow.
         repetition_detection: ends an output that repeats itself.
+        thinking_token_budget: most tokens of a thought (between ``<think>`` and ``</think>``, or what the model's
+            tokenizer has for them), whose end is then forced.
 
     Raises:
         ValueError: a value outside its range; the message names the parameter.
@@ -142,6 +144,7 @@ class SamplingParams(VllmSampling):
     bad_words: Sequence[str] | None = None
     truncate_prompt_tokens: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -174,6 +177,8 @@ class SamplingParams(VllmSampling):
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
             if not self.truncate_prompt_tokens:
                 raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for the model's length, got 0")
+        if self.thinking_token_budget is not None:
+            _integer("thinking_token_budget", self.thinking_token_budget, 0, INT32_MAX)
         if isinstance(self.repetition_detection, Mapping):
             try:
                 self.repetition_detection = RepetitionDetectionParams(**self.repetition_detection)

@@ -28,7 +28,6 @@ class VllmSampling:
     output_text_buffer_length: Any = 0
     flat_logprobs: Any = False
     logprob_token_ids: Any = None
-    thinking_token_budget: Any = None
     stream_interval: Any = None
     skip_reading_prefix_cache: Any = None
     skip_clone: Any = False

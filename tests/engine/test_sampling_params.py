@@ -55,6 +55,8 @@ NAN, INFINITY = float("nan"), float("inf")
         ("truncate_prompt_tokens", 0),
         ("truncate_prompt_tokens", -2),
         ("truncate_prompt_tokens", 1.0),
+        ("thinking_token_budget", -1),
+        ("thinking_token_budget", 1.5),
         ("repetition_detection", 3),
         ("repetition_detection", {"max_pattern_size": 3, "min_count": 1}),
         ("repetition_detection", {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}),

@@ -9,7 +9,7 @@ from tritonllm.engine.plan import ScheduledRequest, StepPlan
 from tritonllm.engine.request import Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
-from tritonllm.engine.step import PromptSpan, Step, StepInputs
+from tritonllm.engine.step import PromptSpan, RowMasks, Step, StepInputs
 
 
 class StepBuilder:
@@ -75,6 +75,7 @@ class StepBuilder:
             whole_logprobs=tuple(np.flatnonzero(seats.whole_logprobs[rows]).tolist()),
             edited=edited,
             new_edits=new_edits,
+            masks=self._masks(drawing, rows),
             prompt_spans=_prompt_spans(items, n),
         )
 
@@ -104,6 +105,19 @@ class StepBuilder:
         seats.edits_told[rows[new]] = True
         told = tuple(edits_of(requests[i], int(rows[i])) for i in new.tolist())
         return np.where(edited, rows, -1).astype(np.int32), told
+
+    def _masks(self, requests: Sequence[Request], rows: np.ndarray) -> RowMasks | None:
+        """Of the requests that are sampled from, what the host lets come next."""
+        found = [
+            (row, mask)
+            for row in np.flatnonzero(self.seats.controlled[rows]).tolist()
+            for control in requests[row].controls
+            if (mask := control.mask()) is not None
+        ]
+        if not found:
+            return None
+        at, masks = zip(*found, strict=True)
+        return RowMasks(np.array(at, dtype=np.int32), np.stack(masks))
 
 
 def _prompt_spans(items: Sequence[ScheduledRequest], num_decodes: int) -> tuple[PromptSpan, ...]:

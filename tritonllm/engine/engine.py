@@ -12,7 +12,7 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import RequestMetrics, RequestOutput
 from tritonllm.engine.plan import NewTokens, StepPlan, describe
-from tritonllm.engine.request import RequestStatus
+from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
@@ -264,13 +264,27 @@ class LLMEngine:
                 state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
                 self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
             else:
-                if stopped is not None:
+                wrong = self._control(request, new)
+                if wrong is not None:
+                    state.error = wrong
+                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))
+                elif stopped is not None:
                     stop, drop = stopped
                     self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
                     taken -= drop
             touched[state.request_id] = state
         self._generated_tokens += taken
         return touched
+
+    @staticmethod
+    def _control(request: Request, new: Sequence[int]) -> str | None:
+        """Tell what decides about the request's next tokens of these; returns what is wrong with them, if anything."""
+        if request.controls and not request.status.is_finished:
+            for control in request.controls:
+                wrong = control.take(new)
+                if wrong is not None:
+                    return wrong
+        return None
 
     def _report(self, state: RequestState) -> RequestOutput | None:
         """The request's output, and its end if it has ended."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tritonllm.engine.control import THOUGHTS, Control, ThinkingBudget, thought_tokens
 from tritonllm.engine.edits import check_edits
 from tritonllm.engine.request import Request
 from tritonllm.engine.tokenizer import bad_word_ids
@@ -73,6 +74,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._seed = seed
+        self._thought = None if tokenizer is None else thought_tokens(tokenizer.get_vocab())
         self.default_params = default_params or SamplingParams()
 
     def tokenize(self, prompt: Prompt, truncate: int | None = None) -> TokenizedPrompt:
@@ -140,6 +142,9 @@ class InputProcessor:
         params = params.checked()
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise ValueError("stop and bad_words are text, but the engine has no tokenizer: use token ids")
+        if params.thinking_token_budget is not None and self._thought is None:
+            known = ", ".join(end for _, end in THOUGHTS)
+            raise ValueError(f"thinking_token_budget needs a tokenizer with an end-of-thought token ({known})")
         for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
             for word in words:
                 _check_text(name, word)
@@ -153,6 +158,14 @@ class InputProcessor:
                 if token >= self._vocab_size:
                     raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self._vocab_size - 1}")
         return params
+
+    def _controls(self, prompt: TokenizedPrompt, params: SamplingParams) -> tuple[Control, ...]:
+        """Of one continuation."""
+        budget = params.thinking_token_budget
+        if budget is None:
+            return ()
+        assert self._thought is not None  # checked with the parameters
+        return (ThinkingBudget(budget, *self._thought, prompt.token_ids, self._vocab_size),)
 
     def requests(
         self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int, arrival: int
@@ -178,6 +191,7 @@ class InputProcessor:
                 cache_salt=prompt.cache_salt,
                 seed=first if index == 0 else derive_seed(first, index),
                 bad_words=words,
+                controls=self._controls(prompt, params),
             )
             for index in range(params.n)
         ]

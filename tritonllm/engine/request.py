@@ -4,6 +4,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
+from tritonllm.engine.control import Control
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -46,6 +47,7 @@ class Request:
         cache_salt: prompts with different salts share no cached blocks.
         seed: of its samples.
         bad_words: token sequences that the output may not contain, tokenized.
+        controls: decide which tokens may come next.
         output_token_ids: what was generated so far, as far as the host knows it.
         num_pending_tokens: sampled by steps in flight: they exist, but only the device knows them yet.
         num_possible_tokens: how many more the steps in flight bring if they accept all drafts.
@@ -77,6 +79,7 @@ class Request:
     cache_salt: str | None = None
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    controls: tuple[Control, ...] = ()
 
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
@@ -100,6 +103,11 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens, prompt and output together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Its next token cannot be planned before those in flight are known."""
+        return any(control.waits(self.num_pending_tokens) for control in self.controls)
 
     @property
     def edits_logits(self) -> bool:

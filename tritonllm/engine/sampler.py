@@ -12,7 +12,7 @@ from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
 from tritonllm.engine.inputs import upload
 from tritonllm.engine.results import LogprobTensors
 from tritonllm.engine.step import Step
-from tritonllm.kernels import sample, token_logprobs
+from tritonllm.kernels import apply_token_bitmask, sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
 from tritonllm.kernels.sampling.seat_state import SamplingRows
 
@@ -55,12 +55,15 @@ class Sampler:
         """One token for each row, whatever its request asks for.
 
         Args:
-            logits: ``[R, V]`` float32; rows of requests that edit them are overwritten.
+            logits: ``[R, V]`` float32; rows of requests that change them are overwritten.
             step: whose R rows they are.
         """
-        raw = logits
+        changed = step.edited is not None or step.masks is not None
+        raw = logits.clone() if changed and step.logprobs is not None else logits  # changes are made in place
+        if step.masks is not None:
+            at, words = upload(step.masks, logits.device)
+            apply_token_bitmask(logits, at, words)
         if step.edited is not None:
-            raw = logits if step.logprobs is None else logits.clone()  # edits are made in place
             more = {"workspace": self._workspace, "out": self._drawn[: len(logits)]}
             edits = self._told(step.new_edits)
             (seats,) = upload([step.edited], logits.device)
@@ -107,6 +110,8 @@ class Sampler:
         for edited in ({}, {"edits": edits, "seats": seats}):
             tokens = sample(logits, *limits, index, index, workspace=self._workspace, **edited)
         count_tokens(edits, seats, tokens)
+        rows = torch.full((1,), -1, dtype=torch.int32, device=device)
+        apply_token_bitmask(logits, rows, rows.new_empty(1, -(-logits.shape[1] // 32)))
         for top in (0, 5):
             token_logprobs(logits, tokens, top)
 

@@ -8,7 +8,8 @@ compute (stall-free batching: Agrawal et al., "Sarathi-Serve", OSDI 2024).
 
 The host may plan a step while the one before still runs. A request whose last token is still on the device is then
 planned with it all the same: where it goes is known, only what it is the device fills in (``num_pending_tokens``).
-What ends with the token in flight by its length is not planned again; what turns out to have ended otherwise has
+What ends with the token in flight by its length is not planned again; nor is what the host must see that token of
+first (:mod:`tritonllm.engine.control`), until the results are in; what turns out to have ended otherwise has
 computed one token in vain.
 
 With drafts only the device knows how many tokens a step in flight brings: one, or up to so many more as it had drafts.
@@ -267,6 +268,8 @@ class Scheduler:
             total = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending_tokens
             if request.num_pending_tokens and total >= request.length_limit:
                 continue  # the token in flight ends it
+            if request.controls and request.num_pending_tokens and request.waits_for_tokens:
+                continue
             start = request.num_computed_tokens
             end = last = min(total, start + budget)
             drafts = 0

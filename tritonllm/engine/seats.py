@@ -26,6 +26,7 @@ class SeatTable:
         changed: some of it since :meth:`take_parameters`.
         edits: ``[seats]`` bool: logits are edited at every token.
         edited_lens: ``[seats]`` int64: they are edited while the sequence is shorter.
+        controlled: ``[seats]`` bool: the host decides which tokens may come.
         edits_told: ``[seats]`` bool: the device has been told how.
         logprobs: ``[seats]`` int64: how many of the most likely tokens to report; -1 for no report.
         whole_logprobs: ``[seats]`` bool: report the whole vocabulary; ``logprobs`` is 0 then.
@@ -37,7 +38,7 @@ class SeatTable:
         self.changed = False
         self.edited_lens = np.zeros(seats, dtype=np.int64)
         self.logprobs = np.full(seats, -1, dtype=np.int64)
-        self.edits, self.edits_told, self.whole_logprobs = np.zeros((3, seats), dtype=bool)
+        self.edits, self.edits_told, self.whole_logprobs, self.controlled = np.zeros((4, seats), dtype=bool)
         self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
 
@@ -75,5 +76,6 @@ class SeatTable:
         mine.steps[seat] = -len(request.prompt_token_ids)
         self.logprobs[seat] = -1 if params.logprobs is None else max(params.logprobs, 0)
         self.whole_logprobs[seat] = params.logprobs == ALL
+        self.controlled[seat] = bool(request.controls)
         self.edits[seat], self.edits_told[seat] = request.edits_logits, False
         self.edited_lens[seat] = len(request.prompt_token_ids) + params.min_tokens

@@ -189,6 +189,18 @@ class SharedPrefix(NamedTuple):
     shares: np.ndarray
 
 
+class RowMasks(NamedTuple):
+    """Tokens that may come next, of N of a step's rows.
+
+    Attributes:
+        rows: ``[N]`` int32.
+        words: ``[N, ceil(V / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` is of token t.
+    """
+
+    rows: np.ndarray
+    words: np.ndarray
+
+
 class PromptSpan(NamedTuple):
     """Prompt tokens whose log-probabilities a request wants of this step.
 
@@ -223,6 +235,7 @@ class Step:
         whole_logprobs: the rows that want the whole vocabulary.
         edited: ``[R]`` int32, the seats of those whose logits are edited, -1 for the others; ``None`` for nobody.
         new_edits: of seats that have to be told first.
+        masks: of rows whose next token the host restricts; ``None`` if there are none.
         prompt_spans: prompt tokens to report on.
     """
 
@@ -237,6 +250,7 @@ class Step:
     whole_logprobs: tuple[int, ...] = ()
     edited: np.ndarray | None = None
     new_edits: tuple[SeatEdits, ...] = ()
+    masks: RowMasks | None = None
     prompt_spans: tuple[PromptSpan, ...] = ()
 
     @property
@@ -247,7 +261,7 @@ class Step:
     @property
     def plain(self) -> bool:
         """The draw alone serves all of them: no logits are edited or reported."""
-        return self.edited is None and self.logprobs is None
+        return self.edited is None and self.logprobs is None and self.masks is None
 
 
 def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:

@@ -15,7 +15,7 @@ from tritonllm.kernels.runtime.registry import register_op, with_reference
 _BLOCK = 2048  # tokens of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _bitmask_kernel(
     logits_ptr,  # [B, V]
     rows_ptr,  # [N]
