@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
@@ -112,6 +112,10 @@ class SamplingParams(VllmSampling):
         repetition_detection: ends an output that repeats itself.
         thinking_token_budget: most tokens of a thought (between ``<think>`` and ``</think>``, or what the model's
             tokenizer has for them), whose end is then forced.
+        logits_processors: functions ``(output_token_ids, logits[V]) -> logits[V]``, or with ``prompt_token_ids``
+            before them, called one after the other at each token. The request is then not planned ahead; the ``n``
+            continuations share the functions.
+        extra_args: for batch processors (:class:`tritonllm.engine.processors.BatchLogitsProcessor`).
 
     Raises:
         ValueError: a value outside its range; the message names the parameter.
@@ -145,6 +149,8 @@ class SamplingParams(VllmSampling):
     truncate_prompt_tokens: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     thinking_token_budget: int | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -179,6 +185,13 @@ class SamplingParams(VllmSampling):
                 raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for the model's length, got 0")
         if self.thinking_token_budget is not None:
             _integer("thinking_token_budget", self.thinking_token_budget, 0, INT32_MAX)
+        functions = self.logits_processors
+        if functions is not None:
+            if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
+                raise ValueError(f"logits_processors must be a list of functions, got {functions!r}")
+            self.logits_processors = list(functions)
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise ValueError(f"extra_args must be a dict, got {self.extra_args!r}")
         if isinstance(self.repetition_detection, Mapping):
             try:
                 self.repetition_detection = RepetitionDetectionParams(**self.repetition_detection)
@@ -229,8 +242,8 @@ class SamplingParams(VllmSampling):
         return cls(**given)
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares nothing with this one."""
-        return deepcopy(self)
+        """A copy that shares nothing with this one but its logits processors."""
+        return deepcopy(self, {id(processor): processor for processor in self.logits_processors or ()})
 
     def checked(self) -> "SamplingParams":
         """A copy whose values are checked, for the engine to keep.

@@ -23,8 +23,6 @@ class VllmSampling:
     early_stopping: Any = False
     guided_decoding: Any = None
     structured_outputs: Any = None
-    logits_processors: Any = None
-    extra_args: Any = None
     output_text_buffer_length: Any = 0
     flat_logprobs: Any = False
     logprob_token_ids: Any = None
@@ -106,7 +104,6 @@ class VllmEngine:
     guided_decoding_backend: Any = None
     structured_outputs_config: Any = None
     reasoning_parser: Any = None
-    logits_processors: Any = None
     logits_processor_pattern: Any = None
     logprobs_mode: Any = "raw_logprobs"
     enable_prompt_embeds: Any = False
@@ -181,7 +178,6 @@ ANY_VALUE = {
 ADVICE = {
     "tensor_parallel_size": "only one GPU so far, leave it at 1",
     "best_of": "ask for n outputs and choose among them",
-    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
     "kv_cache_memory_bytes": "use gpu_memory_utilization or num_gpu_blocks_override",
     "override_generation_config": "pass SamplingParams, or generation_config= with a folder of your own",

@@ -57,6 +57,10 @@ NAN, INFINITY = float("nan"), float("inf")
         ("truncate_prompt_tokens", 1.0),
         ("thinking_token_budget", -1),
         ("thinking_token_budget", 1.5),
+        ("logits_processors", len),
+        ("logits_processors", [1]),
+        ("logits_processors", "a"),
+        ("extra_args", 3),
         ("repetition_detection", 3),
         ("repetition_detection", {"max_pattern_size": 3, "min_count": 1}),
         ("repetition_detection", {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}),
@@ -183,8 +187,8 @@ def test_places_are_those_of_vllm():
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"best_of": None, "guided_decoding": None, "structured_outputs": None, "extra_args": None},
-        {"best_of": 1, "extra_args": {}, "logits_processors": [], "truncate_prompt_tokens": None},
+        {"best_of": None, "guided_decoding": None, "structured_outputs": None},
+        {"best_of": 1, "skip_clone": False},
         {"output_text_buffer_length": 0, "flat_logprobs": False, "skip_clone": True, "use_beam_search": False},
     ],
 )
@@ -198,9 +202,7 @@ def test_neutral_values_of_vllm(kwargs):
         ("best_of", 3, "ask for n"),
         ("guided_decoding", object(), "leave it out"),
         ("structured_outputs", {"regex": "a+"}, "leave it out"),
-        ("logits_processors", [len], "logit_bias"),
         ("use_beam_search", True, "leave it out"),
-        ("extra_args", {"a": 1}, "leave it out"),
     ],
 )
 def test_other_values_of_vllm_are_refused(name, value, advice):

@@ -9,7 +9,7 @@ from tritonllm.engine.plan import ScheduledRequest, StepPlan
 from tritonllm.engine.request import Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
-from tritonllm.engine.step import PromptSpan, RowMasks, Step, StepInputs
+from tritonllm.engine.step import PromptSpan, RowMasks, RowProcessors, SeatedRequest, Step, StepInputs
 
 
 class StepBuilder:
@@ -20,9 +20,18 @@ class StepBuilder:
         max_blocks: blocks of the longest sequence.
         block_size: tokens of a block.
         planner: finds what decodes share; ``None`` does not look for it.
+        tell_admitted: steps say which requests are new to their seats.
     """
 
-    def __init__(self, seats: int, max_blocks: int, block_size: int, planner: CascadePlanner | None = None) -> None:
+    def __init__(
+        self,
+        seats: int,
+        max_blocks: int,
+        block_size: int,
+        planner: CascadePlanner | None = None,
+        tell_admitted: bool = False,
+    ) -> None:
+        self._tell_admitted = tell_admitted
         self.seats = SeatTable(seats, max_blocks)
         self._block_size = block_size
         self._planner = planner
@@ -39,6 +48,7 @@ class StepBuilder:
         requests, *columns = zip(*items, strict=True)
         starts, counts, samples, in_flight = map(np.array, columns[:4])
         at = seats.rows(requests)
+        admitted = seats.take_admitted()
         ends, lasts = starts + counts, np.cumsum(counts)
         tables = seats.tables[at, : -(-int(ends.max()) // size)]
         input_ids = np.full(plan.num_tokens, -1, dtype=np.int32)
@@ -76,6 +86,8 @@ class StepBuilder:
             edited=edited,
             new_edits=new_edits,
             masks=self._masks(drawing, rows),
+            processors=self._processors(drawing, rows),
+            admitted=tuple(map(_seated, admitted)) if self._tell_admitted else (),
             prompt_spans=_prompt_spans(items, n),
         )
 
@@ -118,6 +130,21 @@ class StepBuilder:
             return None
         at, masks = zip(*found, strict=True)
         return RowMasks(np.array(at, dtype=np.int32), np.stack(masks))
+
+    def _processors(self, requests: Sequence[Request], rows: np.ndarray) -> tuple[RowProcessors, ...]:
+        found = []
+        for row in np.flatnonzero(self.seats.controlled[rows]).tolist():
+            request = requests[row]
+            if request.params.logits_processors:
+                prompt, output = list(request.prompt_token_ids), list(request.output_token_ids)
+                found.append(RowProcessors(row, request.request_id, request.params.logits_processors, prompt, output))
+        return tuple(found)
+
+
+def _seated(request: Request) -> SeatedRequest:
+    assert request.seat is not None  # it runs
+    prompt, output = list(request.prompt_token_ids), list(request.output_token_ids)
+    return SeatedRequest(request.seat, request.request_id, request.params, prompt, output)
 
 
 def _prompt_spans(items: Sequence[ScheduledRequest], num_decodes: int) -> tuple[PromptSpan, ...]:

@@ -39,6 +39,19 @@ def thought_tokens(vocabulary: dict[str, int]) -> tuple[int, int] | None:
     return None
 
 
+class ReadsOutput:
+    """Restricts nothing; the next token is planned when the output before it is known."""
+
+    def waits(self, pending: int) -> bool:
+        return True
+
+    def take(self, tokens: Sequence[int]) -> str | None:
+        return None
+
+    def mask(self) -> np.ndarray | None:
+        return None
+
+
 class ThinkingBudget:
     """Forces the end of a thought once it has so many tokens.
 

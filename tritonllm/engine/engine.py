@@ -264,7 +264,7 @@ class LLMEngine:
                 state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
                 self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
             else:
-                wrong = self._control(request, new)
+                wrong = result.errors.get(request.request_id) or self._control(request, new)
                 if wrong is not None:
                     state.error = wrong
                     self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonllm.engine.control import THOUGHTS, Control, ThinkingBudget, thought_tokens
+from tritonllm.engine.control import THOUGHTS, Control, ReadsOutput, ThinkingBudget, thought_tokens
 from tritonllm.engine.edits import check_edits
 from tritonllm.engine.request import Request
 from tritonllm.engine.tokenizer import bad_word_ids
@@ -58,6 +58,7 @@ class InputProcessor:
     eos_token_ids: tokens that end an output.
     seed: the engine's, for requests without one.
     default_params: of requests that bring none.
+    takes_extra_args: there are logits processors, who may read them.
     """
 
     def __init__(
@@ -68,7 +69,10 @@ class InputProcessor:
         eos_token_ids: frozenset[int],
         seed: int,
         default_params: SamplingParams | None = None,
+        *,
+        takes_extra_args: bool = False,
     ) -> None:
+        self._takes_extra_args = takes_extra_args
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -145,6 +149,8 @@ class InputProcessor:
         if params.thinking_token_budget is not None and self._thought is None:
             known = ", ".join(end for _, end in THOUGHTS)
             raise ValueError(f"thinking_token_budget needs a tokenizer with an end-of-thought token ({known})")
+        if params.extra_args and not self._takes_extra_args:
+            raise ValueError("extra_args are for logits processors: register some with LLM(logits_processors=[...])")
         for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
             for word in words:
                 _check_text(name, word)
@@ -161,11 +167,14 @@ class InputProcessor:
 
     def _controls(self, prompt: TokenizedPrompt, params: SamplingParams) -> tuple[Control, ...]:
         """Of one continuation."""
+        controls: list[Control] = []
+        if params.logits_processors:
+            controls.append(ReadsOutput())
         budget = params.thinking_token_budget
-        if budget is None:
-            return ()
-        assert self._thought is not None  # checked with the parameters
-        return (ThinkingBudget(budget, *self._thought, prompt.token_ids, self._vocab_size),)
+        if budget is not None:
+            assert self._thought is not None  # checked with the parameters
+            controls.append(ThinkingBudget(budget, *self._thought, prompt.token_ids, self._vocab_size))
+        return tuple(controls)
 
     def requests(
         self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int, arrival: int

@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -40,11 +40,13 @@ class StepResult:
         logprobs: of the new tokens of all sequences, one after the other; ``None`` if nobody asked.
         prompt_logprobs: by request id, those of the prompt tokens that this step's chunk predicts, with the position
             of the first.
+        errors: of requests that must end, by their id.
     """
 
     sampled: list[list[int]]
     logprobs: TokenLogprobs | None
     prompt_logprobs: dict[str, tuple[int, TokenLogprobs]]
+    errors: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunningStep:
@@ -59,6 +61,7 @@ class RunningStep:
         whole_logprobs: rows whose log-probabilities are longer than the others', with those. Of both each part is on
             its way to the host before the next one is computed.
         device: where it runs.
+        errors: see :class:`StepResult`.
     """
 
     def __init__(
@@ -69,7 +72,9 @@ class RunningStep:
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]],
         device: torch.device,
         whole_logprobs: Iterable[tuple[int, LogprobTensors]] = (),
+        errors: Mapping[str, str] | None = None,
     ) -> None:
+        self._errors = errors or {}
         self._samples = samples
         self._tokens = None if tokens is None else _to_host(tokens)
         self._logprobs = None if logprobs is None else tuple(_to_host(t) for t in logprobs)
@@ -117,7 +122,7 @@ class RunningStep:
             scores.token_ids.extend(more.token_ids)
             scores.logprobs.extend(more.logprobs)
             scores.ranks.extend(more.ranks)
-        return StepResult(self._sampled(), logprobs, of_prompts)
+        return StepResult(self._sampled(), logprobs, of_prompts, self._errors)
 
     def _sampled(self) -> list[list[int]]:
         if self._tokens is None:

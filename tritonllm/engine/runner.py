@@ -11,6 +11,7 @@ from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
+from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import LogprobTensors, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
@@ -50,7 +51,11 @@ class ModelRunner:
         seats = config.scheduler.max_num_seqs
         self._sampled = graph_sizes(seats)
         self._seats = DeviceSeats(seats, self._block_size, device)
-        self._sampler = Sampler(self._seats.drawn, model.spec.vocab_size)
+        vocab = model.spec.vocab_size
+        self._processors: BatchProcessors | None = None
+        if config.logits_processors:
+            self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
+        self._sampler = Sampler(self._seats.drawn, vocab, self._processors)
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
@@ -136,7 +141,8 @@ class ModelRunner:
 
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
-        return StepBuilder(seats, self._max_blocks, self._block_size, self._planner)
+        tell = self._processors is not None
+        return StepBuilder(seats, self._max_blocks, self._block_size, self._planner, tell_admitted=tell)
 
     def warm_up(self) -> WarmUp:
         """The steps that are run before the first request."""
@@ -191,11 +197,15 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> RunningStep:
         """Start one step; its results can be waited for, and the next one may be started before."""
-        logprobs = None
+        logprobs = errors = None
         whole: Iterable[tuple[int, LogprobTensors]] = ()
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
         if step.parameters is not None:
             self._seats.tell(step.parameters)
+        changed = False
+        if self._processors is not None:
+            self._processors.admit(step.admitted)
+            changed = self._processors.wanted(step)
         key = None if self._graphs is None else self._graphs.key_for(step)
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
@@ -209,11 +219,11 @@ class ModelRunner:
             if step.prompt_spans:
                 prompt_logprobs = self._prompt_logprobs(step, hidden)
                 hidden = hidden[batch.inputs.logit_rows]
-        if step.num_rows and (tokens is None or not step.plain):
+        if step.num_rows and (tokens is None or changed or not step.plain):
             logits = self._model.compute_logits(hidden)[: step.num_rows]
-            tokens, logprobs, whole = self._sampler.sample(logits, batch.sampling(step.num_rows), step)
+            tokens, logprobs, whole, errors = self._sampler.sample(logits, batch.sampling(step.num_rows), step)
         tokens = None if tokens is None else tokens[: step.num_rows]
-        return RunningStep(step.samples, tokens, logprobs, prompt_logprobs, self._device, whole)
+        return RunningStep(step.samples, tokens, logprobs, prompt_logprobs, self._device, whole, errors)
 
     def _run_eagerly(self, step: Step, batch: Batch) -> torch.Tensor:
         """Hidden states of the tokens that are sampled from (and of padding), or of all."""

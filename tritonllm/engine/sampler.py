@@ -10,6 +10,7 @@ import torch
 
 from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
 from tritonllm.engine.inputs import upload
+from tritonllm.engine.processors import BatchProcessors, Errors, apply_to_rows
 from tritonllm.engine.results import LogprobTensors
 from tritonllm.engine.step import Step
 from tritonllm.kernels import apply_token_bitmask, sample, token_logprobs
@@ -23,6 +24,7 @@ class Drawn(NamedTuple):
     Attributes:
         tokens: ``[R]`` int64, valid until the next draw.
         logprobs: of the model's own distribution, before edits, if a request wants them.
+        errors: what went wrong in requests' processors, by request id.
         whole: rows whose requests want the whole vocabulary, with those. Each is computed when it is asked for, before
             the next draw: one row takes 28 bytes a token of the vocabulary, and 256 at once would take a gigabyte.
     """
@@ -30,6 +32,7 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor
     logprobs: LogprobTensors | None
     whole: Iterable[tuple[int, LogprobTensors]]
+    errors: Errors
 
 
 class Sampler:
@@ -38,9 +41,11 @@ class Sampler:
     Args:
         drawn: ``[seats]`` int64, where tokens are written.
         vocab: size of the vocabulary.
+        processors: change the logits of whole steps.
     """
 
-    def __init__(self, drawn: torch.Tensor, vocab: int) -> None:
+    def __init__(self, drawn: torch.Tensor, vocab: int, processors: BatchProcessors | None = None) -> None:
+        self._processors = processors
         self._drawn = drawn
         self._workspace = torch.zeros(len(drawn), dtype=torch.int32, device=drawn.device)
         self._size = len(drawn), vocab
@@ -58,9 +63,13 @@ class Sampler:
             logits: ``[R, V]`` float32; rows of requests that change them are overwritten.
             step: whose R rows they are.
         """
-        changed = step.edited is not None or step.masks is not None
+        batch = self._processors if self._processors is not None and self._processors.wanted(step) else None
+        changed = step.changed or batch is not None
         raw = logits.clone() if changed and step.logprobs is not None else logits  # changes are made in place
-        if step.masks is not None:
+        errors = apply_to_rows(logits, step.processors)
+        if batch is not None:
+            errors |= batch.apply(logits, inputs.steps, step)
+        if step.masks is not None:  # last, so that no processor allows what it bans
             at, words = upload(step.masks, logits.device)
             apply_token_bitmask(logits, at, words)
         if step.edited is not None:
@@ -71,10 +80,12 @@ class Sampler:
             count_tokens(edits, seats, tokens)
         else:
             tokens = self.draw(logits, inputs)
+        if batch is not None:
+            batch.count(tokens, step)
         logprobs = None if step.logprobs is None else token_logprobs(raw, tokens, step.logprobs)
         vocab = logits.shape[1]
         whole = ((i, token_logprobs(raw[i : i + 1], tokens[i : i + 1], vocab)) for i in step.whole_logprobs)
-        return Drawn(tokens, logprobs, whole)
+        return Drawn(tokens, logprobs, whole, errors)
 
     def _told(self, new: tuple[SeatEdits, ...]) -> LogitEdits:
         """The state of all seats, these ones written. It takes no memory before a request needs it (then 2.25 bytes a

@@ -39,6 +39,7 @@ class SeatTable:
         self.edited_lens = np.zeros(seats, dtype=np.int64)
         self.logprobs = np.full(seats, -1, dtype=np.int64)
         self.edits, self.edits_told, self.whole_logprobs, self.controlled = np.zeros((4, seats), dtype=bool)
+        self._admitted: list[Request] = []
         self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
 
@@ -63,11 +64,17 @@ class SeatTable:
         self.changed = False
         return SamplingParameters(**{name: getattr(self.parameters, name).copy() for name in PARAMETERS})
 
+    def take_admitted(self) -> list[Request]:
+        """The requests that were given a seat since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
     def _seat(self, request: Request, seat: int) -> None:
         params, mine = request.params, self.parameters
         self.changed = True
         self._admissions[seat] = request.admission
         self._num_blocks[seat] = 0
+        self._admitted.append(request)
         mine.temperature[seat] = 0.0 if params.greedy else params.temperature
         mine.top_k[seat] = max(params.top_k, 0)
         mine.top_p[seat] = params.top_p

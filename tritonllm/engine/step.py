@@ -6,15 +6,16 @@ one to the other and the steps of the warm-up are all made from it.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from tritonllm.engine.edits import SeatEdits
 from tritonllm.layers.segments import Segment, Segments, decodes
+from tritonllm.sampling_params import SamplingParams
 
 ALIGNMENT = 16  # bytes: kernels are compiled for pointers that are multiples of it
 Array = TypeVar("Array")  # np.ndarray on the host, torch.Tensor on the device
@@ -201,6 +202,33 @@ class RowMasks(NamedTuple):
     words: np.ndarray
 
 
+class RowProcessors(NamedTuple):
+    """A request's own functions that change its logits.
+
+    Attributes:
+        row: of the step.
+        request_id: whose.
+        functions: to call one after the other.
+        prompt, output: its tokens so far.
+    """
+
+    row: int
+    request_id: str
+    functions: Sequence[Callable[..., Any]]
+    prompt: list[int]
+    output: list[int]
+
+
+class SeatedRequest(NamedTuple):
+    """What processors of whole batches are told of a request that takes a seat, with its tokens so far."""
+
+    seat: int
+    request_id: str
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+
+
 class PromptSpan(NamedTuple):
     """Prompt tokens whose log-probabilities a request wants of this step.
 
@@ -236,6 +264,8 @@ class Step:
         edited: ``[R]`` int32, the seats of those whose logits are edited, -1 for the others; ``None`` for nobody.
         new_edits: of seats that have to be told first.
         masks: of rows whose next token the host restricts; ``None`` if there are none.
+        processors: functions of requests that change their logits.
+        admitted: requests that are new to their seats, if processors of whole batches want to know.
         prompt_spans: prompt tokens to report on.
     """
 
@@ -251,6 +281,8 @@ class Step:
     edited: np.ndarray | None = None
     new_edits: tuple[SeatEdits, ...] = ()
     masks: RowMasks | None = None
+    processors: tuple[RowProcessors, ...] = ()
+    admitted: tuple[SeatedRequest, ...] = ()
     prompt_spans: tuple[PromptSpan, ...] = ()
 
     @property
@@ -260,8 +292,13 @@ class Step:
 
     @property
     def plain(self) -> bool:
-        """The draw alone serves all of them: no logits are edited or reported."""
-        return self.edited is None and self.logprobs is None and self.masks is None
+        """The draw alone serves all of them: no logits are changed or reported."""
+        return not self.changed and self.logprobs is None
+
+    @property
+    def changed(self) -> bool:
+        """Logits of some rows are changed (by processors of whole batches, perhaps, which this does not know)."""
+        return self.edited is not None or self.masks is not None or bool(self.processors)
 
 
 def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:
