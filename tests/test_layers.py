@@ -45,6 +45,8 @@ NO_TORCH = {
     "engine.block_pool",
     "engine.builder",
     "engine.edits",
+    "engine.grammar",
+    "engine.json_schema",
     "engine.plan",
     "engine.prefix_cache",
     "engine.request",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tritonllm.engine.llm import LLM
     from tritonllm.engine.outputs import CompletionOutput, RequestOutput
     from tritonllm.inputs import TextPrompt, TokensPrompt
-    from tritonllm.sampling_params import RepetitionDetectionParams, SamplingParams
+    from tritonllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -25,6 +25,7 @@ _HOME = {
     "LLM": "engine.llm",
     "SamplingParams": "sampling_params",
     "RepetitionDetectionParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
     "RequestOutput": "engine.outputs",
     "CompletionOutput": "engine.outputs",
     "EngineArgs": "engine.arg_utils",
@@ -41,6 +42,7 @@ __all__ = [
     "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

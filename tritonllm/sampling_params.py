@@ -76,6 +76,64 @@ class RepetitionDetectionParams:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What an output must look like. Exactly one of the first five says it. Needs the extra ``structured``.
+
+    Args:
+        json: a JSON schema, as text or as a dict.
+        regex: a regular expression that the whole output matches.
+        choice: the output is one of these strings.
+        grammar: in EBNF, as xgrammar reads it; it begins with the rule ``root``.
+        json_object: any JSON object or array.
+        disable_any_whitespace: JSON with one space after commas and colons, and none elsewhere. Without it a model may
+            indent as it likes.
+
+    Raises:
+        ValueError: none or several of them, or one of a wrong type. Whether a schema, expression or grammar is a right
+            one is checked when a request is added.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in _WISHES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(_WISHES)}, got {' and '.join(given) or 'none'}")
+        for name, kinds in (("json", str | Mapping), ("regex", str), ("grammar", str), ("json_object", bool)):
+            value = getattr(self, name)
+            if not isinstance(value, kinds | None):
+                raise ValueError(f"{name} must be {getattr(kinds, '__name__', 'a string or a dict')}, got {value!r}")
+        choice = self.choice
+        if choice is None:
+            return
+        if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
+            raise ValueError(f"choice must be a list of strings, got {choice!r}")
+        if not all(isinstance(one, str) and one for one in choice):
+            raise ValueError(f"choice must be of strings, none of them empty, got {choice!r}")
+
+    @property
+    def wish(self) -> tuple[str, Any]:
+        """The name of the one that was given, and its value."""
+        return next((name, value) for name in _WISHES if (value := getattr(self, name)) not in (None, False))
+
+    @property
+    def key(self) -> tuple[str, str, bool]:
+        """Equal for equal wishes, and hashable."""
+        name, value = self.wish
+        text = value if isinstance(value, str) else repr(value)
+        return name, text, self.disable_any_whitespace
+
+
+_WISHES = ("json", "regex", "choice", "grammar", "json_object")
+GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
+
+
 @dataclass(slots=True)
 class SamplingParams(VllmSampling):
     """Parameters of one request. They are checked when made, and again when a request is added, which keeps a copy:
@@ -115,6 +173,8 @@ class SamplingParams(VllmSampling):
         logits_processors: functions ``(output_token_ids, logits[V]) -> logits[V]``, or with ``prompt_token_ids``
             before them, called one after the other at each token. The request is then not planned ahead; the ``n``
             continuations share the functions.
+        structured_outputs: what the output must look like.
+        guided_decoding: the same, under vLLM's older name.
         extra_args: for batch processors (:class:`tritonllm.engine.processors.BatchLogitsProcessor`).
 
     Raises:
@@ -150,6 +210,8 @@ class SamplingParams(VllmSampling):
     repetition_detection: RepetitionDetectionParams | None = None
     thinking_token_budget: int | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None
     extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -190,6 +252,7 @@ class SamplingParams(VllmSampling):
             if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
                 raise ValueError(f"logits_processors must be a list of functions, got {functions!r}")
             self.logits_processors = list(functions)
+        self._check_structure()
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
             raise ValueError(f"extra_args must be a dict, got {self.extra_args!r}")
         if isinstance(self.repetition_detection, Mapping):
@@ -200,6 +263,28 @@ class SamplingParams(VllmSampling):
         if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
             given = type(self.repetition_detection).__name__
             raise ValueError(f"repetition_detection must be RepetitionDetectionParams, got {given}")
+
+    def _check_structure(self) -> None:
+        for name in ("structured_outputs", "guided_decoding"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                try:
+                    value = StructuredOutputsParams(**value) if value else None
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{name}: {error}") from error
+                setattr(self, name, value)
+            if not isinstance(value, StructuredOutputsParams | None):
+                raise ValueError(f"{name} must be StructuredOutputsParams, got {type(value).__name__}")
+        if self.guided_decoding is not None:
+            if self.structured_outputs not in (None, self.guided_decoding):
+                raise ValueError("guided_decoding is the older name of structured_outputs: give one")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if self.structured_outputs is None:
+            return
+        if self.ignore_eos:
+            raise ValueError("structured_outputs end where their grammar ends: leave ignore_eos out")
+        if self.thinking_token_budget is not None:
+            raise ValueError("structured_outputs hold from the first token on: leave thinking_token_budget out")
 
     def _normalise_sequences(self) -> None:
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):

@@ -21,8 +21,6 @@ class VllmSampling:
     use_beam_search: Any = False
     length_penalty: Any = 1.0
     early_stopping: Any = False
-    guided_decoding: Any = None
-    structured_outputs: Any = None
     output_text_buffer_length: Any = 0
     flat_logprobs: Any = False
     logprob_token_ids: Any = None

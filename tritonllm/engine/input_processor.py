@@ -3,6 +3,7 @@
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from tritonllm.engine.control import THOUGHTS, Control, ReadsOutput, ThinkingBudget, thought_tokens
 from tritonllm.engine.edits import check_edits
+from tritonllm.engine.grammar import GrammarControl, Grammars
 from tritonllm.engine.request import Request
 from tritonllm.engine.tokenizer import bad_word_ids
 from tritonllm.inputs import KNOWN_FORMS, Prompt, is_array, to_list
@@ -78,6 +80,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._seed = seed
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size, eos_token_ids)
         self._thought = None if tokenizer is None else thought_tokens(tokenizer.get_vocab())
         self.default_params = default_params or SamplingParams()
 
@@ -165,9 +168,26 @@ class InputProcessor:
                     raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self._vocab_size - 1}")
         return params
 
-    def _controls(self, prompt: TokenizedPrompt, params: SamplingParams) -> tuple[Control, ...]:
+    def grammar(self, params: SamplingParams) -> Future[Any] | None:
+        """What the output must look like, compiled or still to be.
+
+        Raises:
+            ValueError: it is wrong, or the model cannot follow it.
+        """
+        wish = params.structured_outputs
+        if wish is None:
+            return None
+        if self._grammars is None or not self._eos_token_ids:
+            raise ValueError("structured_outputs need a tokenizer and an end-of-sequence token, which this model lacks")
+        return self._grammars.compile(wish)
+
+    def _controls(
+        self, prompt: TokenizedPrompt, params: SamplingParams, grammar: Future[Any] | None
+    ) -> tuple[Control, ...]:
         """Of one continuation."""
         controls: list[Control] = []
+        if grammar is not None:
+            controls.append(GrammarControl(grammar, self._vocab_size))
         if params.logits_processors:
             controls.append(ReadsOutput())
         budget = params.thinking_token_budget
@@ -177,7 +197,13 @@ class InputProcessor:
         return tuple(controls)
 
     def requests(
-        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int, arrival: int
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        priority: int,
+        arrival: int,
+        grammar: Future[Any] | None = None,
     ) -> list[Request]:
         """The scheduler's requests: one for each of the ``n`` continuations, which share the prompt's blocks.
 
@@ -200,7 +226,7 @@ class InputProcessor:
                 cache_salt=prompt.cache_salt,
                 seed=first if index == 0 else derive_seed(first, index),
                 bad_words=words,
-                controls=self._controls(prompt, params),
+                controls=self._controls(prompt, params, grammar),
             )
             for index in range(params.n)
         ]

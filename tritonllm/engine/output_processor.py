@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +120,11 @@ class SequenceOutput:
 
 @dataclass
 class RequestState:
-    """A user's request: its ``n`` continuations and what they share."""
+    """A user's request: its ``n`` continuations and what they share.
+
+    Attributes:
+        grammar: must be compiled before they are scheduled.
+    """
 
     request_id: str
     prompt: str | None
@@ -129,6 +134,7 @@ class RequestState:
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     error: str | None = None
+    grammar: Future[Any] | None = None
 
     @property
     def finished(self) -> bool:
