@@ -73,6 +73,7 @@ class StepBuilder:
         )
         logprobs = int(seats.logprobs[rows].max(initial=-1))
         edited, new_edits = self._edits(drawing, rows, row_ends)
+        controlled = [(row, drawing[row]) for row in _rows_of(seats.controlled, rows)]
         return Step(
             plan.segments,
             inputs,
@@ -82,11 +83,11 @@ class StepBuilder:
             longest=int(seq_lens[:n].max(initial=0)),
             shared=None if self._planner is None else self._planner.plan(tables[:n], seq_lens[:n]),
             logprobs=None if logprobs < 0 else logprobs,
-            whole_logprobs=tuple(np.flatnonzero(seats.whole_logprobs[rows]).tolist()),
+            whole_logprobs=tuple(_rows_of(seats.whole_logprobs, rows)),
             edited=edited,
             new_edits=new_edits,
-            masks=self._masks(drawing, rows),
-            processors=self._processors(drawing, rows),
+            masks=_masks(controlled),
+            processors=_processors(controlled),
             admitted=tuple(map(_seated, admitted)) if self._tell_admitted else (),
             prompt_spans=_prompt_spans(items, n),
         )
@@ -118,27 +119,39 @@ class StepBuilder:
         told = tuple(edits_of(requests[i], int(rows[i])) for i in new.tolist())
         return np.where(edited, rows, -1).astype(np.int32), told
 
-    def _masks(self, requests: Sequence[Request], rows: np.ndarray) -> RowMasks | None:
-        """Of the requests that are sampled from, what the host lets come next."""
-        found = [
-            (row, mask)
-            for row in np.flatnonzero(self.seats.controlled[rows]).tolist()
-            for control in requests[row].controls
-            if (mask := control.mask()) is not None
-        ]
-        if not found:
-            return None
-        at, masks = zip(*found, strict=True)
-        return RowMasks(np.array(at, dtype=np.int32), np.stack(masks))
 
-    def _processors(self, requests: Sequence[Request], rows: np.ndarray) -> tuple[RowProcessors, ...]:
-        found = []
-        for row in np.flatnonzero(self.seats.controlled[rows]).tolist():
-            request = requests[row]
-            if request.params.logits_processors:
-                prompt, output = list(request.prompt_token_ids), list(request.output_token_ids)
-                found.append(RowProcessors(row, request.request_id, request.params.logits_processors, prompt, output))
-        return tuple(found)
+def _rows_of(some: set[int], rows: np.ndarray) -> list[int]:
+    """The rows whose seats are among these."""
+    return [row for row, seat in enumerate(rows.tolist()) if seat in some] if some else []
+
+
+def _masks(controlled: Sequence[tuple[int, Request]]) -> RowMasks | None:
+    """What the host lets come next in these rows."""
+    found = [
+        (row, mask)
+        for row, request in controlled
+        for control in request.controls
+        if (mask := control.mask()) is not None
+    ]
+    if not found:
+        return None
+    at, masks = zip(*found, strict=True)
+    return RowMasks(np.array(at, dtype=np.int32), np.stack(masks))
+
+
+def _processors(controlled: Sequence[tuple[int, Request]]) -> tuple[RowProcessors, ...]:
+    """The functions that these rows' requests brought."""
+    return tuple(
+        RowProcessors(
+            row,
+            request.request_id,
+            request.params.logits_processors,
+            list(request.prompt_token_ids),
+            list(request.output_token_ids),
+        )
+        for row, request in controlled
+        if request.params.logits_processors
+    )
 
 
 def _seated(request: Request) -> SeatedRequest:

@@ -296,7 +296,7 @@ class LLMEngine:
             for item, tokens in zip(plan.scheduled, result.sampled, strict=True):
                 rows[item.request.request_id] = first
                 first += len(tokens)
-        touched: dict[str, RequestState] = {}
+        touched, errors = dict[str, RequestState](), result.errors
         now, taken = time.monotonic(), 0
         for request, new in new_tokens:
             state, sequence = self._sequences[request.request_id]
@@ -310,8 +310,8 @@ class LLMEngine:
                 self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
             else:
                 wrong = None
-                if request.controls or result.errors:  # asked of each request in each step
-                    wrong = result.errors.get(request.request_id) or self._control(request, new)
+                if request.controls or errors:  # asked of each request in each step
+                    wrong = errors.get(request.request_id) or self._control(request, new)
                 if wrong is not None:
                     state.error = wrong
                     self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))

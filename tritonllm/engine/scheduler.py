@@ -274,7 +274,8 @@ class Scheduler:
             end = last = min(total, start + budget)
             drafts = 0
             if most_drafts:
-                if start + 1 == total:  # and a token of the budget is left for each request behind it
+                if start + 1 == total and not request.controls:  # which restrict one token at a time
+                    # a token of the budget is left for each request behind it
                     room = min(budget - 1 - len(self._running) + at, request.length_limit - 1 - total)
                     drafts = max(0, min(most_drafts, room))
                 last = min(end + request.num_possible_tokens + drafts, request.length_limit - 1)

@@ -26,10 +26,11 @@ class SeatTable:
         changed: some of it since :meth:`take_parameters`.
         edits: ``[seats]`` bool: logits are edited at every token.
         edited_lens: ``[seats]`` int64: they are edited while the sequence is shorter.
-        controlled: ``[seats]`` bool: the host decides which tokens may come.
         edits_told: ``[seats]`` bool: the device has been told how.
         logprobs: ``[seats]`` int64: how many of the most likely tokens to report; -1 for no report.
-        whole_logprobs: ``[seats]`` bool: report the whole vocabulary; ``logprobs`` is 0 then.
+        whole_logprobs: seats that want the whole vocabulary reported; their ``logprobs`` is 0.
+        controlled: seats of which the host decides which tokens may come. Both are sets because they are empty in most
+            steps, and nothing is as quick to ask.
     """
 
     def __init__(self, seats: int, max_blocks: int) -> None:
@@ -38,7 +39,9 @@ class SeatTable:
         self.changed = False
         self.edited_lens = np.zeros(seats, dtype=np.int64)
         self.logprobs = np.full(seats, -1, dtype=np.int64)
-        self.edits, self.edits_told, self.whole_logprobs, self.controlled = np.zeros((4, seats), dtype=bool)
+        self.edits, self.edits_told = np.zeros((2, seats), dtype=bool)
+        self.whole_logprobs: set[int] = set()
+        self.controlled: set[int] = set()
         self._admitted: list[Request] = []
         self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
@@ -82,7 +85,7 @@ class SeatTable:
         mine.seeds[seat] = request.seed
         mine.steps[seat] = -len(request.prompt_token_ids)
         self.logprobs[seat] = -1 if params.logprobs is None else max(params.logprobs, 0)
-        self.whole_logprobs[seat] = params.logprobs == ALL
-        self.controlled[seat] = bool(request.controls)
+        for seats, wanted in ((self.whole_logprobs, params.logprobs == ALL), (self.controlled, request.controls)):
+            (seats.add if wanted else seats.discard)(seat)
         self.edits[seat], self.edits_told[seat] = request.edits_logits, False
         self.edited_lens[seat] = len(request.prompt_token_ids) + params.min_tokens
