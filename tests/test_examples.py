@@ -1,4 +1,4 @@
-"""The kernel examples run as they are, on the CPU too, and stay short."""
+"""The kernel examples, and some of the engine's, run as they are, on the CPU too, and stay short."""
 
 import runpy
 from pathlib import Path
@@ -8,11 +8,14 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("use_*.py"))
 
 
+ENGINE = [Path(__file__).parents[1] / "examples" / "structured.py"]
+
+
 def test_examples_were_found():
     assert len(EXAMPLES) >= 2
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*EXAMPLES, *ENGINE], ids=lambda path: path.stem)
 def test_example(path, capsys):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
     runpy.run_path(str(path), run_name="__main__")

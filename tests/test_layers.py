@@ -42,9 +42,12 @@ FOUNDATIONS = {"runtime", "hopper"}  # wings of kernels/ that are open to the ot
 CIRCLES: dict[tuple[str, str], str] = {}
 # The scheduler and what it stands on can be tested, and read, without a tensor.
 NO_TORCH = {
+    "engine.control",
     "engine.block_pool",
     "engine.builder",
     "engine.edits",
+    "engine.grammar",
+    "engine.json_schema",
     "engine.plan",
     "engine.prefix_cache",
     "engine.request",

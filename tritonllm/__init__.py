@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tritonllm.engine.llm import LLM
     from tritonllm.engine.outputs import CompletionOutput, RequestOutput
     from tritonllm.inputs import TextPrompt, TokensPrompt
-    from tritonllm.sampling_params import SamplingParams
+    from tritonllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
     from tritonllm.serve.async_llm import AsyncEngineArgs, AsyncLLM
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -25,6 +25,8 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 _HOME = {
     "LLM": "engine.llm",
     "SamplingParams": "sampling_params",
+    "RepetitionDetectionParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
     "RequestOutput": "engine.outputs",
     "CompletionOutput": "engine.outputs",
     "EngineArgs": "engine.arg_utils",
@@ -42,8 +44,10 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

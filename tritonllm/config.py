@@ -6,7 +6,7 @@ A value that only the model or the machine can decide (length, dtype, device, nu
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ _OWN_KWARGS = (
     "compilation_config",
     "kernel_cache",
     "step_timeout",
+    "logits_processors",
 )  # of EngineConfig itself, not of its parts
 
 
@@ -40,6 +41,10 @@ def _is_a(name: str, value: object, kind: type) -> None:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _names_code(value: object) -> bool:
+    return callable(value) or (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +211,8 @@ class EngineConfig:
         kernel_cache: a folder that ``tritonllm precompile`` made: kernels that are there are not compiled.
         step_timeout: seconds that a GPU may take for a step. If it takes longer, the engine raises an error that names
             the step and its requests, where it would wait for ever.
+        logits_processors: make what changes the logits of whole steps, as functions or ``"module:name"``
+            (:class:`tritonllm.engine.processors.BatchLogitsProcessor`).
     """
 
     model: ModelConfig
@@ -216,6 +223,7 @@ class EngineConfig:
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     kernel_cache: str | None = None
     step_timeout: float = 300.0
+    logits_processors: Sequence[str | Callable[..., Any]] = ()
 
     def __post_init__(self) -> None:
         _is_a("enforce_eager", self.enforce_eager, bool)
@@ -223,6 +231,9 @@ class EngineConfig:
         _is_a("compilation_config", self.compilation_config, CompilationConfig)
         if self.kernel_cache is not None:
             _is_a("kernel_cache", self.kernel_cache, str)
+        makers = self.logits_processors
+        if isinstance(makers, str) or not isinstance(makers, Sequence) or not all(_names_code(m) for m in makers):
+            raise ValueError(f"logits_processors must be a list of functions, classes or 'module:name', got {makers!r}")
         seconds = self.step_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")

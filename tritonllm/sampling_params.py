@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
@@ -11,6 +11,7 @@ from tritonllm.vllm_arguments import SAMPLING_DEFAULTS, VllmSampling, is_neutral
 
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy: the division by it would overflow
 MAX_LOGPROBS = 1024
+ALL = -1  # as a number of log-probabilities: those of the whole vocabulary
 MAX_N = 16384
 _NEUTRAL_NAMES = {name for name, _ in SAMPLING_DEFAULTS}
 INT32_MAX = 2**31 - 1  # the largest number that the kernels' parameters hold
@@ -41,6 +42,98 @@ def _plain_bias(token: Any, bias: Any) -> tuple[Any, Any]:
     return token, next((limit for limit in (-100.0, 100.0) if isinstance(bias, int | float) and bias / limit > 1), bias)
 
 
+@dataclass(frozen=True, slots=True)
+class RepetitionDetectionParams:
+    """Ends an output that says the same thing again and again; ``finish_reason`` is then ``"repetition"``.
+
+    Args:
+        max_pattern_size: longest n-gram that is looked for, in tokens; 0 looks for none.
+        min_pattern_size: shortest one; 0 counts as 1.
+        min_count: so many times in a row an n-gram must stand at the output's end; at least 2.
+
+    Raises:
+        ValueError: a value outside its range; the message names it.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        _integer("max_pattern_size", self.max_pattern_size, 0, INT32_MAX)
+        _integer("min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+        if self.max_pattern_size:
+            _integer("min_count", self.min_count, 2, INT32_MAX)
+
+    def found(self, tokens: Sequence[int], length: int) -> bool:
+        """Whether the first ``length`` tokens end with such a repetition."""
+        for size in range(max(self.min_pattern_size, 1), self.max_pattern_size + 1):
+            first = length - size * self.min_count
+            if first < 0:
+                return False
+            if tokens[first : length - size] == tokens[first + size : length]:
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What an output must look like. Exactly one of the first five says it. Needs the extra ``structured``.
+
+    Args:
+        json: a JSON schema, as text or as a dict.
+        regex: a regular expression that the whole output matches.
+        choice: the output is one of these strings.
+        grammar: in EBNF, as xgrammar reads it; it begins with the rule ``root``.
+        json_object: any JSON object or array.
+        disable_any_whitespace: JSON with one space after commas and colons, and none elsewhere. Without it a model may
+            indent as it likes.
+
+    Raises:
+        ValueError: none or several of them, or one of a wrong type. Whether a schema, expression or grammar is a right
+            one is checked when a request is added.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in _WISHES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(_WISHES)}, got {' and '.join(given) or 'none'}")
+        for name, kinds in (("json", str | Mapping), ("regex", str), ("grammar", str), ("json_object", bool)):
+            value = getattr(self, name)
+            if not isinstance(value, kinds | None):
+                raise ValueError(f"{name} must be {getattr(kinds, '__name__', 'a string or a dict')}, got {value!r}")
+        choice = self.choice
+        if choice is None:
+            return
+        if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
+            raise ValueError(f"choice must be a list of strings, got {choice!r}")
+        if not all(isinstance(one, str) and one for one in choice):
+            raise ValueError(f"choice must be of strings, none of them empty, got {choice!r}")
+
+    @property
+    def wish(self) -> tuple[str, Any]:
+        """The name of the one that was given, and its value."""
+        return next((name, value) for name in _WISHES if (value := getattr(self, name)) not in (None, False))
+
+    @property
+    def key(self) -> tuple[str, str, bool]:
+        """Equal for equal wishes, and hashable."""
+        name, value = self.wish
+        text = value if isinstance(value, str) else repr(value)
+        return name, text, self.disable_any_whitespace
+
+
+_WISHES = ("json", "regex", "choice", "grammar", "json_object")
+GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
+
+
 @dataclass(slots=True)
 class SamplingParams(VllmSampling):
     """Parameters of one request. They are checked when made, and again when a request is added, which keeps a copy:
@@ -62,7 +155,8 @@ class SamplingParams(VllmSampling):
         stop_token_ids: tokens that end the output.
         include_stop_str_in_output: leave the stop string in the text.
         ignore_eos: go on after the end-of-sequence token.
-        logprobs: how many of the most likely tokens to report at each position (the chosen one is always reported).
+        logprobs: how many of the most likely tokens to report at each position (the chosen one is always reported);
+            -1: all of the vocabulary.
         prompt_logprobs: the same for each prompt token after the first.
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: if given, only these can be generated.
@@ -71,6 +165,17 @@ class SamplingParams(VllmSampling):
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: separate special tokens by spaces in the text.
         output_kind: what each step returns of this request.
+        truncate_prompt_tokens: use only so many of the prompt's last tokens; -1: as many as the model's length lets
+            one new token follow.
+        repetition_detection: ends an output that repeats itself.
+        thinking_token_budget: most tokens of a thought (between ``<think>`` and ``</think>``, or what the model's
+            tokenizer has for them), whose end is then forced.
+        logits_processors: functions ``(output_token_ids, logits[V]) -> logits[V]``, or with ``prompt_token_ids``
+            before them, called one after the other at each token. The request is then not planned ahead; the ``n``
+            continuations share the functions.
+        structured_outputs: what the output must look like.
+        guided_decoding: the same, under vLLM's older name.
+        extra_args: for batch processors (:class:`tritonllm.engine.processors.BatchLogitsProcessor`).
 
     Raises:
         ValueError: a value outside its range; the message names the parameter.
@@ -101,6 +206,13 @@ class SamplingParams(VllmSampling):
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    thinking_token_budget: int | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -120,12 +232,59 @@ class SamplingParams(VllmSampling):
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _integer(name, getattr(self, name), ALL, MAX_LOGPROBS)
+        self._check_more()
         for name, default in SAMPLING_DEFAULTS:
             value = getattr(self, name)
             if value is not default and not is_neutral(name, value, default):
                 refuse(name, value)
         self._normalise_sequences()
+
+    def _check_more(self) -> None:
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+            if not self.truncate_prompt_tokens:
+                raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for the model's length, got 0")
+        if self.thinking_token_budget is not None:
+            _integer("thinking_token_budget", self.thinking_token_budget, 0, INT32_MAX)
+        functions = self.logits_processors
+        if functions is not None:
+            if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
+                raise ValueError(f"logits_processors must be a list of functions, got {functions!r}")
+            self.logits_processors = list(functions)
+        self._check_structure()
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise ValueError(f"extra_args must be a dict, got {self.extra_args!r}")
+        if isinstance(self.repetition_detection, Mapping):
+            try:
+                self.repetition_detection = RepetitionDetectionParams(**self.repetition_detection)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"repetition_detection: {error}") from error
+        if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
+            given = type(self.repetition_detection).__name__
+            raise ValueError(f"repetition_detection must be RepetitionDetectionParams, got {given}")
+
+    def _check_structure(self) -> None:
+        for name in ("structured_outputs", "guided_decoding"):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                try:
+                    value = StructuredOutputsParams(**value) if value else None
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{name}: {error}") from error
+                setattr(self, name, value)
+            if not isinstance(value, StructuredOutputsParams | None):
+                raise ValueError(f"{name} must be StructuredOutputsParams, got {type(value).__name__}")
+        if self.guided_decoding is not None:
+            if self.structured_outputs not in (None, self.guided_decoding):
+                raise ValueError("guided_decoding is the older name of structured_outputs: give one")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if self.structured_outputs is None:
+            return
+        if self.ignore_eos:
+            raise ValueError("structured_outputs end where their grammar ends: leave ignore_eos out")
+        if self.thinking_token_budget is not None:
+            raise ValueError("structured_outputs hold from the first token on: leave thinking_token_budget out")
 
     def _normalise_sequences(self) -> None:
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
@@ -168,8 +327,8 @@ class SamplingParams(VllmSampling):
         return cls(**given)
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares nothing with this one."""
-        return deepcopy(self)
+        """A copy that shares nothing with this one but its logits processors."""
+        return deepcopy(self, {id(processor): processor for processor in self.logits_processors or ()})
 
     def checked(self) -> "SamplingParams":
         """A copy whose values are checked, for the engine to keep.

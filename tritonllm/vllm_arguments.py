@@ -21,16 +21,9 @@ class VllmSampling:
     use_beam_search: Any = False
     length_penalty: Any = 1.0
     early_stopping: Any = False
-    guided_decoding: Any = None
-    structured_outputs: Any = None
-    logits_processors: Any = None
-    extra_args: Any = None
-    truncate_prompt_tokens: Any = None
     output_text_buffer_length: Any = 0
     flat_logprobs: Any = False
     logprob_token_ids: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
     stream_interval: Any = None
     skip_reading_prefix_cache: Any = None
     skip_clone: Any = False
@@ -109,7 +102,6 @@ class VllmEngine:
     guided_decoding_backend: Any = None
     structured_outputs_config: Any = None
     reasoning_parser: Any = None
-    logits_processors: Any = None
     logits_processor_pattern: Any = None
     logprobs_mode: Any = "raw_logprobs"
     enable_prompt_embeds: Any = False
@@ -184,8 +176,6 @@ ANY_VALUE = {
 ADVICE = {
     "tensor_parallel_size": "only one GPU so far, leave it at 1",
     "best_of": "ask for n outputs and choose among them",
-    "truncate_prompt_tokens": "cut the prompt's token ids before the call",
-    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
     "kv_cache_memory_bytes": "use gpu_memory_utilization or num_gpu_blocks_override",
     "override_generation_config": "pass SamplingParams, or generation_config= with a folder of your own",

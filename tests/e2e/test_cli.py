@@ -211,6 +211,9 @@ def test_options_reach_the_engine(llm):
     assert priorities == [-2]
 
 
+NULL_SCHEMA = {"json": '{"type":"null"}', "disable_any_whitespace": True}
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -232,6 +235,31 @@ def test_options_reach_the_engine(llm):
                 "presence_penalty": 1.0,
                 "frequency_penalty": -1.0,
                 "repetition_penalty": 1.5,
+            },
+        ),
+        (
+            "--truncate-prompt-tokens -1 --regex a+",
+            {
+                "max_tokens": 256,
+                "temperature": 0.0,
+                "truncate_prompt_tokens": -1,
+                "structured_outputs": {"regex": "a+"},
+            },
+        ),
+        (
+            "--thinking-token-budget 4",
+            {"max_tokens": 256, "temperature": 0.0, "thinking_token_budget": 4},
+        ),
+        (
+            "--choice yes --choice no",
+            {"max_tokens": 256, "temperature": 0.0, "structured_outputs": {"choice": ["yes", "no"]}},
+        ),
+        (
+            '--json-schema {"type":"null"}',
+            {
+                "max_tokens": 256,
+                "temperature": 0.0,
+                "structured_outputs": NULL_SCHEMA,
             },
         ),
     ],
@@ -269,6 +297,9 @@ def test_a_priority_for_each_prompt(llm):
         (["--priority", "1", "--priority", "2"], "--priority: 2 values for 1 prompts"),
         (["--prompt-file", "x"], "not allowed with"),
         (["--surprise"], "--surprise"),
+        (["--regex", "a", "--choice", "b"], "not allowed with"),
+        (["--choice", ""], "choice must be of strings"),
+        (["--regex", "a", "--ignore-eos"], "leave ignore_eos out"),
     ],
 )
 def test_wrong_options(llm, capsys, options, names):
@@ -396,6 +427,22 @@ def test_process_gives_what_the_engine_gives():
     (expected,) = tiny_llm().generate("the quick brown", SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     assert (done.returncode, done.stdout) == (0, expected.outputs[0].text + "\n"), done.stderr
     assert CLOSING_LINE.fullmatch(done.stderr.strip())
+
+
+def test_structured_output(capsys, tmp_path):
+    """From a schema in a file; and a wrong expression is an error of its prompt."""
+    (tmp_path / "schema.json").write_text(
+        '{"type": "object", "properties": {"ok": {"type": "boolean"}}, '
+        '"required": ["ok"], "additionalProperties": false}'
+    )
+    argv = ["generate", "--prompt", "a", "--max-tokens", "50", "--json-schema"]
+    assert main([*argv, str(tmp_path / "schema.json"), "--json"]) == 0
+    (result,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert isinstance(json.loads(result["outputs"][0]["text"])["ok"], bool)
+    assert main(["generate", "--prompt", "a", "--regex", "("]) == 1
+    assert "error: prompt 1: structured_outputs: regex cannot be used" in capsys.readouterr().err
+    assert main([*argv, str(tmp_path / "nowhere.json")]) == 1
+    assert "nowhere.json" in capsys.readouterr().err
 
 
 def test_batch(capsys):

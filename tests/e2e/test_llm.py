@@ -9,7 +9,7 @@ from support.tiny_models import random_tokens, reference_logits
 from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
-from tritonllm import SamplingParams
+from tritonllm import RepetitionDetectionParams, SamplingParams
 
 PROMPTS = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 3, 17, 40, 5, 64, 9, 30)]
 
@@ -267,6 +267,52 @@ def test_prompt_logprobs(reference, budget):
             assert entries[prompt[at]].logprob == pytest.approx(float(expected[at - 1, prompt[at]]), abs=1e-4)
             rank = int((expected[at - 1] > expected[at - 1, prompt[at]]).sum()) + 1
             assert entries[prompt[at]].rank == rank
+
+
+def test_logprobs_of_the_whole_vocabulary(llm, reference):
+    """Beside a request that wants a few, one that wants none, and edits, which do not change what is reported."""
+    prompt = PROMPTS[3]
+    params = [greedy(4, logprobs=-1, prompt_logprobs=-1, logit_bias={7: 100.0}), greedy(4, logprobs=2), greedy(4)]
+    whole, few, none = llm.generate([prompt] * 3, params, use_tqdm=False)
+    tokens = [*prompt, *whole.outputs[0].token_ids]
+    expected = torch.log_softmax(reference_logits(reference, tokens), -1)
+    reported = [*whole.prompt_logprobs[1:], *whole.outputs[0].logprobs]
+    assert whole.prompt_logprobs[0] is None and len(reported) == len(tokens) - 1
+    for at, entries in enumerate(reported):
+        assert sorted(entries) == list(range(VOCAB_SIZE))
+        found = torch.tensor([entries[i].logprob for i in range(VOCAB_SIZE)])
+        assert torch.allclose(found, expected[at], atol=1e-4)
+        assert sorted(entry.rank for entry in entries.values()) == list(range(1, VOCAB_SIZE + 1))
+        assert next(iter(entries)) == tokens[at + 1]
+    assert [len(entries) for entries in few.outputs[0].logprobs] == [2] * 4
+    assert none.outputs[0].logprobs is None and none.outputs[0].token_ids == few.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(5, 5), (1, 1), (40, 40), (63, 63), (-1, 63)])
+def test_truncated_prompts_keep_their_end(keep, kept):
+    llm = tiny_llm(max_model_len=64)
+    cut, plain = llm.generate(
+        [PROMPTS[5], PROMPTS[5][-kept:]], [greedy(1, truncate_prompt_tokens=keep), greedy(1)], use_tqdm=False
+    )
+    assert cut.prompt_token_ids == PROMPTS[5][-kept:]
+    assert cut.outputs[0].token_ids == plain.outputs[0].token_ids
+    text = llm.generate(["the cat sat"], greedy(1, truncate_prompt_tokens=2), use_tqdm=False)[0]
+    assert text.prompt_token_ids == llm.get_tokenizer().encode("the cat sat")[-2:]
+    with pytest.raises(ValueError, match=r"truncate_prompt_tokens=64.*at most 63"):
+        llm.generate([PROMPTS[0]], greedy(1, truncate_prompt_tokens=64), use_tqdm=False)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_repetition_ends_the_output(ahead):
+    llm = tiny_llm(async_scheduling=ahead)
+    repeats = RepetitionDetectionParams(max_pattern_size=3, min_count=4)
+    params = [greedy(20, logit_bias={9: 100.0}, **more) for more in ({}, {"repetition_detection": repeats})]
+    params.append(greedy(20, logit_bias={9: 100.0}, repetition_detection=repeats, min_tokens=10))
+    free, ended, later = (o.outputs[0] for o in llm.generate([PROMPTS[1]] * 3, params, use_tqdm=False))
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 20)
+    assert (ended.finish_reason, ended.stop_reason, ended.token_ids) == ("repetition", "repetition_detected", [9] * 4)
+    assert (later.finish_reason, len(later.token_ids)) == ("repetition", 10)
+    assert everything_is_free(llm)
 
 
 def test_bad_words(llm):

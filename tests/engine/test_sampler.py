@@ -59,7 +59,7 @@ def sample_from(logits, requests, engine=None):
     if step.parameters is not None:
         engine.seats.tell(step.parameters)
     engine.seats.advance(batch)
-    tokens, scores = engine.sampler.sample(logits.clone(), batch.sampling(len(requests)), step)  # which edits them
+    tokens, scores, *_ = engine.sampler.sample(logits.clone(), batch.sampling(len(requests)), step)  # which edits them
     return tokens.tolist(), None if scores is None else [t.tolist() for t in scores]
 
 

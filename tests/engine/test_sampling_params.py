@@ -1,6 +1,8 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tritonllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from tritonllm.sampling_params import MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -45,11 +47,36 @@ NAN, INFINITY = float("nan"), float("inf")
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [1.0]),
         ("stop_token_ids", iter([1])),  # checking it would use it up
-        ("logprobs", -1),
+        ("logprobs", -2),
         ("logprobs", MAX_LOGPROBS + 1),
         ("logprobs", True),
-        ("prompt_logprobs", -1),
+        ("prompt_logprobs", -2),
         ("prompt_logprobs", MAX_LOGPROBS + 1),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("truncate_prompt_tokens", 1.0),
+        ("thinking_token_budget", -1),
+        ("thinking_token_budget", 1.5),
+        ("logits_processors", len),
+        ("logits_processors", [1]),
+        ("logits_processors", "a"),
+        ("extra_args", 3),
+        ("structured_outputs", object()),
+        ("structured_outputs", "a+"),
+        ("structured_outputs", {"regex": "a", "json": "{}"}),
+        ("structured_outputs", {"disable_any_whitespace": True}),
+        ("structured_outputs", {"regexp": "a"}),
+        ("structured_outputs", {"regex": 3}),
+        ("structured_outputs", {"json": 3}),
+        ("structured_outputs", {"choice": "ab"}),
+        ("structured_outputs", {"choice": []}),
+        ("structured_outputs", {"choice": ["a", ""]}),
+        ("structured_outputs", {"json_object": False}),
+        ("guided_decoding", {"grammar": 3}),
+        ("repetition_detection", 3),
+        ("repetition_detection", {"max_pattern_size": 3, "min_count": 1}),
+        ("repetition_detection", {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}),
+        ("repetition_detection", {"size": 3}),
         ("logit_bias", [(1, 1.0)]),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {"1": 1.0}),
@@ -172,8 +199,8 @@ def test_places_are_those_of_vllm():
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"best_of": None, "guided_decoding": None, "structured_outputs": None, "extra_args": None},
-        {"best_of": 1, "extra_args": {}, "logits_processors": [], "truncate_prompt_tokens": None},
+        {"best_of": None, "guided_decoding": None, "structured_outputs": None},
+        {"best_of": 1, "skip_clone": False},
         {"output_text_buffer_length": 0, "flat_logprobs": False, "skip_clone": True, "use_beam_search": False},
     ],
 )
@@ -185,12 +212,7 @@ def test_neutral_values_of_vllm(kwargs):
     ("name", "value", "advice"),
     [
         ("best_of", 3, "ask for n"),
-        ("guided_decoding", object(), "leave it out"),
-        ("structured_outputs", {"regex": "a+"}, "leave it out"),
-        ("logits_processors", [len], "logit_bias"),
-        ("truncate_prompt_tokens", 5, "cut the prompt"),
         ("use_beam_search", True, "leave it out"),
-        ("extra_args", {"a": 1}, "leave it out"),
     ],
 )
 def test_other_values_of_vllm_are_refused(name, value, advice):
@@ -206,3 +228,17 @@ def test_repr_shows_what_has_an_effect():
     text = repr(SamplingParams(top_k=3))
     assert "top_k=3" in text
     assert "best_of" not in text
+
+
+@given(st.lists(st.integers(0, 2), max_size=16), st.integers(1, 4), st.integers(0, 4), st.integers(2, 4))
+def test_repetitions_are_found_where_they_are(tokens, least, more, count):
+    params = RepetitionDetectionParams(max_pattern_size=least + more, min_pattern_size=least, min_count=count)
+    sizes = [size for size in range(least, least + more + 1) if size * count <= len(tokens)]
+    expected = any(tokens[-size * count :] == tokens[-size:] * count for size in sizes)
+    assert params.found([*tokens, 7, 7, 7, 7], len(tokens)) == expected
+
+
+def test_repetition_detection_may_be_a_dict_and_off():
+    params = SamplingParams(repetition_detection={"max_pattern_size": 2, "min_count": 3})
+    assert params.repetition_detection == RepetitionDetectionParams(max_pattern_size=2, min_count=3)
+    assert not RepetitionDetectionParams().found([1, 1, 1, 1], 4)

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -20,9 +21,20 @@ def tiny_checkpoint(family: str = "qwen3") -> Path:
     return folder
 
 
-def tiny_llm(**kwargs: Any) -> LLM:
+@cache
+def thinking_checkpoint() -> Path:
+    """The same, whose tokens 1 and 2 begin and end a thought."""
+    folder = Path(mkdtemp(prefix="thinking-checkpoint-"))
+    copytree(tiny_checkpoint(), folder, dirs_exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("<|im_start|>", "<think>").replace("<|im_end|>", "</think>"))
+    return folder
+
+
+def tiny_llm(checkpoint: Path | None = None, **kwargs: Any) -> LLM:
     settings: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    return LLM(str(tiny_checkpoint()), **{**settings, **kwargs})
+    return LLM(str(checkpoint or tiny_checkpoint()), **{**settings, **kwargs})
 
 
 def greedy(max_tokens: int = 12, **kwargs: Any) -> SamplingParams:

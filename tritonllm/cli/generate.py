@@ -15,7 +15,7 @@ from typing import Any
 from tritonllm.cli.prompts import read_prompts
 from tritonllm.config import COMPILATION, DTYPES, LOAD_FORMATS, EngineConfig
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 DONE, FAILED = 0, 1
 
@@ -45,7 +45,19 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "presence-penalty": {"type": float, "metavar": "X", "help": "against tokens generated before, -2 to 2"},
     "frequency-penalty": {"type": float, "metavar": "X", "help": "the same, times how often, -2 to 2"},
     "repetition-penalty": {"type": float, "metavar": "X", "help": "above 1: against tokens of prompt and output"},
-    "logprobs": {"type": int, "metavar": "N", "help": "report the N most likely tokens at each position; needs --json"},
+    "truncate-prompt-tokens": {"type": int, "metavar": "N", "help": "use only the last N tokens; -1: as many as fit"},
+    "thinking-token-budget": {"type": int, "metavar": "N", "help": "end a model's thought after N tokens"},
+    "logprobs": {
+        "type": int,
+        "metavar": "N",
+        "help": "report the N most likely tokens at each position, -1 for all; needs --json",
+    },
+}
+# ... or of StructuredOutputsParams; at most one of them...
+STRUCTURE: dict[str, dict[str, Any]] = {
+    "json-schema": {"metavar": "SCHEMA", "help": "JSON that fits SCHEMA: its text, or a file's name"},
+    "regex": {"metavar": "RE", "help": "text that the regular expression matches as a whole"},
+    "choice": {"action": "append", "metavar": "TEXT", "help": "one of these; repeatable"},
 }
 # ... and of LLM's argument.
 ENGINE: dict[str, dict[str, Any]] = {
@@ -105,6 +117,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--priority", type=int, action="append", metavar="N", help="lower runs first; once for all prompts, or for each"
     )
     add_options(parser.add_argument_group("sampling"), SAMPLING)
+    structure = parser.add_argument_group("what the output must look like (needs tritonllm[structured])")
+    add_options(structure.add_mutually_exclusive_group(), STRUCTURE)
     add_options(parser.add_argument_group("engine"), ENGINE)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object a line for each prompt, see docs/cli.md")
@@ -145,7 +159,9 @@ def check(args: argparse.Namespace) -> Job:
     if args.priority:
         engine_options["policy"] = "priority"
     EngineConfig.from_kwargs(model=args.model, **engine_options)
-    params = SamplingParams(**{"max_tokens": 256, "temperature": 0.0, **given(args, SAMPLING)})
+    params = SamplingParams(
+        **{"max_tokens": 256, "temperature": 0.0, **given(args, SAMPLING)}, structured_outputs=structure_of(args)
+    )
     if params.logprobs is not None and not args.json:
         raise ValueError("--logprobs needs --json")
     texts = read_prompts(args)
@@ -163,6 +179,24 @@ def check(args: argparse.Namespace) -> Job:
     )
 
 
+def structure_of(args: argparse.Namespace) -> StructuredOutputsParams | None:
+    """What the output must look like, if anything.
+
+    Raises:
+        ValueError: a bad value.
+        OSError: the schema's file cannot be read.
+    """
+    wish = given(args, STRUCTURE)
+    if not wish:
+        return None
+    if "json_schema" in wish:
+        schema = wish.pop("json_schema")
+        inline = schema.lstrip().startswith("{")
+        wish["json"] = schema if inline else Path(schema).read_text(encoding="utf-8")
+        wish["disable_any_whitespace"] = True  # small models like to go on with blanks until the last token
+    return StructuredOutputsParams(**wish)
+
+
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     try:
         job = check(args)
@@ -178,6 +212,9 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         if isinstance(result, ValueError):
             status = FAILED
             print(f"error: prompt {number + 1}: {result}", file=sys.stderr)
+        elif result.error is not None:
+            status = FAILED
+            print(f"error: prompt {number + 1}: {result.error}", file=sys.stderr)
         if args.json:
             line = as_json(number, job.texts[number], result)
             print(json.dumps(line, ensure_ascii=False, allow_nan=False), flush=True)
@@ -196,8 +233,9 @@ def chat_prompt(llm: Any, text: str, system: str | None) -> Any:
 def times_of(output: RequestOutput) -> tuple[float, float, float]:
     """When a finished request arrived, had its first token, and ended, in seconds."""
     times = output.metrics
-    assert times is not None and times.first_token_time is not None and times.finished_time is not None
-    return times.arrival_time, times.first_token_time, times.finished_time
+    assert times is not None and times.finished_time is not None
+    first = times.finished_time if times.first_token_time is None else times.first_token_time  # it may have had none
+    return times.arrival_time, first, times.finished_time
 
 
 @dataclass
@@ -291,6 +329,7 @@ def as_json(number: int, text: str, result: RequestOutput | ValueError) -> dict[
             }
             for completion in result.outputs
         ],
+        **({} if result.error is None else {"error": result.error}),
     }
 
 

@@ -44,6 +44,7 @@ class EngineArgs(VllmEngine):
     compilation_config: int | dict[str, Any] | CompilationConfig | None = None
     kernel_cache: str | None = None
     step_timeout: float | None = None
+    logits_processors: list[Any] | None = None
 
     def create_engine_config(self) -> EngineConfig:
         """Raises:

@@ -9,7 +9,7 @@ from tritonllm.engine.plan import ScheduledRequest, StepPlan
 from tritonllm.engine.request import Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
-from tritonllm.engine.step import PromptSpan, Step, StepInputs
+from tritonllm.engine.step import PromptSpan, RowMasks, RowProcessors, SeatedRequest, Step, StepInputs
 
 
 class StepBuilder:
@@ -20,9 +20,18 @@ class StepBuilder:
         max_blocks: blocks of the longest sequence.
         block_size: tokens of a block.
         planner: finds what decodes share; ``None`` does not look for it.
+        tell_admitted: steps say which requests are new to their seats.
     """
 
-    def __init__(self, seats: int, max_blocks: int, block_size: int, planner: CascadePlanner | None = None) -> None:
+    def __init__(
+        self,
+        seats: int,
+        max_blocks: int,
+        block_size: int,
+        planner: CascadePlanner | None = None,
+        tell_admitted: bool = False,
+    ) -> None:
+        self._tell_admitted = tell_admitted
         self.seats = SeatTable(seats, max_blocks)
         self._block_size = block_size
         self._planner = planner
@@ -39,6 +48,7 @@ class StepBuilder:
         requests, *columns = zip(*items, strict=True)
         starts, counts, samples, in_flight = map(np.array, columns[:4])
         at = seats.rows(requests)
+        admitted = seats.take_admitted()
         ends, lasts = starts + counts, np.cumsum(counts)
         tables = seats.tables[at, : -(-int(ends.max()) // size)]
         input_ids = np.full(plan.num_tokens, -1, dtype=np.int32)
@@ -63,6 +73,7 @@ class StepBuilder:
         )
         logprobs = int(seats.logprobs[rows].max(initial=-1))
         edited, new_edits = self._edits(drawing, rows, row_ends)
+        controlled = [(row, drawing[row]) for row in _rows_of(seats.controlled, rows)]
         return Step(
             plan.segments,
             inputs,
@@ -72,8 +83,12 @@ class StepBuilder:
             longest=int(seq_lens[:n].max(initial=0)),
             shared=None if self._planner is None else self._planner.plan(tables[:n], seq_lens[:n]),
             logprobs=None if logprobs < 0 else logprobs,
+            whole_logprobs=tuple(_rows_of(seats.whole_logprobs, rows)),
             edited=edited,
             new_edits=new_edits,
+            masks=_masks(controlled),
+            processors=_processors(controlled),
+            admitted=tuple(map(_seated, admitted)) if self._tell_admitted else (),
             prompt_spans=_prompt_spans(items, n),
         )
 
@@ -103,6 +118,46 @@ class StepBuilder:
         seats.edits_told[rows[new]] = True
         told = tuple(edits_of(requests[i], int(rows[i])) for i in new.tolist())
         return np.where(edited, rows, -1).astype(np.int32), told
+
+
+def _rows_of(some: set[int], rows: np.ndarray) -> list[int]:
+    """The rows whose seats are among these."""
+    return [row for row, seat in enumerate(rows.tolist()) if seat in some] if some else []
+
+
+def _masks(controlled: Sequence[tuple[int, Request]]) -> RowMasks | None:
+    """What the host lets come next in these rows."""
+    found = [
+        (row, mask)
+        for row, request in controlled
+        for control in request.controls
+        if (mask := control.mask()) is not None
+    ]
+    if not found:
+        return None
+    at, masks = zip(*found, strict=True)
+    return RowMasks(np.array(at, dtype=np.int32), np.stack(masks))
+
+
+def _processors(controlled: Sequence[tuple[int, Request]]) -> tuple[RowProcessors, ...]:
+    """The functions that these rows' requests brought."""
+    return tuple(
+        RowProcessors(
+            row,
+            request.request_id,
+            request.params.logits_processors,
+            list(request.prompt_token_ids),
+            list(request.output_token_ids),
+        )
+        for row, request in controlled
+        if request.params.logits_processors
+    )
+
+
+def _seated(request: Request) -> SeatedRequest:
+    assert request.seat is not None  # it runs
+    prompt, output = list(request.prompt_token_ids), list(request.output_token_ids)
+    return SeatedRequest(request.seat, request.request_id, request.params, prompt, output)
 
 
 def _prompt_spans(items: Sequence[ScheduledRequest], num_decodes: int) -> tuple[PromptSpan, ...]:

@@ -12,7 +12,8 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import RequestMetrics, RequestOutput
 from tritonllm.engine.plan import NewTokens, StepPlan, describe
-from tritonllm.engine.request import RequestStatus
+from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
@@ -31,6 +32,8 @@ from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
+
+COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar when nothing else is to do
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class LLMEngine:
         self._scheduler = scheduler
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
+        self._compiling: dict[str, RequestState] = {}  # they wait for grammars, outside of the scheduler
         self._arrivals = itertools.count()
         self._in_flight: deque[tuple[StepPlan, RunningStep]] = deque()
         self._whole = True  # no change is under way, and none was broken off
@@ -134,17 +138,22 @@ class LLMEngine:
         if priority and self.config.scheduler.policy != "priority":
             raise ValueError(f"priority={priority} needs policy='priority'; this engine's policy is 'fcfs'")
         params = self.inputs.take_params(params)
-        tokenized = self.inputs.tokenize(prompt)
-        requests = self.inputs.requests(request_id, tokenized, params, priority, next(self._arrivals))
+        tokenized = self.inputs.tokenize(prompt, params.truncate_prompt_tokens)
+        grammar = self.inputs.grammar(params)
+        requests = self.inputs.requests(request_id, tokenized, params, priority, next(self._arrivals), grammar)
         for request in requests:
             self._scheduler.check(request)
         sequences = [SequenceOutput(index, request, self.tokenizer) for index, request in enumerate(requests)]
         metrics = RequestMetrics(arrival_time=time.monotonic())
         state = RequestState(request_id, tokenized.text, tokenized.token_ids, params, sequences, metrics)
+        state.grammar = grammar
         self._whole = False
         for sequence in sequences:
-            self._scheduler.add(sequence.request)
             self._sequences[sequence.request.request_id] = state, sequence
+        if grammar is None:
+            self._schedule(state)
+        else:
+            self._compiling[request_id] = state
         self._states[request_id] = state
         self._prompt_tokens += len(tokenized.token_ids)
         self._whole = True
@@ -158,6 +167,8 @@ class LLMEngine:
         for request_id in ids:
             output, state = self._lost.pop(request_id, None), self._states.get(request_id)
             if state is not None:
+                if self._compiling.pop(request_id, None) is not None:
+                    self._end_unscheduled(state, RequestStatus.FINISHED_ABORTED)
                 for sequence in state.sequences:
                     self._scheduler.abort(sequence.request.request_id)
                 output = self._report(state)
@@ -221,17 +232,51 @@ class LLMEngine:
             self._lost[state.request_id] = output
         self._states.clear()
         self._sequences.clear()
+        self._compiling.clear()
         self._in_flight.clear()  # what they still write lies in blocks that later steps write before they read
         self._scheduler.reset()
         self._whole = True
 
+    def _schedule(self, state: RequestState) -> None:
+        for sequence in state.sequences:
+            self._scheduler.add(sequence.request)
+
+    @staticmethod
+    def _end_unscheduled(state: RequestState, status: RequestStatus) -> None:
+        for sequence in state.sequences:
+            sequence.request.status = status
+
+    def _schedule_compiled(self) -> list[RequestOutput]:
+        """Hand requests whose grammars are ready to the scheduler; wait for one if there is nothing else to do.
+        Returns the last outputs of those whose grammars could not be compiled."""
+        if not self._in_flight and not self._scheduler.num_running and not self._scheduler.num_waiting:
+            futures = [state.grammar for state in self._compiling.values() if state.grammar is not None]
+            wait(futures, timeout=COMPILE_WAIT, return_when=FIRST_COMPLETED)
+        failed = []
+        for request_id, state in list(self._compiling.items()):
+            assert state.grammar is not None
+            if state.grammar.done():
+                del self._compiling[request_id]
+                error = state.grammar.exception()
+                if error is None:
+                    self._schedule(state)
+                    continue
+                state.error = f"structured_outputs could not be compiled: {error}"
+                self._end_unscheduled(state, RequestStatus.FINISHED_ERROR)
+                failed.append(self._report(state))
+        return [output for output in failed if output is not None]
+
     def _advance(self) -> list[RequestOutput]:
+        failed = self._schedule_compiled() if self._compiling else []
+        return failed + self._run()
+
+    def _run(self) -> list[RequestOutput]:
         plan = self._scheduler.schedule()
         if plan.scheduled:
             self._in_flight.append((plan, self._runner.launch(plan)))
             self._steps += 1
         ahead = int(bool(self.config.scheduler.async_scheduling and plan.scheduled))
-        if len(self._in_flight) <= ahead:
+        if len(self._in_flight) <= ahead:  # 0 if all wait for their grammars
             return []
         plan, step = self._in_flight.popleft()
         result = step.wait(self.config.step_timeout, lambda: describe(plan))
@@ -251,7 +296,7 @@ class LLMEngine:
             for item, tokens in zip(plan.scheduled, result.sampled, strict=True):
                 rows[item.request.request_id] = first
                 first += len(tokens)
-        touched: dict[str, RequestState] = {}
+        touched, errors = dict[str, RequestState](), result.errors
         now, taken = time.monotonic(), 0
         for request, new in new_tokens:
             state, sequence = self._sequences[request.request_id]
@@ -264,13 +309,28 @@ class LLMEngine:
                 state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
                 self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
             else:
-                if stopped is not None:
+                wrong = None
+                if request.controls or errors:  # asked of each request in each step
+                    wrong = errors.get(request.request_id) or self._control(request, new)
+                if wrong is not None:
+                    state.error = wrong
+                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))
+                elif stopped is not None:
                     stop, drop = stopped
                     self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
                     taken -= drop
             touched[state.request_id] = state
         self._generated_tokens += taken
         return touched
+
+    @staticmethod
+    def _control(request: Request, new: Sequence[int]) -> str | None:
+        """Tell what decides about the request's next tokens of these; returns what is wrong with them, if anything."""
+        for control in request.controls:
+            wrong = control.take(new)
+            if wrong is not None:
+                return wrong
+        return None
 
     def _report(self, state: RequestState) -> RequestOutput | None:
         """The request's output, and its end if it has ended."""
@@ -294,7 +354,7 @@ class LLMEngine:
             preemptions=scheduler.preemptions,
             compilations_after_ready=MONITOR.prepared - self._prepared_at_ready,
             num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_waiting=self._scheduler.num_waiting + sum(len(s.sequences) for s in self._compiling.values()),
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
         )

@@ -3,12 +3,15 @@
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from tritonllm.engine.control import THOUGHTS, Control, ReadsOutput, ThinkingBudget, thought_tokens
 from tritonllm.engine.edits import check_edits
+from tritonllm.engine.grammar import GrammarControl, Grammars
 from tritonllm.engine.request import Request
 from tritonllm.engine.tokenizer import bad_word_ids
 from tritonllm.inputs import KNOWN_FORMS, Prompt, check_text, is_array, to_list
@@ -49,6 +52,7 @@ class InputProcessor:
     eos_token_ids: tokens that end an output.
     seed: the engine's, for requests without one.
     default_params: of requests that bring none.
+    takes_extra_args: there are logits processors, who may read them.
     """
 
     def __init__(
@@ -59,16 +63,24 @@ class InputProcessor:
         eos_token_ids: frozenset[int],
         seed: int,
         default_params: SamplingParams | None = None,
+        *,
+        takes_extra_args: bool = False,
     ) -> None:
+        self._takes_extra_args = takes_extra_args
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self._seed = seed
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size, eos_token_ids)
+        self._thought = None if tokenizer is None else thought_tokens(tokenizer.get_vocab())
         self.default_params = default_params or SamplingParams()
 
-    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+    def tokenize(self, prompt: Prompt, truncate: int | None = None) -> TokenizedPrompt:
         """Token ids of a prompt in any of its forms.
+
+        Args:
+            truncate: keep so many of the last ones; -1: as many as may be, with one new token.
 
         Raises:
             ValueError: an unknown form, an empty or too long prompt, a token id outside the vocabulary.
@@ -80,6 +92,8 @@ class InputProcessor:
         if ids is None:
             assert text is not None  # one of both is there
             ids = self.encode(text)
+        if truncate is not None:
+            ids = ids[-(self.max_model_len - 1 if truncate == -1 else truncate) :]
         if not ids:
             raise ValueError("prompt is empty: it needs at least one token")
         if len(ids) >= self.max_model_len:
@@ -143,17 +157,61 @@ class InputProcessor:
         params = params.checked()
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise ValueError("stop and bad_words are text, but the engine has no tokenizer: use token ids")
+        if params.thinking_token_budget is not None and self._thought is None:
+            known = ", ".join(end for _, end in THOUGHTS)
+            raise ValueError(f"thinking_token_budget needs a tokenizer with an end-of-thought token ({known})")
+        if params.extra_args and not self._takes_extra_args:
+            raise ValueError("extra_args are for logits processors: register some with LLM(logits_processors=[...])")
         for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
             for word in words:
                 check_text(name, word)
+        if (params.truncate_prompt_tokens or 0) >= self.max_model_len:
+            raise ValueError(
+                f"truncate_prompt_tokens={params.truncate_prompt_tokens} and one new token must fit "
+                f"max_model_len={self.max_model_len}: use at most {self.max_model_len - 1}, or -1"
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:
                     raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self.vocab_size - 1}")
         return params
 
+    def grammar(self, params: SamplingParams) -> Future[Any] | None:
+        """What the output must look like, compiled or still to be.
+
+        Raises:
+            ValueError: it is wrong, or the model cannot follow it.
+        """
+        wish = params.structured_outputs
+        if wish is None:
+            return None
+        if self._grammars is None or not self.eos_token_ids:
+            raise ValueError("structured_outputs need a tokenizer and an end-of-sequence token, which this model lacks")
+        return self._grammars.compile(wish)
+
+    def _controls(
+        self, prompt: TokenizedPrompt, params: SamplingParams, grammar: Future[Any] | None
+    ) -> tuple[Control, ...]:
+        """Of one continuation."""
+        controls: list[Control] = []
+        if grammar is not None:
+            controls.append(GrammarControl(grammar, self.vocab_size))
+        if params.logits_processors:
+            controls.append(ReadsOutput())
+        budget = params.thinking_token_budget
+        if budget is not None:
+            assert self._thought is not None  # checked with the parameters
+            controls.append(ThinkingBudget(budget, *self._thought, prompt.token_ids, self.vocab_size))
+        return tuple(controls)
+
     def requests(
-        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int, arrival: int
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        priority: int,
+        arrival: int,
+        grammar: Future[Any] | None = None,
     ) -> list[Request]:
         """The scheduler's requests: one for each of the ``n`` continuations, which share the prompt's blocks.
 
@@ -176,6 +234,7 @@ class InputProcessor:
                 cache_salt=prompt.cache_salt,
                 seed=first if index == 0 else derive_seed(first, index),
                 bad_words=words,
+                controls=self._controls(prompt, params, grammar),
             )
             for index in range(params.n)
         ]

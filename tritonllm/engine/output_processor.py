@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,11 +10,12 @@ from tritonllm.engine.detokenizer import IncrementalDetokenizer, find_stop
 from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import TokenLogprobs
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.sampling_params import ALL, RequestOutputKind, SamplingParams
 
 
 def to_logprobs(scores: TokenLogprobs, row: int, top: int, tokenizer: Any) -> dict[int, Logprob]:
-    """One position's log-probabilities: the chosen token first, then the ``top`` most likely."""
+    """One position's log-probabilities: the chosen token first, then the ``top`` most likely, all if it is ``ALL``."""
+    top = len(scores.token_ids[row]) - 1 if top == ALL else top
     ids, values = scores.token_ids[row][: top + 1], scores.logprobs[row][: top + 1]
     ranks = [scores.ranks[row], *range(1, top + 1)]
     entries: dict[int, Logprob] = {}
@@ -118,7 +120,11 @@ class SequenceOutput:
 
 @dataclass
 class RequestState:
-    """A user's request: its ``n`` continuations and what they share."""
+    """A user's request: its ``n`` continuations and what they share.
+
+    Attributes:
+        grammar: must be compiled before they are scheduled.
+    """
 
     request_id: str
     prompt: str | None
@@ -128,6 +134,7 @@ class RequestState:
     metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     error: str | None = None
+    grammar: Future[Any] | None = None
 
     @property
     def finished(self) -> bool:

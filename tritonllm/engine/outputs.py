@@ -41,8 +41,9 @@ class CompletionOutput:
         token_ids: the tokens generated so far, including one that ended the output.
         cumulative_logprob: sum of the log-probabilities of ``token_ids``, if ``logprobs`` was asked for.
         logprobs: for each token, the most likely ones and the chosen one.
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or ``None`` while it runs.
-        stop_reason: the stop string or stop token that ended it; ``None`` for end of sequence and otherwise.
+        finish_reason: ``"stop"``, ``"length"``, ``"repetition"``, ``"abort"``, ``"error"``, or ``None`` while it runs.
+        stop_reason: the stop string or stop token that ended it; ``"repetition_detected"``; ``None`` for end of
+            sequence and otherwise.
     """
 
     index: int

@@ -4,6 +4,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
+from tritonllm.engine.control import Control
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -11,7 +12,8 @@ class RequestStatus(enum.Enum):
     """Where a request is. ``PREEMPTED`` waits like ``WAITING``, but has run before.
 
     Attributes:
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or ``None`` while unfinished.
+        finish_reason: ``"stop"``, ``"length"``, ``"repetition"``, ``"abort"``, ``"error"``, or ``None`` while
+            unfinished.
         is_finished: whether there is one.
     """
 
@@ -20,6 +22,7 @@ class RequestStatus(enum.Enum):
     PREEMPTED = "preempted", None
     FINISHED_STOPPED = "stopped", "stop"
     FINISHED_LENGTH = "length", "length"
+    FINISHED_REPETITION = "repetition", "repetition"
     FINISHED_ABORTED = "aborted", "abort"
     FINISHED_ERROR = "error", "error"
 
@@ -44,6 +47,7 @@ class Request:
         cache_salt: prompts with different salts share no cached blocks.
         seed: of its samples.
         bad_words: token sequences that the output may not contain, tokenized.
+        controls: decide which tokens may come next.
         output_token_ids: what was generated so far, as far as the host knows it.
         num_pending_tokens: sampled by steps in flight: they exist, but only the device knows them yet.
         num_possible_tokens: how many more the steps in flight bring if they accept all drafts.
@@ -61,6 +65,7 @@ class Request:
         order: the scheduler's sort key, unique.
         length_limit: tokens of prompt and output together at which the scheduler ends it.
         ends: tokens that end the output, if ``min_tokens`` lets them.
+        watched: every new token may end the output, whichever it is.
     """
 
     request_id: str
@@ -74,6 +79,7 @@ class Request:
     cache_salt: str | None = None
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    controls: tuple[Control, ...] = ()
 
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
@@ -91,11 +97,17 @@ class Request:
     order: tuple[int, int, int] = (0, 0, 0)
     length_limit: int = 0
     ends: frozenset[int] = frozenset()
+    watched: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Known tokens, prompt and output together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Its next token cannot be planned before those in flight are known."""
+        return any(control.waits(self.num_pending_tokens) for control in self.controls)
 
     @property
     def edits_logits(self) -> bool:
@@ -106,7 +118,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or ``None`` while unfinished."""
+        """``"stop"``, ``"length"``, ``"repetition"``, ``"abort"``, ``"error"``, or ``None`` while unfinished."""
         return self.status.finish_reason
 
     def token_ids(self, start: int, end: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class TokenLogprobs:
     """Log-probabilities at R positions, on the host.
 
     Attributes:
-        token_ids: for each position the chosen token, then the most likely ones, best first.
+        token_ids: for each position the chosen token, then the most likely ones, best first; not all equally many.
         logprobs: the same shape.
         ranks: of the chosen token.
     """
@@ -40,11 +40,13 @@ class StepResult:
         logprobs: of the new tokens of all sequences, one after the other; ``None`` if nobody asked.
         prompt_logprobs: by request id, those of the prompt tokens that this step's chunk predicts, with the position
             of the first.
+        errors: of requests that must end, by their id.
     """
 
     sampled: list[list[int]]
     logprobs: TokenLogprobs | None
     prompt_logprobs: dict[str, tuple[int, TokenLogprobs]]
+    errors: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunningStep:
@@ -56,7 +58,10 @@ class RunningStep:
             there are none.
         logprobs: theirs, if any request wants them.
         prompt_logprobs: of prompt tokens, in parts: request id, position of the first, and the scores.
+        whole_logprobs: rows whose log-probabilities are longer than the others', with those. Of both each part is on
+            its way to the host before the next one is computed.
         device: where it runs.
+        errors: see :class:`StepResult`.
     """
 
     def __init__(
@@ -64,12 +69,16 @@ class RunningStep:
         samples: np.ndarray,
         tokens: torch.Tensor | None,
         logprobs: LogprobTensors | None,
-        prompt_logprobs: Sequence[tuple[str, int, LogprobTensors]],
+        prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]],
         device: torch.device,
+        whole_logprobs: Iterable[tuple[int, LogprobTensors]] = (),
+        errors: Mapping[str, str] | None = None,
     ) -> None:
+        self._errors = errors or {}
         self._samples = samples
         self._tokens = None if tokens is None else _to_host(tokens)
         self._logprobs = None if logprobs is None else tuple(_to_host(t) for t in logprobs)
+        self._whole_logprobs = [(row, tuple(_to_host(t) for t in part)) for row, part in whole_logprobs]
         self._prompt_logprobs = [(name, at, tuple(_to_host(t) for t in part)) for name, at, part in prompt_logprobs]
         self._done = torch.cuda.Event() if device.type == "cuda" else None
         if self._done is not None:
@@ -103,6 +112,9 @@ class RunningStep:
         if self._done is not None:
             self._await(self._done, timeout, what)
         logprobs = None if self._logprobs is None else TokenLogprobs(*(t.tolist() for t in self._logprobs))
+        for row, (ids, values, _) in self._whole_logprobs:
+            assert logprobs is not None  # this row is among them
+            logprobs.token_ids[row], logprobs.logprobs[row] = ids[0].tolist(), values[0].tolist()
         of_prompts: dict[str, tuple[int, TokenLogprobs]] = {}
         for name, at, part in self._prompt_logprobs:
             scores = of_prompts.setdefault(name, (at, TokenLogprobs([], [], [])))[1]
@@ -110,7 +122,7 @@ class RunningStep:
             scores.token_ids.extend(more.token_ids)
             scores.logprobs.extend(more.logprobs)
             scores.ranks.extend(more.ranks)
-        return StepResult(self._sampled(), logprobs, of_prompts)
+        return StepResult(self._sampled(), logprobs, of_prompts, self._errors)
 
     def _sampled(self) -> list[list[int]]:
         if self._tokens is None:

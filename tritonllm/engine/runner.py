@@ -1,5 +1,7 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 
 from tritonllm.config import EngineConfig
@@ -9,6 +11,7 @@ from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
+from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import LogprobTensors, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
@@ -19,9 +22,11 @@ from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.interface import CausalLM
+from tritonllm.sampling_params import ALL
 
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
 PROMPT_LOGPROB_ROWS = 256
+WHOLE_LOGPROB_ROWS = 32  # where all of the vocabulary is reported: 28 bytes a token and row
 
 
 class ModelRunner:
@@ -46,7 +51,11 @@ class ModelRunner:
         seats = config.scheduler.max_num_seqs
         self._sampled = graph_sizes(seats)
         self._seats = DeviceSeats(seats, self._block_size, device)
-        self._sampler = Sampler(self._seats.drawn, model.spec.vocab_size)
+        vocab = model.spec.vocab_size
+        self._processors: BatchProcessors | None = None
+        if config.logits_processors:
+            self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
+        self._sampler = Sampler(self._seats.drawn, vocab, self._processors)
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
@@ -132,7 +141,8 @@ class ModelRunner:
 
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
-        return StepBuilder(seats, self._max_blocks, self._block_size, self._planner)
+        tell = self._processors is not None
+        return StepBuilder(seats, self._max_blocks, self._block_size, self._planner, tell_admitted=tell)
 
     def warm_up(self) -> WarmUp:
         """The steps that are run before the first request."""
@@ -187,10 +197,15 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> RunningStep:
         """Start one step; its results can be waited for, and the next one may be started before."""
-        logprobs = None
-        prompt_logprobs: list[tuple[str, int, LogprobTensors]] = []
+        logprobs = errors = None
+        whole: Iterable[tuple[int, LogprobTensors]] = ()
+        prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
         if step.parameters is not None:
             self._seats.tell(step.parameters)
+        changed = False
+        if self._processors is not None:
+            self._processors.admit(step.admitted)
+            changed = self._processors.wanted(step)
         key = None if self._graphs is None else self._graphs.key_for(step)
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
@@ -204,11 +219,11 @@ class ModelRunner:
             if step.prompt_spans:
                 prompt_logprobs = self._prompt_logprobs(step, hidden)
                 hidden = hidden[batch.inputs.logit_rows]
-        if step.num_rows and (tokens is None or not step.plain):
+        if step.num_rows and (tokens is None or changed or not step.plain):
             logits = self._model.compute_logits(hidden)[: step.num_rows]
-            tokens, logprobs = self._sampler.sample(logits, batch.sampling(step.num_rows), step)
+            tokens, logprobs, whole, errors = self._sampler.sample(logits, batch.sampling(step.num_rows), step)
         tokens = None if tokens is None else tokens[: step.num_rows]
-        return RunningStep(step.samples, tokens, logprobs, prompt_logprobs, self._device)
+        return RunningStep(step.samples, tokens, logprobs, prompt_logprobs, self._device, whole, errors)
 
     def _run_eagerly(self, step: Step, batch: Batch) -> torch.Tensor:
         """Hidden states of the tokens that are sampled from (and of padding), or of all."""
@@ -227,13 +242,13 @@ class ModelRunner:
         hidden = self._advance(batch, None)
         return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
 
-    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> list[tuple[str, int, LogprobTensors]]:
-        found = []
+    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
+        """In parts, each computed when it is asked for."""
         for span in step.prompt_spans:
             rows = hidden[span.row : span.row + len(span.token_ids)]
             (chosen,) = upload([span.token_ids], self._device)
-            parts = zip(rows.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True)
-            for part, ids in parts:
-                scores = token_logprobs(self._model.compute_logits(part), ids, span.top)
-                found.append((span.request_id, span.first, scores))
-        return found
+            size = WHOLE_LOGPROB_ROWS if span.top == ALL else PROMPT_LOGPROB_ROWS
+            for part, ids in zip(rows.split(size), chosen.split(size), strict=True):
+                logits = self._model.compute_logits(part)
+                top = logits.shape[1] if span.top == ALL else span.top
+                yield span.request_id, span.first, token_logprobs(logits, ids, top)

@@ -3,15 +3,36 @@
 Nothing here waits for the device. Results stay there until a :class:`~tritonllm.engine.results.RunningStep` is read.
 """
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
 
 from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
 from tritonllm.engine.inputs import upload
+from tritonllm.engine.processors import BatchProcessors, Errors, apply_to_rows
 from tritonllm.engine.results import LogprobTensors
 from tritonllm.engine.step import Step
-from tritonllm.kernels import sample, token_logprobs
+from tritonllm.kernels import apply_token_bitmask, sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
 from tritonllm.kernels.sampling.seat_state import SamplingRows
+
+
+class Drawn(NamedTuple):
+    """What a step drew.
+
+    Attributes:
+        tokens: ``[R]`` int64, valid until the next draw.
+        logprobs: of the model's own distribution, before edits, if a request wants them.
+        errors: what went wrong in requests' processors, by request id.
+        whole: rows whose requests want the whole vocabulary, with those. Each is computed when it is asked for, before
+            the next draw: one row takes 28 bytes a token of the vocabulary, and 256 at once would take a gigabyte.
+    """
+
+    tokens: torch.Tensor
+    logprobs: LogprobTensors | None
+    whole: Iterable[tuple[int, LogprobTensors]]
+    errors: Errors
 
 
 class Sampler:
@@ -20,9 +41,11 @@ class Sampler:
     Args:
         drawn: ``[seats]`` int64, where tokens are written.
         vocab: size of the vocabulary.
+        processors: change the logits of whole steps.
     """
 
-    def __init__(self, drawn: torch.Tensor, vocab: int) -> None:
+    def __init__(self, drawn: torch.Tensor, vocab: int, processors: BatchProcessors | None = None) -> None:
+        self._processors = processors
         self._drawn = drawn
         self._workspace = torch.zeros(len(drawn), dtype=torch.int32, device=drawn.device)
         self._size = len(drawn), vocab
@@ -33,22 +56,23 @@ class Sampler:
         captured in a graph."""
         return sample(logits, *inputs, workspace=self._workspace, out=self._drawn[: len(logits)])
 
-    def sample(
-        self, logits: torch.Tensor, inputs: SamplingRows, step: Step
-    ) -> tuple[torch.Tensor, LogprobTensors | None]:
+    def sample(self, logits: torch.Tensor, inputs: SamplingRows, step: Step) -> Drawn:
         """One token for each row, whatever its request asks for.
 
         Args:
-            logits: ``[R, V]`` float32; rows of requests that edit them are overwritten.
+            logits: ``[R, V]`` float32; rows of requests that change them are overwritten.
             step: whose R rows they are.
-
-        Returns:
-            ``[R]`` int64, valid until the next draw, and log-probabilities (of the model's own distribution, before
-            edits) if a request wants them.
         """
-        raw = logits
+        batch = self._processors if self._processors is not None and self._processors.wanted(step) else None
+        changed = step.changed or batch is not None
+        raw = logits.clone() if changed and step.logprobs is not None else logits  # changes are made in place
+        errors = apply_to_rows(logits, step.processors)
+        if batch is not None:
+            errors |= batch.apply(logits, inputs.steps, step)
+        if step.masks is not None:  # last, so that no processor allows what it bans
+            at, words = upload(step.masks, logits.device)
+            apply_token_bitmask(logits, at, words)
         if step.edited is not None:
-            raw = logits if step.logprobs is None else logits.clone()  # edits are made in place
             more = {"workspace": self._workspace, "out": self._drawn[: len(logits)]}
             edits = self._told(step.new_edits)
             (seats,) = upload([step.edited], logits.device)
@@ -56,7 +80,12 @@ class Sampler:
             count_tokens(edits, seats, tokens)
         else:
             tokens = self.draw(logits, inputs)
-        return tokens, None if step.logprobs is None else token_logprobs(raw, tokens, step.logprobs)
+        if batch is not None:
+            batch.count(tokens, step)
+        logprobs = None if step.logprobs is None else token_logprobs(raw, tokens, step.logprobs)
+        vocab = logits.shape[1]
+        whole = ((i, token_logprobs(raw[i : i + 1], tokens[i : i + 1], vocab)) for i in step.whole_logprobs)
+        return Drawn(tokens, logprobs, whole, errors)
 
     def _told(self, new: tuple[SeatEdits, ...]) -> LogitEdits:
         """The state of all seats, these ones written. It takes no memory before a request needs it (then 2.25 bytes a
@@ -92,6 +121,8 @@ class Sampler:
         for edited in ({}, {"edits": edits, "seats": seats}):
             tokens = sample(logits, *limits, index, index, workspace=self._workspace, **edited)
         count_tokens(edits, seats, tokens)
+        rows = torch.full((1,), -1, dtype=torch.int32, device=device)
+        apply_token_bitmask(logits, rows, rows.new_empty(1, -(-logits.shape[1] // 32)))
         for top in (0, 5):
             token_logprobs(logits, tokens, top)
 

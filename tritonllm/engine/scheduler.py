@@ -8,7 +8,8 @@ compute (stall-free batching: Agrawal et al., "Sarathi-Serve", OSDI 2024).
 
 The host may plan a step while the one before still runs. A request whose last token is still on the device is then
 planned with it all the same: where it goes is known, only what it is the device fills in (``num_pending_tokens``).
-What ends with the token in flight by its length is not planned again; what turns out to have ended otherwise has
+What ends with the token in flight by its length is not planned again; nor is what the host must see that token of
+first (:mod:`tritonllm.engine.control`), until the results are in; what turns out to have ended otherwise has
 computed one token in vain.
 
 With drafts only the device knows how many tokens a step in flight brings: one, or up to so many more as it had drafts.
@@ -161,6 +162,7 @@ class Scheduler:
         request.length_limit = min(request.max_total_tokens, self._longest)
         request.ends = frozenset() if request.params.ignore_eos else request.eos_token_ids
         request.ends = request.ends.union(request.params.stop_token_ids or ())
+        request.watched = request.params.repetition_detection is not None
         self._requests[request.request_id] = request
         self._waiting.push(request)
 
@@ -243,7 +245,7 @@ class Scheduler:
             output = request.output_token_ids
             output += tokens  # also of a request that was preempted since
             total, ending = len(request.prompt_token_ids) + len(output), None
-            if total >= request.length_limit or not request.ends.isdisjoint(tokens):
+            if total >= request.length_limit or not request.ends.isdisjoint(tokens) or request.watched:
                 ending = self._cut(request, len(tokens))
             if ending is not None:
                 new_tokens.append((request, tokens[: len(tokens) + request.num_tokens - total]))
@@ -266,11 +268,14 @@ class Scheduler:
             total = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending_tokens
             if request.num_pending_tokens and total >= request.length_limit:
                 continue  # the token in flight ends it
+            if request.controls and request.num_pending_tokens and request.waits_for_tokens:
+                continue
             start = request.num_computed_tokens
             end = last = min(total, start + budget)
             drafts = 0
             if most_drafts:
-                if start + 1 == total:  # and a token of the budget is left for each request behind it
+                if start + 1 == total and not request.controls:  # which restrict one token at a time
+                    # a token of the budget is left for each request behind it
                     room = min(budget - 1 - len(self._running) + at, request.length_limit - 1 - total)
                     drafts = max(0, min(most_drafts, room))
                 last = min(end + request.num_possible_tokens + drafts, request.length_limit - 1)
@@ -345,7 +350,7 @@ class Scheduler:
         self._preemptions += 1
         return request
 
-    def _cut(self, request: Request, new: int) -> tuple[RequestStatus, int | None] | None:
+    def _cut(self, request: Request, new: int) -> tuple[RequestStatus, int | str | None] | None:
         """Find the first of the ``new`` last tokens of an output that ends it, and drop those behind it; returns the
         status and the stop reason, ``None`` if there is none."""
         output = request.output_token_ids
@@ -356,15 +361,18 @@ class Scheduler:
                 return ending
         return None
 
-    def _ending(self, request: Request, length: int) -> tuple[RequestStatus, int | None] | None:
-        """How an output that is ``length`` tokens long ends, if it does. An end-of-sequence or stop token counts from
-        ``min_tokens`` on; where it meets the length limit, it is the reason."""
+    def _ending(self, request: Request, length: int) -> tuple[RequestStatus, int | str | None] | None:
+        """How an output that is ``length`` tokens long ends, if it does. An end-of-sequence or stop token, or a
+        repetition, counts from ``min_tokens`` on; where it meets the length limit, it is the reason."""
         params, token = request.params, request.output_token_ids[length - 1]
         if length >= params.min_tokens:
             if token in request.eos_token_ids and not params.ignore_eos:
                 return RequestStatus.FINISHED_STOPPED, None
             if params.stop_token_ids and token in params.stop_token_ids:
                 return RequestStatus.FINISHED_STOPPED, token
+            repeats = params.repetition_detection
+            if repeats is not None and repeats.found(request.output_token_ids, length):
+                return RequestStatus.FINISHED_REPETITION, "repetition_detected"
         if len(request.prompt_token_ids) + length >= request.length_limit:
             return RequestStatus.FINISHED_LENGTH, None
         return None

@@ -10,6 +10,7 @@ import numpy as np
 
 from tritonllm.engine.request import Request
 from tritonllm.engine.step import PARAMETERS, SamplingParameters
+from tritonllm.sampling_params import ALL
 
 
 class SeatTable:
@@ -27,6 +28,9 @@ class SeatTable:
         edited_lens: ``[seats]`` int64: they are edited while the sequence is shorter.
         edits_told: ``[seats]`` bool: the device has been told how.
         logprobs: ``[seats]`` int64: how many of the most likely tokens to report; -1 for no report.
+        whole_logprobs: seats that want the whole vocabulary reported; their ``logprobs`` is 0.
+        controlled: seats of which the host decides which tokens may come. Both are sets because they are empty in most
+            steps, and nothing is as quick to ask.
     """
 
     def __init__(self, seats: int, max_blocks: int) -> None:
@@ -36,6 +40,9 @@ class SeatTable:
         self.edited_lens = np.zeros(seats, dtype=np.int64)
         self.logprobs = np.full(seats, -1, dtype=np.int64)
         self.edits, self.edits_told = np.zeros((2, seats), dtype=bool)
+        self.whole_logprobs: set[int] = set()
+        self.controlled: set[int] = set()
+        self._admitted: list[Request] = []
         self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
 
@@ -60,17 +67,25 @@ class SeatTable:
         self.changed = False
         return SamplingParameters(**{name: getattr(self.parameters, name).copy() for name in PARAMETERS})
 
+    def take_admitted(self) -> list[Request]:
+        """The requests that were given a seat since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
     def _seat(self, request: Request, seat: int) -> None:
         params, mine = request.params, self.parameters
         self.changed = True
         self._admissions[seat] = request.admission
         self._num_blocks[seat] = 0
+        self._admitted.append(request)
         mine.temperature[seat] = 0.0 if params.greedy else params.temperature
         mine.top_k[seat] = max(params.top_k, 0)
         mine.top_p[seat] = params.top_p
         mine.min_p[seat] = params.min_p
         mine.seeds[seat] = request.seed
         mine.steps[seat] = -len(request.prompt_token_ids)
-        self.logprobs[seat] = -1 if params.logprobs is None else params.logprobs
+        self.logprobs[seat] = -1 if params.logprobs is None else max(params.logprobs, 0)
+        for seats, wanted in ((self.whole_logprobs, params.logprobs == ALL), (self.controlled, request.controls)):
+            (seats.add if wanted else seats.discard)(seat)
         self.edits[seat], self.edits_told[seat] = request.edits_logits, False
         self.edited_lens[seat] = len(request.prompt_token_ids) + params.min_tokens

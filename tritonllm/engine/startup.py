@@ -298,7 +298,10 @@ def load_parts(config: EngineConfig) -> Parts:
     runner.start(num_blocks, max_model_len)
     scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len)
     eos = end_tokens(spec, generation_config, tokenizer)
-    inputs = InputProcessor(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed, defaults)
+    inputs = InputProcessor(
+        *(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed, defaults),
+        takes_extra_args=bool(config.logits_processors),
+    )
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
     return Parts(config, runner, scheduler, inputs)

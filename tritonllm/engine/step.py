@@ -6,15 +6,16 @@ one to the other and the steps of the warm-up are all made from it.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from tritonllm.engine.edits import SeatEdits
 from tritonllm.layers.segments import Segment, Segments, decodes
+from tritonllm.sampling_params import SamplingParams
 
 ALIGNMENT = 16  # bytes: kernels are compiled for pointers that are multiples of it
 Array = TypeVar("Array")  # np.ndarray on the host, torch.Tensor on the device
@@ -189,6 +190,45 @@ class SharedPrefix(NamedTuple):
     shares: np.ndarray
 
 
+class RowMasks(NamedTuple):
+    """Tokens that may come next, of N of a step's rows.
+
+    Attributes:
+        rows: ``[N]`` int32.
+        words: ``[N, ceil(V / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` is of token t.
+    """
+
+    rows: np.ndarray
+    words: np.ndarray
+
+
+class RowProcessors(NamedTuple):
+    """A request's own functions that change its logits.
+
+    Attributes:
+        row: of the step.
+        request_id: whose.
+        functions: to call one after the other.
+        prompt, output: its tokens so far.
+    """
+
+    row: int
+    request_id: str
+    functions: Sequence[Callable[..., Any]]
+    prompt: list[int]
+    output: list[int]
+
+
+class SeatedRequest(NamedTuple):
+    """What processors of whole batches are told of a request that takes a seat, with its tokens so far."""
+
+    seat: int
+    request_id: str
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+
+
 class PromptSpan(NamedTuple):
     """Prompt tokens whose log-probabilities a request wants of this step.
 
@@ -197,7 +237,7 @@ class PromptSpan(NamedTuple):
         first: the position of the first of them.
         row: the step's token that predicts it; the next token predicts the next one.
         token_ids: them.
-        top: how many of the most likely tokens to report beside each.
+        top: how many of the most likely tokens to report beside each; ``ALL`` for the whole vocabulary.
     """
 
     request_id: str
@@ -220,8 +260,12 @@ class Step:
         longest: keys of the longest decode, or the least that it can have where a step in flight decides; 0 for none.
         shared: what the decodes share; ``None`` if it does not pay.
         logprobs: how many of the most likely tokens to report with each new one; ``None`` if nobody asks.
+        whole_logprobs: the rows that want the whole vocabulary.
         edited: ``[R]`` int32, the seats of those whose logits are edited, -1 for the others; ``None`` for nobody.
         new_edits: of seats that have to be told first.
+        masks: of rows whose next token the host restricts; ``None`` if there are none.
+        processors: functions of requests that change their logits.
+        admitted: requests that are new to their seats, if processors of whole batches want to know.
         prompt_spans: prompt tokens to report on.
     """
 
@@ -233,8 +277,12 @@ class Step:
     longest: int = 0
     shared: SharedPrefix | None = None
     logprobs: int | None = None
+    whole_logprobs: tuple[int, ...] = ()
     edited: np.ndarray | None = None
     new_edits: tuple[SeatEdits, ...] = ()
+    masks: RowMasks | None = None
+    processors: tuple[RowProcessors, ...] = ()
+    admitted: tuple[SeatedRequest, ...] = ()
     prompt_spans: tuple[PromptSpan, ...] = ()
 
     @property
@@ -244,8 +292,13 @@ class Step:
 
     @property
     def plain(self) -> bool:
-        """The draw alone serves all of them: no logits are edited or reported."""
-        return self.edited is None and self.logprobs is None
+        """The draw alone serves all of them: no logits are changed or reported."""
+        return not self.changed and self.logprobs is None
+
+    @property
+    def changed(self) -> bool:
+        """Logits of some rows are changed (by processors of whole batches, perhaps, which this does not know)."""
+        return self.edited is not None or self.masks is not None or bool(self.processors)
 
 
 def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:

@@ -37,6 +37,7 @@ _HOME = {
     "moe_from_logits": "moe.from_logits",
     "cap_logits": "elementwise.logits",
     "advance_seats": "sampling.seat_state",
+    "apply_token_bitmask": "sampling.bitmask",
     "sample": "sampling.sample",
     "count_tokens": "sampling.edits",
     "rejection_sample": "speculative.rejection",

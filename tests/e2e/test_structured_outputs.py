@@ -1,0 +1,271 @@
+"""Outputs that must look a certain way, from the demo model, which by itself would never make them."""
+
+import json
+import re
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines import greedy, tiny_llm, token_ids
+from support.schemas import SCHEMAS, valid
+
+from tritonllm import LLM, SamplingParams, StructuredOutputsParams
+from tritonllm.demo import model_path
+from tritonllm.engine import grammar as grammar_module
+from tritonllm.engine.grammar import Grammars
+from tritonllm.sampling_params import GuidedDecodingParams
+
+# With the first words of most stories two tokens are equally likely, to the last bit, and then batches may differ.
+PROMPTS = ["The little dog", "One day, Lily", "There was", "A big cat"]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+AHEAD = pytest.mark.parametrize("ahead", [False, True])
+
+
+def demo(**kwargs):
+    return LLM(str(model_path()), **{"num_blocks": 256, "max_num_seqs": 8, "max_num_batched_tokens": 256, **kwargs})
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return demo(async_scheduling=True)
+
+
+def structured(temperature=0.0, max_tokens=200, n=1, seed=None, **wish):
+    """The one that ends when its grammar does."""
+    outputs = StructuredOutputsParams(**wish)
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, n=n, seed=seed, structured_outputs=outputs)
+
+
+def generate(llm, prompts, params):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def texts(outputs):
+    assert [o.error for o in outputs] == [None] * len(outputs)
+    completions = [completion for output in outputs for completion in output.outputs]
+    assert [c.finish_reason for c in completions] == ["stop"] * len(completions)
+    return [completion.text for completion in completions]
+
+
+@settings(max_examples=25)
+@given(st.lists(SCHEMAS, min_size=1, max_size=3), st.sampled_from([0.0, 1.0]), st.booleans())
+def test_json_parses_and_validates(llm, schemas, temperature, as_text):
+    """Several schemas in one batch."""
+    params = [
+        structured(
+            temperature, seed=1, json=json.dumps(schema) if as_text else schema, disable_any_whitespace=not as_text
+        )
+        for schema in schemas
+    ]
+    for p in params:
+        p.max_tokens, p.logit_bias = 400, {llm.get_tokenizer().encode(" ")[-1]: -100.0}  # blanks could go on for ever
+    outputs = generate(llm, PROMPTS[: len(schemas)], params)
+    for schema, output in zip(schemas, outputs, strict=True):
+        completion = output.outputs[0]
+        assert output.error is None
+        if completion.finish_reason == "length":
+            assert as_text and re.search(r"\s{20}", completion.text), completion.text  # only blanks have no limit
+            continue
+        assert valid(schema, json.loads(completion.text)), completion.text
+
+
+REGEXES = (
+    "[0-9]{3}-[0-9]{4}",
+    "(yes|no|maybe)",
+    "[A-Z][a-z]{2,8}( [A-Z][a-z]{1,6})?",
+    r"\d{1,3}(\.\d{1,3}){3}",
+    "^a{2,5}b?$",
+)
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(REGEXES), st.sampled_from([0.0, 1.0]), st.integers(0, 99))
+def test_a_regex_matches_all_of_the_output(llm, regex, temperature, seed):
+    (text,) = texts(generate(llm, PROMPTS[0], structured(temperature, seed=seed, regex=regex)))
+    assert re.fullmatch(regex, text)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8), min_size=1, max_size=4))
+def test_the_output_is_a_choice(llm, choices):
+    """Quotes, control characters and all."""
+    params = structured(1.0, seed=3, choice=choices)
+    params.skip_special_tokens = False
+    output = generate(llm, PROMPTS[1], params)[0]
+    assert output.error is None and output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].text in choices
+
+
+def test_grammars_and_any_json(llm):
+    expression = 'root ::= term (" + " term){1,2}\nterm ::= [0-9] | "(" [a-z] ")"'
+    (text,) = texts(generate(llm, PROMPTS[0], structured(grammar=expression)))
+    ends, tokenizer = structured(1.0, 150, n=8, seed=4, json_object=True), llm.get_tokenizer()
+    ends.logit_bias = {i: 9.0 for i in range(len(tokenizer)) if tokenizer.decode([i]).strip() in ("}", "]", '"')}
+    outputs = generate(llm, PROMPTS[1], ends)[0].outputs
+    ended = [json.loads(completion.text) for completion in outputs if completion.finish_reason == "stop"]
+    assert ended and all(isinstance(value, dict | list) for value in ended)
+    assert re.fullmatch(r"(\d|\([a-z]\))( \+ (\d|\([a-z]\))){1,2}", text)
+
+
+@AHEAD
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_num_batched_tokens": 8}, {"num_blocks": 28, "block_size": 4}, {"max_num_seqs": 2}]
+)
+def test_neighbours_get_the_tokens_they_would_get_alone(ahead, limits):
+    """And the structured ones, too, whether planned ahead, in chunks, preempted, or waiting for seats."""
+    llm = demo(async_scheduling=ahead, max_model_len=100, **limits)
+    sampled = SamplingParams(temperature=1.0, seed=8, max_tokens=40, repetition_penalty=1.2)
+    params = [
+        SamplingParams(temperature=0, max_tokens=40),
+        structured(json=PERSON, disable_any_whitespace=True),
+        sampled,
+        structured(1.0, seed=5, n=2, json=PERSON, disable_any_whitespace=True),
+        structured(choice=["red", "green"]),
+    ]
+    prompts = [*PROMPTS, PROMPTS[0]]
+    outputs = generate(llm, prompts, params)
+    for text in texts(outputs[1:2] + outputs[3:4]):
+        assert valid(PERSON, json.loads(text))
+    assert outputs[4].outputs[0].text in ("red", "green")
+    roomy = demo(async_scheduling=False, enable_prefix_caching=False)
+    alone = [generate(roomy, prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    assert token_ids(outputs) == token_ids(alone)
+    assert token_ids(generate(llm, prompts, params)) == token_ids(alone)  # the prompts are cached now
+    stats = llm.engine.stats
+    assert stats.num_free_blocks == stats.num_blocks
+    assert (stats.preemptions > 0) == ("num_blocks" in limits)
+
+
+def test_where_the_grammar_allows_it_the_model_is_not_disturbed(llm):
+    (free,) = generate(llm, PROMPTS[0], SamplingParams(temperature=0, max_tokens=30))
+    (held,) = generate(llm, PROMPTS[0], structured(max_tokens=30, regex=r"(.|\n)*"))
+    assert held.outputs[0].token_ids == free.outputs[0].token_ids
+
+
+def test_logprobs_are_of_the_model(llm):
+    params = structured(choice=["qqq"])
+    params.logprobs = 1
+    first = generate(llm, PROMPTS[0], params)[0].outputs[0].logprobs[0]
+    (free,) = generate(llm, PROMPTS[0], SamplingParams(temperature=0, max_tokens=1, logprobs=1))
+    assert free.outputs[0].token_ids[0] in first  # still the most likely one, though it is banned
+
+
+def test_others_run_while_a_grammar_compiles(monkeypatch):
+    """A request waits for its own grammar only; the same text is compiled once."""
+    llm, may_go, compiled = demo(), threading.Event(), []
+    make = Grammars._make_compiler
+
+    class Slow:
+        def __init__(self, compiler):
+            self.compiler = compiler
+
+        def compile_grammar(self, grammar):
+            assert may_go.wait(60)
+            compiled.append(grammar)
+            return self.compiler.compile_grammar(grammar)
+
+    monkeypatch.setattr(Grammars, "_make_compiler", lambda self: Slow(make(self)))
+    engine = llm.engine
+    engine.add_request("held", PROMPTS[0], structured(choice=["yes", "no"]))
+    engine.add_request("aborted", PROMPTS[0], structured(choice=["yes", "no"], n=2))
+    engine.add_request("free", PROMPTS[1], SamplingParams(temperature=0, max_tokens=5))
+    assert engine.stats.num_waiting == 4
+    done = []
+    while "free" not in done:
+        done += [output.request_id for output in engine.step() if output.finished]
+    assert done == ["free"] and engine.step() == [] and engine.has_unfinished_requests()
+    (output,) = engine.abort_request("aborted")
+    assert [c.finish_reason for c in output.outputs] == ["abort"] * 2
+    may_go.set()
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update({output.request_id: output for output in engine.step()})
+    assert outputs["held"].outputs[0].text in ("yes", "no")
+    assert texts(generate(llm, PROMPTS[:2], structured(choice=["yes", "no"])))
+    assert len(compiled) == 1
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request(monkeypatch):
+    class Broken:
+        def compile_grammar(self, grammar):
+            raise RuntimeError("too large")
+
+    monkeypatch.setattr(Grammars, "_make_compiler", lambda self: Broken())
+    llm = demo()
+    bad, good = generate(llm, PROMPTS[:2], [structured(regex="a"), SamplingParams(temperature=0, max_tokens=3)])
+    assert (
+        bad.outputs[0].finish_reason == "error" and bad.error == "structured_outputs could not be compiled: too large"
+    )
+    assert good.outputs[0].finish_reason == "length"
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_grammar_whose_tokens_are_all_banned_ends_its_request(llm):
+    params = structured(choice=["yes"])
+    params.allowed_token_ids = llm.get_tokenizer().encode("x")
+    bad, good = generate(llm, PROMPTS[:2], [params, SamplingParams(temperature=0, max_tokens=3)])
+    assert bad.outputs[0].finish_reason == "error" and "no token was left that the grammar allows" in bad.error
+    assert good.error is None
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"regex": "("}, "regex cannot be used: .*parenthesis"),
+        ({"grammar": 'start ::= "a"'}, "grammar cannot be used: .*root"),
+        ({"json": "{"}, "json is not a JSON schema"),
+        ({"json": {"a": {1, 2}}}, "json is not a JSON schema"),
+        ({"json": {"type": "strange"}}, "json cannot be used: Unsupported type"),
+        ({"json": "3"}, "json cannot be used"),
+        ({"json": {"not": {"type": "null"}}}, "json has 'not'"),
+        ({"json": {"type": "array", "items": {"minimum": 3}}}, "json has 'minimum' without 'type'"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "json has 'uniqueItems'"),
+        ({"json": {"type": "number", "multipleOf": 2}}, "json has 'multipleOf'"),
+        ({"json": {"type": "string", "format": "iri"}}, "json has 'format': 'iri'"),
+        ({"json": {"allOf": [{"type": "integer"}, {"type": "number"}]}}, "json has 'allOf'"),
+        ({"json": {"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {}}}}, "json has 'minimum' beside"),
+        ({"json": {"type": "object", "required": ["z"]}}, "json has 'required'.*'z'"),
+    ],
+)
+def test_what_is_wrong_is_refused_at_the_door(llm, wish, message):
+    with pytest.raises(ValueError, match=f"^structured_outputs: {message}") as caught:
+        generate(llm, PROMPTS[0], structured(**wish))
+    assert ".cc" not in str(caught.value)  # no line of another project's sources
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_what_does_not_go_together():
+    for more in ({"ignore_eos": True}, {"thinking_token_budget": 3}):
+        with pytest.raises(ValueError, match=f"^structured_outputs .* leave {next(iter(more))} out"):
+            SamplingParams(structured_outputs={"regex": "a"}, **more)
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        generate(tiny_llm(skip_tokenizer_init=True), [[1, 2]], greedy_without_eos({"regex": "a"}))
+
+
+def greedy_without_eos(wish):
+    params = greedy(3)
+    params.ignore_eos, params.structured_outputs, params.detokenize = False, wish, False
+    return params
+
+
+def test_xgrammar_is_an_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+    with pytest.raises(ValueError, match=r"pip install 'tritonllm\[structured\]'"):
+        grammar_module.parse(StructuredOutputsParams(regex="a"))
+
+
+def test_the_older_name():
+    params = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a+"))
+    assert params.structured_outputs == StructuredOutputsParams(regex="a+") and params.guided_decoding is None
+    assert SamplingParams(guided_decoding={"regex": "a+"}) == params == params.clone()
+    with pytest.raises(ValueError, match="give one"):
+        SamplingParams(guided_decoding={"regex": "a+"}, structured_outputs={"regex": "b"})

@@ -1,0 +1,89 @@
+"""What the host decides about a request's next token, when it knows the tokens before it. No torch.
+
+The device needs nothing of the host to draw a token, so a step is planned while the one before runs. A request that is
+controlled here is the exception: the mask of its next token depends on its last one. So it is planned when the results
+that hold that token are in, every second step if other requests keep the device busy. They are planned ahead as ever.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+THOUGHTS = (  # tokens that begin and end a model's thoughts: of Qwen3 and DeepSeek-R1, Magistral, Command-A, Seed-OSS
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+)
+
+
+class Control(Protocol):
+    """Decides which tokens may come next in one sequence. It is told of the output's tokens in their order."""
+
+    def waits(self, pending: int) -> bool:
+        """Whether the next token cannot be planned while so many before it are unknown (at least one)."""
+
+    def take(self, tokens: Sequence[int]) -> str | None:
+        """New tokens of the output, which goes on. Returns what is wrong with them, if the request must end."""
+
+    def mask(self) -> np.ndarray | None:
+        """``[ceil(V / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` says that token t may be next. ``None``: all."""
+
+
+def thought_tokens(vocabulary: dict[str, int]) -> tuple[int, int] | None:
+    """The tokens that begin and end a thought, if the tokenizer's vocabulary has a pair that is known."""
+    for begin, end in THOUGHTS:
+        if begin in vocabulary and end in vocabulary:
+            return vocabulary[begin], vocabulary[end]
+    return None
+
+
+class ReadsOutput:
+    """Restricts nothing; the next token is planned when the output before it is known."""
+
+    def waits(self, pending: int) -> bool:
+        return True
+
+    def take(self, tokens: Sequence[int]) -> str | None:
+        return None
+
+    def mask(self) -> np.ndarray | None:
+        return None
+
+
+class ThinkingBudget:
+    """Forces the end of a thought once it has so many tokens.
+
+    Args:
+        budget: most tokens of a thought, those that begin and end it not counted.
+        begin, end: those tokens.
+        prompt: may begin a thought, too.
+        vocab: size of the model's vocabulary.
+    """
+
+    def __init__(self, budget: int, begin: int, end: int, prompt: Sequence[int], vocab: int) -> None:
+        self._budget, self._begin, self._end, self._words = budget, begin, end, -(-vocab // 32)
+        self._thought = -1  # tokens of the thought so far; -1 outside of one
+        self.take(prompt)
+
+    def waits(self, pending: int) -> bool:
+        """Only the step at which a thought may reach the budget depends on whether it has ended just before."""
+        return self._thought + pending >= self._budget
+
+    def take(self, tokens: Sequence[int]) -> str | None:
+        for token in tokens:
+            if token == self._end:
+                self._thought = -1
+            elif token == self._begin:
+                self._thought = 0
+            elif self._thought >= 0:
+                self._thought += 1
+        return None
+
+    def mask(self) -> np.ndarray | None:
+        if not 0 <= self._budget <= self._thought:
+            return None
+        words = np.zeros(self._words, dtype=np.uint32)
+        words[self._end // 32] = 1 << self._end % 32
+        return words.view(np.int32)
