@@ -32,6 +32,7 @@ def test_finish_reason():
         RequestStatus.PREEMPTED: None,
         RequestStatus.FINISHED_STOPPED: "stop",
         RequestStatus.FINISHED_LENGTH: "length",
+        RequestStatus.FINISHED_REPETITION: "repetition",
         RequestStatus.FINISHED_ABORTED: "abort",
         RequestStatus.FINISHED_ERROR: "error",
     }
