@@ -1,6 +1,7 @@
 """The official client against the server: what it gets is what the offline engine computes."""
 
 import asyncio
+import json
 import runpy
 
 import openai
@@ -186,3 +187,26 @@ def test_the_example(server, capsys):
     sum_line, story = capsys.readouterr().out.split("\n", 1)
     assert "113" in sum_line
     assert story.strip()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_and_a_choice(client):
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    reply = client.chat.completions.create(
+        model=MODEL, messages=CONVERSATION, response_format=form, max_tokens=120, temperature=0, seed=1
+    )
+    answer = json.loads(reply.choices[0].message.content)
+    assert (
+        answer.keys() == {"name", "age"} and isinstance(answer["age"], int) and reply.choices[0].finish_reason == "stop"
+    )
+    chosen = client.completions.create(
+        model=MODEL, prompt=STORY, max_tokens=9, extra_body={"structured_outputs": {"choice": [" Ann", " Bob"]}}
+    )
+    assert chosen.choices[0].text in (" Ann", " Bob")

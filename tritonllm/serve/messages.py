@@ -11,7 +11,18 @@ from typing import Any
 import msgspec
 
 from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+NESTED_FIELDS: dict[str, Any] = {
+    "structured_outputs": StructuredOutputsParams,
+    "repetition_detection": RepetitionDetectionParams,
+}
+NESTED = tuple(NESTED_FIELDS.values())
 
 PackedLogprobs = list[tuple[int, float, int | None, str | None]]  # of one position: token, logprob, rank, text
 
@@ -114,13 +125,26 @@ class Failed(msgspec.Struct, tag=True):
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not at their defaults; an enumeration as its value."""
+    """The fields that are not at their defaults; an enumeration as its value, and what has fields as those.
+
+    Raises:
+        ValueError: functions, which cannot go to another process.
+    """
+    if params.logits_processors:
+        raise ValueError("logits_processors are functions, and the engine runs in another process: use LLM")
     packed = {}
     for field in fields(params):
         value = getattr(params, field.name)
         if value != field.default:
-            packed[field.name] = value.value if isinstance(value, RequestOutputKind) else value
+            value = value.value if isinstance(value, RequestOutputKind) else value
+            packed[field.name] = _given(value) if isinstance(value, NESTED) else value
     return packed
+
+
+def _given(value: Any) -> dict[str, Any]:
+    """The fields that are not at their defaults."""
+    pairs = ((field, getattr(value, field.name)) for field in fields(value))
+    return {field.name: given for field, given in pairs if given != field.default}
 
 
 def unpack_params(packed: dict[str, Any]) -> SamplingParams:
@@ -128,8 +152,9 @@ def unpack_params(packed: dict[str, Any]) -> SamplingParams:
     ValueError: a value outside its range.
     """
     values = dict(packed)
-    if "output_kind" in values:
-        values["output_kind"] = RequestOutputKind(values["output_kind"])
+    for name, kind in (("output_kind", RequestOutputKind), *NESTED_FIELDS.items()):
+        if name in values:
+            values[name] = kind(**values[name]) if name in NESTED_FIELDS else kind(values[name])
     return SamplingParams(**values)
 
 

@@ -1,12 +1,13 @@
 """The bodies of requests: OpenAI's fields, and vLLM's beside them. Unknown fields are refused by name."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tritonllm.engine.chat import ChatOptions
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 MAX_N = 128  # as at OpenAI
 MAX_TOP_LOGPROBS = 20
@@ -22,8 +23,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none"),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
@@ -62,6 +61,13 @@ class Body(BaseModel):
         return kept
 
 
+def _structured(given: dict[str, Any]) -> StructuredOutputsParams:
+    known = [field.name for field in fields(StructuredOutputsParams)]
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"structured_outputs must have some of {', '.join(known)}, got {unknown[0]!r}")
+    return StructuredOutputsParams(**given)
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -94,6 +100,8 @@ class SamplingBody(Body):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     priority: int = 0
     cache_salt: str | None = None
@@ -123,8 +131,39 @@ class SamplingBody(Body):
         }
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        values = {**inherited, **given, "max_tokens": max_tokens, "logprobs": logprobs, "output_kind": kind, **more}
+        form = {"structured_outputs": self._form()}
+        values = {
+            **inherited,
+            **given,
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "output_kind": kind,
+            **form,
+            **more,
+        }
         return SamplingParams.from_optional(**values)
+
+    def _form(self) -> StructuredOutputsParams | None:
+        """What the output must look like, by OpenAI's field, then without free whitespace, or by vLLM's.
+
+        Raises:
+            ValueError: an unknown kind, or both fields.
+        """
+        wanted = self.response_format or {"type": "text"}
+        kind = wanted.get("type")
+        if kind == "text":
+            return None if self.structured_outputs is None else _structured(self.structured_outputs)
+        if self.structured_outputs is not None:
+            raise ValueError("give response_format or structured_outputs, not both")
+        if kind == "json_object":
+            return StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
+        schema = wanted.get("json_schema")
+        if kind != "json_schema" or not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+            raise ValueError(
+                'response_format must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
+                f'"json_schema": {{"name": ..., "schema": {{...}}}}}}, got {wanted!r}'
+            )
+        return StructuredOutputsParams(json=schema["schema"], disable_any_whitespace=True)
 
 
 class CompletionRequest(SamplingBody):

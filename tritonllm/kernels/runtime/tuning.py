@@ -8,8 +8,8 @@ A table is ``configs/<gpu>/<op>.json``, written by ``python -m autotune --op <op
 A GPU without tables takes those of its nearest relative (:mod:`tritonllm.kernels.runtime.gpus`).
 
 A lookup takes the entry with the nearest key: strings (and what ``EXACT`` names) must be equal, other numbers count by
-the distance of their logarithms. An entry without a ``config`` says that the op's default, a plain function of the same
-key, was not beaten there. The default is also taken by a GPU without a table, by a key that is far from all entries,
+the distance of their logarithms. An entry without a ``config`` says that the op's default, a plain function of the
+entry's key, was not beaten there. The default is also taken by a GPU without a table, by a key far from all entries,
 and in the place of an entry that takes another *kernel* than the default: which kernel is faster says nothing about
 other keys, if the default has looked at this one and decided otherwise.
 """
@@ -130,8 +130,10 @@ def _lookup(slug: str | None, op: str, default: Callable[..., Config], key: tupl
     if not table or not table["entries"]:
         return otherwise
     away, best = min(((distance(e["key"], wanted), e) for e in table["entries"]), key=lambda pair: pair[0])
-    tuned = best.get("config")
-    if tuned is None or away > FAR or (away > 0 and tuned.get("kernel") != otherwise.get("kernel")):
+    if away > FAR:
+        return otherwise
+    tuned = best["config"] if "config" in best else default(**best["key"])
+    if away > 0 and tuned.get("kernel") != otherwise.get("kernel"):
         return otherwise
     return dict(tuned)
 
