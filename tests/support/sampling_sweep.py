@@ -50,7 +50,7 @@ def parameters_of(vocab: int, subset: tuple[str, ...], g: torch.Generator) -> di
         return chosen[torch.randint(len(chosen), (ROWS,), generator=g)].cuda()
 
     numbers = torch.randint(0, 2**40, (2, ROWS), generator=g).cuda()
-    temperatures = torch.tensor([0.3, 1.0, 1.8, 3.0])[torch.randint(4, (ROWS,), generator=g)].cuda()
+    temperatures = torch.tensor([0.3, 1.0, 1.7, 1.8])[torch.randint(4, (ROWS,), generator=g)].cuda()
     return {
         "temperature": temperatures,
         "top_k": choose("top_k", [1, 2, 50, max(vocab // 2, 1), max(vocab - 1, 1)], vocab, torch.int32),
