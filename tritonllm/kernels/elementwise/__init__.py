@@ -10,6 +10,7 @@ from tritonllm.kernels.elementwise.activation import (
     apply_activation,
 )
 from tritonllm.kernels.elementwise.gated_activation import GATED_ACTIVATIONS, gated, gated_reference
+from tritonllm.kernels.elementwise.logits import tanh_series
 from tritonllm.kernels.elementwise.norm import check_affine, rms_norm
 from tritonllm.kernels.elementwise.rope import apply_rope, check_rope, load_angles, load_pairs, store_pairs
 
@@ -28,4 +29,5 @@ __all__ = [
     "load_pairs",
     "rms_norm",
     "store_pairs",
+    "tanh_series",
 ]
