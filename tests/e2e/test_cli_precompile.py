@@ -97,7 +97,7 @@ def test_without_a_gpu_it_needs_a_target(found, capsys, monkeypatch):
 
 
 def test_models_that_run_through_transformers_have_no_list(found, capsys, tmp_path):
-    config = tiny_config("llama") | {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron"}
+    config = tiny_config("llama") | {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["precompile", str(tmp_path), "--target", "sm_90"]) == 1
     assert "runs through transformers" in capsys.readouterr().err
