@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Options, Pages, Scales
+from tritonllm.kernels.elementwise import tanh_series
 from tritonllm.kernels.runtime.checks import FLOATS, check_same_dtype, check_tensor, require
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -42,6 +43,29 @@ def load_block_ids(p_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.con
         b_key = start + tl.arange(0, BLOCK_N)
         b_block = tl.load(p_table + b_key // BLOCK_SIZE, mask=b_key < hi, other=0)
     return b_block
+
+
+@triton.jit
+def soft_cap(b_s, cap):
+    """``cap tanh(s / cap)`` to a few float32 roundings, for any cap: of logits base 2, with the cap base 2 as well.
+
+    Far from 0 that is ``cap - 2 cap / (e^2z + 1)`` with z = s / cap. Near 0 it would be as wrong as a rounding of the
+    cap (0.06 with a cap of 1e6), so there the series takes over. Also called from Gluon.
+    """
+    b_z = b_s * (1.0 / cap)
+    b_z2 = b_z * b_z
+    b_far = cap - 2.0 * cap / (tl.exp2(b_z * (2.0 * LOG2E)) + 1.0)
+    return tl.where(b_z2 < 0.16, b_s + b_s * tanh_series(b_z2), b_far)
+
+
+@triton.jit
+def row_offsets(b_token, b_head, stride_token, stride_head):
+    """Where rows of queries or outputs lie, in 64 bits: heads may be 2^31 elements apart too. Also called from Gluon.
+
+    The assumption, that no stride is negative, saves the register that holds a sign (Hopper's prefill has none left).
+    """
+    tl.assume(stride_head >= 0)
+    return b_token * stride_token + b_head.to(tl.int64) * stride_head
 
 
 @triton.jit
@@ -87,15 +111,15 @@ def attend(
         b_key = start + tl.arange(0, BLOCK_N)
         m_key = (b_key >= first) & (b_key < hi)
         b_slot = b_key % BLOCK_SIZE
-        p_key = p_k + (b_block * stride_k_block + b_slot * stride_k_slot)[:, None] + b_dim[None, :]
-        p_value = p_v + (b_block * stride_v_block + b_slot * stride_v_slot)[:, None] + b_dim[None, :]
+        p_key = p_k + (b_block * stride_k_block + b_slot.to(tl.int64) * stride_k_slot)[:, None] + b_dim[None, :]
+        p_value = p_v + (b_block * stride_v_block + b_slot.to(tl.int64) * stride_v_slot)[:, None] + b_dim[None, :]
         # Hidden values must read as 0: their weight is 0, but a stale slot may hold NaN.
         b_k = load_rows(p_key, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE).to(b_q.dtype)
         b_v = load_rows(p_value, m_key, m_dim, MASKED, BLOCK_D != HEAD_SIZE).to(b_q.dtype)
 
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M, N]
-        if SOFTCAP:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
-            b_s = (softcap - 2.0 * softcap / (tl.exp2(b_s * (2.0 * LOG2E * scale / softcap)) + 1.0)) * LOG2E
+        if SOFTCAP:
+            b_s = soft_cap(b_s * (scale * LOG2E), softcap * LOG2E)
         elif ALIBI:
             b_s = b_s * (scale * LOG2E)
         if ALIBI:

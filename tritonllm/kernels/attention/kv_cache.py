@@ -69,7 +69,7 @@ def _store_kv_kernel(
     b_col = tl.program_id(0) % PROGRAMS * BLOCK + tl.arange(0, BLOCK)
     m_col = b_col < KV_HEADS * HEAD_SIZE
     m_token = b_token < T
-    b_head = b_col // HEAD_SIZE
+    b_head = (b_col // HEAD_SIZE).to(tl.int64)  # heads may lie 2^31 elements apart
     b_dim = (b_col % HEAD_SIZE)[None, :]
     p_k = k_ptr + (b_token * stride_k_token)[:, None] + (b_head * stride_k_head)[None, :] + b_dim
     p_v = v_ptr + (b_token * stride_v_token)[:, None] + (b_head * stride_v_head)[None, :] + b_dim
@@ -111,15 +111,17 @@ def _copy_blocks_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program: BLOCK elements of one pair of blocks, keys and values."""
-    pair = tl.program_id(0).to(tl.int64) * stride_pairs
+    # One axis for pairs and their parts: a second one ends at 65,535.
+    PROGRAMS: tl.constexpr = triton.cdiv(BLOCK_SIZE * KV_HEADS * HEAD_SIZE, BLOCK)  # of a pair
+    pair = (tl.program_id(0) // PROGRAMS).to(tl.int64) * stride_pairs
     source = tl.load(pairs_ptr + pair)
     target = tl.load(pairs_ptr + pair + 1)
     if (source < 0) | (target < 0):
         return
-    b_element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_element = tl.program_id(0) % PROGRAMS * BLOCK + tl.arange(0, BLOCK)
     mask = b_element < BLOCK_SIZE * KV_HEADS * HEAD_SIZE
-    b_slot = b_element // (KV_HEADS * HEAD_SIZE)
-    b_head = b_element // HEAD_SIZE % KV_HEADS
+    b_slot = (b_element // (KV_HEADS * HEAD_SIZE)).to(tl.int64)
+    b_head = (b_element // HEAD_SIZE % KV_HEADS).to(tl.int64)
     b_dim = b_element % HEAD_SIZE
     p_k = k_cache_ptr + b_slot * stride_k_slot + b_head * stride_k_head + b_dim
     p_v = v_cache_ptr + b_slot * stride_v_slot + b_head * stride_v_head + b_dim
@@ -190,7 +192,7 @@ def _copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tens
     elements = block_size * kv_heads * head_size
     config = tuning.get_config("copy_blocks", k_cache.device, default_copy_config, elements=elements)
     strides = (pairs.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3])
-    _copy_blocks_kernel[len(pairs), triton.cdiv(elements, config["BLOCK"])](
+    _copy_blocks_kernel[(len(pairs) * triton.cdiv(elements, config["BLOCK"]),)](
         *(as_movable(k_cache), as_movable(v_cache), pairs, *strides),
         BLOCK_SIZE=block_size,
         KV_HEADS=kv_heads,

@@ -11,6 +11,7 @@ from tritonllm.kernels.elementwise.activation import (
 )
 from tritonllm.kernels.elementwise.cpu import normalized, turned
 from tritonllm.kernels.elementwise.gated_activation import GATED_ACTIVATIONS, gated, gated_reference
+from tritonllm.kernels.elementwise.logits import tanh_series
 from tritonllm.kernels.elementwise.norm import check_affine, rms_norm
 from tritonllm.kernels.elementwise.rope import apply_rope, check_rope, load_angles, load_pairs, store_pairs
 
@@ -30,5 +31,6 @@ __all__ = [
     "normalized",
     "rms_norm",
     "store_pairs",
+    "tanh_series",
     "turned",
 ]

@@ -39,8 +39,8 @@ def _router_kernel(
 ):
     let_next_start(PDL)
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    token = tl.program_id(1).to(tl.int64)
-    b_expert = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(0).to(tl.int64)  # the first axis: the others end at 65,535
+    b_expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
     p_weight = weight_ptr + tl.minimum(b_expert, E - 1).to(tl.int64)[:, None] * stride_weight + k
     if not EARLY:
@@ -68,7 +68,7 @@ def _router_kernel(
     if bias_ptr is not None:
         b_y += tl.load(bias_ptr + b_expert, mask=b_expert < E, other=0.0).to(tl.float32)
     tl.store(logits_ptr + token * E + b_expert, b_y, mask=b_expert < E)
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         m_first = tl.arange(0, BLOCK_N)[:, None] == 0
         for step in tl.static_range(STEPS):
             b_normed = (xs[step] * b_factor[:, None]).to(normed_ptr.dtype.element_ty)
@@ -113,7 +113,7 @@ def _moe_logits(router: Router) -> None:
     if tokens == 0:
         return
     config = tuning.get_config("moe_logits", x.device, default_config, experts=experts, k=k)
-    _router_kernel[(triton.cdiv(experts, config["BLOCK_N"]), tokens)](
+    _router_kernel[(tokens, triton.cdiv(experts, config["BLOCK_N"]))](
         *(x, norm_weight, weight, bias, logits, normed, eps, norm_offset, experts, x.stride(0), weight.stride(0)),
         **dependent_launch(x.device),
         K=k,

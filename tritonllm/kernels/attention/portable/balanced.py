@@ -16,7 +16,16 @@ back to zero: nothing waits, and nothing is launched a second time.
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.attention.common import LN2, LOG2E, finish_softmax, load_head_factors, load_rows, start_softmax
+from tritonllm.kernels.attention.common import (
+    LN2,
+    LOG2E,
+    finish_softmax,
+    load_head_factors,
+    load_rows,
+    row_offsets,
+    soft_cap,
+    start_softmax,
+)
 from tritonllm.kernels.attention.schedule import count_tiles, cut, describe_sequence, divide, find_sequence, merge_parts
 
 
@@ -114,19 +123,18 @@ def _attend(
         b_block = b_next_block.to(tl.int64)
         b_next_block = _block_ids(p_table, start + BLOCK_N, first, last, None, WINDOW, BLOCK_SIZE, BLOCK_N)
         b_slot = _read_instead(start, first, last, WINDOW, BLOCK_N) % BLOCK_SIZE
-        b_at = b_block * stride_k_block + b_slot * stride_k_slot
+        b_at = b_block * stride_k_block + b_slot.to(tl.int64) * stride_k_slot
         b_k = _load_tile(p_k + b_at, BLOCK_D, HEAD_SIZE).to(b_q.dtype)
         if not SAME_STRIDES:
-            b_at = b_block * stride_v_block + b_slot * stride_v_slot
+            b_at = b_block * stride_v_block + b_slot.to(tl.int64) * stride_v_slot
         b_v = _load_tile(p_v + b_at, BLOCK_D, HEAD_SIZE)
         if b_v.dtype == tl.float8e4nv:
             b_v = _convert_before_transposing(b_v, b_q.dtype, BLOCK_N, BLOCK_D)
         b_key = start + tl.arange(0, BLOCK_N)
 
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [M, N]
-        if SOFTCAP:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
-            b_z = b_s * (b_scale * (2.0 * LOG2E / softcap))[:, None]
-            b_s = (softcap - 2.0 * softcap / (tl.exp2(b_z) + 1.0)) * LOG2E
+        if SOFTCAP:
+            b_s = soft_cap(b_s * (b_scale * LOG2E)[:, None], softcap * LOG2E)
         elif ALIBI:
             b_s = b_s * (b_scale * LOG2E)[:, None]
         if ALIBI:
@@ -187,7 +195,7 @@ def _store(
     BLOCK_D: tl.constexpr,
 ):
     b_dim = tl.arange(0, BLOCK_D)
-    p_out = out_ptr + (b_token * stride_token + b_head * stride_head)[:, None] + b_dim[None, :]
+    p_out = out_ptr + row_offsets(b_token, b_head, stride_token, stride_head)[:, None] + b_dim[None, :]
     m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
     tl.store(p_out, (b_out * out_scale).to(out_ptr.dtype.element_ty), mask=m_out)
     if lse_ptr is not None:
@@ -267,7 +275,7 @@ def balanced_kernel(
             kv_head = head // row_tiles
             b_token, b_head, b_new, m_row = _rows(head, row_tiles, seq, cu_ptr, GROUP, BLOCK_M, BLOCK_M)
             m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-            p_q = q_ptr + (b_token * stride_q_token + b_head * stride_q_head)[:, None] + b_dim[None, :]
+            p_q = q_ptr + row_offsets(b_token, b_head, stride_q_token, stride_q_head)[:, None] + b_dim[None, :]
             b_q = tl.load(p_q, mask=m_out, other=0.0)
             logit_scale, out_scale, b_slope = load_head_factors(
                 *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M

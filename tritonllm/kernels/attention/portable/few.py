@@ -95,9 +95,12 @@ def few_kernel(
 ):
     """One program: a part of the keys of one sequence and key/value head, for up to ROWS query heads."""
     row_tiles: tl.constexpr = (GROUP + ROWS - 1) // ROWS
-    kv_head = tl.program_id(0) // row_tiles
+    # Sequences are on the first axis, with their heads: the others end at 65,535.
+    pair = tl.program_id(0).to(tl.int64)
+    seq = (tl.program_id(0) // (KV_HEADS * row_tiles)).to(tl.int64)
+    tile = tl.program_id(0) % (KV_HEADS * row_tiles)
+    kv_head = tile // row_tiles
     part = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
     if not SETTLED:
         wait_for_previous(PDL)
     seq_len = tl.load(len_ptr + seq)
@@ -112,7 +115,7 @@ def few_kernel(
     if part_tiles <= MIN_TILES:  # where there is more to do, what starts early takes room from what runs
         let_next_start(PDL)
 
-    row = tl.program_id(0) % row_tiles * ROWS
+    row = tile % row_tiles * ROWS
     b_dim = tl.arange(0, BLOCK_D)
     p_q = q_ptr + seq * stride_q_seq
     p_table = table_ptr + seq * stride_table
@@ -126,7 +129,6 @@ def few_kernel(
     numbers = (scale, softcap, eps, weight_offset, v_factor)
     FLAGS: tl.constexpr = (SETTLED and PDL, FUSED, HALF, PAIRS, PER_HEAD, WINDOW, SOFTCAP)
     SHAPE: tl.constexpr = (GROUP, KV_HEADS, BLOCK_SIZE, HEAD_SIZE, BLOCK_D)
-    pair = seq * tl.num_programs(0) + tl.program_id(0)
     p_part = part_ptr
     p_part_lse = part_lse_ptr
     if SPLIT:
@@ -160,7 +162,7 @@ def few_kernel(
         else:
             m_row = (tl.arange(0, COLUMNS) < ROWS) & (b_row < GROUP)
             b_head = kv_head * GROUP + b_row
-            p_columns = p_out + (b_head * stride_out_head)[None, :] + b_dim[:, None]
+            p_columns = p_out + (b_head.to(tl.int64) * stride_out_head)[None, :] + b_dim[:, None]
             tl.store(p_columns, b_out.to(out_ptr.dtype.element_ty), mask=m_row[None, :] & (b_dim < HEAD_SIZE)[:, None])
             if lse_ptr is not None:
                 tl.store(p_lse + b_head, b_lse * LN2, mask=m_row)
@@ -174,7 +176,7 @@ def few_kernel(
             b_some = row + tl.arange(0, ROWS)
             m_some = b_some < GROUP
             b_some += kv_head * GROUP
-            p_all = p_out + (b_some * stride_out_head)[:, None] + b_dim[None, :]
+            p_all = p_out + (b_some.to(tl.int64) * stride_out_head)[:, None] + b_dim[None, :]
             tl.store(p_all, b_all.to(out_ptr.dtype.element_ty), mask=m_some[:, None] & (b_dim < HEAD_SIZE)[None, :])
             if lse_ptr is not None:
                 tl.store(p_lse + b_some, b_all_lse * LN2, mask=m_some)
@@ -245,7 +247,7 @@ def launch_few(
         part_lse = torch.empty((pairs, parts, rows), dtype=torch.float32, device=q.device)
         if workspace is None or len(workspace) < pairs:
             workspace = torch.zeros(pairs, dtype=torch.int32, device=q.device)
-    few_kernel[(kv_heads * row_tiles, parts, batch)](
+    few_kernel[(pairs, parts)](
         *(q, k_cache, v_cache, block_tables, seq_lens, args.out, args.lse, args.sinks, args.alibi_slopes),
         *(args.k_scale, args.v_scale, part, part_lse, workspace if parts > 1 else None),
         **projection_arguments(q, projection),

@@ -15,6 +15,7 @@ from tritonllm.kernels.attention.common import (
     load_block_ids,
     load_head_factors,
     load_rows,
+    soft_cap,
     start_softmax,
 )
 from tritonllm.kernels.attention.kv_cache import inverse_scale
@@ -28,8 +29,8 @@ def _load_pages(p_k, p_v, b_block, b_key, m_key, b_dim, strides, BLOCK_SIZE: tl.
     MASKED: tl.constexpr = m_key is not None
     MASK_D: tl.constexpr = b_dim.shape[0] != HEAD_SIZE
     b_slot = b_key % BLOCK_SIZE
-    p_key = p_k + (b_block * strides[0] + b_slot * strides[1])[:, None] + b_dim[None, :]
-    p_value = p_v + (b_block * strides[2] + b_slot * strides[3])[:, None] + b_dim[None, :]
+    p_key = p_k + (b_block * strides[0] + b_slot.to(tl.int64) * strides[1])[:, None] + b_dim[None, :]
+    p_value = p_v + (b_block * strides[2] + b_slot.to(tl.int64) * strides[3])[:, None] + b_dim[None, :]
     b_k = load_rows(p_key, m_key, b_dim < HEAD_SIZE, MASKED, MASK_D)
     return b_k, load_rows(p_value, m_key, b_dim < HEAD_SIZE, MASKED, MASK_D)
 
@@ -38,8 +39,8 @@ def _load_pages(p_k, p_v, b_block, b_key, m_key, b_dim, strides, BLOCK_SIZE: tl.
 def _weigh(b_acc, b_m, b_l, b_s, b_v, m_key, b_distance, b_slope, scale, softcap, SOFTCAP: tl.constexpr,
            ALIBI: tl.constexpr):  # fmt: skip
     """Add the values ``[N, D]`` of a tile by the weights of its logits ``[N, C]``: the new (b_acc, b_m, b_l)."""
-    if SOFTCAP:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
-        b_s = (softcap - 2.0 * softcap / (tl.exp2(b_s * (2.0 * LOG2E * scale / softcap)) + 1.0)) * LOG2E
+    if SOFTCAP:
+        b_s = soft_cap(b_s * (scale * LOG2E), softcap * LOG2E)
     elif ALIBI:
         b_s = b_s * (scale * LOG2E)
     if ALIBI:
@@ -148,7 +149,7 @@ def attend_to_part(
         ).to(p_q.dtype.element_ty)
     else:
         wait_for_previous(WAIT)
-        p_rows = p_q + b_new_head * stride_q_head + b_dim[None, :]
+        p_rows = p_q + b_new_head.to(tl.int64) * stride_q_head + b_dim[None, :]
         b_q = tl.load(p_rows, mask=m_new & (b_dim < HEAD_SIZE)[None, :], other=0.0)
     # Products have eight columns or more: the rows once more.
     b_q = tl.broadcast_to(b_q[None, :, :], [COLUMNS // ROWS, ROWS, BLOCK_D])
@@ -262,9 +263,9 @@ def attend_to_newest(
         newest = tl.maximum(seq_len - 1, 0)
         m_any = seq_len > 0
         block = tl.load(p_table + newest // BLOCK_SIZE, mask=m_any, other=0).to(tl.int64)
-        at = newest % BLOCK_SIZE
+        at = (newest % BLOCK_SIZE).to(tl.int64)
         wait_for_previous(WAIT)
-        p_rows = p_q + (kv_head * GROUP + b_new) * stride_q_head + b_dim
+        p_rows = p_q + (kv_head * GROUP + b_new).to(tl.int64) * stride_q_head + b_dim
         b_q = tl.load(p_rows, mask=m_query & m_dim, other=0.0).to(tl.float32)
         p_key = p_k + block * strides[0] + at * strides[1] + b_new * 0 + b_dim
         p_value = p_v + block * strides[2] + at * strides[3] + b_new * 0 + b_dim
@@ -278,7 +279,7 @@ def attend_to_newest(
     )
     b_s = tl.sum(b_q * b_k, 1) * scale
     if FLAGS[6]:
-        b_s = softcap - 2.0 * softcap / (tl.exp2(b_s * (2.0 * LOG2E / softcap)) + 1.0)
+        b_s = soft_cap(b_s, softcap)
     b_s = tl.where(seq_len > 0, b_s * LOG2E, float("-inf"))
     b_m, b_l = start_softmax(sink_ptr, b_head, m_row & (part == 0), R)
     b_m_new = tl.maximum(b_m, b_s)

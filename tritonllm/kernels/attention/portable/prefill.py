@@ -13,6 +13,7 @@ from tritonllm.kernels.attention.common import (
     attend,
     finish_softmax,
     load_head_factors,
+    row_offsets,
     start_softmax,
 )
 from tritonllm.kernels.attention.schedule import find_prefill_sequence, prefill_key_ranges
@@ -89,7 +90,7 @@ def _prefill_kernel(
     b_pos = cached + b_pair // GROUP
     b_dim = tl.arange(0, BLOCK_D)
     m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    p_q = q_ptr + (b_token * stride_q_token + b_head * stride_q_head)[:, None] + b_dim[None, :]
+    p_q = q_ptr + row_offsets(b_token, b_head, stride_q_token, stride_q_head)[:, None] + b_dim[None, :]
     b_q = tl.load(p_q, mask=m_out, other=0.0)
     scale, v_factor, b_slope = load_head_factors(
         *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
@@ -111,8 +112,8 @@ def _prefill_kernel(
             part_lo, part_hi = whole_hi, hi
         b_acc, b_m, b_l = attend(
             *(b_acc, b_m, b_l, b_q, b_pos - window + 1, b_end, b_pos, b_slope),
-            k_ptr + kv_head * stride_k_head,
-            v_ptr + kv_head * stride_v_head,
+            k_ptr + kv_head.to(tl.int64) * stride_k_head,
+            v_ptr + kv_head.to(tl.int64) * stride_v_head,
             table_ptr + seq.to(tl.int64) * stride_table,
             *(part_lo, part_hi, first, scale, softcap),
             *(stride_k_block, stride_k_slot, stride_v_block, stride_v_slot),
@@ -130,7 +131,7 @@ def _prefill_kernel(
     _, _, b_token, b_pair, m_row = _locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
     b_head = kv_head * GROUP + b_pair % GROUP
     m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    p_out = out_ptr + (b_token * stride_out_token + b_head * stride_out_head)[:, None] + b_dim[None, :]
+    p_out = out_ptr + row_offsets(b_token, b_head, stride_out_token, stride_out_head)[:, None] + b_dim[None, :]
     tl.store(p_out, (b_out * v_factor).to(out_ptr.dtype.element_ty), mask=m_out)
     if lse_ptr is not None:
         heads = tl.num_programs(1) * GROUP

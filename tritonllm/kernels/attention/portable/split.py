@@ -17,6 +17,7 @@ from tritonllm.kernels.attention.common import (
     attend,
     finish_softmax,
     load_head_factors,
+    row_offsets,
     start_softmax,
 )
 from tritonllm.kernels.runtime import tuning
@@ -64,6 +65,7 @@ def _decode_kernel(
     stride_out_seq,
     stride_out_head,
     stride_out_split,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -77,11 +79,12 @@ def _decode_kernel(
 ):
     """One program: up to BLOCK_M query heads of one key/value head, one sequence, one split."""
     wait_for_previous(PDL)
-    group_tiles = tl.cdiv(GROUP, BLOCK_M)
-    kv_head = tl.program_id(0) // group_tiles
-    heads = tl.num_programs(0) // group_tiles * GROUP
+    group_tiles: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    # Sequences are on the first axis, with their heads: the others end at 65,535.
+    seq = (tl.program_id(0) // (KV_HEADS * group_tiles)).to(tl.int64)
+    tile = tl.program_id(0) % (KV_HEADS * group_tiles)
+    kv_head = tile // group_tiles
     split = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
     seq_len = tl.load(len_ptr + seq)
     first, lo, per_split = _key_range(seq_len, window, splits, WINDOW, BLOCK_N)
     lo += split * per_split
@@ -89,14 +92,13 @@ def _decode_kernel(
         if lo >= seq_len:
             return  # the merge knows from the length that this split is empty
 
-    b_row = tl.program_id(0) % group_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    b_row = tile % group_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     m_row = b_row < GROUP
     b_head = kv_head * GROUP + b_row
     b_dim = tl.arange(0, BLOCK_D)
     m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
-    b_q = tl.load(
-        q_ptr + seq * stride_q_seq + (b_head * stride_q_head)[:, None] + b_dim[None, :], mask=m_out, other=0.0
-    )
+    p_q = q_ptr + row_offsets(seq, b_head, stride_q_seq, stride_q_head)[:, None] + b_dim[None, :]
+    b_q = tl.load(p_q, mask=m_out, other=0.0)
     scale, v_factor, b_slope = load_head_factors(
         *(scale, v_factor, slope_ptr, k_scale_ptr, v_scale_ptr, kv_head, b_head, m_row), BLOCK_M=BLOCK_M
     )
@@ -105,8 +107,8 @@ def _decode_kernel(
     b_end = tl.zeros([BLOCK_M], tl.int32) + seq_len
     b_acc, b_m, b_l = attend(
         *(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), b_m, b_l, b_q, b_end - window, b_end, b_end - 1, b_slope),
-        k_ptr + kv_head * stride_k_head,
-        v_ptr + kv_head * stride_v_head,
+        k_ptr + kv_head.to(tl.int64) * stride_k_head,
+        v_ptr + kv_head.to(tl.int64) * stride_v_head,
         table_ptr + seq * stride_table,
         *(lo, tl.minimum(lo + per_split, seq_len), first, scale, softcap),
         *(stride_k_block, stride_k_slot, stride_v_block, stride_v_slot),
@@ -122,12 +124,13 @@ def _decode_kernel(
     # Not before: what starts early takes room from what runs (b1 x 32768: 48 us with it at the start, 40 without).
     let_next_start(PDL)
     b_out, b_lse = finish_softmax(b_acc, b_m, b_l)
-    p_out = out_ptr + seq * stride_out_seq + split.to(tl.int64) * stride_out_split + (b_head * stride_out_head)[:, None]
+    p_out = out_ptr + split.to(tl.int64) * stride_out_split
+    p_out += row_offsets(seq, b_head, stride_out_seq, stride_out_head)[:, None]
     tl.store(p_out + b_dim[None, :], (b_out * v_factor).to(out_ptr.dtype.element_ty), mask=m_out)
     if lse_ptr is not None:
         if not SPLIT:
             b_lse *= LN2
-        tl.store(lse_ptr + (seq * heads + b_head) * splits + split, b_lse, mask=m_row)
+        tl.store(lse_ptr + (seq * (KV_HEADS * GROUP) + b_head) * splits + split, b_lse, mask=m_row)
 
 
 @triton.jit(do_not_specialize=["len_ptr", "window", "splits"])
@@ -177,7 +180,7 @@ def _merge_kernel(
         b_acc = b_acc * b_alpha[:, None] + tl.sum(b_part * b_weight[:, None], 0)[None, :]
         b_m = b_m_new
     b_out, b_lse = finish_softmax(b_acc, b_m, b_l)
-    p_out = out_ptr + seq * stride_out_seq + head * stride_out_head + b_dim[None, :]
+    p_out = out_ptr + row_offsets(seq, head, stride_out_seq, stride_out_head) + b_dim[None, :]
     tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_dim[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + seq * tl.num_programs(0) + b_head, b_lse * LN2)
@@ -221,9 +224,10 @@ def launch_split(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArg
         block_tables.stride(0),
         *part.stride()[:3],
     )
-    _decode_kernel[(kv_heads * row_tiles, splits, batch)](
+    _decode_kernel[(batch * kv_heads * row_tiles, splits)](
         *(q, k_cache, v_cache, block_tables, seq_lens, part, part_lse, args.sinks, args.alibi_slopes),
         *(args.k_scale, args.v_scale, args.scale, args.v_factor, window, args.softcap, splits, *strides),
+        KV_HEADS=kv_heads,
         GROUP=group,
         SPLIT=splits > 1,
         SOFTCAP=args.softcap > 0,

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tritonllm.kernels.attention.common import LOG2E, LOWEST
+from tritonllm.kernels.attention.common import LOG2E, LOWEST, row_offsets, soft_cap
 from tritonllm.kernels.attention.sm90.pairs import describe_rows, merge_pair, merge_warps, rows_of_pair, store_rows
 from tritonllm.kernels.attention.sm90.tiles_apart import (
     clear_stale_values,
@@ -33,9 +33,8 @@ def _softmax(b_s, b_key, b_m, b_l, rows, seq_len, cached, softcap, FLAGS: gl.con
     FLAGS: (rows see different keys, window, softcap, ALiBi, tree).
     """
     b_begin, b_end, b_pos, b_tree, b_slope, b_scale = rows
-    if FLAGS[2]:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
-        b_z = b_s * (b_scale * (2.0 * LOG2E / softcap))[:, None, :]
-        b_s = (softcap - 2.0 * softcap / (gl.exp2(b_z) + 1.0)) * LOG2E
+    if FLAGS[2]:
+        b_s = soft_cap(b_s * (b_scale * LOG2E)[:, None, :], softcap * LOG2E)
     elif FLAGS[3]:
         b_s = b_s * (b_scale * LOG2E)[:, None, :]
     if FLAGS[3]:
@@ -102,7 +101,7 @@ def _load_queries(place, lengths, q_ptr, strides, dtype: gl.constexpr, FLOAT8: g
     b_token, b_head, _, m_row = rows_of_pair(place, lengths, GROUP, COLUMNS, COLUMNS, row)
     b_warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, wide)))[:, None][:, :, None]
     b_dim = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, gl.SliceLayout(1, wide)))[None, :][:, None, :]
-    p_q = q_ptr + (b_token * strides[0] + b_head * strides[1])[None, :][:, :, None] + b_dim + b_warp * 0
+    p_q = q_ptr + row_offsets(b_token, b_head, strides[0], strides[1])[None, :][:, :, None] + b_dim + b_warp * 0
     b_q = gl.load(p_q, mask=m_row[None, :][:, :, None] & (b_dim + b_warp >= 0), other=0.0)
     b_factor = gl.full([4, COLUMNS], 1.0, gl.float32, gl.SliceLayout(1, mma))
     if FLOAT8:  # float16 holds every float8, and the conversion is one instruction for two; queries fit after division

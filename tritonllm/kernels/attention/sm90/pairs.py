@@ -6,7 +6,7 @@ In Gluon; :mod:`tritonllm.kernels.attention.sm90.part` and :mod:`tritonllm.kerne
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tritonllm.kernels.attention.common import LN2, LOG2E, LOWEST
+from tritonllm.kernels.attention.common import LN2, LOG2E, LOWEST, row_offsets
 from tritonllm.kernels.attention.schedule import cut
 
 
@@ -85,7 +85,7 @@ def store_rows(place, b_out, b_lse, out_scale, tensors, strides, lengths, GROUP:
     row: gl.constexpr = gl.SliceLayout(1, b_out.type.layout)
     b_dim = gl.arange(0, b_out.shape[1], gl.SliceLayout(0, b_out.type.layout))
     b_token, b_head, _, m_row = rows_of_pair(place, lengths, GROUP, BLOCK_M, b_out.shape[0], row)
-    p_out = out_ptr + (b_token * stride_out_token + b_head * stride_out_head)[:, None] + b_dim[None, :]
+    p_out = out_ptr + row_offsets(b_token, b_head, stride_out_token, stride_out_head)[:, None] + b_dim[None, :]
     gl.store(p_out, (b_out * out_scale).to(out_ptr.dtype.element_ty), mask=m_row[:, None])
     if lse_ptr is not None:
         gl.store(lse_ptr + b_token * heads + b_head, b_lse * LN2, mask=m_row)

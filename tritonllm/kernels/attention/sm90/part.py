@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tritonllm.kernels.attention.common import LN2, LOG2E, LOWEST
+from tritonllm.kernels.attention.common import LN2, LOG2E, LOWEST, row_offsets, soft_cap
 from tritonllm.kernels.attention.schedule import merge_parts
 from tritonllm.kernels.attention.sm90.pairs import describe_rows, rows_of_pair
 from tritonllm.kernels.attention.sm90.tiles import (
@@ -33,9 +33,8 @@ def _softmax(b_s, b_key, b_m, b_l, rows, seq_len, cached, softcap, FLAGS: gl.con
     FLAGS: (rows see different keys, window, softcap, ALiBi, tree).
     """
     b_begin, b_end, b_pos, b_tree, b_slope, b_scale = rows
-    if FLAGS[2]:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
-        b_z = b_s * (b_scale * (2.0 * LOG2E / softcap))[None, :]
-        b_s = (softcap - 2.0 * softcap / (gl.exp2(b_z) + 1.0)) * LOG2E
+    if FLAGS[2]:
+        b_s = soft_cap(b_s * (b_scale * LOG2E)[None, :], softcap * LOG2E)
     elif FLAGS[3]:
         b_s = b_s * (b_scale * LOG2E)[None, :]
     if FLAGS[3]:
@@ -111,7 +110,7 @@ def _load_queries(place, lengths, q_ptr, strides, q_smem, GROUP: gl.constexpr, F
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     b_token, b_head, _, m_row = rows_of_pair(place, lengths, GROUP, ROWS, ROWS, gl.SliceLayout(1, wide))
     b_dim = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))
-    p_q = q_ptr + (b_token * strides[0] + b_head * strides[1])[:, None] + b_dim[None, :]
+    p_q = q_ptr + row_offsets(b_token, b_head, strides[0], strides[1])[:, None] + b_dim[None, :]
     b_q = gl.load(p_q, mask=m_row[:, None], other=0.0)
     b_factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, mma))
     if FLOAT8:  # float16 holds every float8, and the conversion is one instruction for two; queries fit after division
@@ -142,7 +141,7 @@ def _merge(place, tiles, out_scale, tensors, strides, parts, lengths, plan, GROU
     b_out, b_lse = merge_parts(
         part_ptr, part_lse_ptr, place[2], tiles, share, unit, b_row, m_row, b_dim, HEAD_SIZE, BLOCK_M
     )
-    p_out = out_ptr + (b_token * stride_out_token + b_head * stride_out_head)[:, None] + b_dim[None, :]
+    p_out = out_ptr + row_offsets(b_token, b_head, stride_out_token, stride_out_head)[:, None] + b_dim[None, :]
     gl.store(p_out, (b_out * out_scale).to(out_ptr.dtype.element_ty), mask=m_row[:, None])
     if lse_ptr is not None:
         gl.store(lse_ptr + b_token * heads + b_head, b_lse * LN2, mask=m_row)
@@ -194,7 +193,7 @@ def attend_to_part(place, part_lo, part_hi, sequence, tiles, count, tensors, str
     b_lse = gl.where(b_l == 0.0, float("-inf"), b_m_new + gl.log2(b_divisor))
     b_dim = dims_of_rows(HEAD_SIZE, FLOAT8, gl.SliceLayout(1, mma))
     if part_hi - part_lo == tiles:
-        p_out = out_ptr + (b_token * stride_out_token + b_head * stride_out_head)[None, :] + b_dim[:, None]
+        p_out = out_ptr + row_offsets(b_token, b_head, stride_out_token, stride_out_head)[None, :] + b_dim[:, None]
         gl.store(p_out, (b_o * out_scale).to(out_ptr.dtype.element_ty), mask=m_row[None, :])
         if lse_ptr is not None:
             gl.store(lse_ptr + b_token * heads + b_head, b_lse * LN2, mask=m_row)

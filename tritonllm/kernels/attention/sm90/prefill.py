@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
-from tritonllm.kernels.attention.common import LN2
+from tritonllm.kernels.attention.common import LN2, row_offsets
 from tritonllm.kernels.attention.schedule import find_prefill_sequence
 from tritonllm.kernels.attention.sm90.rows import attend_rows, receive, row_descriptor, visible_tiles
 from tritonllm.kernels.attention.sm90.tiles import page_descriptors, pages_fit
@@ -167,7 +167,7 @@ def _store(b_o, rows, out_ptr, outs, strides, HALF: gl.constexpr, GROUP: gl.cons
     if not whole:
         wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
         b_token, b_head, m_row = _pairs(rows, HALF, GROUP, gl.SliceLayout(1, wide))
-        p_out = out_ptr + (b_token * strides[0] + b_head * strides[1])[:, None]
+        p_out = out_ptr + row_offsets(b_token, b_head, strides[0], strides[1])[:, None]
         p_out += gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
         gl.store(p_out, place.load(wide), mask=m_row[:, None])
 
@@ -178,7 +178,7 @@ def _load_queries(place, rows, q_ptr, strides, HALF: gl.constexpr, GROUP: gl.con
     D: gl.constexpr = place.shape[1]
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_token, b_head, m_row = _pairs(rows, HALF, GROUP, gl.SliceLayout(1, wide))
-    p_q = q_ptr + (b_token * strides[0] + b_head * strides[1])[:, None]
+    p_q = q_ptr + row_offsets(b_token, b_head, strides[0], strides[1])[:, None]
     p_q += gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
     place.store(gl.load(p_q, mask=m_row[:, None], other=0.0))
     fence_async_shared()

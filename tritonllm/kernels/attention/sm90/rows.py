@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tritonllm.kernels.attention.common import LOG2E, LOWEST
+from tritonllm.kernels.attention.common import LOG2E, LOWEST, soft_cap
 from tritonllm.kernels.attention.sm90.tiles import clear_stale_values
 from tritonllm.kernels.runtime.checks import aligned
 
@@ -85,8 +85,8 @@ def _exponents(b_s, tile, b_m, rows, logits, MASKED: gl.constexpr, FLAGS: gl.con
     b_far = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, deep)))[None, :][:, :, None] * 8
     b_near = tile * BLOCK_N + gl.arange(0, 8, gl.SliceLayout(0, flat))[None, :]  # a key is near + far
     factor = scale * LOG2E
-    if FLAGS[1]:  # cap tanh(z) = cap - 2 cap / (e^2z + 1)
-        b_s = (softcap - 2.0 * softcap / (gl.exp2(b_s * (2.0 * LOG2E * scale / softcap)) + 1.0)) * LOG2E
+    if FLAGS[1]:
+        b_s = soft_cap(b_s * factor, softcap * LOG2E)
         factor = 1.0
     if FLAGS[2]:
         b_distance = (b_near - b_pos[:, None])[:, None, :] + b_far

@@ -1,0 +1,174 @@
+"""Soft caps of all sizes, on logits of all sizes, against float64.
+
+A query that sees one key has that key's capped logit for its log-sum-exp: so each logit is checked by itself.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.attention import Problem, make_problem
+from support.compare import assert_close
+from support.marks import hopper
+
+from tritonllm.kernels import (
+    fused_decode_attention,
+    paged_decode_attention,
+    paged_verify_attention,
+    varlen_prefill_attention,
+)
+from tritonllm.kernels.runtime import tuning
+
+TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
+FEW = {"kernel": "few", "BLOCK_M": 8, "BLOCK_N": 16, "PROGRAMS": 12, "MIN_TILES": 1, "MERGE": 4}
+CONFIGS = {
+    "balanced": {"kernel": "balanced", "PROGRAMS": 12, **TILE},
+    "split": {"kernel": "split", "SPLIT_TO": 8, **TILE},
+    "few": FEW | {"num_warps": 1, "num_stages": 1},
+    "portable": {"kernel": "portable", **TILE},
+}
+# Of a capped logit, some float32 roundings: the product's, the exponential's, two changes of base.
+RELATIVE = 3e-6
+HALF = torch.float16
+
+
+def one_kernel(operation: str, kernel: str):
+    return tuning.override(operation, CONFIGS[kernel])
+
+
+def decode(p: Problem, kernel: str = "balanced", **options: Any):
+    with one_kernel("paged_decode_attention", kernel):
+        return paged_decode_attention(*p.decode, **options, return_lse=True)
+
+
+def fused(p: Problem, **options: Any):
+    """The newest key and value come with the query, and are stored."""
+    sequences = torch.arange(len(p.seq_lens), device=p.q.device)
+    newest = p.seq_lens.long() - 1
+    size = p.k_cache.shape[1]
+    slots = p.block_tables[sequences, newest // size].long() * size + newest % size
+    places = (slots // size, slots % size)
+    rows = torch.cat((p.q, p.k_cache[places], p.v_cache[places]), 1).flatten(1)
+    with one_kernel("paged_decode_attention", "few"):
+        return fused_decode_attention(
+            rows, p.k_cache, p.v_cache, slots, p.block_tables, p.seq_lens, **options, return_lse=True
+        )
+
+
+def verify(p: Problem, **options: Any):
+    with one_kernel("paged_verify_attention", "balanced"):
+        return paged_verify_attention(*p.prefill, max_seqlen_q=4, **options, return_lse=True)
+
+
+def prefill(p: Problem, **options: Any):
+    with one_kernel("varlen_prefill_attention", "portable"):
+        return varlen_prefill_attention(*p.prefill, max_seqlen_q=4, **options, return_lse=True)
+
+
+OPERATIONS = {
+    "balanced": decode,
+    "split": lambda p, **options: decode(p, "split", **options),
+    "few": lambda p, **options: decode(p, "few", **options),
+    "few with the newest apart": lambda p, **options: decode(p, "few", **options, settled=True),
+    "fused": fused,
+    "verify": verify,
+    "prefill": prefill,
+}
+
+
+def attention_in_double(p: Problem, softcap: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs ``[T, H, D]`` and log-sum-exps ``[T, H]``; queries are the last tokens and see no key after them."""
+    outs, lses = [], []
+    begins, size, group = p.cu_seqlens_q.tolist(), p.k_cache.shape[1], p.q.shape[1] // p.k_cache.shape[2]
+    for seq, length in enumerate(p.seq_lens.tolist()):
+        q = p.q[begins[seq] : begins[seq + 1]].double()
+        at = torch.arange(length, device=q.device)
+        places = (p.block_tables[seq, at // size].long(), at % size)
+        k, v = (cache[places].double().repeat_interleave(group, 1) for cache in (p.k_cache, p.v_cache))
+        logits = torch.einsum("thd,lhd->thl", q, k) * scale
+        logits = softcap * torch.tanh(logits / softcap)
+        hidden = at > torch.arange(length - len(q), length, device=q.device)[:, None]
+        logits = logits.masked_fill(hidden[:, None, :], float("-inf"))
+        outs.append(torch.einsum("thl,lhd->thd", logits.softmax(-1), v))
+        lses.append(logits.logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def with_logits(device: torch.device, logits: torch.Tensor, dtype: torch.dtype, head_size: int, kv_heads: int = 1):
+    """Sequences of one key, and a query for each of these logits ``[B, H]``, to the rounding of its dtype."""
+    batch, heads = logits.shape
+    group = heads // kv_heads
+    shape: dict[str, Any] = {"dtype": dtype, "head_size": head_size, "kv_heads": kv_heads, "group": group}
+    p = make_problem(device, [1] * batch, [1] * batch, layout="apart", **shape)
+    p.q[:] = 0
+    p.q[..., 3] = logits.to(p.q)
+    p.k_cache[..., 3] = 1.0
+    return p
+
+
+def check_each_logit(p: Problem, operation: Any, softcap: float, scale: float = 1.0) -> None:
+    _, lse = operation(p, softcap=softcap, scale=scale)
+    logits = p.q[..., 3].double() * scale
+    expected = softcap * torch.tanh(logits / softcap)
+    torch.testing.assert_close(lse.double(), expected, rtol=RELATIVE, atol=0)
+
+
+# A program has them all: from 1e-6 to 1e8, and what lies on both sides of 0.4 caps, of either sign.
+SIZES = torch.cat((torch.logspace(-6, 8, 8), -torch.logspace(-5, 7, 8)))[None]
+SHARES = torch.tensor([0.2, 0.39, 0.39999, 0.4, 0.40001, 0.41, 5.0, 50.0])
+SHARES = torch.cat((SHARES, -SHARES))[None]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@settings(max_examples=5)
+@given(cap=st.floats(0, 8), scale=st.sampled_from([1.0, 0.3]))
+def test_each_capped_logit(device, operation, cap, scale):
+    """Caps from 1 to 1e8."""
+    for logits in (SIZES, 10.0**cap * SHARES):
+        check_each_logit(with_logits(device, logits, torch.float32, 16), OPERATIONS[operation], 10.0**cap, scale)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@settings(max_examples=5)
+@given(cap=st.floats(0, 8), scale=st.sampled_from([None, 0.01, 3.0]))
+def test_matches_float64(device, operation, cap, scale):
+    """Outputs and log-sum-exps over several keys."""
+    q_lens = [3, 4] if operation in ("verify", "prefill") else [1, 1]
+    p = make_problem(device, q_lens, [40, 7], head_size=16)
+    out, lse = OPERATIONS[operation](p, softcap=10.0**cap, scale=scale)
+    want, want_lse = attention_in_double(p, 10.0**cap, 0.25 if scale is None else scale)
+    assert_close(out, want)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=RELATIVE, atol=RELATIVE)
+
+
+@hopper
+@pytest.mark.parametrize("softcap", [1.0, 50.0, 1e3, 1e6, 1e8])
+@pytest.mark.parametrize("heads", [(4, 2), (32, 2)], ids=["a warp each", "four warps"])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_hopper_kernels(device, head_size, heads, softcap):
+    """Decode of up to eight rows and of more, and prefill: each logit, then whole outputs."""
+    rows = 8 if heads[0] == 4 else 16
+    shape = {"BLOCK_M": rows, "BLOCK_N": 64, "PROGRAMS": 264, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
+    hopper_prefill = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
+    hopper_prefill |= {"BLOCK_N": 64, "PARTS": 2, "MERGED": False, "num_stages": 4}
+
+    def run(p: Problem, **options: Any):
+        with tuning.override("paged_decode_attention", {"kernel": "sm90", **shape}):
+            return paged_decode_attention(*p.decode, **options, return_lse=True)
+
+    def run_prefill(p: Problem, **options: Any):
+        with tuning.override("varlen_prefill_attention", hopper_prefill):
+            return varlen_prefill_attention(*p.prefill, max_seqlen_q=80, **options, return_lse=True)
+
+    logits = torch.logspace(-5, 4, 30 * heads[0]).view(30, heads[0])
+    for operation in (run, run_prefill):
+        check_each_logit(with_logits(device, logits, HALF, head_size, heads[1]), operation, softcap)
+    options = {"kv_heads": heads[1], "group": heads[0] // heads[1], "head_size": head_size, "layout": "apart"}
+    for operation, q_lens in ((run, [1, 1]), (run_prefill, [80, 3])):
+        p = make_problem(device, q_lens, [300, 77], dtype=HALF, **options)
+        out, lse = operation(p, softcap=softcap, scale=3.0)
+        want, want_lse = attention_in_double(p, softcap, 3.0)
+        assert_close(out, want)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
