@@ -12,6 +12,18 @@ FP8 = torch.float8_e4m3fn
 NOWHERE = (-1, 2**31 - 1, 1_000_000_007)
 LAYOUTS = ("apart", "pool", "heads first")
 
+# One configuration of each portable kernel, small enough for small problems.
+TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
+FEW = {"kernel": "few", "BLOCK_M": 8, "BLOCK_N": 16, "PROGRAMS": 18, "MIN_TILES": 1, "MERGE": 4}
+DECODES = {
+    "balanced": {"kernel": "balanced", "PROGRAMS": 5, **TILE},
+    "split": {"kernel": "split", "SPLIT_TO": 1, **TILE},
+    "split in parts": {"kernel": "split", "SPLIT_TO": 18, **TILE},
+    "few": FEW | {"PROGRAMS": 1, "num_warps": 1, "num_stages": 1},
+    "few in parts": FEW | {"num_warps": 1, "num_stages": 1},
+}
+PREFILL = {"kernel": "portable", **TILE}
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.attention import make_problem
+from support.attention import DECODES, PREFILL, make_problem
 from support.compare import assert_close
 from support.far_apart import far_apart
 from support.marks import hopper
@@ -28,16 +28,6 @@ from tritonllm.kernels import (
 from tritonllm.kernels.runtime import tuning
 
 HALF = torch.float16
-TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
-FEW = {"kernel": "few", "BLOCK_M": 2, "BLOCK_N": 16, "PROGRAMS": 18, "MIN_TILES": 1, "MERGE": 4}
-DECODES = {
-    "balanced": {"kernel": "balanced", "PROGRAMS": 5, **TILE},
-    "split": {"kernel": "split", "SPLIT_TO": 1, **TILE},
-    "split in parts": {"kernel": "split", "SPLIT_TO": 18, **TILE},
-    "few": FEW | {"PROGRAMS": 1, "num_warps": 1, "num_stages": 1},
-    "few in parts": FEW | {"num_warps": 1, "num_stages": 1},
-}
-PREFILL = {"kernel": "portable", **TILE}
 WHICH = ("q", "out", "k blocks", "v blocks", "k slots", "v slots", "k heads", "v heads")
 CACHE_DIMS = {"blocks": 0, "slots": 1, "heads": 2}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import Problem, make_problem
+from support.attention import DECODES, PREFILL, Problem, make_problem
 from support.compare import assert_close
 from support.marks import hopper
 
@@ -21,25 +21,13 @@ from tritonllm.kernels import (
 )
 from tritonllm.kernels.runtime import tuning
 
-TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
-FEW = {"kernel": "few", "BLOCK_M": 8, "BLOCK_N": 16, "PROGRAMS": 12, "MIN_TILES": 1, "MERGE": 4}
-CONFIGS = {
-    "balanced": {"kernel": "balanced", "PROGRAMS": 12, **TILE},
-    "split": {"kernel": "split", "SPLIT_TO": 8, **TILE},
-    "few": FEW | {"num_warps": 1, "num_stages": 1},
-    "portable": {"kernel": "portable", **TILE},
-}
 # Of a capped logit, some float32 roundings: the product's, the exponential's, two changes of base.
 RELATIVE = 3e-6
 HALF = torch.float16
 
 
-def one_kernel(operation: str, kernel: str):
-    return tuning.override(operation, CONFIGS[kernel])
-
-
-def decode(p: Problem, kernel: str = "balanced", **options: Any):
-    with one_kernel("paged_decode_attention", kernel):
+def decode(p: Problem, kernel: str, **options: Any):
+    with tuning.override("paged_decode_attention", DECODES[kernel]):
         return paged_decode_attention(*p.decode, **options, return_lse=True)
 
 
@@ -51,27 +39,27 @@ def fused(p: Problem, **options: Any):
     slots = p.block_tables[sequences, newest // size].long() * size + newest % size
     places = (slots // size, slots % size)
     rows = torch.cat((p.q, p.k_cache[places], p.v_cache[places]), 1).flatten(1)
-    with one_kernel("paged_decode_attention", "few"):
+    with tuning.override("paged_decode_attention", DECODES["few in parts"]):
         return fused_decode_attention(
             rows, p.k_cache, p.v_cache, slots, p.block_tables, p.seq_lens, **options, return_lse=True
         )
 
 
 def verify(p: Problem, **options: Any):
-    with one_kernel("paged_verify_attention", "balanced"):
+    with tuning.override("paged_verify_attention", DECODES["balanced"]):
         return paged_verify_attention(*p.prefill, max_seqlen_q=4, **options, return_lse=True)
 
 
 def prefill(p: Problem, **options: Any):
-    with one_kernel("varlen_prefill_attention", "portable"):
+    with tuning.override("varlen_prefill_attention", PREFILL):
         return varlen_prefill_attention(*p.prefill, max_seqlen_q=4, **options, return_lse=True)
 
 
 OPERATIONS = {
-    "balanced": decode,
-    "split": lambda p, **options: decode(p, "split", **options),
-    "few": lambda p, **options: decode(p, "few", **options),
-    "few with the newest apart": lambda p, **options: decode(p, "few", **options, settled=True),
+    "balanced": lambda p, **options: decode(p, "balanced", **options),
+    "split": lambda p, **options: decode(p, "split in parts", **options),
+    "few": lambda p, **options: decode(p, "few in parts", **options),
+    "few with the newest apart": lambda p, **options: decode(p, "few in parts", **options, settled=True),
     "fused": fused,
     "verify": verify,
     "prefill": prefill,

@@ -88,6 +88,12 @@ def test_real_shapes(device, dtype, tokens, experts, k):
 
 
 @pytest.mark.gpu
+def test_more_tokens_than_an_axis_holds(device):
+    x, weight, norm_weight = problem(70_000, 16, 64, torch.bfloat16, device)
+    check((x, weight, norm_weight, None), torch.bfloat16)
+
+
+@pytest.mark.gpu
 def test_in_a_graph(device):
     """Where kernels overlap, the row that the kernel before writes is waited for."""
     x, weight, norm_weight = problem(1, 128, 2048, torch.bfloat16, device)
