@@ -43,6 +43,7 @@ def test_compiles(arch):
         everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
         for batch in (1, 8, 40):
             launch(batch, 32, 8, 80, 16, BF16, BF16, **everything, k_scale=torch.empty(8), return_lse=True)
+            launch(batch, 8, 4, 256, 16, BF16, BF16, softcap=50.0, max_seqlen_k=400)  # Gemma 2
     assert_resources(kernels)
     assert {kernel.name for kernel in kernels} == {"balanced_kernel", "few_kernel", "_decode_kernel", "_merge_kernel"}
 

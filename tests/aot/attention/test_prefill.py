@@ -37,6 +37,7 @@ def test_compiles(arch):
         everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
         launch(32, 8, 80, 16, BF16, BF16, 512, **everything, k_scale=torch.empty(8), return_lse=True)
         launch(14, 2, 64, 16, FP16, FP16, 512, causal=False, softcap=5.0, return_lse=True)  # spilled on sm_100
+        launch(8, 4, 256, 16, BF16, BF16, 512, softcap=50.0)  # Gemma 2
     assert_resources(kernels)
 
 
@@ -55,7 +56,9 @@ def test_hopper_kernel():
         launch(32, 8, 128, 16, BF16, BF16, 512, apart=True)
         launch(64, 8, 64, 16, BF16, BF16, 512, apart=True, sinks=sinks, window=128, return_lse=True)
         launch(32, 8, 128, 64, FP16, FP16, 512, apart=True, causal=False, return_lse=True)
-    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 3
+        for longest in (512, 4096):
+            launch(32, 8, 128, 16, BF16, BF16, longest, apart=True, softcap=50.0)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 5
     assert_resources(kernels)
     assert_sass(kernels, "HGMMA", "_prefill_sm90_kernel")
     assert_sass(kernels, "UTMALDG", "_prefill_sm90_kernel")
