@@ -14,6 +14,7 @@ from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics
 from tritonllm.engine.request import Pooling, Request
 from tritonllm.inputs import Prompt
+from tritonllm.layers.head import HeadSpec
 from tritonllm.models.interface import ModelFacts
 from tritonllm.models.sentence_transformers import SentenceModules
 from tritonllm.pooling_params import PoolerConfig, PoolingParams
@@ -40,6 +41,7 @@ class PoolingAbility:
         how: of a task that pools sequences.
         causal: its tokens see none behind them.
         labels: outputs of its head.
+        step_tag_id: of token classification only these tokens are reported unless the request says.
         activation: of those.
         normalize: embeddings are normalized unless the request says.
         width: elements of an embedding.
@@ -53,6 +55,7 @@ class PoolingAbility:
     how: Mapping[str, How] = field(default_factory=dict)
     causal: bool = True
     labels: int = 0
+    step_tag_id: int | None = None
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     normalize: bool = True
     width: int = 0
@@ -100,6 +103,7 @@ class PoolingAbility:
             how={"embed": embeds, "classify": classifies},
             causal=spec.causal,
             labels=0 if spec.head is None else spec.head.labels,
+            step_tag_id=_step_tag(config.pooler_config, spec.head),
             activation="none" if spec.head is None else spec.head.activation,
             normalize=modules is None or modules.normalize,
             width=modules.dense[-1][1].out_features if modules is not None and modules.dense else spec.hidden_size,
@@ -121,11 +125,17 @@ class PoolingAbility:
             way = " (convert='embed' leaves the head away)" if "embed" in params.task and self.tasks else ""
             raise ValueError(f"task={params.task!r} is not one of {self.architecture}: {has}{way}")
         params = self.config.merged(params)
+        if params.task == "token_classify" and params.step_tag_id is None:
+            params.step_tag_id = self.step_tag_id
         for name, tasks in _ALLOWED.items():
             if getattr(params, name) is not None and params.task not in tasks:
                 raise ValueError(f"{name} is for {' and '.join(tasks)}, the task is {params.task}: leave it out")
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions)
+        columns = self.width if "embed" in params.task else self.labels
+        for column in params.returned_token_ids or ():
+            if column >= columns:
+                raise ValueError(f"returned_token_ids has column {column}, but there are {columns}")
         return params
 
     def _check_dimensions(self, dimensions: int) -> None:
@@ -162,6 +172,16 @@ class PoolingAbility:
         elif wanted is not False and self.activation != "none":
             rows = rows.sigmoid() if self.activation == "sigmoid" else rows.softmax(-1)
         return rows if of_tokens else rows[0]
+
+
+def _step_tag(config: PoolerConfig, head: HeadSpec | None) -> int | None:
+    """Raises:
+    ValueError: it is needed and not known.
+    """
+    tag = None if head is None else head.step_tag_id
+    if config.tok_pooling_type == "STEP" and tag is None and config.step_tag_id is None:
+        raise ValueError("pooler_config: tok_pooling_type='STEP' needs a step_tag_id")
+    return None if config.tok_pooling_type == "ALL" else tag
 
 
 def _matryoshka(fields: Mapping[str, Any]) -> tuple[int, ...] | None:

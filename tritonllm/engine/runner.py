@@ -172,7 +172,8 @@ class ModelRunner:
 
     def sample_hidden(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
-        self._sampler.warm_up(self._model.compute_logits(hidden))
+        if self._model.spec.logits:
+            self._sampler.warm_up(self._model.compute_logits(hidden))
 
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
@@ -254,6 +255,8 @@ class ModelRunner:
         if not batch.metadata.segments.only_decodes:
             return self._advance(batch, batch.inputs.logit_rows), None
         hidden = self._advance(batch, None)
+        if not self._model.spec.logits:
+            return hidden, None
         return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:

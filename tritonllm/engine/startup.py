@@ -257,7 +257,7 @@ def load_parts(config: EngineConfig) -> Parts:
     model_config = config.model
     trusted = model_config.trust_remote_code
     folder = checkpoint.resolve(model_config.model, model_config.revision, trust_remote_code=trusted)
-    spec = read_spec(folder, trust_remote_code=trusted)
+    spec = read_spec(folder, trust_remote_code=trusted, as_classifier=model_config.convert == "classify")
     generation_config = read_generation_config(model_config.generation_config, folder)
     defaults = default_params(model_config.generation_config, generation_config)
     modules = None if model_config.runner == "generate" else read_modules(folder)

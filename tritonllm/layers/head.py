@@ -55,11 +55,13 @@ class HeadSpec:
         dense: its layers, from the first to the last; the last one has an output for each label.
         pooling: what of a sequence is classified.
         activation: of the last layer's outputs, if the request wants it.
+        step_tag_id: of token classification only these tokens are of interest; ``None``: all.
     """
 
     dense: tuple[DenseSpec, ...]
     pooling: Literal["LAST", "CLS", "MEAN"]
     activation: Literal["none", "sigmoid", "softmax"]
+    step_tag_id: int | None = None
 
     @property
     def labels(self) -> int:
