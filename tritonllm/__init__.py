@@ -15,8 +15,16 @@ if TYPE_CHECKING:
     from tritonllm.engine.arg_utils import EngineArgs
     from tritonllm.engine.engine import LLMEngine
     from tritonllm.engine.llm import LLM
-    from tritonllm.engine.outputs import CompletionOutput, RequestOutput
+    from tritonllm.engine.outputs import (
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
     from tritonllm.inputs import TextPrompt, TokensPrompt
+    from tritonllm.pooling_params import PoolerConfig, PoolingParams
     from tritonllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
     from tritonllm.serve.async_llm import AsyncEngineArgs, AsyncLLM
 
@@ -29,6 +37,12 @@ _HOME = {
     "StructuredOutputsParams": "sampling_params",
     "RequestOutput": "engine.outputs",
     "CompletionOutput": "engine.outputs",
+    "PoolingParams": "pooling_params",
+    "PoolerConfig": "pooling_params",
+    "PoolingRequestOutput": "engine.outputs",
+    "EmbeddingRequestOutput": "engine.outputs",
+    "ClassificationRequestOutput": "engine.outputs",
+    "ScoringRequestOutput": "engine.outputs",
     "EngineArgs": "engine.arg_utils",
     "LLMEngine": "engine.engine",
     "TextPrompt": "inputs",
@@ -41,12 +55,18 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "PoolerConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

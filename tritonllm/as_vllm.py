@@ -22,6 +22,12 @@ from typing import Any
 
 VERSION = "0.24.0"  # of vLLM's names
 _ENGINE = "tritonllm"
+_POOLED = (
+    "PoolingRequestOutput",
+    "EmbeddingRequestOutput",
+    "ClassificationRequestOutput",
+    "ScoringRequestOutput",
+)
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -79,12 +85,15 @@ MODULES: dict[str, dict[str, Any]] = {
             name: f"{_ENGINE}:{name}"
             for name in (
                 *("LLM", "LLMEngine", "EngineArgs", "SamplingParams", "TextPrompt", "TokensPrompt"),
-                *("RequestOutput", "CompletionOutput"),
+                *("RequestOutput", "CompletionOutput", "PoolingParams"),
+                *_POOLED,
             )
         },
     },
     "vllm.sampling_params": {"SamplingParams": f"{_ENGINE}:SamplingParams"},
-    "vllm.outputs": {name: f"{_ENGINE}:{name}" for name in ("RequestOutput", "CompletionOutput")},
+    "vllm.pooling_params": {"PoolingParams": f"{_ENGINE}:PoolingParams"},
+    "vllm.config": {"PoolerConfig": f"{_ENGINE}:PoolerConfig"},
+    "vllm.outputs": {name: f"{_ENGINE}:{name}" for name in ("RequestOutput", "CompletionOutput", *_POOLED)},
     "vllm.inputs": {name: f"{_ENGINE}:{name}" for name in ("TextPrompt", "TokensPrompt")},
     "vllm.engine": {},
     "vllm.engine.arg_utils": {"EngineArgs": f"{_ENGINE}:EngineArgs"},

@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tritonllm.pooling_params import PoolerConfig
 from tritonllm.vllm_arguments import translate
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 POLICIES = ("fcfs", "priority")
+RUNNERS = ("auto", "generate", "pooling")
+CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
 BACKENDS = ("inductor", "aot_eager", "eager")
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
@@ -66,6 +69,11 @@ class ModelConfig:
         seed: of dummy weights and of requests that bring none.
         generation_config: where the defaults of sampling come from: ``auto`` is the model's ``generation_config.json``,
             ``vllm`` are those of :class:`SamplingParams`, anything else a folder with such a file.
+        runner: ``generate`` refuses pooling requests, ``pooling`` those that generate; ``auto`` takes both, as far as
+            the architecture has them.
+        convert: ``embed`` leaves a classifier's head away, ``classify`` looks for one in a causal model's files,
+            ``none`` pools nothing; ``auto`` goes by the architecture.
+        pooler_config: how to pool where the request does not say; :meth:`EngineConfig.from_kwargs` takes a dict, too.
     """
 
     model: str
@@ -80,6 +88,9 @@ class ModelConfig:
     allow_nan: bool = False
     seed: int = 0
     generation_config: str = "auto"
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    convert: Literal["auto", "none", "embed", "classify"] = "auto"
+    pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():
@@ -88,6 +99,11 @@ class ModelConfig:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("runner", self.runner, RUNNERS)
+        _one_of("convert", self.convert, CONVERSIONS)
+        if (self.runner, self.convert) in (("generate", "embed"), ("generate", "classify"), ("pooling", "none")):
+            raise ValueError(f"runner={self.runner!r} contradicts convert={self.convert!r}: leave one out")
+        _is_a("pooler_config", self.pooler_config, PoolerConfig)
         _at_least("max_model_len", self.max_model_len, 1)
         _is_a("skip_tokenizer_init", self.skip_tokenizer_init, bool)
         _is_a("trust_remote_code", self.trust_remote_code, bool)
@@ -246,6 +262,8 @@ class EngineConfig:
             ValueError: an argument that no part knows, one of vLLM's at a value that we lack, or a bad value.
         """
         kwargs = translate(kwargs, cls.known_kwargs())
+        if "pooler_config" in kwargs:
+            kwargs["pooler_config"] = PoolerConfig.of(kwargs["pooler_config"])
         parts: dict[str, Any] = {}
         for name, part in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
             names = {f.name for f in dataclasses.fields(part)}

@@ -9,7 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ALIASES = {"num_gpu_blocks_override": "num_blocks", "scheduling_policy": "policy"}  # vLLM's name: ours
+ALIASES = {  # vLLM's name: ours
+    "num_gpu_blocks_override": "num_blocks",
+    "scheduling_policy": "policy",
+    "override_pooler_config": "pooler_config",
+}
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
@@ -51,8 +55,6 @@ class VllmEngine:
     worker_extension_cls: Any = None
     # the checkpoint
     task: Any = "auto"
-    runner: Any = "auto"
-    convert: Any = "auto"
     model_impl: Any = "auto"
     config_format: Any = "auto"
     hf_config_path: Any = None
@@ -106,8 +108,6 @@ class VllmEngine:
     logprobs_mode: Any = "raw_logprobs"
     enable_prompt_embeds: Any = False
     enable_sleep_mode: Any = False
-    override_pooler_config: Any = None
-    pooler_config: Any = None
     additional_config: Any = None
     # adapters
     enable_lora: Any = False
@@ -150,8 +150,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (False,),
     "skip_clone": (True,),
     "task": ("generate",),
-    "runner": ("generate",),
-    "convert": ("none",),
     "config_format": ("hf",),
     "tokenizer_mode": ("hf",),
     "distributed_executor_backend": ("uni",),
@@ -174,6 +172,7 @@ ANY_VALUE = {
     "use_tqdm_on_load",
 }
 ADVICE = {
+    "task": "use runner='pooling', and convert='embed' or 'classify'",
     "tensor_parallel_size": "only one GPU so far, leave it at 1",
     "best_of": "ask for n outputs and choose among them",
     "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
@@ -203,6 +202,16 @@ def refuse(name: str, value: Any) -> None:
     ValueError: always; it says what to do without the argument.
     """
     raise ValueError(f"{name}={value!r}: tritonllm does not have this; {ADVICE.get(name, 'leave it out')}")
+
+
+def no_adapter(lora_request: Any) -> None:
+    """Raises:
+    ValueError: there is one.
+    """
+    requests = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
+    for request in requests:
+        if request is not None:
+            refuse("lora_request", request)
 
 
 def require_neutral(values: Mapping[str, Any], defaults: Iterable[tuple[str, Any]]) -> None:

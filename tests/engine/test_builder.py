@@ -1,4 +1,5 @@
 import itertools
+import pickle
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.inputs import upload_step
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
-from tritonllm.engine.request import Request
+from tritonllm.engine.pooled_spans import PooledSpan
+from tritonllm.engine.request import Pooling, Request
 from tritonllm.engine.shared_prefix import MIN_SAVED_BYTES, CascadePlanner
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.sampling_params import SamplingParams
@@ -159,3 +161,33 @@ def test_decodes_that_share_a_prefix():
     assert metadata.block_tables[:, 1].tolist() == [9] * 4  # whole, for layers that do not share
     assert build(*ones, chunk).shared is None
     assert build(ones[0], chunk, planner=planner).shared is None
+
+
+def pooled(request_id, tokens, start, count, how, *, seat=0):
+    made = item(request_id, tokens, [seat, 9, 8, 7], start, count, seat=seat)
+    made.request.pooling = Pooling(how)
+    return made
+
+
+def test_the_spans_of_a_step():
+    """Of those that are pooled; rows count those who draw, too. The step can be sent to another process."""
+    decode = item("a", [5, 6, 7], [3], 2, 1, seat=3)
+    one = pooled("b", [9], 0, 1, "mean", seat=2)
+    part = pooled("c", [1, 2, 3, 4], 1, 2, "all", seat=1)
+    rest = pooled("d", [1, 2, 3], 1, 2, "last", seat=0)
+    step = build(decode, one, part, rest)
+    assert step.pooled == (
+        PooledSpan("b", 2, Pooling("mean"), first=0, begin=1, end=2, row=1),
+        PooledSpan("c", 1, Pooling("all"), first=1, begin=2, end=4, row=-1),
+        PooledSpan("d", 0, Pooling("last"), first=1, begin=4, end=6, row=2),
+    )
+    assert (step.wants_all, step.draws, [span.length for span in step.pooled]) == (True, True, [1, 3, 3])
+    assert pickle.loads(pickle.dumps(step)).pooled == step.pooled
+
+
+def test_steps_without_pooled_prompts():
+    builder = make_builder()
+    rest = build(pooled("d", [1, 2, 3], 1, 2, "last", seat=0), builder=builder)
+    assert (rest.wants_all, rest.draws, rest.num_rows) == (False, False, 1)
+    step = build(item("e", [1, 2, 3], [4], 1, 2, seat=0), builder=builder)  # the seat's next owner
+    assert (step.pooled, step.draws, step.wants_all) == ((), True, False)

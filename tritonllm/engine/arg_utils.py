@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from tritonllm.config import CompilationConfig, EngineConfig
+from tritonllm.pooling_params import PoolerConfig
 from tritonllm.vllm_arguments import VllmEngine
 
 
@@ -30,6 +31,9 @@ class EngineArgs(VllmEngine):
     allow_nan: bool = False
     seed: int | None = None
     generation_config: str = "auto"
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: dict[str, Any] | PoolerConfig | None = None
     block_size: int | None = None
     num_gpu_blocks_override: int | None = None
     gpu_memory_utilization: float = 0.9

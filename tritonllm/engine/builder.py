@@ -6,6 +6,7 @@ import numpy as np
 
 from tritonllm.engine.edits import SeatEdits, edits_of
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
+from tritonllm.engine.pooled_spans import pooled_spans
 from tritonllm.engine.request import Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
@@ -90,6 +91,7 @@ class StepBuilder:
             processors=_processors(controlled),
             admitted=tuple(map(_seated, admitted)) if self._tell_admitted else (),
             prompt_spans=_prompt_spans(items, n),
+            pooled=pooled_spans(items) if seats.pooled else (),
         )
 
     def _chunk_places(

@@ -21,8 +21,9 @@ from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
-from tritonllm.engine.outputs import RequestMetrics, RequestOutput
+from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from tritonllm.engine.plan import NewTokens, StepPlan, describe
+from tritonllm.engine.pooling import PoolingAbility, PoolingState, pooling_state
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
@@ -30,9 +31,11 @@ from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.startup import load_parts
 from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
+from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
 
+EngineOutput = RequestOutput | PoolingRequestOutput
 COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar when nothing else is to do
 
 
@@ -65,11 +68,20 @@ class LLMEngine:
         runner: a started model runner.
         scheduler: over the runner's cache.
         inputs: checks and tokenizes requests.
+        pooling: what the model can pool; by default nothing.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, inputs: InputProcessor) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        inputs: InputProcessor,
+        pooling: PoolingAbility | None = None,
+    ) -> None:
         self.config = config
         self.inputs = inputs
+        self.pooling = pooling or PoolingAbility()
         self._runner = runner
         self._scheduler = scheduler
         self._states: dict[str, RequestState] = {}
@@ -79,7 +91,7 @@ class LLMEngine:
         self._in_flight: deque[tuple[StepPlan, RunningStep]] = deque()
         self._whole = True  # no change is under way, and none was broken off
         self._failure = "the step was interrupted"  # why the last one was broken off
-        self._lost: dict[str, RequestOutput] = {}  # last outputs of the requests that were lost with it
+        self._lost: dict[str, EngineOutput] = {}  # last outputs of the requests that were lost with it
         self._prepared_at_ready = MONITOR.prepared
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
@@ -108,7 +120,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         lora_request: None = None,
         priority: int = 0,
@@ -118,8 +130,8 @@ class LLMEngine:
         Args:
             request_id: unique among the unfinished ones.
             prompt: text, token ids, or a dict of either.
-            params: how to continue it, by default as the model's ``generation_config.json`` says. The engine keeps a
-                copy.
+            params: how to continue it, by default as the model's ``generation_config.json`` says; or how to pool it.
+                The engine keeps a copy.
             lora_request: none; there are no adapters yet.
             priority: lower is earlier, under the ``priority`` policy.
 
@@ -137,28 +149,40 @@ class LLMEngine:
             raise ValueError(f"priority must be an integer, got {priority!r}")
         if priority and self.config.scheduler.policy != "priority":
             raise ValueError(f"priority={priority} needs policy='priority'; this engine's policy is 'fcfs'")
-        params = self.inputs.take_params(params)
-        tokenized = self.inputs.tokenize(prompt, params.truncate_prompt_tokens)
-        grammar = self.inputs.grammar(params)
-        requests = self.inputs.requests(request_id, tokenized, params, priority, next(self._arrivals), grammar)
-        for request in requests:
-            self._scheduler.check(request)
-        sequences = [SequenceOutput(index, request, self.tokenizer) for index, request in enumerate(requests)]
-        metrics = RequestMetrics(arrival_time=time.monotonic())
-        state = RequestState(request_id, tokenized.text, tokenized.token_ids, params, sequences, metrics)
-        state.grammar = grammar
+        state = self._new_state(request_id, prompt, params, priority)
+        for sequence in state.sequences:
+            self._scheduler.check(sequence.request)
         self._whole = False
-        for sequence in sequences:
+        for sequence in state.sequences:
             self._sequences[sequence.request.request_id] = state, sequence
-        if grammar is None:
+        if state.grammar is None:
             self._schedule(state)
         else:
             self._compiling[request_id] = state
         self._states[request_id] = state
-        self._prompt_tokens += len(tokenized.token_ids)
+        self._prompt_tokens += len(state.prompt_token_ids)
         self._whole = True
 
-    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+    def _new_state(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None, priority: int
+    ) -> RequestState:
+        arrival = next(self._arrivals)
+        if isinstance(params, PoolingParams):
+            place = {"priority": priority, "arrival": arrival}
+            return pooling_state(self.pooling, self.inputs, request_id, prompt, params, **place)
+        if self.pooling.refuses_generation is not None:
+            raise ValueError(self.pooling.refuses_generation)
+        params = self.inputs.take_params(params)
+        tokenized = self.inputs.tokenize(prompt, params.truncate_prompt_tokens)
+        grammar = self.inputs.grammar(params)
+        requests = self.inputs.requests(request_id, tokenized, params, priority, arrival, grammar)
+        sequences = [SequenceOutput(index, request, self.tokenizer) for index, request in enumerate(requests)]
+        metrics = RequestMetrics(arrival_time=time.monotonic())
+        state = RequestState(request_id, tokenized.text, tokenized.token_ids, params, sequences, metrics)
+        state.grammar = grammar
+        return state
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[EngineOutput]:
         """End requests now and free their memory; unknown or finished ids are ignored. Returns their last outputs."""
         self._recover()
         outputs = []
@@ -194,7 +218,7 @@ class LLMEngine:
         self._whole = True
         return True
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.
 
         Returns:
@@ -246,7 +270,7 @@ class LLMEngine:
         for sequence in state.sequences:
             sequence.request.status = status
 
-    def _schedule_compiled(self) -> list[RequestOutput]:
+    def _schedule_compiled(self) -> list[EngineOutput]:
         """Hand requests whose grammars are ready to the scheduler; wait for one if there is nothing else to do.
         Returns the last outputs of those whose grammars could not be compiled."""
         if not self._in_flight and not self._scheduler.num_running and not self._scheduler.num_waiting:
@@ -266,11 +290,11 @@ class LLMEngine:
                 failed.append(self._report(state))
         return [output for output in failed if output is not None]
 
-    def _advance(self) -> list[RequestOutput]:
+    def _advance(self) -> list[EngineOutput]:
         failed = self._schedule_compiled() if self._compiling else []
         return failed + self._run()
 
-    def _run(self) -> list[RequestOutput]:
+    def _run(self) -> list[EngineOutput]:
         plan = self._scheduler.schedule()
         if plan.scheduled:
             self._in_flight.append((plan, self._runner.launch(plan)))
@@ -290,6 +314,11 @@ class LLMEngine:
             state, sequence = self._sequences.get(request_id, (None, None))
             if state is not None and sequence is not None and sequence.index == 0:  # else it was aborted since
                 state.take_prompt_logprobs(first, scores, self.tokenizer)
+        for ids, first, vectors in result.pooled:
+            for i, request_id in enumerate(ids):
+                state, _ = self._sequences.get(request_id, (None, None))
+                if isinstance(state, PoolingState):  # else it was aborted since
+                    state.take_pooled(first, vectors if len(ids) == 1 else vectors[i : i + 1])
         rows: dict[str, int] = {}  # where the log-probabilities begin of those who may ask for them
         if result.logprobs is not None:
             first = 0
@@ -302,7 +331,7 @@ class LLMEngine:
             state, sequence = self._sequences[request.request_id]
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
-            taken += len(new)
+            taken += len(new) * (request.pooling is None)
             try:
                 stopped = sequence.extend(new, result.logprobs, rows.get(request.request_id, 0))
             except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
@@ -332,7 +361,7 @@ class LLMEngine:
                 return wrong
         return None
 
-    def _report(self, state: RequestState) -> RequestOutput | None:
+    def _report(self, state: RequestState) -> EngineOutput | None:
         """The request's output, and its end if it has ended."""
         output = state.output()
         if output is not None and output.finished:

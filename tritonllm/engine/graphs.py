@@ -254,7 +254,7 @@ class StepGraphs:
         decode, verify, chunk = step.segments
         if step.segments.only_decodes:
             return self._key((padded(decode.sequences, self._sizes), 0), step)
-        if verify.sequences or step.shared is not None or step.prompt_spans:
+        if verify.sequences or step.shared is not None or step.wants_all:
             return None
         longest = self._limits.max_blocks * self._limits.block_size
         for sequences, tokens in self._beside:

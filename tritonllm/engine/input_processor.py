@@ -14,7 +14,7 @@ from tritonllm.engine.edits import check_edits
 from tritonllm.engine.grammar import GrammarControl, Grammars
 from tritonllm.engine.request import Request
 from tritonllm.engine.tokenizer import bad_word_ids
-from tritonllm.inputs import KNOWN_FORMS, Prompt, check_text, is_array, to_list
+from tritonllm.inputs import KNOWN_FORMS, Prompt, TokensPrompt, check_text, is_array, to_list
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -76,15 +76,20 @@ class InputProcessor:
         self._thought = None if tokenizer is None else thought_tokens(tokenizer.get_vocab())
         self.default_params = default_params or SamplingParams()
 
-    def tokenize(self, prompt: Prompt, truncate: int | None = None) -> TokenizedPrompt:
+    def tokenize(
+        self, prompt: Prompt, truncate: int | None = None, *, continued: bool = True, separated: bool = False
+    ) -> TokenizedPrompt:
         """Token ids of a prompt in any of its forms.
 
         Args:
             truncate: keep so many of the last ones; -1: as many as may be, with one new token.
+            continued: there must be room for one new token.
+            separated: the last token is a separator: keep it and the first ones.
 
         Raises:
             ValueError: an unknown form, an empty or too long prompt, a token id outside the vocabulary.
         """
+        most = self.max_model_len - continued
         text, ids, salt = self._parts(prompt)
         for name, value in (("prompt", text), ("cache_salt", salt)):
             if value is not None:
@@ -93,13 +98,16 @@ class InputProcessor:
             assert text is not None  # one of both is there
             ids = self.encode(text)
         if truncate is not None:
-            ids = ids[-(self.max_model_len - 1 if truncate == -1 else truncate) :]
+            count = most if truncate == -1 else truncate
+            if len(ids) > count:
+                ids = ids[: count - 1] + ids[-1:] if separated else ids[-count:]
         if not ids:
             raise ValueError("prompt is empty: it needs at least one token")
-        if len(ids) >= self.max_model_len:
+        if len(ids) > most:
+            new = "with at least one new token " if continued else ""
             raise ValueError(
-                f"prompt has {len(ids)} tokens, but with at least one new token it must fit "
-                f"max_model_len={self.max_model_len}: shorten it, or raise max_model_len"
+                f"prompt has {len(ids)} tokens, but {new}it must fit max_model_len={self.max_model_len}: shorten it, "
+                "or raise max_model_len"
             )
         self.check_ids(ids)
         return TokenizedPrompt(text, ids, salt)
@@ -114,6 +122,22 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def pair(self, first: Prompt, second: Prompt) -> TokensPrompt:
+        """Two texts as the one prompt of a cross-encoder, with the tokenizer's separators.
+
+        Raises:
+            ValueError: no texts, or no tokenizer.
+        """
+        if not isinstance(first, str) or not isinstance(second, str):
+            raise ValueError(f"a cross-encoder reads two texts, got {type(first).__name__} and {type(second).__name__}")
+        for text in (first, second):
+            check_text("data", text)
+        if self.tokenizer is None:
+            raise ValueError(
+                "a cross-encoder reads two texts, but the engine has no tokenizer: leave out skip_tokenizer_init"
+            )
+        return {"prompt_token_ids": self.tokenizer(first, second)["input_ids"]}
 
     def check_ids(self, ids: list[int]) -> None:
         """Raises:

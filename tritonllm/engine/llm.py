@@ -3,7 +3,7 @@
 import copy
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -11,16 +11,15 @@ from tqdm import tqdm
 from tritonllm.config import EngineConfig
 from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.engine import LLMEngine
-from tritonllm.engine.outputs import RequestOutput
+from tritonllm.engine.llm_pooling import PoolingMethods, Progress
+from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
 from tritonllm.inputs import Prompt, as_list
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
-from tritonllm.vllm_arguments import refuse
-
-Progress = bool | Callable[..., Any]  # whether to show a bar, or what makes one, like tqdm
+from tritonllm.vllm_arguments import no_adapter
 
 
-class LLM:
-    """A model ready to generate, in this process.
+class LLM(PoolingMethods):
+    """A model ready to generate, to embed or to classify, in this process.
 
     Args:
         model: a folder in Hugging Face format, or a hub id.
@@ -77,33 +76,46 @@ class LLM:
         Raises:
             ValueError: bad input, naming the prompt by its index; nothing was generated.
         """
-        _no_adapter(lora_request)
-        batch = as_list(prompts)
-        default = self.engine.inputs.default_params
-        params = _one_each("sampling_params", default if sampling_params is None else sampling_params, len(batch))
+        no_adapter(lora_request)
+        params = self.engine.inputs.default_params if sampling_params is None else sampling_params
+        return self._complete(SamplingParams, as_list(prompts), params, use_tqdm, priority)
+
+    def _complete(
+        self,
+        kind: type,
+        prompts: list[Prompt],
+        params: Any,
+        use_tqdm: Progress,
+        priority: Sequence[int] | None = None,
+    ) -> list[Any]:
+        batch = prompts
+        name = "sampling_params" if kind is SamplingParams else "pooling_params"
+        params = _one_each(name, params, len(batch))
         priorities = [0] * len(batch) if priority is None else _one_each("priority", list(priority), len(batch))
         ids = [str(next(self._ids)) for _ in batch]
         try:
-            for index, request in enumerate(zip(ids, batch, params, priorities, strict=True)):
-                self._add(f"prompts[{index}]: " if len(batch) > 1 else "", *request)
+            for index, (request_id, prompt, wish, order) in enumerate(zip(ids, batch, params, priorities, strict=True)):
+                where = f"prompts[{index}]: " if len(batch) > 1 else ""
+                if not isinstance(wish, kind):
+                    raise ValueError(f"{where}{name} must be {kind.__name__}, got {type(wish).__name__}")
+                self._add(where, request_id, prompt, wish, order)
             outputs = self._run(len(ids), use_tqdm)
         except BaseException:  # Ctrl-C too: leave no request behind for the next call
             self.engine.abort_request(ids)
             raise
         return [outputs[request_id] for request_id in ids]
 
-    def _add(self, where: str, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+    def _add(self, where: str, request_id: str, prompt: Prompt, params: Any, priority: int) -> None:
         try:
-            if not isinstance(params, SamplingParams):
-                raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
             final = copy.copy(params)  # the engine checks it
-            final.output_kind = RequestOutputKind.FINAL_ONLY
+            if isinstance(final, SamplingParams):
+                final.output_kind = RequestOutputKind.FINAL_ONLY
             self.engine.add_request(request_id, prompt, final, priority=priority)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
 
-    def _run(self, total: int, use_tqdm: Progress) -> dict[str, RequestOutput]:
-        outputs: dict[str, RequestOutput] = {}
+    def _run(self, total: int, use_tqdm: Progress) -> dict[str, RequestOutput | PoolingRequestOutput]:
+        outputs: dict[str, RequestOutput | PoolingRequestOutput] = {}
         start, read, written = time.monotonic(), 0, 0
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         with make_bar(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
@@ -111,7 +123,8 @@ class LLM:
                 for output in self.engine.step():
                     outputs[output.request_id] = output
                     read += len(output.prompt_token_ids)
-                    written += sum(len(completion.token_ids) for completion in output.outputs)
+                    if isinstance(output, RequestOutput):
+                        written += sum(len(completion.token_ids) for completion in output.outputs)
                     seconds = max(time.monotonic() - start, 1e-9)
                     rates = f"in {read / seconds:.0f} tok/s, out {written / seconds:.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)
@@ -151,7 +164,7 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
             "mm_processor_kwargs": mm_processor_kwargs,
         }
-        _no_adapter(lora_request)
+        no_adapter(lora_request)
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [self.render_chat(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -159,16 +172,6 @@ class LLM:
     def render_chat(self, conversation: Sequence[Message], **options: Any) -> Prompt:
         """The prompt that :meth:`chat` makes of one conversation; same errors, options as :class:`ChatOptions`."""
         return render(self.get_tokenizer(), conversation, ChatOptions(**options))
-
-
-def _no_adapter(lora_request: Any) -> None:
-    """Raises:
-    ValueError: there is one.
-    """
-    requests = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
-    for request in requests:
-        if request is not None:
-            refuse("lora_request", request)
 
 
 def _one_each(name: str, values: Any, count: int) -> list[Any]:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tritonllm.engine.detokenizer import IncrementalDetokenizer, find_stop
-from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from tritonllm.engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    Logprobs,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import TokenLogprobs
 from tritonllm.sampling_params import ALL, RequestOutputKind, SamplingParams
@@ -150,7 +157,7 @@ class RequestState:
             to_logprobs(scores, row, top, tokenizer) for row in range(len(scores.token_ids))
         ]
 
-    def output(self) -> RequestOutput | None:
+    def output(self) -> RequestOutput | PoolingRequestOutput | None:
         """What this step returns of the request; ``None`` if it only wants its end."""
         kind, finished = self.params.output_kind, self.finished
         if kind is RequestOutputKind.FINAL_ONLY and not finished:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +82,104 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What a prompt was pooled to.
+
+    Attributes:
+        data: a float32 tensor on the CPU: ``[outputs]``, or ``[tokens, outputs]`` of the tasks that begin with
+            ``token_``.
+    """
+
+    data: Any
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A prompt's vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """A number for each class: its probability, or its logit with ``use_activation=False``."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts fit."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """A prompt and what it was pooled to.
+
+    Attributes:
+        outputs: of a request that was aborted, or ended by an error, ``data`` has no elements.
+        num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        error: what ended the request before it was pooled.
+    """
+
+    request_id: str
+    outputs: Pooled
+    prompt_token_ids: Sequence[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    error: str | None = None
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Of :meth:`LLM.embed`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def from_base(base: PoolingRequestOutput) -> "EmbeddingRequestOutput":
+        return EmbeddingRequestOutput(*_with(base, EmbeddingOutput(base.outputs.data.tolist())))
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Of :meth:`LLM.classify`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def from_base(base: PoolingRequestOutput) -> "ClassificationRequestOutput":
+        return ClassificationRequestOutput(*_with(base, ClassificationOutput(base.outputs.data.tolist())))
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Of :meth:`LLM.score`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def from_base(base: PoolingRequestOutput) -> "ScoringRequestOutput":
+        """Raises:
+        ValueError: the result is not one number.
+        """
+        if base.outputs.data.numel() != 1:
+            raise ValueError(f"a score is one number, got {base.outputs.data.numel()} of {base.request_id!r}")
+        return ScoringRequestOutput(*_with(base, ScoringOutput(base.outputs.data.item())))
+
+
+def _with(base: PoolingRequestOutput, outputs: Any) -> tuple[Any, ...]:
+    return base.request_id, outputs, base.prompt_token_ids, base.num_cached_tokens, base.finished, base.error

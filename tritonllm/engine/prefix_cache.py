@@ -40,9 +40,9 @@ class PrefixCache:
         """The blocks of the longest cached prefix of the request's known tokens; takes no reference to them.
 
         The last known token is never covered: it must run through the model, or there would be nothing to sample
-        from. A request that wants ``prompt_logprobs`` matches nothing, since it needs every position's logits.
+        from. A request that wants all of its prompt computed (``prompt_logprobs``, a mean) matches nothing.
         """
-        if request.params.prompt_logprobs is not None:
+        if request.computes_all:
             return []
         return self.pool.find_leading(self._digests(request, (request.num_tokens - 1) // self.block_size))
 

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal, NamedTuple
 
 from tritonllm.engine.control import Control
 from tritonllm.sampling_params import SamplingParams
@@ -31,9 +32,31 @@ class RequestStatus(enum.Enum):
         self.is_finished = finish_reason is not None
 
 
+class Pooling(NamedTuple):
+    """What becomes of a prompt that is not continued.
+
+    Attributes:
+        how: the hidden state of its ``last`` token, of its first (``cls``), the ``mean`` of all, or ``all``.
+        head: through the model's head.
+        whole: its tokens see those behind them, so that one step must hold them all.
+        cached: tokens that the prefix cache has need not be computed.
+    """
+
+    how: Literal["last", "cls", "mean", "all"]
+    head: bool = False
+    whole: bool = False
+    cached: bool = True
+
+    @property
+    def of_last(self) -> bool:
+        """Only the prompt's last token is wanted."""
+        return self.how == "last"
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to generate. The engine fills in the first group of fields, the scheduler owns the second.
+    """One sequence to generate, or a prompt to pool: for the scheduler that is a sequence that ends with its first new
+    token, which nobody draws. The engine fills in the first group of fields, the scheduler owns the second.
 
     Args:
         request_id: unique among the unfinished requests.
@@ -48,6 +71,7 @@ class Request:
         seed: of its samples.
         bad_words: token sequences that the output may not contain, tokenized.
         controls: decide which tokens may come next.
+        pooling: what becomes of the prompt; ``None`` if it is continued.
         output_token_ids: what was generated so far, as far as the host knows it.
         num_pending_tokens: sampled by steps in flight: they exist, but only the device knows them yet.
         num_possible_tokens: how many more the steps in flight bring if they accept all drafts.
@@ -80,6 +104,7 @@ class Request:
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     controls: tuple[Control, ...] = ()
+    pooling: Pooling | None = None
 
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
@@ -103,6 +128,16 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens, prompt and output together."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def may_start(self, budget: int) -> bool:
+        """Whether a step with room for so many tokens can be its first."""
+        whole = self.pooling is not None and self.pooling.whole
+        return not self.num_pending_tokens and not (whole and self.num_tokens > budget)
+
+    @property
+    def computes_all(self) -> bool:
+        """All of its prompt goes through the model: what the prefix cache has of it is of no use."""
+        return self.params.prompt_logprobs is not None or (self.pooling is not None and not self.pooling.cached)
 
     @property
     def waits_for_tokens(self) -> bool:

@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,20 @@ class TokenLogprobs:
     ranks: list[int]
 
 
+class PooledRows(NamedTuple):
+    """What became of pooled prompts.
+
+    Attributes:
+        request_ids: a row each; of one request, whose every token has a row, one id.
+        first: position of the first of those tokens.
+        rows: ``[N, outputs]`` float32.
+    """
+
+    request_ids: tuple[str, ...]
+    first: int
+    rows: torch.Tensor
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step produced, on the host.
@@ -41,12 +56,14 @@ class StepResult:
         prompt_logprobs: by request id, those of the prompt tokens that this step's chunk predicts, with the position
             of the first.
         errors: of requests that must end, by their id.
+        pooled: what became of pooled prompts.
     """
 
     sampled: list[list[int]]
     logprobs: TokenLogprobs | None
     prompt_logprobs: dict[str, tuple[int, TokenLogprobs]]
     errors: Mapping[str, str] = field(default_factory=dict)
+    pooled: Sequence[PooledRows] = ()
 
 
 class RunningStep:
@@ -62,6 +79,7 @@ class RunningStep:
             its way to the host before the next one is computed.
         device: where it runs.
         errors: see :class:`StepResult`.
+        pooled: the same, on the device.
     """
 
     def __init__(
@@ -73,7 +91,9 @@ class RunningStep:
         device: torch.device,
         whole_logprobs: Iterable[tuple[int, LogprobTensors]] = (),
         errors: Mapping[str, str] | None = None,
+        pooled: Sequence[PooledRows] = (),
     ) -> None:
+        self._pooled = [part._replace(rows=_to_host(part.rows)) for part in pooled]
         self._errors = errors or {}
         self._samples = samples
         self._tokens = None if tokens is None else _to_host(tokens)
@@ -122,7 +142,7 @@ class RunningStep:
             scores.token_ids.extend(more.token_ids)
             scores.logprobs.extend(more.logprobs)
             scores.ranks.extend(more.ranks)
-        return StepResult(self._sampled(), logprobs, of_prompts, self._errors)
+        return StepResult(self._sampled(), logprobs, of_prompts, self._errors, self._pooled)
 
     def _sampled(self) -> list[list[int]]:
         if self._tokens is None:

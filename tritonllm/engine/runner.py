@@ -11,6 +11,7 @@ from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
+from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import LogprobTensors, RunningStep
 from tritonllm.engine.sampler import Sampler
@@ -37,9 +38,17 @@ class ModelRunner:
         config: the engine's.
         device: where the model is.
         max_model_len: the longest sequence that may come.
+        pooler: of prompts that are not continued; by default one without a head.
     """
 
-    def __init__(self, model: CausalLM, config: EngineConfig, device: torch.device, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        config: EngineConfig,
+        device: torch.device,
+        max_model_len: int,
+        pooler: Pooler | None = None,
+    ) -> None:
         self._model = model
         self._dtype = model.dtype
         self._config = config
@@ -56,6 +65,7 @@ class ModelRunner:
         if config.logits_processors:
             self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
         self._sampler = Sampler(self._seats.drawn, vocab, self._processors)
+        self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
@@ -162,7 +172,8 @@ class ModelRunner:
 
     def sample_hidden(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
-        self._sampler.warm_up(self._model.compute_logits(hidden))
+        if self._model.spec.logits:
+            self._sampler.warm_up(self._model.compute_logits(hidden))
 
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
@@ -211,24 +222,28 @@ class ModelRunner:
             captured = self._graphs.run(step, key)
             batch, tokens = captured.batch, captured.tokens
             hidden = captured.hidden[: padded(step.num_rows, self._sampled)]
+            everything = hidden  # if all are wanted, these are decodes alone: every token is a row
         else:
             rows = padded(step.num_rows, self._sampled)
             bound = self._regimes.bound(step.segments, step.longest)
             batch, tokens = upload_step(step, rows, self._block_size, self._device, bound), None
-            hidden = self._run_eagerly(step, batch)
-            if step.prompt_spans:
-                prompt_logprobs = self._prompt_logprobs(step, hidden)
-                hidden = hidden[batch.inputs.logit_rows]
-        if step.num_rows and (tokens is None or changed or not step.plain):
+            everything = hidden = self._run_eagerly(step, batch)
+            if step.wants_all:
+                prompt_logprobs = self._prompt_logprobs(step, everything)
+                hidden = everything[batch.inputs.logit_rows]
+        pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None) if step.pooled else ()
+        if step.num_rows and not step.draws:
+            tokens = torch.zeros(step.num_rows, dtype=torch.int64, device=self._device)  # nobody reads them
+        elif step.num_rows and (tokens is None or changed or not step.plain):
             logits = self._model.compute_logits(hidden)[: step.num_rows]
             tokens, logprobs, whole, errors = self._sampler.sample(logits, batch.sampling(step.num_rows), step)
         tokens = None if tokens is None else tokens[: step.num_rows]
-        return RunningStep(step.samples, tokens, logprobs, prompt_logprobs, self._device, whole, errors)
+        return RunningStep(step.samples, tokens, logprobs, prompt_logprobs, self._device, whole, errors, pooled)
 
     def _run_eagerly(self, step: Step, batch: Batch) -> torch.Tensor:
         """Hidden states of the tokens that are sampled from (and of padding), or of all."""
         everyone = step.num_rows == step.segments.tokens  # then the rows are in their order already
-        return self._advance(batch, None if everyone or step.prompt_spans else batch.inputs.logit_rows)
+        return self._advance(batch, None if everyone or step.wants_all else batch.inputs.logit_rows)
 
     def _advance(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
         """:meth:`_forward` from the state of the seats that the step before has left."""
@@ -240,6 +255,8 @@ class ModelRunner:
         if not batch.metadata.segments.only_decodes:
             return self._advance(batch, batch.inputs.logit_rows), None
         hidden = self._advance(batch, None)
+        if not self._model.spec.logits:
+            return hidden, None
         return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:

@@ -139,7 +139,8 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} has run before: make a new one")
         if length == 0:
             raise ValueError("prompt_token_ids is empty: a prompt needs at least one token")
-        most = self.max_model_len
+        pools = request.pooling is not None  # then its new token takes no room
+        most = self.max_model_len + pools
         if request.params.max_tokens is not None:
             most = min(most, length + request.params.max_tokens)
         if not length < request.max_total_tokens <= most:
@@ -147,7 +148,7 @@ class Scheduler:
                 f"max_total_tokens must be more than the prompt's {length} tokens and at most {most} "
                 f"(max_model_len, and the prompt with max_tokens), got {request.max_total_tokens}"
             )
-        needed = self._blocks_for(length + 1)
+        needed = self._blocks_for(length + (not pools))
         if needed > self.pool.num_blocks:
             raise ValueError(
                 f"a prompt of {length} tokens and one new token need {needed} blocks of {self.block_size} tokens, but "
@@ -308,7 +309,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
         while budget > 0 and len(self._running) < self.config.max_num_seqs:
             request = self._waiting.first()
-            if request is None or request.num_pending_tokens or not self._allocate_known(request):
+            if request is None or not request.may_start(budget) or not self._allocate_known(request):
                 return
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING

@@ -29,8 +29,9 @@ class SeatTable:
         edits_told: ``[seats]`` bool: the device has been told how.
         logprobs: ``[seats]`` int64: how many of the most likely tokens to report; -1 for no report.
         whole_logprobs: seats that want the whole vocabulary reported; their ``logprobs`` is 0.
-        controlled: seats of which the host decides which tokens may come. Both are sets because they are empty in most
-            steps, and nothing is as quick to ask.
+        controlled: seats of which the host decides which tokens may come.
+        pooled: seats whose prompts are pooled. All three are sets because they are empty in most steps, and nothing is
+            as quick to ask.
     """
 
     def __init__(self, seats: int, max_blocks: int) -> None:
@@ -42,6 +43,7 @@ class SeatTable:
         self.edits, self.edits_told = np.zeros((2, seats), dtype=bool)
         self.whole_logprobs: set[int] = set()
         self.controlled: set[int] = set()
+        self.pooled: set[int] = set()
         self._admitted: list[Request] = []
         self._admissions = [-1] * seats  # of whom the arrays hold
         self._num_blocks = [0] * seats
@@ -85,7 +87,11 @@ class SeatTable:
         mine.seeds[seat] = request.seed
         mine.steps[seat] = -len(request.prompt_token_ids)
         self.logprobs[seat] = -1 if params.logprobs is None else max(params.logprobs, 0)
-        for seats, wanted in ((self.whole_logprobs, params.logprobs == ALL), (self.controlled, request.controls)):
+        whole, pools = params.logprobs == ALL, request.pooling is not None
+        for seats, wanted in (
+            *((self.whole_logprobs, whole), (self.controlled, request.controls)),
+            (self.pooled, pools),
+        ):
             (seats.add if wanted else seats.discard)(seat)
         self.edits[seat], self.edits_told[seat] = request.edits_logits, False
         self.edited_lens[seat] = len(request.prompt_token_ids) + params.min_tokens

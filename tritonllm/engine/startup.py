@@ -12,6 +12,8 @@ import torch
 from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig, SchedulerConfig
 from tritonllm.engine.cpu_threads import SINGLE_THREAD_BELOW, granted_cores, threads_for
 from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.pooler import Pooler
+from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.precompile import BackgroundCompiler, Target
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
@@ -24,6 +26,7 @@ from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.loading import load_model, read_spec
+from tritonllm.models.sentence_transformers import read_modules
 from tritonllm.models.spec import ModelSpec
 from tritonllm.sampling_params import SamplingParams
 
@@ -237,6 +240,7 @@ class Parts(NamedTuple):
     runner: ModelRunner
     scheduler: Scheduler
     inputs: InputProcessor
+    pooling: PoolingAbility
 
 
 def load_parts(config: EngineConfig) -> Parts:
@@ -253,9 +257,11 @@ def load_parts(config: EngineConfig) -> Parts:
     model_config = config.model
     trusted = model_config.trust_remote_code
     folder = checkpoint.resolve(model_config.model, model_config.revision, trust_remote_code=trusted)
-    spec = read_spec(folder, trust_remote_code=trusted)
+    spec = read_spec(folder, trust_remote_code=trusted, as_classifier=model_config.convert == "classify")
     generation_config = read_generation_config(model_config.generation_config, folder)
     defaults = default_params(model_config.generation_config, generation_config)
+    modules = None if model_config.runner == "generate" else read_modules(folder)
+    pooling = PoolingAbility.of(model_config, spec, checkpoint.read_config(folder), modules)
     with background_compiler(spec, config) as compiler:  # leaving the block waits for it
         device = resolve_device(model_config.device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -286,7 +292,9 @@ def load_parts(config: EngineConfig) -> Parts:
             allow_nan=model_config.allow_nan,
         )
     model = compiled_if_asked(model, config)
-    runner = ModelRunner(model, config, device, limit)
+    projection = None if modules is None else modules.projection(dtype=dtype, device=device)
+    pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
+    runner = ModelRunner(model, config, device, limit, pooler)
     num_blocks = runner.fit_num_blocks()
     max_model_len = length_that_fits(config, limit, num_blocks)
     config = dataclasses.replace(
@@ -304,4 +312,4 @@ def load_parts(config: EngineConfig) -> Parts:
     )
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
-    return Parts(config, runner, scheduler, inputs)
+    return Parts(config, runner, scheduler, inputs, pooling)

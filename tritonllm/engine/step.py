@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from tritonllm.engine.edits import SeatEdits
+from tritonllm.engine.pooled_spans import PooledSpan
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.sampling_params import SamplingParams
 
@@ -267,6 +268,7 @@ class Step:
         processors: functions of requests that change their logits.
         admitted: requests that are new to their seats, if processors of whole batches want to know.
         prompt_spans: prompt tokens to report on.
+        pooled: the tokens of prompts that are pooled.
     """
 
     segments: Segments
@@ -284,6 +286,17 @@ class Step:
     processors: tuple[RowProcessors, ...] = ()
     admitted: tuple[SeatedRequest, ...] = ()
     prompt_spans: tuple[PromptSpan, ...] = ()
+    pooled: tuple[PooledSpan, ...] = ()
+
+    @property
+    def wants_all(self) -> bool:
+        """Hidden states of all its tokens are wanted, not only of those that are sampled from."""
+        return bool(self.prompt_spans) or any(not span.pooling.of_last for span in self.pooled)
+
+    @property
+    def draws(self) -> bool:
+        """Some of its rows become tokens; of the others only the hidden states are wanted."""
+        return self.num_rows > sum(span.row >= 0 for span in self.pooled)
 
     @property
     def num_rows(self) -> int:

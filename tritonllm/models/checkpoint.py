@@ -8,6 +8,7 @@ from typing import Any
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
 _PYTORCH = ["pytorch_model*.bin"]  # only where there are no safetensors: many repositories have both
+_MODULES = ["*_Pooling/config.json", "*_Dense/*"]  # folders that modules.json names
 _CODE = ["*.py", "*.tiktoken"]  # and the vocabulary that only such tokenizers read
 
 
@@ -33,10 +34,12 @@ def resolve(model: str, revision: str | None = None, *, trust_remote_code: bool 
     folder = _download(model, revision, wanted)
     if not any(folder.glob("*.safetensors")):
         folder = _download(model, revision, wanted + _PYTORCH)
+    if (folder / "modules.json").exists():
+        folder = _download(model, revision, _MODULES, [])
     return folder
 
 
-def _download(model: str, revision: str | None, wanted: list[str]) -> Path:
+def _download(model: str, revision: str | None, wanted: list[str], unwanted: list[str] = _UNWANTED) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -48,7 +51,7 @@ def _download(model: str, revision: str | None, wanted: list[str]) -> Path:
     )
 
     try:
-        folder = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED)
+        folder = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
     except GatedRepoError as error:
         raise ValueError(f"model {model!r} asks you to accept its terms on the hub and to log in first") from error
     except RevisionNotFoundError as error:

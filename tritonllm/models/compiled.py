@@ -26,6 +26,7 @@ from torch.library import Library, infer_schema
 
 from tritonllm.kernels.dense.linear import MAX_M
 from tritonllm.kernels.runtime.registry import NAMESPACE
+from tritonllm.layers.head import Head
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.fallback_attention import PagedStep
@@ -286,6 +287,10 @@ class CompiledModel:
     @property
     def spec(self) -> ModelFacts:
         return self._model.spec
+
+    @property
+    def classifier(self) -> Head | None:
+        return self._model.classifier
 
     @property
     def work(self) -> Sequence[LayerWork]:

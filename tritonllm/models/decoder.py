@@ -9,6 +9,7 @@ from torch import nn
 from tritonllm.kernels import cap_logits, decode_short_keys
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner, LayerPlan, LayerTraits
+from tritonllm.layers.head import Head
 from tritonllm.layers.linear import Embedding, Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.mlp import MLP, MLPSpec
@@ -132,10 +133,11 @@ class Decoder(nn.Module):
         if spec.final_norm:
             self.norm = Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device)
         self.lm_head = self.embed
-        if not spec.tie_word_embeddings:
+        if spec.logits and not spec.tie_word_embeddings:
             self.lm_head = Embedding(spec.vocab_size, size, dtype=dtype, device=device)
         if spec.logit_bias:
             self.logit_bias = empty_parameter(spec.vocab_size, dtype=dtype, device=device)
+        self.classifier = None if spec.head is None else Head(spec.head.dense, dtype=dtype, device=device)
         specs = [layer.attention for layer in spec.layers]
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         self.fusion = FusionPlanner([layer.traits for layer in layers])
@@ -231,7 +233,7 @@ class Decoder(nn.Module):
         return max(decode_short_keys(*heads, self.dtype, sequences) for heads in self._heads)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""
+        """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32, if the model has ``logits``."""
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         logits = self.lm_head.logits(hidden)

@@ -36,6 +36,9 @@ class FallbackSpec:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    causal: bool = True
+    logits: bool = True
+    head: None = None
 
 
 def refused(architecture: str, reason: str) -> ValueError:
@@ -64,6 +67,7 @@ class TransformersDecoder(nn.Module):
     """
 
     supports_graphs = False  # until the probe has captured a step
+    classifier = None
     work = ()  # nobody asks what its layers compute
 
     def __init__(self, lm: Any, spec: FallbackSpec, *, dtype: torch.dtype, max_model_len: int) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from tritonllm.layers.head import Head, HeadSpec
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 
 
@@ -30,6 +31,12 @@ class ModelFacts(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def logits(self) -> bool: ...
+    @property
+    def head(self) -> HeadSpec | None: ...
 
 
 class LayerWork(NamedTuple):
@@ -49,6 +56,9 @@ class CausalLM(Protocol):
 
     dtype: torch.dtype
     supports_graphs: bool
+
+    @property
+    def classifier(self) -> Head | None: ...
 
     @property
     def spec(self) -> ModelFacts: ...

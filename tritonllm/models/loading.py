@@ -2,13 +2,15 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from tritonllm.layers.linear import Embedding, Linear
-from tritonllm.models import checkpoint
+from tritonllm.models import checkpoint, families
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.fallback import fallback_spec, load_fallback
 from tritonllm.models.fallback_decoder import FallbackSpec
@@ -28,13 +30,22 @@ def pack_weights(model: nn.Module) -> None:
             module.pack()
 
 
-def read_spec(folder: Path, *, trust_remote_code: bool = False) -> ModelSpec | FallbackSpec:
+def read_spec(
+    folder: Path, *, trust_remote_code: bool = False, as_classifier: bool = False
+) -> ModelSpec | FallbackSpec:
     """What ``config.json`` describes.
+
+    Args:
+        folder: of the checkpoint.
+        trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
+        as_classifier: the files of a causal model have a classifier in the place of its output projection.
 
     Raises:
         ValueError: no such file, a bad field, or a model that can run neither as a family nor through transformers.
     """
-    config = checkpoint.read_config(folder)
+    config: Mapping[str, Any] = checkpoint.read_config(folder)
+    if as_classifier:
+        config = families.as_classifier(config)
     if is_supported(config):
         return spec_from_config(config)
     return fallback_spec(folder, trust_remote_code)

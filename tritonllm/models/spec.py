@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from tritonllm.layers.attention import AttentionSpec
+from tritonllm.layers.head import HeadSpec
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
@@ -45,6 +46,8 @@ class ModelSpec:
         logit_softcap: then replaces them by ``cap * tanh(logit / cap)``; 0 for none.
         logit_bias: the output projection has one.
         tie_word_embeddings: the output projection is the embedding table.
+        logits: there is an output projection.
+        head: what a classifier or a reward model has in its place.
         eos_token_ids: tokens that end a sequence.
         dtype: of the checkpoint.
     """
@@ -68,6 +71,8 @@ class ModelSpec:
     logit_softcap: float = 0.0
     logit_bias: bool = False
     tie_word_embeddings: bool = False
+    logits: bool = True
+    head: HeadSpec | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
@@ -79,6 +84,11 @@ class ModelSpec:
             raise ValueError(f"layers must agree in num_kv_heads and head_size, got {sorted(shapes)}")
         if self.parallel is not None and self.norm_position != "pre":
             raise ValueError(f"parallel={self.parallel!r} needs norm_position='pre', got {self.norm_position!r}")
+
+    @property
+    def causal(self) -> bool:
+        """No token sees one behind it."""
+        return True
 
     @property
     def num_layers(self) -> int:

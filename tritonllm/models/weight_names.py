@@ -32,6 +32,7 @@ class WeightNames:
         expert_up, expert_down: within one expert.
         stacked_up, stacked_down: tensors of all experts, where a checkpoint has those instead.
         stacked_interleaved: those tensors are transposed, and gate and up alternate (GPT-OSS).
+        head: dense layers in the place of the output projection, and their norms.
     """
 
     embed: str = "model.embed_tokens"
@@ -68,6 +69,8 @@ class WeightNames:
     stacked_interleaved: bool = False
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
+    head: tuple[str, ...] = ()
+    head_norms: tuple[str, ...] = ()
 
 
 def weight_map(spec: ModelSpec, names: WeightNames) -> dict[str, Slot]:
@@ -101,10 +104,15 @@ def _outside_of_layers(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
         yield f"{names.project_out}.weight", Slot(parameter="project_out.weight", shape=(size, hidden))
     if spec.final_norm and spec.norm_position != "stream":
         yield from _stream_norm(spec, names, names.norm, "norm")
-    if not spec.tie_word_embeddings:
+    if spec.logits and not spec.tie_word_embeddings:
         yield f"{names.lm_head}.weight", Slot(parameter="lm_head.weight", shape=(spec.vocab_size, size))
     if spec.logit_bias:
         yield f"{names.lm_head}.bias", Slot(parameter="logit_bias", shape=(spec.vocab_size,))
+    if spec.head is not None:
+        for i, (dense, name) in enumerate(zip(spec.head.dense, names.head, strict=True)):
+            yield from _linear(name, f"classifier.{i}", dense.out_features, dense.in_features, bias=dense.bias)
+            if dense.norm is not None:
+                yield from _norm(dense.norm, names.head_norms[i], f"classifier.{i}.norm", (dense.out_features,))
 
 
 def _stream_norm(spec: ModelSpec, names: WeightNames, theirs: str, ours: str) -> Iterator[Entry]:

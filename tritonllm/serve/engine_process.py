@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.engine import LLMEngine
+from tritonllm.engine.engine import EngineOutput, LLMEngine
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.engine.results import StepTimeoutError
 from tritonllm.models import checkpoint
@@ -174,8 +174,8 @@ class EngineLoop:
             self._failed_before = False
         return self._pack(outputs)
 
-    def _pack(self, outputs: Iterable[RequestOutput]) -> list[Update]:
-        return [pack_output(output) for output in outputs]
+    def _pack(self, outputs: Iterable[EngineOutput]) -> list[Update]:
+        return [pack_output(output) for output in outputs if isinstance(output, RequestOutput)]
 
     def _take_messages(self, block: bool) -> list[Update]:
         """Do what the messages say that have arrived; with ``block``, wait for the first.

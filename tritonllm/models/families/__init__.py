@@ -5,6 +5,7 @@ Field names and defaults are those of Hugging Face's configuration files, of tra
 the computation in a way the decoder does not know is an error: a wrong model that runs is worse than none.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from tritonllm.models.families import (
     olmo,
 )
 from tritonllm.models.families.common import Family
+from tritonllm.models.families.heads import BY_SUFFIX, FamilyHead
 from tritonllm.models.slots import Slot
 from tritonllm.models.spec import ModelSpec
 
@@ -32,6 +34,9 @@ Config = Mapping[str, Any]
 _FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, alibi, experts, ernie, hunyuan)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
+_GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names
+_CLASSIFIES = "ForSequenceClassification"
+
 
 # Fields that some architectures compute with, and the values at which they do nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -63,23 +68,25 @@ def spec_from_config(config: Config) -> ModelSpec:
             change the computation in a way the decoder does not know.
     """
     architecture = _architecture(config)
-    family = FAMILIES[architecture]
+    family, head = _find(architecture)
     for name, neutral in _NEUTRAL.items():
         if name not in family.reads and config.get(name) not in neutral:
             raise ValueError(f"{architecture} with {name}={config[name]!r} is not supported")
     reader = ConfigReader(config, family.defaults, family.renames)
     vocab_size, hidden_size = reader.size("vocab_size"), reader.size("hidden_size")
     axes = family.axes(reader)
-    return ModelSpec(
-        architecture=architecture,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        max_position_embeddings=max(reader.longest(layer.attention.rope) for layer in axes["layers"]),
-        tie_word_embeddings=reader.flag("tie_word_embeddings"),
-        eos_token_ids=reader.token_ids("eos_token_id"),
-        dtype=reader.dtype(),
-        **axes,
-    )
+    if head is not None:
+        axes = {**axes, "logits": False, "logit_bias": False, "head": None if head.spec is None else head.spec(reader)}
+    fields = {
+        "architecture": architecture,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "max_position_embeddings": max(reader.longest(layer.attention.rope) for layer in axes["layers"]),
+        "tie_word_embeddings": reader.flag("tie_word_embeddings"),
+        "eos_token_ids": reader.token_ids("eos_token_id"),
+        "dtype": reader.dtype(),
+    }
+    return ModelSpec(**{**fields, **axes})
 
 
 def is_supported(config: Config) -> bool:
@@ -91,7 +98,32 @@ def _known(config: Config) -> str | None:
     named = config.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
     ]
-    return next((name for name in (_ALIASES.get(name, name) for name in named) if name in FAMILIES), None)
+    return next((name for name in (_ALIASES.get(name, name) for name in named) if _homes(name)), None)
+
+
+def _homes(name: str) -> list[tuple[Family, FamilyHead | None]]:
+    """The family of an architecture, and what it has in the place of the family's output projection; none or one."""
+    if name in FAMILIES:
+        return [(FAMILIES[name], None)]
+    homes: list[tuple[Family, FamilyHead | None]]
+    homes = [(family, family.heads[name]) for family in FAMILIES.values() if name in family.heads]
+    for suffix, head in BY_SUFFIX.items():
+        others = [name.removesuffix(suffix) + end for end in _GENERATES if name.endswith(suffix)]
+        others = [_ALIASES.get(other, other) for other in others]
+        homes += [(FAMILIES[other], head) for other in others if other in FAMILIES]
+    return homes[:1]
+
+
+def _find(name: str) -> tuple[Family, FamilyHead | None]:
+    return _homes(name)[0]
+
+
+def as_classifier(config: Config) -> Config:
+    """The configuration of the classifier over a causal model's layers; others are as they were."""
+    named = [str(name) for name in config.get("architectures") or []]
+    for end in _GENERATES:
+        named = [name.removesuffix(end) + _CLASSIFIES if name.endswith(end) else name for name in named]
+    return {**config, "architectures": named} if named else config
 
 
 def _architecture(config: Config) -> str:
@@ -107,12 +139,16 @@ def weight_map(spec: ModelSpec) -> dict[str, Slot]:
 
     Experts have two spellings, one by one and stacked; every other place has one.
     """
-    return weight_names.weight_map(spec, FAMILIES[spec.architecture].names(spec))
+    family, head = _find(spec.architecture)
+    names = family.names(spec)
+    if head is not None:
+        names = dataclasses.replace(names, head=head.names, head_norms=head.norm_names)
+    return weight_names.weight_map(spec, names)
 
 
 def is_extra(spec: ModelSpec, name: str) -> bool:
     """A tensor of the layers that draft tokens for this model, such as GLM-4.5's, and are not part of it."""
-    family = FAMILIES[spec.architecture]
+    family, _ = _find(spec.architecture)
     if name.startswith(family.extra_names):
         return True
     layers = range(spec.num_layers, spec.num_layers + family.extra_layers)

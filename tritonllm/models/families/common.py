@@ -9,6 +9,7 @@ from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.norm import NormSpec
 from tritonllm.models.config_reader import ConfigReader
+from tritonllm.models.families.heads import FamilyHead
 from tritonllm.models.spec import LayerSpec, ModelSpec
 from tritonllm.models.weight_names import WeightNames
 
@@ -28,6 +29,8 @@ class Family:
         aliases: other names in ``architectures``.
         extra_layers: at most this many layers beyond the model's own may be in the files: they draft tokens for it.
         extra_names: beginnings of the names of other tensors that are not part of the model, for the same reason.
+        heads: architectures that have something else for the output projection; beside those of ``BY_SUFFIX`` in
+            :mod:`~tritonllm.models.families.heads`.
     """
 
     model_type: str
@@ -39,6 +42,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     extra_layers: int = 0
     extra_names: tuple[str, ...] = ()
+    heads: Mapping[str, FamilyHead] = field(default_factory=dict)
 
 
 def always(names: WeightNames) -> Callable[[ModelSpec], WeightNames]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm
+from tritonllm.models.families.heads import BY_SUFFIX
 from tritonllm.models.spec import LayerSpec
 from tritonllm.models.weight_names import WeightNames
 
@@ -99,5 +100,9 @@ FAMILIES: dict[str, Family] = {
         },
         renames={"hidden_activation": "hidden_act", "_sliding_window_pattern": "sliding_window_pattern"},
         reads=frozenset({"final_logit_softcapping"}),
+        heads={
+            "Gemma3TextForSequenceClassification": BY_SUFFIX["ForSequenceClassification"],
+            "Gemma3TextModel": BY_SUFFIX["Model"],
+        },
     ),
 }

@@ -4,6 +4,7 @@ from typing import Any
 
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families.common import Family, always, attention, head_size, mlp, rms_norm, same_layers
+from tritonllm.models.families.heads import INTERNLM2_REWARDS
 from tritonllm.models.families.llama import COMMON
 from tritonllm.models.weight_names import WeightNames
 
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         axes=_internlm2,
         names=always(_INTERNLM2_NAMES),
         defaults={**COMMON, "max_position_embeddings": 2048, "bias": True, "eos_token_id": 2},
+        heads=INTERNLM2_REWARDS,
     ),
     "InternLM3ForCausalLM": Family(
         model_type="internlm3",

@@ -16,6 +16,7 @@ from tritonllm.models.families.common import (
     same_layers,
     windowed_layers,
 )
+from tritonllm.models.families.heads import QWEN2_REWARDS
 from tritonllm.models.spec import LayerSpec, ModelSpec
 from tritonllm.models.weight_names import WeightNames
 
@@ -262,7 +263,9 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
     ),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", axes=_qwen2, names=always(WeightNames()), defaults=QWEN),
+    "Qwen2ForCausalLM": Family(
+        model_type="qwen2", axes=_qwen2, names=always(WeightNames()), defaults=QWEN, heads=QWEN2_REWARDS
+    ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3", axes=_qwen3, names=always(WeightNames()), defaults={**QWEN, "head_dim": 128}
     ),
