@@ -15,6 +15,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_body
+from tritonllm.serve.parsing.choose import TOOL_PARSERS, choose
 from tritonllm.serve.replies import DONE, as_json, event
 
 T = TypeVar("T")
@@ -28,11 +29,21 @@ class Service:
     Args:
         llm: the engine.
         config: of the server.
+
+    Raises:
+        ValueError: a parser of the configuration is unknown, or there is none where one must be.
     """
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm = llm
         self.config = config
+        tokenizer = llm.inputs.tokenizer
+        self.formats = choose(tokenizer, config.chat_template, config.tool_call_parser, config.reasoning_parser)
+        if config.enable_auto_tool_choice and self.formats.tools is None:
+            raise ValueError(
+                "--enable-auto-tool-choice: the chat template does not tell how this model writes calls: give "
+                f"--tool-call-parser, one of {', '.join(TOOL_PARSERS)}"
+            )
 
     def check_model(self, name: str | None) -> str:
         """The name that answers carry.

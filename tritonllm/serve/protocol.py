@@ -1,6 +1,6 @@
 """The bodies of requests: OpenAI's fields, and vLLM's beside them. Unknown fields are refused by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, Self
 
@@ -203,6 +203,7 @@ class ChatRequest(SamplingBody):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool = True
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -212,12 +213,55 @@ class ChatRequest(SamplingBody):
     def _check_chat(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
-            raise ValueError(
-                "tool_choice: this server does not read tool calls out of the text yet: leave it out, or take none or "
-                "auto, with which the model is shown the tools and its calls come as text"
-            )
+        self.tool_names()
+        if self.forced and self._form() is not None:
+            raise ValueError("tool_choice and response_format both say what the answer looks like: give one of them")
         return self
+
+    def tool_names(self) -> dict[str, Mapping[str, Any]]:
+        """The functions that may be called, by name; none with ``tool_choice="none"``.
+
+        Raises:
+            ValueError: a tool that is no function, or a choice that is not among them.
+        """
+        functions: dict[str, Mapping[str, Any]] = {}
+        for index, tool in enumerate(self.tools or ()):
+            function = tool.get("function")
+            if tool.get("type", "function") != "function" or not isinstance(function, dict):
+                raise ValueError(
+                    f'tools[{index}] must be {{"type": "function", "function": {{"name": ..., "parameters": {{...}}}}}}'
+                )
+            if not isinstance(function.get("name"), str) or not function["name"]:
+                raise ValueError(f"tools[{index}]: function.name must be a string that is not empty")
+            functions[function["name"]] = function
+        if self.forced and not functions:
+            raise ValueError("tool_choice asks for a call, but there are no tools: add tools, or leave it out")
+        chosen = self.named_tool()
+        if chosen is not None and chosen not in functions:
+            raise ValueError(f"tool_choice names the function {chosen!r}, which is not one of tools")
+        return {} if self.tool_choice == "none" else functions
+
+    @property
+    def forced(self) -> bool:
+        """A call must be made."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
+
+    def named_tool(self) -> str | None:
+        """The function that must be called.
+
+        Raises:
+            ValueError: a choice that has not OpenAI's form.
+        """
+        if not isinstance(self.tool_choice, dict):
+            return None
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise ValueError(
+                'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}, got '
+                f"{self.tool_choice!r}"
+            )
+        return name
 
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
