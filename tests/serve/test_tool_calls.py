@@ -4,6 +4,7 @@ import json
 
 import openai
 import pytest
+from support.answers import TEXT
 from support.server import MODEL
 
 ASK = [{"role": "user", "content": "What is 47 + 66?"}]
@@ -24,11 +25,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD, "strict": True}},
     {"type": "function", "function": {"name": "greet", "parameters": GREET}},
 ]
-TEXT = (
-    "<think>\nI add.\n</think>\n\nLet me see.\n"
-    '<tool_call>\n{"name": "add", "arguments": {"a": 47, "b": 6}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "greet", "arguments": {"loud": true}}\n</tool_call>'
-)
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tritonllm.engine.chat import ChatOptions
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tritonllm.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 MAX_N = 128  # as at OpenAI
 MAX_TOP_LOGPROBS = 20
@@ -33,6 +38,7 @@ SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
+    "thinking_token_budget",
 )
 
 
@@ -100,6 +106,8 @@ class SamplingBody(Body):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -131,7 +139,7 @@ class SamplingBody(Body):
         }
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        form = {"structured_outputs": self._form()}
+        form = {"structured_outputs": self._form(), "repetition_detection": self._repetition()}
         values = {
             **inherited,
             **given,
@@ -142,6 +150,14 @@ class SamplingBody(Body):
             **more,
         }
         return SamplingParams.from_optional(**values)
+
+    def _repetition(self) -> RepetitionDetectionParams | None:
+        if self.repetition_detection is None:
+            return None
+        known = [field.name for field in fields(RepetitionDetectionParams)]
+        if unknown := sorted(self.repetition_detection.keys() - known):
+            raise ValueError(f"repetition_detection must have some of {', '.join(known)}, got {unknown[0]!r}")
+        return RepetitionDetectionParams(**self.repetition_detection)
 
     def _form(self) -> StructuredOutputsParams | None:
         """What the output must look like, by OpenAI's field, then without free whitespace, or by vLLM's.
@@ -286,6 +302,21 @@ class ChatRequest(SamplingBody):
             tools=None if self.tool_choice == "none" else self.tools,
             chat_template_kwargs=variables,
         )
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """The body of a chat completion that says the same as one of another API.
+
+    Raises:
+        ValueError: the first thing that is wrong with it.
+    """
+    try:
+        return ChatRequest(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{place}: {message}" if place else message) from error
 
 
 class TokenizeRequest(Body):
