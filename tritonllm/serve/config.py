@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from tritonllm.serve.parsing.choose import check_names
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -11,6 +13,9 @@ class ServerConfig:
         uds: a Unix socket to listen on instead.
         api_keys: one of them must come as ``Authorization: Bearer``; none: everybody may ask.
         chat_template: a Jinja template to use instead of the tokenizer's.
+        tool_call_parser, reasoning_parser: how calls of tools and thoughts are read out of answers, by name; ``"none"``
+            leaves them in the text, ``None`` goes by the chat template.
+        enable_auto_tool_choice: there must be a parser for calls.
         trust_request_chat_template: a request may bring its own template.
         max_body_bytes: of a request.
         max_concurrency: requests that may be answered at once.
@@ -28,6 +33,9 @@ class ServerConfig:
     uds: str | None = None
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    enable_auto_tool_choice: bool = False
     trust_request_chat_template: bool = False
     max_body_bytes: int = 16 << 20
     max_concurrency: int = 4096
@@ -41,6 +49,7 @@ class ServerConfig:
             raise ValueError("--served-model-name must not be empty")
         if not all(self.api_keys):
             raise ValueError("--api-key must not be empty: leave it out to let everybody ask")
+        check_names(self.tool_call_parser, self.reasoning_parser)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
         for name, value in (("max-body-bytes", self.max_body_bytes), ("max-concurrency", self.max_concurrency)):
