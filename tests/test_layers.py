@@ -47,6 +47,8 @@ NO_TORCH = {
     "engine.block_pool",
     "engine.builder",
     "engine.edits",
+    "engine.endings",
+    "engine.gang",
     "engine.grammar",
     "engine.json_schema",
     "engine.plan",

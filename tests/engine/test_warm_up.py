@@ -3,6 +3,7 @@
 import dataclasses
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,17 +68,24 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
 
 @st.composite
 def steps(draw, seats, budget, longest, may_share):
-    """Any step that a scheduler may plan: decodes beside chunks of prompts that may have a past."""
+    """Any step that a scheduler may plan: decodes beside chunks of prompts that may have a past, and continuations that
+    share a chunk's last row; copies of blocks."""
     chunks = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, budget)), max_size=8))
     while chunks and sum(chunks) > budget:
         chunks.pop()
     n = draw(st.one_of(st.integers(0, 8), st.integers(0, seats)))
     n = max(min(n, seats - len(chunks), budget - sum(chunks)), 0 if chunks else 1)
+    forks = draw(st.integers(0, seats - n - len(chunks))) if chunks else 0
     least = max([1, *chunks])
     keys = draw(st.one_of(st.integers(least, min(max(2 * least, 64), longest)), st.integers(least, longest)))
-    rows = n + draw(st.integers(0, len(chunks)))
+    rows = n + (len(chunks) + forks if forks else draw(st.integers(0, len(chunks))))
     shared = may_share(n) and draw(st.booleans())
-    return dummy_step(n, chunks, rows=rows, width=-(-keys // 16), shared=shared, longest=draw(st.integers(1, keys)))
+    longest = draw(st.integers(1, keys))
+    chunks = [*chunks, *[0] * forks]
+    step = dummy_step(n, chunks, rows=rows, width=-(-keys // 16), shared=shared, longest=longest)
+    step.inputs.logit_rows[n:] = np.maximum(n + np.cumsum(chunks)[: rows - n] - 1, 0)
+    copies = draw(st.integers(0, seats))
+    return dataclasses.replace(step, copies=np.zeros((copies, 2), dtype=np.int64) if copies else None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +126,9 @@ def test_no_step_comes_twice(monkeypatch, longest):
         monkeypatch.setattr(WarmUp, name, note)
     sizes = {"block_size": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     regimes = Regimes(lambda sequences: 900 // sequences, longest)
-    WarmUp(None, None, device=META, **sizes, padded=[8448], may_share=lambda sequences: True, regimes=regimes).run()
+    WarmUp(
+        None, None, lambda: None, device=META, **sizes, padded=[8448], may_share=lambda sequences: True, regimes=regimes
+    ).run()
     assert len(steps) == len(set(steps)) > 50
 
 

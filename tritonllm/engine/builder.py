@@ -92,6 +92,7 @@ class StepBuilder:
             admitted=tuple(map(_seated, admitted)) if self._tell_admitted else (),
             prompt_spans=_prompt_spans(items, n),
             pooled=pooled_spans(items) if seats.pooled else (),
+            copies=np.array(plan.copies, dtype=np.int64) if plan.copies else None,
         )
 
     def _chunk_places(
@@ -168,7 +169,7 @@ def _prompt_spans(items: Sequence[ScheduledRequest], num_decodes: int) -> tuple[
     row = num_decodes
     for item in items[num_decodes:]:
         first, top = item.start + 1, item.request.params.prompt_logprobs
-        if top is not None:
+        if top is not None and item.request.reports_prompt:
             following = item.request.prompt_token_ids[first : first + item.num_tokens]
             if len(following):
                 spans.append(PromptSpan(item.request.request_id, first, row, np.array(following, dtype=np.int64), top))

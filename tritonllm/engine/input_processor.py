@@ -268,4 +268,8 @@ class InputProcessor:
             for index in range(params.n)
         ]
         check_edits(requests[0])
+        if params.n > 1:
+            siblings = tuple(requests)
+            for request in requests:
+                request.siblings = siblings
         return requests

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
@@ -55,6 +56,7 @@ class ModelRunner:
         self._device = device
         self._block_size = config.cache.block_size
         self._cache: list[KVCacheView] = []
+        self._copies: BlockCopies | None = None
         self._graphs: StepGraphs | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
@@ -67,7 +69,7 @@ class ModelRunner:
         self._sampler = Sampler(self._seats.drawn, vocab, self._processors)
         self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
         self._planner: CascadePlanner | None = None
-        if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
+        if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else only siblings share
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
         self._builder = self._make_builder()
 
@@ -113,7 +115,7 @@ class ModelRunner:
         if self._model.supports_graphs and not self._config.enforce_eager:  # two kinds, each with memory of its own
             sizes = (0, *self._captured_tokens()[-1:])
             captured = sum(self._peak(warm_up, scheduler.max_num_seqs + tokens) for tokens in sizes)
-        self._cache = []
+        self._cache, self._copies = [], None
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
         if granted < self.block_bytes:
@@ -143,6 +145,7 @@ class ModelRunner:
         pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
         workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=self._device)
         self._cache = [KVCacheView(layer[0], layer[1], workspace) for layer in pool]
+        self._copies = BlockCopies(pool)
 
     def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of these tokens ``[R]``, or of all."""
@@ -160,6 +163,7 @@ class ModelRunner:
         return WarmUp(
             self._advance,
             self.sample_hidden,
+            self._copies.warm_up if self._copies else lambda: None,
             device=self._device,
             block_size=self._block_size,
             max_model_len=self._max_model_len,
@@ -213,6 +217,9 @@ class ModelRunner:
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
         if step.parameters is not None:
             self._seats.tell(step.parameters)
+        if step.copies is not None:
+            assert self._copies is not None  # it has started
+            self._copies.run(step.copies)
         changed = False
         if self._processors is not None:
             self._processors.admit(step.admitted)
@@ -242,8 +249,12 @@ class ModelRunner:
 
     def _run_eagerly(self, step: Step, batch: Batch) -> torch.Tensor:
         """Hidden states of the tokens that are sampled from (and of padding), or of all."""
-        everyone = step.num_rows == step.segments.tokens  # then the rows are in their order already
-        return self._advance(batch, None if everyone or step.wants_all else batch.inputs.logit_rows)
+        rows = batch.inputs.logit_rows
+        if step.all_sampled or step.wants_all:
+            return self._advance(batch, None)
+        if step.num_rows >= step.segments.tokens:  # many continuations of few tokens: the start has seen these kernels
+            return self._advance(batch, None)[rows]
+        return self._advance(batch, rows)
 
     def _advance(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
         """:meth:`_forward` from the state of the seats that the step before has left."""

@@ -269,6 +269,8 @@ class Step:
         admitted: requests that are new to their seats, if processors of whole batches want to know.
         prompt_spans: prompt tokens to report on.
         pooled: the tokens of prompts that are pooled.
+        copies: ``[N, 2]`` int64, blocks and those that they are copied to before anything is written; ``None`` for
+            none.
     """
 
     segments: Segments
@@ -287,6 +289,7 @@ class Step:
     admitted: tuple[SeatedRequest, ...] = ()
     prompt_spans: tuple[PromptSpan, ...] = ()
     pooled: tuple[PooledSpan, ...] = ()
+    copies: np.ndarray | None = None
 
     @property
     def wants_all(self) -> bool:
@@ -302,6 +305,12 @@ class Step:
     def num_rows(self) -> int:
         """R, the tokens that are sampled from."""
         return len(self.inputs.logit_rows)
+
+    @property
+    def all_sampled(self) -> bool:
+        """The rows are the tokens, in their order. (Not so if some rows are of one token.)"""
+        rows = self.inputs.logit_rows
+        return len(rows) == self.segments.tokens and bool((rows == np.arange(len(rows))).all())
 
     @property
     def plain(self) -> bool:

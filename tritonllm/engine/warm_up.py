@@ -31,6 +31,7 @@ class WarmUp:
     Args:
         forward: ``(batch, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
         sample: ``hidden[R, hidden]`` to tokens: logits and every kind of sampling that requests may ask for.
+        copy: copies blocks of the cache.
         device: where the steps run.
         block_size: tokens of a cache block.
         max_model_len: the longest sequence that may come.
@@ -45,6 +46,7 @@ class WarmUp:
         self,
         forward: Forward,
         sample: Callable[[torch.Tensor], object],
+        copy: Callable[[], object],
         *,
         device: torch.device,
         block_size: int,
@@ -57,6 +59,7 @@ class WarmUp:
     ) -> None:
         self._forward = forward
         self._sample = sample
+        self._copy = copy
         self._device = device
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -68,6 +71,7 @@ class WarmUp:
 
     def run(self) -> None:
         """Every step."""
+        self._copy()
         widest = -(-self._max_model_len // self._block_size)
         widths = sorted({*warm_up_sizes(widest)[::2], widest})  # every width: 0.2 s more, for no more kernels
         for tokens in (*warm_up_sizes(self._max_num_batched_tokens), *self._padded):
