@@ -47,9 +47,11 @@ from operator import attrgetter
 
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.endings import cut
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.speculation import Drafting
 from tritonllm.engine.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -70,18 +72,23 @@ class Scheduler:
         cache: block size and whether prefixes are cached.
         num_blocks: blocks in the pool.
         max_model_len: most tokens of prompt and output together.
-        most_drafts: drafts of a request in a step of its last token, as far as tokens and its length allow.
+        drafts: of requests in steps of their last tokens, as far as tokens and their lengths allow.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheConfig, num_blocks: int, max_model_len: int, most_drafts: int = 0
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        max_model_len: int,
+        drafts: Drafting | None = None,
     ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
         self.config = config
         self.block_size = cache.block_size
         self.max_model_len = max_model_len
-        self._most_drafts = most_drafts
+        self._drafting = drafts or Drafting()
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(cache.block_size, self.pool) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
@@ -163,6 +170,7 @@ class Scheduler:
         request.ends = frozenset() if request.params.ignore_eos else request.eos_token_ids
         request.ends = request.ends.union(request.params.stop_token_ids or ())
         request.watched = request.params.repetition_detection is not None
+        self._drafting.begin(request)
         self._requests[request.request_id] = request
         self._waiting.push(request)
 
@@ -209,7 +217,7 @@ class Scheduler:
         scheduled = self._serve_running(preempted)
         if not preempted:
             self._admit(scheduled)
-        return StepPlan.of(scheduled, preempted)
+        return StepPlan.of(self._drafting.fit(scheduled), preempted)
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
@@ -238,6 +246,7 @@ class Scheduler:
             request.num_pending_tokens -= 1
             if drafts:
                 request.num_possible_tokens -= drafts
+                self._drafting.learn(request, len(tokens) - 1)
                 if request.status is RequestStatus.RUNNING:  # else its blocks are gone
                     request.num_computed_tokens += len(tokens) - 1
             if request.status.is_finished:
@@ -246,7 +255,7 @@ class Scheduler:
             output += tokens  # also of a request that was preempted since
             total, ending = len(request.prompt_token_ids) + len(output), None
             if total >= request.length_limit or not request.ends.isdisjoint(tokens) or request.watched:
-                ending = self._cut(request, len(tokens))
+                ending = cut(request, len(tokens))
             if ending is not None:
                 new_tokens.append((request, tokens[: len(tokens) + request.num_tokens - total]))
                 self._just_ended[request.request_id] = request
@@ -260,8 +269,8 @@ class Scheduler:
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
-        budget, size, most_drafts = self.config.max_num_batched_tokens, self.block_size, self._most_drafts
-        at = 0
+        budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
+        possible, most_drafts = self._drafting.most, self._drafting.now(self._running)
         while budget > 0 and at < len(self._running):
             request = self._running[at]
             at += 1
@@ -273,11 +282,11 @@ class Scheduler:
             start = request.num_computed_tokens
             end = last = min(total, start + budget)
             drafts = 0
-            if most_drafts:
-                if start + 1 == total and not request.controls:  # which restrict one token at a time
+            if possible:
+                if most_drafts and start + 1 == total:
                     # a token of the budget is left for each request behind it
                     room = min(budget - 1 - len(self._running) + at, request.length_limit - 1 - total)
-                    drafts = max(0, min(most_drafts, room))
+                    drafts = max(0, min(most_drafts, request.num_drafts, room))
                 last = min(end + request.num_possible_tokens + drafts, request.length_limit - 1)
             if last > len(request.block_ids) * size:  # one step of a request in `size`
                 needed = self._blocks_for(last) - len(request.block_ids)
@@ -349,33 +358,6 @@ class Scheduler:
             logger.warning(_PREEMPTED, self.pool.num_blocks, len(self._running) + 1)
         self._preemptions += 1
         return request
-
-    def _cut(self, request: Request, new: int) -> tuple[RequestStatus, int | str | None] | None:
-        """Find the first of the ``new`` last tokens of an output that ends it, and drop those behind it; returns the
-        status and the stop reason, ``None`` if there is none."""
-        output = request.output_token_ids
-        for length in range(len(output) - new + 1, len(output) + 1):
-            ending = self._ending(request, length)
-            if ending is not None:
-                del output[length:]
-                return ending
-        return None
-
-    def _ending(self, request: Request, length: int) -> tuple[RequestStatus, int | str | None] | None:
-        """How an output that is ``length`` tokens long ends, if it does. An end-of-sequence or stop token, or a
-        repetition, counts from ``min_tokens`` on; where it meets the length limit, it is the reason."""
-        params, token = request.params, request.output_token_ids[length - 1]
-        if length >= params.min_tokens:
-            if token in request.eos_token_ids and not params.ignore_eos:
-                return RequestStatus.FINISHED_STOPPED, None
-            if params.stop_token_ids and token in params.stop_token_ids:
-                return RequestStatus.FINISHED_STOPPED, token
-            repeats = params.repetition_detection
-            if repeats is not None and repeats.found(request.output_token_ids, length):
-                return RequestStatus.FINISHED_REPETITION, "repetition_detected"
-        if len(request.prompt_token_ids) + length >= request.length_limit:
-            return RequestStatus.FINISHED_LENGTH, None
-        return None
 
     def _end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
         runs = request.status is RequestStatus.RUNNING
