@@ -17,6 +17,7 @@ from support.scheduling import has_unfinished
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.speculation import Drafting
 from tritonllm.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 40
@@ -157,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead, drafts, luck):
         self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, drafts)
+        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, Drafting(drafts))
         self.model = FakeModel(block_size, lambda count: luck.randint(0, count))
         self.drafts = drafts
         self.block_size, self.num_blocks, self.num_slots = block_size, num_blocks, num_blocks * block_size
@@ -325,7 +326,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         served = [request for request in running if request not in waiting_for]
         assert sorted(planned, key=self.order) == served[: len(planned)]
         if len(planned) < len(served) or not all(item.samples for item in items):
-            assert plan.num_tokens == self.config.max_num_batched_tokens
+            dropped = self.drafts * len(
+                served
+            )  # at most: drafts had their part before the step turned out to have prompts
+            assert plan.num_tokens >= self.config.max_num_batched_tokens - dropped
+        assert not (plan.segments.verify.tokens and plan.segments.chunk.tokens)
 
         # Preempted from the back, admitted from the front, never both.
         admitted = [request for request in running if request not in ran_before]

@@ -12,9 +12,9 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner
-from tritonllm.engine.step import dummy_step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.layers.regime import Regimes
@@ -118,17 +118,62 @@ def test_no_step_launches_what_the_start_has_not(model, length, gpu):
             launches_nothing_else()
 
 
+@pytest.mark.parametrize(
+    ("gpu", "length", "drafts"), [("NVIDIA H200", 600, 1), ("NVIDIA H200", 6144, 4), (None, 600, 7)]
+)
+@pytest.mark.parametrize("model", VARIED)
+def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, drafts, gpu):
+    """Any number of sequences with drafts, and plain steps of an engine that has some."""
+    spec = spec_from_config(MODELS[model])
+    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    seats = 64
+    config = EngineConfig.from_kwargs(
+        model="m",
+        max_num_seqs=seats,
+        max_num_batched_tokens=512,
+        max_model_len=length,
+        speculative_config=f"ngram:{drafts}",
+    )
+    with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
+        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length)
+        runner = ModelRunner(decoder, config, META, length)
+        runner.start(NUM_BLOCKS, length)
+        with decoder.rehearsal():
+            runner.warm_up().run()
+            loaded = {described(kernel) for kernel in found}
+            names = {kernel.name for kernel in found}
+            assert {"_ngram_kernel", "_chain_kernel", "_advance_seats_kernel"} < names
+
+            @settings(max_examples=30, deadline=None)
+            @given(
+                n=st.integers(1, seats),
+                keys=st.integers(1, length),
+                kind=st.sampled_from(["verify", "verify", "decode", "mixed"]),
+                logprobs=st.sampled_from([None, None, 2]),
+            )
+            def launches_nothing_else(n, keys, kind, logprobs):
+                found.clear()
+                verify = {"drafts": drafts} if kind == "verify" else {}
+                chunks = [5] if kind == "mixed" and n < seats else []
+                width = -(-max(keys, 5) // 16) + 1
+                step = dummy_step(n, chunks, rows=n, width=width, longest=keys, **verify)
+                runner.run(dataclasses.replace(step, logprobs=logprobs))
+                assert {described(kernel) for kernel in found} <= loaded
+
+            launches_nothing_else()
+
+
 @pytest.mark.parametrize("longest", [64, 4096, 40960])
 def test_no_step_comes_twice(monkeypatch, longest):
     steps = []
-    for name in ("prefill_step", "decode_step"):
+    for name in ("prefill_step", "decode_step", "verify_step"):
         note = lambda self, *args, name=name, **options: steps.append((name, *args, *options.items()))  # noqa: E731
         monkeypatch.setattr(WarmUp, name, note)
     sizes = {"block_size": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     regimes = Regimes(lambda sequences: 900 // sequences, longest)
-    WarmUp(
-        None, None, lambda: None, device=META, **sizes, padded=[8448], may_share=lambda sequences: True, regimes=regimes
-    ).run()
+    drafts = {"verify": None, "drafts": 4, "verified": 100}
+    sharing = {"may_share": lambda sequences: True, "regimes": regimes}
+    WarmUp(None, None, lambda: None, device=META, **sizes, padded=[8448], **sharing, **drafts).run()
     assert len(steps) == len(set(steps)) > 50
 
 

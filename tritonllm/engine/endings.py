@@ -10,16 +10,16 @@ def cut(request: Request, new: int) -> Ending | None:
     is none."""
     output = request.output_token_ids
     for length in range(len(output) - new + 1, len(output) + 1):
-        ending = _ending(request, length)
-        if ending is not None:
+        found = ending(request, length)
+        if found is not None:
             del output[length:]
-            return ending
+            return found
     return None
 
 
-def _ending(request: Request, length: int) -> Ending | None:
-    """How an output that is ``length`` tokens long ends, if it does. An end-of-sequence or stop token, or a
-    repetition, counts from ``min_tokens`` on; where it meets the length limit, it is the reason."""
+def ending(request: Request, length: int) -> Ending | None:
+    """How an output that is ``length`` tokens long ends, if it does. An end-of-sequence or stop token, or a repetition,
+    counts from ``min_tokens`` on; where it meets the length limit, it is the reason."""
     params, token = request.params, request.output_token_ids[length - 1]
     if length >= params.min_tokens:
         if token in request.eos_token_ids and not params.ignore_eos:

@@ -94,6 +94,8 @@ class Request:
         length_limit: tokens of prompt and output together at which the scheduler ends it.
         ends: tokens that end the output, if ``min_tokens`` lets them.
         watched: every new token may end the output, whichever it is.
+        num_drafts: so many guesses of what follows may be verified with its last token.
+        expected_accepts: how many of them are right, by the last steps.
     """
 
     request_id: str
@@ -129,6 +131,8 @@ class Request:
     length_limit: int = 0
     ends: frozenset[int] = frozenset()
     watched: bool = False
+    num_drafts: int = 0
+    expected_accepts: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -52,6 +52,7 @@ from tritonllm.engine.gang import fork, free, last_gang, parent_in, prompt_block
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.speculation import Drafting
 from tritonllm.engine.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -72,19 +73,24 @@ class Scheduler:
         cache: block size and whether prefixes are cached.
         num_blocks: blocks in the pool.
         max_model_len: most tokens of prompt and output together.
-        most_drafts: drafts of a request in a step of its last token, as far as tokens and its length allow.
+        drafts: of requests in steps of their last tokens, as far as tokens and their lengths allow.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheConfig, num_blocks: int, max_model_len: int, most_drafts: int = 0
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        max_model_len: int,
+        drafts: Drafting | None = None,
     ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
         self.config = config
         self.block_size = cache.block_size
         self.max_model_len = max_model_len
-        self._most_drafts = most_drafts
-        self._most_new_blocks = 1 + -(-2 * most_drafts // cache.block_size)  # of a running request in a step
+        self._drafting = drafts or Drafting()
+        self._most_new_blocks = 1 + -(-2 * self._drafting.most // cache.block_size)  # of a running request in a step
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(cache.block_size, self.pool) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
@@ -157,6 +163,7 @@ class Scheduler:
         request.ends = frozenset() if request.params.ignore_eos else request.eos_token_ids
         request.ends = request.ends.union(request.params.stop_token_ids or ())
         request.watched = request.params.repetition_detection is not None
+        self._drafting.begin(request)
         self._requests[request.request_id] = request
         self._waiting.push(request)
 
@@ -205,7 +212,7 @@ class Scheduler:
         copies, self._copies = tuple(self._copies), []
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
-        return StepPlan.of(scheduled, preempted, forks, copies)
+        return StepPlan.of(self._drafting.fit(scheduled), preempted, forks, copies)
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
@@ -234,6 +241,7 @@ class Scheduler:
             request.num_pending_tokens -= 1
             if drafts:
                 request.num_possible_tokens -= drafts
+                self._drafting.learn(request, len(tokens) - 1)
                 if request.status is RequestStatus.RUNNING:  # else its blocks are gone
                     request.num_computed_tokens += len(tokens) - 1
             if request.status.is_finished:
@@ -256,8 +264,8 @@ class Scheduler:
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
-        budget, size, most_drafts = self.config.max_num_batched_tokens, self.block_size, self._most_drafts
-        at = 0
+        budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
+        possible, most_drafts = self._drafting.most, self._drafting.now(self._running)
         while budget > 0 and at < len(self._running):
             request = self._running[at]
             at += 1
@@ -269,11 +277,11 @@ class Scheduler:
             start = request.num_computed_tokens
             end = last = min(total, start + budget)
             drafts = 0
-            if most_drafts:
-                if start + 1 == total and not request.controls:  # which restrict one token at a time
+            if possible:
+                if most_drafts and start + 1 == total:
                     # a token of the budget is left for each request behind it
                     room = min(budget - 1 - len(self._running) + at, request.length_limit - 1 - total)
-                    drafts = max(0, min(most_drafts, room))
+                    drafts = max(0, min(most_drafts, request.num_drafts, room))
                 last = min(end + request.num_possible_tokens + drafts, request.length_limit - 1)
             if last > len(request.block_ids) * size:  # one step of a request in `size`
                 needed = self._blocks_for(last) - len(request.block_ids)
@@ -372,7 +380,7 @@ class Scheduler:
     def _new_blocks(self, request: Request) -> int:
         """Blocks that a running request may need for its next step."""
         known = request.num_tokens + request.num_pending_tokens
-        last = min(known + request.num_possible_tokens + self._most_drafts, request.length_limit - 1)
+        last = min(known + request.num_possible_tokens + self._drafting.most, request.length_limit - 1)
         return max(0, self._blocks_for(last) - len(request.block_ids))
 
     def _preempt_last(self) -> Request:

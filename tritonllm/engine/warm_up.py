@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import torch
 
+from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import Batch, upload_step
-from tritonllm.engine.step import Step, dummy_step
+from tritonllm.engine.step import Step
 from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import Segments, decodes
 
@@ -40,6 +41,9 @@ class WarmUp:
         padded: tokens of larger steps, which captured ones have by their padding.
         may_share: whether a step of so many decodes can come with a plan for their shared prefix.
         regimes: of the lengths.
+        verify: of hidden states, as ``sample``, for steps with drafts.
+        drafts: of each sequence in such a step; 0 if there never are any.
+        verified: most sequences of such a step.
     """
 
     def __init__(
@@ -56,6 +60,9 @@ class WarmUp:
         padded: Sequence[int],
         may_share: Callable[[int], bool],
         regimes: Regimes,
+        verify: Callable[[torch.Tensor], object],
+        drafts: int = 0,
+        verified: int = 0,
     ) -> None:
         self._forward = forward
         self._sample = sample
@@ -68,6 +75,9 @@ class WarmUp:
         self._padded = padded
         self._may_share = may_share
         self._regimes = regimes
+        self._verify = verify
+        self._drafts = drafts
+        self._verified = verified
 
     def run(self) -> None:
         """Every step."""
@@ -87,6 +97,10 @@ class WarmUp:
                 self.decode_step(sequences, width, prompt_token=True)
                 for longest in bounds if self._may_share(sequences) else []:
                     self.decode_step(sequences, width, longest=longest, shared=True)
+        for sequences in warm_up_sizes(self._verified) if self._drafts else []:
+            for width in widths:
+                if width * self._block_size > self._drafts:
+                    self.verify_step(sequences, width)
 
     def prefill_step(self, tokens: int, width: int = 1, *, sample: bool = True) -> None:
         """``tokens`` prompt tokens, with logits for as many seats as they could fill.
@@ -123,6 +137,11 @@ class WarmUp:
         """
         step = dummy_step(sequences, [1] * prompt_token, rows=0, width=width, shared=shared, longest=longest)
         self._forward(self._upload(step), None)
+
+    def verify_step(self, sequences: int, width: int) -> None:
+        """Decodes of empty sequences with drafts, and the verdict on these."""
+        step = dummy_step(sequences, [], rows=sequences, width=width, drafts=self._drafts)
+        self._verify(self._forward(self._upload(step), None))
 
     def _upload(self, step: Step) -> Batch:
         bound = self._regimes.bound(step.segments, step.longest)

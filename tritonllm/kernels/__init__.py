@@ -40,6 +40,7 @@ _HOME = {
     "apply_token_bitmask": "sampling.bitmask",
     "sample": "sampling.sample",
     "count_tokens": "sampling.edits",
+    "propose_ngrams": "speculative.ngram",
     "rejection_sample": "speculative.rejection",
     "rejection_sample_tree": "speculative.rejection",
     "token_logprobs": "sampling.logprobs",
