@@ -327,7 +327,7 @@ class Scheduler:
                 if self.pool.num_free <= len(self._running):
                     break
                 fork(parent, request, self.pool, self.block_size)
-            elif not request.may_start(budget) or not self._allocate_known(request):
+            elif budget <= 0 or not request.may_start(budget) or not self._allocate_known(request):
                 break
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING
