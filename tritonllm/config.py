@@ -226,7 +226,8 @@ class SpeculativeConfig:
     Outputs are those of plain decoding. Names are vLLM's.
 
     Args:
-        method: ``ngram`` looks for an earlier occurrence of a sequence's last tokens, and guesses what followed it.
+        method: ``ngram`` looks for an earlier occurrence of a sequence's last tokens, and guesses what followed it;
+            ``"module:name"`` makes a drafter of your own (:class:`tritonllm.engine.drafters.Drafter`).
         num_speculative_tokens: guesses of a sequence in a step, at most 31.
         prompt_lookup_min, prompt_lookup_max: tokens that must have occurred, and that are compared, at most 32. Without
             either 2 and 5; one alone counts for both.
@@ -242,7 +243,8 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         name = "speculative_config: "
-        _one_of(name + "method", self.method, METHODS)
+        if not isinstance(self.method, str) or not (self.method in METHODS or _names_code(self.method)):
+            raise ValueError(f"{name}method must be one of {', '.join(METHODS)} or 'module:name', got {self.method!r}")
         _at_least(name + "num_speculative_tokens", self.num_speculative_tokens, 1)
         if self.num_speculative_tokens > MOST_DRAFTS:
             raise ValueError(
@@ -301,7 +303,7 @@ def _parse_speculative(text: str) -> object:
             return json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"speculative_config is no JSON ({error}): {text!r}") from error
-    method, _, count = text.partition(":")
+    method, _, count = text.rpartition(":")
     if not count.isdecimal():
         raise ValueError(f"speculative_config must be a method and a number, as ngram:4, or JSON, got {text!r}")
     return {"method": method, "num_speculative_tokens": int(count)}

@@ -6,6 +6,8 @@ the beginning of the step that verifies them, from what the device knows of each
 They are a part of the captured step.
 """
 
+import importlib
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,7 +17,11 @@ from tritonllm.kernels import propose_ngrams
 
 
 class Drafter(Protocol):
-    """Proposes what may follow B sequences. Can be captured in a graph."""
+    """Proposes what may follow B sequences. Can be captured in a graph, and must not wait for the device.
+
+    ``speculative_config={"method": "module:name", ...}`` takes one of the user's: ``name(max_model_len, vocab_size,
+    device)`` makes it.
+    """
 
     def propose(
         self,
@@ -51,8 +57,26 @@ class NgramDrafter:
         propose_ngrams(history, seats, ends, counts, ids, drafts, **self._lengths)
 
 
-def make_drafter(config: SpeculativeConfig | None) -> Drafter | None:
-    """What a configuration names."""
+Maker = Callable[[int, int, torch.device], Drafter]
+
+
+def make_drafter(
+    config: SpeculativeConfig | None, max_model_len: int, vocab_size: int, device: torch.device
+) -> Drafter | None:
+    """What a configuration names.
+
+    Raises:
+        ValueError: ``module:name`` that cannot be imported.
+    """
     if config is None:
         return None
-    return NgramDrafter(*config.lookup)
+    if config.method == "ngram":
+        return NgramDrafter(*config.lookup)
+    module, _, name = config.method.partition(":")
+    try:
+        maker: Maker = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"speculative_config: method={config.method!r} cannot be imported ({error}): use 'module:name'"
+        ) from error
+    return maker(max_model_len, vocab_size, device)

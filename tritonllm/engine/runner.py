@@ -43,6 +43,9 @@ class ModelRunner:
         device: where the model is.
         max_model_len: the longest sequence that may come.
         pooler: of prompts that are not continued; by default one without a head.
+
+    Attributes:
+        drafter: proposes tokens that steps verify; ``None`` for one token a step.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class ModelRunner:
         speculative = config.speculative_config
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         self._verified = min(seats, most_verified(speculative))
-        self._drafter = make_drafter(speculative)
+        self.drafter = make_drafter(speculative, max_model_len, model.spec.vocab_size, device)
         history = max_model_len if self._drafts else 0
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self._drafts, history=history)
         vocab = model.spec.vocab_size
@@ -300,12 +303,12 @@ class ModelRunner:
         """:meth:`_forward` from the state of the seats that the step before has left."""
         self._seats.advance(batch)
         count = batch.metadata.segments.verify.sequences
-        if self._drafter is not None and count:
+        if self.drafter is not None and count:
             inputs, drafts = batch.inputs, self._seats.drafts
             assert self._seats.history is not None  # there are drafts
             ids = inputs.input_ids[: count * (1 + self._drafts)].view(count, -1)
             rows_of = inputs.seats, inputs.starts, inputs.drafts
-            self._drafter.propose(self._seats.history, *rows_of, ids, drafts[:count])
+            self.drafter.propose(self._seats.history, *rows_of, ids, drafts[:count])
         return self._forward(batch, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -111,7 +111,7 @@ class Sampler:
             edits = self._told(step.new_edits)
             (seats,) = upload([step.edited], logits.device)
         for place in range(drafts.shape[1] + 1):
-            mine = logits.view(rows, -1, logits.shape[1])[:, place].contiguous()
+            mine = logits.view(rows, -1, logits.shape[1])[:, place].clone()  # changes are made in place
             now = inputs._replace(steps=inputs.steps + place)
             if place == 0:  # requests with functions or masks of their own have no drafts
                 errors |= apply_to_rows(mine, step.processors)

@@ -10,6 +10,7 @@ longer than a plain step. Each request's acceptance is followed by itself; the b
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tritonllm.config import SpeculativeConfig
 from tritonllm.engine.plan import ScheduledRequest
@@ -37,6 +38,27 @@ def most_verified(config: SpeculativeConfig | None) -> int:
 def relative_cost(sequences: int, drafts: int) -> float:
     """Of a step that verifies so many drafts of each of so many sequences, in plain steps."""
     return LAUNCHES * (ROWS + sequences * (1 + drafts)) / (ROWS + sequences)
+
+
+@dataclass
+class DraftCounts:
+    """Totals since the start.
+
+    Attributes:
+        num_drafts: sequences of steps that had drafts to verify.
+        num_draft_tokens: those drafts.
+        num_accepted_tokens: of them, the ones that were right.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """What one sequence of a step had, at least one."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
 
 
 class Drafting:

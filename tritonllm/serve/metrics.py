@@ -64,6 +64,9 @@ class EngineStatsCollector(Collector):
             ("vllm:num_preemptions", "Preemptions by the engine.", stats.preemptions),
             ("vllm:prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens),
             ("vllm:generation_tokens", "Generated tokens.", stats.generated_tokens),
+            ("vllm:spec_decode_num_drafts", "Sequences of steps that had drafts.", stats.num_drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", stats.num_draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", stats.num_accepted_tokens),
             ("tritonllm:steps", "Steps that were launched.", stats.steps),
             ("tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready),
         )
