@@ -12,9 +12,11 @@ class TextPrompt(TypedDict, total=False):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """Token ids: a list, a NumPy array or a tensor of one dimension. ``prompt`` is the text that they came from."""
+    """Token ids: a list, a NumPy array or a tensor of one dimension. ``prompt`` is the text that they came from;
+    ``token_type_ids`` are the kinds of the tokens, for encoders that know some."""
 
     prompt_token_ids: Any
+    token_type_ids: Any
     prompt: str
     cache_salt: str
 

@@ -215,7 +215,7 @@ def test_yarn_reaches_further_than_it_was_trained():
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "architecture MambaForCausalLM is not supported; supported: BloomFor",
+            "architecture MambaForCausalLM is not supported; supported: BertModel, BloomFor",
         ),
         ({"model_type": "mamba"}, "architecture mamba is not supported"),
         ({}, "architecture None is not supported"),

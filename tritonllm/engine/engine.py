@@ -179,6 +179,8 @@ class LLMEngine:
             raise ValueError(self.pooling.refuses_generation)
         params = self.inputs.take_params(params)
         tokenized = self.inputs.tokenize(prompt, params.truncate_prompt_tokens)
+        if tokenized.token_types is not None:
+            raise ValueError("token_type_ids are for encoders: leave them out")
         grammar = self.inputs.grammar(params)
         requests = self.inputs.requests(request_id, tokenized, params, priority, arrival, grammar)
         sequences = [SequenceOutput(index, request, self.tokenizer) for index, request in enumerate(requests)]

@@ -23,6 +23,7 @@ class TokenizedPrompt:
     text: str | None
     token_ids: list[int]
     cache_salt: str | None
+    token_types: list[int] | None = None  # as many
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -95,6 +96,9 @@ class InputProcessor:
             ValueError: an unknown form, an empty or too long prompt, a token id outside the vocabulary.
         """
         most = self.max_model_len - continued
+        types = None
+        if isinstance(prompt, Mapping) and "token_type_ids" in prompt:
+            prompt, types = self._split_types(prompt)
         text, ids, salt = self._parts(prompt)
         for name, value in (("prompt", text), ("cache_salt", salt)):
             if value is not None:
@@ -105,7 +109,8 @@ class InputProcessor:
         if truncate is not None:
             count = most if truncate == -1 else truncate
             if len(ids) > count:
-                ids = ids[: count - 1] + ids[-1:] if separated else ids[-count:]
+                kept = [*range(count - 1), -1] if separated else range(-count, 0)
+                ids, types = [ids[i] for i in kept], None if types is None else [types[i] for i in kept]
         if not ids:
             raise ValueError("prompt is empty: it needs at least one token")
         if len(ids) > most:
@@ -115,7 +120,7 @@ class InputProcessor:
                 "or raise max_model_len"
             )
         self.check_ids(ids)
-        return TokenizedPrompt(text, ids, salt)
+        return TokenizedPrompt(text, ids, salt, types)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, however long.
@@ -128,8 +133,11 @@ class InputProcessor:
             raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def pair(self, first: Prompt, second: Prompt) -> TokensPrompt:
+    def pair(self, first: Prompt, second: Prompt, *, with_types: bool = False) -> TokensPrompt:
         """Two texts as the one prompt of a cross-encoder, with the tokenizer's separators.
+
+        Args:
+            with_types: say which token is of which text, if the tokenizer does.
 
         Raises:
             ValueError: no texts, or no tokenizer.
@@ -142,7 +150,11 @@ class InputProcessor:
             raise ValueError(
                 "a cross-encoder reads two texts, but the engine has no tokenizer: leave out skip_tokenizer_init"
             )
-        return {"prompt_token_ids": self.tokenizer(first, second)["input_ids"]}
+        encoded = self.tokenizer(first, second)
+        pair: TokensPrompt = {"prompt_token_ids": encoded["input_ids"]}
+        if with_types and "token_type_ids" in encoded:
+            pair["token_type_ids"] = encoded["token_type_ids"]
+        return pair
 
     def check_ids(self, ids: list[int]) -> None:
         """Raises:
@@ -151,6 +163,13 @@ class InputProcessor:
         if ids and not _all_below(ids, self.vocab_size):
             wrong = next(i for i in ids if not _all_below([i], self.vocab_size))
             raise ValueError(f"prompt_token_ids must be integers from 0 to {self.vocab_size - 1}, got {wrong!r}")
+
+    @staticmethod
+    def _split_types(prompt: Mapping[str, Any]) -> tuple[Prompt, list[int]]:
+        types, ids = to_list(prompt["token_type_ids"]), prompt.get("prompt_token_ids")
+        if ids is None or len(types) != len(ids):
+            raise ValueError("prompt['token_type_ids'] must have one entry for each of prompt['prompt_token_ids']")
+        return {key: value for key, value in prompt.items() if key != "token_type_ids"}, types  # type: ignore[return-value]
 
     @staticmethod
     def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:

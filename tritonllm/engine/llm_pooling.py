@@ -150,7 +150,7 @@ class PoolingMethods(ABC):
         if pooling.labels != 1:
             raise ValueError(f"score needs a classifier with one label, this one has {pooling.labels}: use classify")
         pairs = [
-            self.engine.inputs.pair(one, other)
+            self.engine.inputs.pair(one, other, with_types=pooling.token_types > 1)
             for one, other in zip(first * (len(second) // len(first)), second, strict=True)
         ]
         outputs = self.encode(pairs, pooling_params, pooling_task="classify", **more)

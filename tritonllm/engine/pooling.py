@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tritonllm.config import ModelConfig
-from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics
 from tritonllm.engine.request import Pooling, Request
@@ -40,6 +40,7 @@ class PoolingAbility:
         tasks: that it can be asked for.
         how: of a task that pools sequences.
         causal: its tokens see none behind them.
+        token_types: kinds of tokens that it knows; 0 for none.
         labels: outputs of its head.
         step_tag_id: of token classification only these tokens are reported unless the request says.
         activation: of those.
@@ -54,6 +55,7 @@ class PoolingAbility:
     tasks: tuple[str, ...] = ()
     how: Mapping[str, How] = field(default_factory=dict)
     causal: bool = True
+    token_types: int = 0
     labels: int = 0
     step_tag_id: int | None = None
     activation: Literal["none", "sigmoid", "softmax"] = "none"
@@ -89,7 +91,7 @@ class PoolingAbility:
         if spec.head is not None and config.convert != "embed":
             tasks = ("classify", "token_classify")
         if config.convert == "classify" and spec.head is None:
-            raise ValueError(f"convert='classify': {spec.architecture} has no classifier; use convert='embed'")
+            raise ValueError(f"convert='classify': {spec.architecture} has no classifier: use convert='embed'")
         if config.runner == "generate" or config.convert == "none":
             tasks = ()
         given = config.pooler_config.seq_pooling_type
@@ -102,6 +104,7 @@ class PoolingAbility:
             tasks=tasks,
             how={"embed": embeds, "classify": classifies},
             causal=spec.causal,
+            token_types=spec.token_types,
             labels=0 if spec.head is None else spec.head.labels,
             step_tag_id=_step_tag(config.pooler_config, spec.head),
             activation="none" if spec.head is None else spec.head.activation,
@@ -191,6 +194,19 @@ def _matryoshka(fields: Mapping[str, Any]) -> tuple[int, ...] | None:
     return () if fields.get("is_matryoshka") else None
 
 
+def _with_types(prompt: TokenizedPrompt, kinds: int, vocab_size: int) -> list[int]:
+    """Token ids with their kinds in them, see :class:`~tritonllm.models.spec.ModelSpec`.
+
+    Raises:
+        ValueError: a kind that the model does not know.
+    """
+    if prompt.token_types is None:
+        return prompt.token_ids
+    if not all(isinstance(kind, int) and 0 <= kind < kinds for kind in prompt.token_types):
+        raise ValueError(f"token_type_ids must be integers below {kinds}, the kinds that the model knows")
+    return [token + kind * vocab_size for token, kind in zip(prompt.token_ids, prompt.token_types, strict=True)]
+
+
 # For the scheduler a pooled prompt is a sequence that ends with its first new token.
 AS_SAMPLING = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
 
@@ -261,7 +277,7 @@ def pooling_state(
     tokenized = inputs.tokenize(prompt, params.truncate_prompt_tokens, continued=False, separated=not ability.causal)
     request = Request(
         request_id=request_id,
-        prompt_token_ids=tokenized.token_ids,
+        prompt_token_ids=_with_types(tokenized, ability.token_types, inputs.vocab_size),
         params=AS_SAMPLING,
         max_total_tokens=len(tokenized.token_ids) + 1,
         priority=priority,

@@ -3,7 +3,8 @@
 import dataclasses
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,6 +125,32 @@ def length_that_fits(config: EngineConfig, limit: int, num_blocks: int) -> int:
     return room
 
 
+def for_encoder(config: EngineConfig, spec: ModelFacts, limit: int) -> EngineConfig:
+    """The settings of a model whose tokens see those behind them: prompts come whole, and the keys of a prompt's
+    beginning depend on its end. Other models keep theirs.
+
+    Args:
+        limit: the longest prompt.
+
+    Raises:
+        ValueError: a step cannot hold the longest prompt.
+    """
+    if spec.causal:
+        return config
+    if limit > config.scheduler.max_num_batched_tokens:
+        raise ValueError(
+            f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens} must hold the longest prompt of an "
+            f"encoder, max_model_len={limit}: raise the one or lower the other"
+        )
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False))
+
+
+def blocks_of_encoder(config: EngineConfig) -> int:
+    """Most blocks of which an encoder's cache makes use: a prompt has some for one step only, and two are in flight."""
+    scheduler, size = config.scheduler, config.cache.block_size
+    return 2 * (-(-scheduler.max_num_batched_tokens // size) + scheduler.max_num_seqs) + scheduler.max_num_seqs
+
+
 def resolve_async(config: SchedulerConfig, device_type: str) -> SchedulerConfig:
     """Unless the user says, plan ahead on a GPU only: on the CPU nothing runs beside the host, and a request that stops
     would have computed its last token for nothing."""
@@ -205,6 +232,17 @@ def compiled_if_asked(model: CausalLM, config: EngineConfig) -> CausalLM:
     )
 
 
+@contextmanager
+def named_convert(config: ModelConfig) -> Iterator[None]:
+    """Inside the block, what is wrong with the weights may be due to ``convert='classify'``."""
+    try:
+        yield
+    except ValueError as error:
+        if config.convert == "classify":
+            raise ValueError(f"convert='classify': the files must have a classifier: {error}") from error
+        raise
+
+
 def log_ready(
     spec: ModelFacts, config: EngineConfig, dtype: torch.dtype, device: torch.device, runner: ModelRunner, begin: float
 ) -> None:
@@ -277,6 +315,9 @@ def load_parts(config: EngineConfig) -> Parts:
         gains = device.type == "cpu" and gains_from_bfloat16(spec)
         dtype = resolve_dtype(model_config.dtype, device.type, capability, spec.dtype, bfloat16_on_cpu=gains)
         limit = length_limit(model_config, spec)
+        if not spec.causal and modules is not None and modules.max_seq_length and model_config.max_model_len is None:
+            limit = min(limit, modules.max_seq_length)
+        config = for_encoder(config, spec, limit)
         if compiler is not None and device.type == "cuda":
             gpu = gpu_at(device.index or 0)
             compiler.begin(Target(gpu.arch, name_in_tables(gpu), dtype, limit))
@@ -289,22 +330,25 @@ def load_parts(config: EngineConfig) -> Parts:
             )
         if device.type == "cpu":
             torch.set_num_threads(threads_for(spec.hidden_size, torch.get_num_threads(), granted_cores()))
-        model = load_model(
-            folder,
-            spec,
-            dtype=dtype,
-            device=device,
-            max_model_len=limit,
-            load_format=model_config.load_format,
-            seed=model_config.seed,
-            trust_remote_code=trusted,
-            allow_nan=model_config.allow_nan,
-        )
+        with named_convert(model_config):
+            model = load_model(
+                folder,
+                spec,
+                dtype=dtype,
+                device=device,
+                max_model_len=limit,
+                load_format=model_config.load_format,
+                seed=model_config.seed,
+                trust_remote_code=trusted,
+                allow_nan=model_config.allow_nan,
+            )
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
     pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
     runner = ModelRunner(model, config, device, limit, pooler)
     num_blocks = runner.fit_num_blocks()
+    if not spec.causal and config.cache.num_blocks is None:
+        num_blocks = min(num_blocks, blocks_of_encoder(config))
     max_model_len = length_that_fits(config, limit, num_blocks)
     config = dataclasses.replace(
         config,

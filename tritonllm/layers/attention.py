@@ -45,6 +45,7 @@ class AttentionSpec:
         softcap: replaces logits ``s`` by ``softcap * tanh(s / softcap)``; 0 for none.
         sinks: each head has a learned logit that takes weight and gives no value (GPT-OSS).
         alibi_slopes: of each head; ``None`` for no linear bias.
+        causal: a token sees none behind it. Without that a window is to both sides, and sequences come whole.
     """
 
     num_heads: int
@@ -62,6 +63,7 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: bool = False
     alibi_slopes: tuple[float, ...] | None = None
+    causal: bool = True
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -157,7 +159,7 @@ class Attention(nn.Module):
         else:
             constant = "q_weight" in heads
             q = qk_norm_rope_store(qkv, *cache, metadata.slot_mapping, *rope, **heads, constant_weight=constant)
-            out = paged_attention(q, metadata, kv_cache, **options)
+            out = paged_attention(q, metadata, kv_cache, causal=self.spec.causal, **options)
         return out.flatten(1)
 
     def _norm_weights(self, qkv: torch.Tensor) -> dict[str, Any]:
@@ -189,6 +191,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     kv_cache: KVCacheView,
     *,
+    causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
     softcap: float = 0.0,
@@ -197,6 +200,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """``q[T, H, D]`` -> ``[T, H, D]``: each segment of the step, only if it is there; keywords as in the kernels.
 
+    Without ``causal``, a decode is a whole sequence of one token, which sees itself either way.
     A window or ALiBi depends on each query's position: such layers read shared keys for every sequence by itself.
     """
     decode, verify, chunk = metadata.segments
@@ -220,6 +224,6 @@ def paged_attention(
         paged_verify_attention(q[tokens], *cache, *batch, out=out[tokens], **limits, **everywhere)
     if chunk.tokens:
         batch = tables[verified:], metadata.cu_seqlens_q, lens[verified:]
-        limits = {"max_seqlen_q": chunk.longest, **by_position}
+        limits = {"max_seqlen_q": chunk.longest, "causal": causal, **by_position}
         varlen_prefill_attention(q[drafts_end:], *cache, *batch, out=out[drafts_end:], **limits, **everywhere)
     return out

@@ -36,7 +36,8 @@ class DecoderLayer(nn.Module):
             return Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device) if exists else None
 
         # with norms of the stream, the one after a layer's MLP is where the next layer enters
-        self.attention_norm = norm(before or (of_stream and index > 0))
+        first = index == 0
+        self.attention_norm = norm((before and (spec.first_norm or not first)) or (of_stream and not first))
         self.attention = Attention(spec.hidden_size, layer.attention, dtype=dtype, device=device)
         self.attention_post_norm = norm(after)
         self.mlp_norm = norm((before or of_stream) and not self.one_norm)
@@ -120,9 +121,11 @@ class Decoder(nn.Module):
         # a model multiplies by a number of its own dtype: Gemma's sqrt(3072) is 55.5 in bfloat16
         self.embedding_multiplier = float(torch.tensor(spec.embedding_multiplier, dtype=dtype))
         self.positions = self.project_in = self.project_out = self.norm = self.logit_bias = None
-        self.embedding_norm = None
+        self.embedding_norm = self.token_types = None
         if spec.embedding_norm:
             self.embedding_norm = Norm((size,), spec.norm, dtype=dtype, device=device)
+        if spec.token_types:
+            self.token_types = Embedding(spec.token_types, spec.hidden_size, dtype=dtype, device=device)
         if spec.learned_positions:
             self.positions = Embedding(spec.learned_positions, spec.hidden_size, dtype=dtype, device=device)
         if size != spec.hidden_size:
@@ -212,15 +215,20 @@ class Decoder(nn.Module):
             self._running = range(self.spec.num_layers)
 
     def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        kinds = input_ids
+        if self.token_types is not None:
+            kinds, input_ids = input_ids // self.spec.vocab_size, input_ids % self.spec.vocab_size
         x = self.embed(input_ids)
         if self.embedding_multiplier != 1.0:
             x *= self.embedding_multiplier
-        if self.embedding_norm is not None:
-            self.embedding_norm.normalize(x, out=x)
         if self.project_in is not None:
             x = self.project_in(x)
+        if self.token_types is not None:
+            x += self.token_types(kinds)
         if self.positions is not None:
             x += self.positions(positions + self.spec.position_offset)
+        if self.embedding_norm is not None:
+            self.embedding_norm.normalize(x, out=x)
         return x
 
     @property

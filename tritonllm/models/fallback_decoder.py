@@ -37,6 +37,7 @@ class FallbackSpec:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     causal: bool = True
+    token_types: int = 0
     logits: bool = True
     head: None = None
 

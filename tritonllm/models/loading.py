@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from tritonllm.layers.linear import Embedding, Linear
+from tritonllm.layers.linear import Linear
 from tritonllm.models import checkpoint, families
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.fallback import fallback_spec, load_fallback
@@ -23,10 +22,10 @@ logger = logging.getLogger(__name__)
 PACKED_FROM = 512  # hidden size: a smaller model's weights stay in the CPU's caches, however they lie
 
 
-def pack_weights(model: nn.Module) -> None:
+def pack_weights(model: Decoder) -> None:
     """Lay the weights out as the CPU's products read them."""
     for module in model.modules():
-        if isinstance(module, (Linear, Embedding)):
+        if isinstance(module, Linear) or (module is model.lm_head and model.spec.logits):
             module.pack()
 
 

@@ -22,7 +22,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer.
+    """A decoder-only transformer, or an encoder: the same with attention to both sides.
 
     Attributes:
         architecture: its name in ``config.json``.
@@ -35,7 +35,10 @@ class ModelSpec:
         parallel: attention and MLP both read the layer's input instead of one after the other: ``one norm`` for both,
             or ``two norms``; ``None`` for one after the other. With ``norm_position="pre"``.
         final_norm: there is a norm before the output projection.
-        embedding_norm: the token embeddings are normalised (BLOOM).
+        embedding_norm: the embeddings are normalised, once all is added to them (BLOOM, BERT).
+        first_norm: the first block has a norm before it, as the others have (ModernBERT normalises embeddings instead).
+        token_types: kinds of tokens, each with a learned vector that is added to the embeddings (BERT); 0 for none. A
+            token of kind t has the id ``t * vocab_size + id``.
         learned_positions: rows of a learned table that is added to the embeddings; 0 for none.
         position_offset: row of position 0 in that table (OPT begins at 2).
         embedding_size: of the token embeddings, projected to the hidden size and back (OPT-350m); ``None`` if it is
@@ -62,6 +65,8 @@ class ModelSpec:
     parallel: Literal["one norm", "two norms"] | None = None
     final_norm: bool = True
     embedding_norm: bool = False
+    first_norm: bool = True
+    token_types: int = 0
     learned_positions: int = 0
     position_offset: int = 0
     embedding_size: int | None = None
@@ -88,7 +93,7 @@ class ModelSpec:
     @property
     def causal(self) -> bool:
         """No token sees one behind it."""
-        return True
+        return all(layer.attention.causal for layer in self.layers)
 
     @property
     def num_layers(self) -> int:

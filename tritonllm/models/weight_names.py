@@ -37,6 +37,7 @@ class WeightNames:
 
     embed: str = "model.embed_tokens"
     embedding_norm: str = ""
+    token_types: str = ""
     positions: str = ""
     project_in: str = ""
     project_out: str = ""
@@ -96,6 +97,9 @@ def _outside_of_layers(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
     yield f"{names.embed}.weight", Slot(parameter="embed.weight", shape=(spec.vocab_size, size))
     if spec.embedding_norm:
         yield from _norm(spec.norm, names.embedding_norm, "embedding_norm", (size,))
+    if spec.token_types:
+        shape = (spec.token_types, hidden)
+        yield f"{names.token_types}.weight", Slot(parameter="token_types.weight", shape=shape)
     if spec.learned_positions:
         shape = (spec.learned_positions, hidden)
         yield f"{names.positions}.weight", Slot(parameter="positions.weight", shape=shape)
@@ -138,7 +142,8 @@ def _layer_norms(spec: ModelSpec, names: WeightNames, index: int, theirs: str) -
     else:
         pairs = []
         if spec.norm_position != "post":
-            pairs.append((names.attention_norm, f"{ours}.attention_norm"))
+            if index > 0 or spec.first_norm:
+                pairs.append((names.attention_norm, f"{ours}.attention_norm"))
             if spec.parallel != "one norm":
                 pairs.append((names.mlp_norm, f"{ours}.mlp_norm"))
         if spec.norm_position != "pre":

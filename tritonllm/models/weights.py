@@ -35,7 +35,9 @@ from tritonllm.models.tensor_files import (
 # What architectures call the output projection; with tied embeddings it may be stored all the same.
 _OUTPUTS = ("lm_head.weight", "embed_out.weight", "output.weight")
 # Buffers of old checkpoints that follow from the configuration: rotary frequencies and causal masks.
-_DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias)$")
+_DERIVED = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|embeddings\.(position|token_type)_ids)$"
+)
 _MASK = re.compile(r"(^|\.)(attn|attention)\.bias$")  # [1, 1, length, length]
 
 

@@ -38,6 +38,7 @@ def test_compiles(arch):
         launch(32, 8, 80, 16, BF16, BF16, 512, **everything, k_scale=torch.empty(8), return_lse=True)
         launch(14, 2, 64, 16, FP16, FP16, 512, causal=False, softcap=5.0, return_lse=True)  # spilled on sm_100
         launch(8, 4, 256, 16, BF16, BF16, 512, softcap=50.0)  # Gemma 2
+        launch(12, 12, 64, 16, BF16, BF16, 512, apart=True, causal=False, window=65)  # ModernBERT
     assert_resources(kernels)
 
 

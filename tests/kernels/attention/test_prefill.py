@@ -88,7 +88,7 @@ def test_reference_matches_torch(device, causal, window):
         k, v = (torch.cat([c[block, slot], torch.zeros_like(c[:1, 0])]) for c in (p.k_cache, p.v_cache))
         k, v = (x.repeat_interleave(3, dim=1).transpose(0, 1) for x in (k, v))
         distance = at - torch.arange(n - m, n, device=device)[:, None]
-        hidden = (distance > 0) & causal | (distance <= -(window or math.inf))
+        hidden = (distance > 0) & causal | (distance <= -(window or math.inf)) | (distance >= (window or math.inf))
         bias = (p.options["alibi_slopes"][:, None, None] * distance).masked_fill(hidden, -math.inf)
         bias = torch.cat([bias, p.options["sinks"][:, None, None].expand(-1, m, 1)], dim=2)
         q = p.q[begins[b] : begins[b + 1]].transpose(0, 1)
@@ -166,6 +166,7 @@ def test_real_shapes(device, heads, kv_heads, head_size, block_size, new, cached
     check(make_problem(device, new, lens, dtype=dtype, **shape, window=400, sinks=True, softcap=30.0))
     check(make_problem(device, new, lens, dtype=dtype, **shape, alibi_slopes=True, float8=True, k_scale="heads"))
     check(make_problem(device, new, lens, dtype=dtype, **shape), causal=False)
+    check(make_problem(device, new, lens, dtype=dtype, **shape, window=65), causal=False)  # of ModernBERT
 
 
 @pytest.mark.gpu

@@ -298,15 +298,18 @@ def as_movable(cache: torch.Tensor) -> torch.Tensor:
 
 
 def visible_keys(
-    query_pos: torch.Tensor, seq_lens: torch.Tensor, length: int, *, causal: bool, window: int
+    query_pos: torch.Tensor, seq_lens: torch.Tensor, length: int, *, causal: bool, window: int, both_sides: bool = False
 ) -> torch.Tensor:
-    """Which of ``length`` keys the queries at ``query_pos [..., N]`` see: ``[..., N, length]``; ``seq_lens [...]``."""
+    """Which of ``length`` keys the queries at ``query_pos [..., N]`` see: ``[..., N, length]``; ``seq_lens [...]``. A
+    window hides keys before it, and those behind it too if it has ``both_sides``."""
     key = torch.arange(length, device=query_pos.device)
     visible = key < seq_lens[..., None, None]
     if causal:
         visible = visible & (key <= query_pos[..., None])
     if window:
         visible = visible & (key > query_pos[..., None] - window)
+        if both_sides:
+            visible = visible & (key < query_pos[..., None] + window)
     return visible.expand(*query_pos.shape, length)
 
 

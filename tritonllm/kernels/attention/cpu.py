@@ -115,6 +115,8 @@ def _prefill_one(
         mask = key <= pos if causal else torch.ones(count, end - first, dtype=torch.bool)
         if window:
             mask &= key > pos - window
+            if not causal:
+                mask &= key < pos + window
     k, v = (_rows(cache, blocks)[0, first - begin : end - begin] for cache in (pages.k_cache, pages.v_cache))
     grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [K, G, N, D]
     if q.dtype == torch.float32:

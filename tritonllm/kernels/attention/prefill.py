@@ -70,7 +70,8 @@ def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str
     if chip.on_sm90(q.device):
         from tritonllm.kernels.attention.sm90 import prefill as sm90  # Gluon is not there for every GPU
 
-        arch = "sm90" if sm90.fits(q, k_cache, v_cache) else "any"
+        two_sided = not queries.causal and args.window > 0  # what that kernel does not know
+        arch = "sm90" if sm90.fits(q, k_cache, v_cache) and not two_sided else "any"
     plain = args.alibi_slopes is None and args.window == 0 and args.softcap == 0
     return {
         "head_size": head_size,
@@ -96,8 +97,10 @@ def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs
         for at in range(begin, end, rows):
             tokens = slice(at, min(at + rows, end))
             query_pos = torch.arange(tokens.start, tokens.stop, device=q.device) + (length - end)
-            visible = visible_keys(query_pos, seq_lens[seq], padded, causal=causal, window=args.window)
-            out, lse = reference_attention(q[tokens], k_cache, v_cache, block_tables[seq], query_pos, visible, args)
+            seen = visible_keys(
+                query_pos, seq_lens[seq], padded, causal=causal, window=args.window, both_sides=not causal
+            )
+            out, lse = reference_attention(q[tokens], k_cache, v_cache, block_tables[seq], query_pos, seen, args)
             args.out[tokens] = out.to(q.dtype)
             if args.lse is not None:
                 args.lse[tokens] = lse
@@ -157,7 +160,7 @@ def varlen_prefill_attention(
         seq_lens: ``[B]`` int32, keys of each sequence with its new tokens.
         max_seqlen_q: the most new tokens of a sequence, or a bound; chooses the tile size, results do not depend on it.
         causal: a query sees no key after itself; False: all keys of its sequence. ``window`` hides keys at positions
-            up to ``p - window`` in both cases.
+            up to ``p - window`` in both cases, and without ``causal`` those from ``p + window`` on, too.
         out: ``[T, H, D]`` to write into, with the dtype of ``q``; by default a new tensor.
         workspace: ``[1]`` int32 or longer, zeros, and zeros again afterwards: decode attention's may be shared. None:
             a new one, filled by a launch of its own.

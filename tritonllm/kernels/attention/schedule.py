@@ -168,5 +168,8 @@ def prefill_key_ranges(
     if CAUSAL:
         hi = tl.minimum(pos_hi + 1, seq_len)
         whole_hi = tl.maximum(tl.minimum(pos_lo + 1, seq_len), 0)
+    elif WINDOW:  # to both sides; a window beyond the sequence is cut, so that the sum does not overflow
+        hi = tl.minimum(pos_hi + tl.minimum(window, seq_len), seq_len)
+        whole_hi = tl.maximum(tl.minimum(pos_lo + tl.minimum(window, seq_len), seq_len), 0)
     whole_hi = tl.maximum(whole_hi // BLOCK_N * BLOCK_N, lo)
     return lo, tl.minimum(whole_lo, whole_hi), whole_hi, hi

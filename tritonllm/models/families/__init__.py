@@ -13,6 +13,7 @@ from tritonllm.models import weight_names
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.families import (
     alibi,
+    bert,
     ernie,
     exaone,
     experts,
@@ -31,7 +32,7 @@ from tritonllm.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
-_FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, alibi, experts, ernie, hunyuan)
+_FILES = (llama, olmo, exaone, internlm, gemma, nemotron, gpt, alibi, experts, ernie, hunyuan, bert)
 FAMILIES: dict[str, Family] = {name: family for file in _FILES for name, family in file.FAMILIES.items()}
 _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names

@@ -14,6 +14,9 @@ def _gemma(
 ) -> dict[str, Any]:
     """``ropes`` by whether a layer has a window."""
     bias, block = config.flag("attention_bias"), mlp(config)
+    if config.get("use_bidirectional_attention"):  # EmbeddingGemma; its window counts both sides
+        windows = tuple(None if window is None else window // 2 + 1 for window in windows)
+        axes["causal"] = False
     kinds = {
         window: LayerSpec(
             attention=attention(
@@ -35,6 +38,7 @@ def _gemma(
         "layers": tuple(kinds[window] for window in windows),
         "embedding_multiplier": config.size("hidden_size") ** 0.5,
         "logit_softcap": config.cap("final_logit_softcapping"),
+        "logits": axes.get("causal", True),
     }
 
 
@@ -97,9 +101,10 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0,
             "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
         },
         renames={"hidden_activation": "hidden_act", "_sliding_window_pattern": "sliding_window_pattern"},
-        reads=frozenset({"final_logit_softcapping"}),
+        reads=frozenset({"final_logit_softcapping", "use_bidirectional_attention"}),
         heads={
             "Gemma3TextForSequenceClassification": BY_SUFFIX["ForSequenceClassification"],
             "Gemma3TextModel": BY_SUFFIX["Model"],

@@ -118,7 +118,8 @@ def test_configurations(device, keys, parts, merged, stages, programs):
         for options in ({}, {"window": 33, "sinks": True}):
             p = make_problem(device, new, seq_lens, layout="apart", group=4, head_size=128, dtype=BF16, **options)
             check(p, causal=True)
-            check(p, causal=False)
+            if "window" not in options:  # to both sides: the portable kernel's
+                check(p, causal=False)
 
 
 @pytest.mark.gpu

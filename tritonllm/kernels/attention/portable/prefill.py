@@ -102,7 +102,12 @@ def _prefill_kernel(
     pos_hi = cached + tl.minimum((first_pair + BLOCK_M - 1) // GROUP, q_len - 1)
     lo, whole_lo, whole_hi, hi = prefill_key_ranges(pos_lo, pos_hi, seq_len, window, CAUSAL, WINDOW, BLOCK_N)
     first = tl.maximum(pos_lo - window + 1, 0) if WINDOW else 0
-    b_end = b_pos + 1 if CAUSAL else tl.zeros([BLOCK_M], tl.int32) + seq_len
+    if CAUSAL:
+        b_end = b_pos + 1
+    elif WINDOW:
+        b_end = tl.minimum(b_pos + tl.minimum(window, seq_len), seq_len)
+    else:
+        b_end = tl.zeros([BLOCK_M], tl.int32) + seq_len
     for part in tl.static_range(0 if WINDOW else 1, 3):
         if part == 0:
             part_lo, part_hi = lo, whole_lo

@@ -21,6 +21,7 @@ from tritonllm.kernels.attention.schedule import find_prefill_sequence
 from tritonllm.kernels.attention.sm90.rows import attend_rows, receive, row_descriptor, visible_tiles
 from tritonllm.kernels.attention.sm90.tiles import page_descriptors, pages_fit
 from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.checks import require
 
 # Of 65,536 registers: 232 for each thread that multiplies, 40 for one that copies (with 240 and 24 that one spills).
 MAX_REGISTERS = 168
@@ -327,6 +328,7 @@ def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, co
     """Write ``args.out`` and ``args.lse``."""
     (q, cu_seqlens_q, _, causal, _), (k_cache, v_cache, block_tables, seq_lens) = queries, pages
     workspace = hints.workspace
+    require(causal or args.window == 0, "without causality, the Hopper kernel knows no window")
     tokens, heads, head_size = q.shape
     blocks, size, kv_heads, _ = k_cache.shape
     config = dict(config)
