@@ -19,6 +19,7 @@ from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_response, validation_error
 from tritonllm.serve.guard import Guard
 from tritonllm.serve.metrics import Metrics
+from tritonllm.serve.pooling_api import add_pooling
 from tritonllm.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tritonllm.serve.replies import now
 from tritonllm.version import __version__
@@ -41,6 +42,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _add_status(app, llm, metrics)
     _add_models(app, service)
     _add_tokenizer(app, service)
+    add_pooling(app, service)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
