@@ -48,7 +48,7 @@ def test_no_config(folder):
     [
         ("T5ForConditionalGeneration", "t5", "it is an encoder-decoder model"),
         ("LlavaForConditionalGeneration", "llava", "it is a multimodal model"),
-        ("BertForMaskedLM", "bert", "it is not a causal language model"),
+        ("ElectraForMaskedLM", "electra", "it is not a causal language model"),
         ("MambaForCausalLM", "mamba", "linear_attention"),
         ("NobodysForCausalLM", "nobodys", "does not know model_type='nobodys'"),
     ],

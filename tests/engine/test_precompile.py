@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.encoders import encoder_config
 from support.tiny_models import ALL_FAMILIES, tiny_config
 from triton import knobs
 from triton.runtime import driver
@@ -35,6 +36,17 @@ def names(family, target=TARGET, **settings):
 def test_lists_the_kernels_of_every_family(family):
     assert {"_prefill_kernel", "_advance_seats_kernel"} < names(family)
     assert driver._active is None or driver._active.get_current_target().arch != 90  # as before
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_lists_the_kernels_of_encoders(family):
+    """A window to both sides is the portable kernel's on Hopper, too."""
+    name = {"bert": "BertModel", "modernbert": "ModernBertModel"}[family]
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 2, "architectures": [name]}
+    spec = spec_from_config(encoder_config(family, **sizes))
+    target = TARGET._replace(max_model_len=512)
+    found = kernels_of(spec, config(max_num_batched_tokens=512, max_model_len=512), target)
+    assert "_prefill_sm90_kernel" in {kernel.name for kernel in found}
 
 
 def test_lists_what_the_target_and_the_configuration_ask_for():

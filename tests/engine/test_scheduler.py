@@ -4,7 +4,7 @@ import sys
 import pytest
 from support.scheduling import add, make, make_scheduler, short_of_blocks, step, steps
 
-from tritonllm.engine.request import RequestStatus
+from tritonllm.engine.request import Pooling, RequestStatus
 from tritonllm.layers.segments import Segment, Segments
 
 # --- what the module is
@@ -62,6 +62,55 @@ def test_the_longest_prompt_that_fits():
     request = add(scheduler, "r", 39)
     steps(scheduler, 2)
     assert len(request.output_token_ids) == 2
+
+
+# --- prompts that are pooled
+
+
+def pooled(scheduler, name, prompt, *, whole=False, cached=True):
+    request = make(name, prompt, prompt + 1, max_tokens=1)
+    request.pooling = Pooling("last", whole=whole, cached=cached)
+    scheduler.add(request)
+    return request
+
+
+def test_a_pooled_prompt_may_fill_the_model_and_the_pool():
+    scheduler = make_scheduler(10, max_model_len=40)
+    request = pooled(scheduler, "p", 40)
+    assert steps(scheduler, 2) == [{"p": 40}, {}]
+    assert request.finish_reason == "length" and scheduler.pool.num_free == 10
+    with pytest.raises(ValueError, match="at most 41"):
+        pooled(scheduler, "q", 41)
+    with pytest.raises(ValueError, match="need 10 blocks of 4 tokens, but num_blocks is 9"):
+        pooled(make_scheduler(9, max_model_len=40), "q", 40)
+
+
+def test_whole_prompts_wait_for_a_step_that_holds_them():
+    """In their order: a short one that would fit does not overtake."""
+    scheduler = make_scheduler(tokens=10)
+    for name, length in (("a", 6), ("b", 8), ("c", 2), ("d", 10)):
+        pooled(scheduler, name, length, whole=True)
+    assert steps(scheduler, 4) == [{"a": 6}, {"b": 8, "c": 2}, {"d": 10}, {}]
+
+
+def test_whole_prompts_beside_chunks():
+    scheduler = make_scheduler(tokens=10)
+    add(scheduler, "g", 14, 16)
+    pooled(scheduler, "p", 9, whole=True)
+    pooled(scheduler, "q", 9)
+    assert steps(scheduler, 4) == [{"g": 10}, {"g": 4}, {"g": 1, "p": 9}, {"q": 9}]
+
+
+def test_cached_tokens_are_of_use_to_some():
+    scheduler = make_scheduler()
+    add(scheduler, "r", 9, 10)
+    tokens = list(scheduler._waiting.first().prompt_token_ids)
+    step(scheduler)
+    for cached, computed in ((True, 1), (False, 9)):
+        request = make("p", tokens, 10, max_tokens=1)
+        request.pooling = Pooling("last", cached=cached)
+        scheduler.add(request)
+        assert step(scheduler) == {"p": computed}
 
 
 # --- the token budget

@@ -99,6 +99,15 @@ def test_which_files_are_downloaded(hub, file, wanted):
     assert bool(kept([file], patterns)) == wanted
 
 
+def test_folders_of_modules_are_downloaded_where_there_are_some(hub):
+    calls, outcome = hub
+    outcome["is"] = ["modules.json", "model.safetensors"]
+    checkpoint.resolve("owner/name", revision="v2")
+    files = ["1_Pooling/config.json", "2_Dense/model.safetensors", "onnx/model.safetensors", "README.md"]
+    assert [kept(files, kwargs) for _, kwargs in calls] == [[], files[:2]]
+    assert calls[1][1]["revision"] == "v2"
+
+
 @pytest.mark.parametrize("trust", [True, False])
 def test_code_is_downloaded_only_when_asked(hub, trust):
     checkpoint.resolve("owner/name", trust_remote_code=trust)

@@ -84,6 +84,21 @@ def test_buffers_of_old_files_are_left_away(tmp_path):
     assert relative_error(hidden_states(load_decoder(tmp_path), [prompt])[0], hidden_of(theirs, prompt)) < LIMIT
 
 
+def test_old_names_of_norms(tmp_path):
+    """Of google-bert/bert-base-uncased, say."""
+    theirs = write_bare(tmp_path, encoder_config("bert"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for name in list(tensors):
+        for new, older in old.items():
+            if name.endswith(new):
+                tensors[name.replace(new, older)] = tensors.pop(name)
+    assert any(name.endswith("gamma") for name in tensors)
+    save_file({f"bert.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    prompt = random_tokens(9, 320, seed=1)
+    assert relative_error(hidden_states(load_decoder(tmp_path), [prompt])[0], hidden_of(theirs, prompt)) < LIMIT
+
+
 def test_positions_of_roberta_begin_behind_the_padding():
     spec = spec_from_config(encoder_config("roberta", architectures=["RobertaModel"]))
     assert (spec.learned_positions, spec.position_offset, spec.max_position_embeddings) == (130, 2, 128)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from tritonllm import env
 from tritonllm.cli.generate import ENGINE, add_options, given
-from tritonllm.config import POLICIES, EngineConfig
+from tritonllm.config import CONVERSIONS, POLICIES, RUNNERS, EngineConfig
 
 DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's API. It listens on this machine only unless you give --host. SIGTERM or Ctrl-C
@@ -51,6 +52,12 @@ SERVER: dict[str, dict[str, Any]] = {
     },
     "request-timeout": {"type": float, "metavar": "S", "help": "how long a request may take (default: no limit)"},
 }
+# Of models that embed or classify, see docs/pooling.md.
+POOLING: dict[str, dict[str, Any]] = {
+    "runner": {"choices": RUNNERS, "help": "generate or pooling refuses the other; auto (default) takes both"},
+    "convert": {"choices": CONVERSIONS, "help": "embed without a classifier's head, or classify (default: auto)"},
+    "pooler-config": {"type": json.loads, "metavar": "JSON", "help": 'how to pool, \'{"pooling_type": "MEAN"}\' say'},
+}
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -91,6 +98,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
                 "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
             },
             "seed": {"type": int, "metavar": "N", "help": "of requests that bring none (default: 0)"},
+            **POOLING,
         },
     )
     return parser
@@ -106,7 +114,8 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     from tritonllm.serve.config import ServerConfig
 
     options = given(args, ENGINE)
-    options |= {name: getattr(args, name) for name in ("policy", "generation_config", "seed") if hasattr(args, name)}
+    more = ("policy", "generation_config", "seed", *(name.replace("-", "_") for name in POOLING))
+    options |= {name: getattr(args, name) for name in more if hasattr(args, name)}
     engine = EngineConfig.from_kwargs(model=args.model, **options)
     if args.max_queue < 0:
         raise ValueError(f"--max-queue must be at least 0, got {args.max_queue}")

@@ -45,5 +45,5 @@ def pooled_spans(items: Sequence[ScheduledRequest]) -> tuple[PooledSpan, ...]:
             place = item.start, token, token + item.num_tokens, at
             spans.append(PooledSpan(request.request_id, request.seat, request.pooling, *place))
         token += item.num_tokens
-        row += item.samples
+        row += item.samples * (1 + item.drafts)
     return tuple(spans)

@@ -42,6 +42,7 @@ class PoolingAbility:
         causal: its tokens see none behind them.
         token_types: kinds of tokens that it knows; 0 for none.
         labels: outputs of its head.
+        label_names: what ``config.json`` calls them; nothing if it does not.
         step_tag_id: of token classification only these tokens are reported unless the request says.
         activation: of those.
         normalize: embeddings are normalized unless the request says.
@@ -57,6 +58,7 @@ class PoolingAbility:
     causal: bool = True
     token_types: int = 0
     labels: int = 0
+    label_names: tuple[str, ...] = ()
     step_tag_id: int | None = None
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     normalize: bool = True
@@ -106,6 +108,7 @@ class PoolingAbility:
             causal=spec.causal,
             token_types=spec.token_types,
             labels=0 if spec.head is None else spec.head.labels,
+            label_names=_label_names(fields) if spec.head is not None else (),
             step_tag_id=_step_tag(config.pooler_config, spec.head),
             activation="none" if spec.head is None else spec.head.activation,
             normalize=modules is None or modules.normalize,
@@ -175,6 +178,13 @@ class PoolingAbility:
         elif wanted is not False and self.activation != "none":
             rows = rows.sigmoid() if self.activation == "sigmoid" else rows.softmax(-1)
         return rows if of_tokens else rows[0]
+
+
+def _label_names(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    names = fields.get("id2label")
+    if not isinstance(names, Mapping) or not all(str(key).isdigit() for key in names):
+        return ()
+    return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
 def _step_tag(config: PoolerConfig, head: HeadSpec | None) -> int | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +29,7 @@ from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.loading import load_model, read_spec
-from tritonllm.models.sentence_transformers import read_modules
+from tritonllm.models.sentence_transformers import SentenceModules, read_modules
 from tritonllm.models.spec import ModelSpec
 from tritonllm.sampling_params import SamplingParams
 
@@ -89,14 +90,15 @@ def resolve_dtype(
     return dtype
 
 
-def length_limit(config: ModelConfig, spec: ModelFacts) -> int:
-    """The longest sequence that model and user allow.
+def length_limit(config: ModelConfig, spec: ModelFacts, modules: SentenceModules | None = None) -> int:
+    """The longest sequence that model and user allow; of an encoder, by default, what its ``modules`` say.
 
     Raises:
         ValueError: the user asks for more than the model was made for.
     """
     if config.max_model_len is None:
-        return spec.max_position_embeddings
+        trained = None if modules is None or spec.causal else modules.max_seq_length
+        return min(spec.max_position_embeddings, trained or spec.max_position_embeddings)
     if config.max_model_len > spec.max_position_embeddings:
         raise ValueError(
             f"max_model_len={config.max_model_len} is beyond the model's max_position_embeddings="
@@ -145,8 +147,10 @@ def for_encoder(config: EngineConfig, spec: ModelFacts, limit: int) -> EngineCon
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False))
 
 
-def blocks_of_encoder(config: EngineConfig) -> int:
-    """Most blocks of which an encoder's cache makes use: a prompt has some for one step only, and two are in flight."""
+def most_blocks(config: EngineConfig, spec: ModelFacts) -> int:
+    """Of which the cache makes use. An encoder's prompt has blocks for one step only, and two steps are in flight."""
+    if spec.causal or config.cache.num_blocks is not None:
+        return sys.maxsize
     scheduler, size = config.scheduler, config.cache.block_size
     return 2 * (-(-scheduler.max_num_batched_tokens // size) + scheduler.max_num_seqs) + scheduler.max_num_seqs
 
@@ -232,6 +236,20 @@ def compiled_if_asked(model: CausalLM, config: EngineConfig) -> CausalLM:
     )
 
 
+def tokenizer_of(config: ModelConfig, folder: Path) -> Any:
+    """That of the model in ``folder``, or what the user names; ``None`` for token ids only.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    revision = config.revision if config.tokenizer else None
+    return load_tokenizer(
+        config.tokenizer or str(folder), revision=revision, trust_remote_code=config.trust_remote_code
+    )
+
+
 @contextmanager
 def named_convert(config: ModelConfig) -> Iterator[None]:
     """Inside the block, what is wrong with the weights may be due to ``convert='classify'``."""
@@ -314,20 +332,12 @@ def load_parts(config: EngineConfig) -> Parts:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         gains = device.type == "cpu" and gains_from_bfloat16(spec)
         dtype = resolve_dtype(model_config.dtype, device.type, capability, spec.dtype, bfloat16_on_cpu=gains)
-        limit = length_limit(model_config, spec)
-        if not spec.causal and modules is not None and modules.max_seq_length and model_config.max_model_len is None:
-            limit = min(limit, modules.max_seq_length)
+        limit = length_limit(model_config, spec, modules)
         config = for_encoder(config, spec, limit)
         if compiler is not None and device.type == "cuda":
             gpu = gpu_at(device.index or 0)
             compiler.begin(Target(gpu.arch, name_in_tables(gpu), dtype, limit))
-        tokenizer = None
-        if not model_config.skip_tokenizer_init:
-            tokenizer = load_tokenizer(
-                model_config.tokenizer or str(folder),
-                revision=model_config.revision if model_config.tokenizer else None,
-                trust_remote_code=trusted,
-            )
+        tokenizer = tokenizer_of(model_config, folder)
         if device.type == "cpu":
             torch.set_num_threads(threads_for(spec.hidden_size, torch.get_num_threads(), granted_cores()))
         with named_convert(model_config):
@@ -346,9 +356,7 @@ def load_parts(config: EngineConfig) -> Parts:
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
     pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
     runner = ModelRunner(model, config, device, limit, pooler)
-    num_blocks = runner.fit_num_blocks()
-    if not spec.causal and config.cache.num_blocks is None:
-        num_blocks = min(num_blocks, blocks_of_encoder(config))
+    num_blocks = min(runner.fit_num_blocks(), most_blocks(config, spec))
     max_model_len = length_that_fits(config, limit, num_blocks)
     config = dataclasses.replace(
         config,

@@ -174,11 +174,16 @@ def _check_map(model: Decoder, slots: Mapping[str, Slot]) -> None:
 
 
 def _accepted_names(slots: Mapping[str, Slot]) -> dict[str, str]:
-    """Names that a checkpoint may use -> names of slots: the same, and those without the base model's name."""
+    """Names that a checkpoint may use -> names of slots: the same, those without the base model's name, and what the
+    first checkpoints of BERT call a layer norm's weight and bias."""
     accepted = {name: name for name in slots}
     for name in slots:
+        for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
+            if name.endswith(new):
+                accepted[name.removesuffix(new) + old] = name
+    for name, slot in list(accepted.items()):
         if name.count(".") > 1:  # `lm_head.weight` is not in the base model
-            accepted.setdefault(name.partition(".")[2], name)
+            accepted.setdefault(name.partition(".")[2], slot)
     return accepted
 
 

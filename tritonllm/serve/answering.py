@@ -11,6 +11,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.inputs import Prompt
+from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
@@ -59,7 +60,9 @@ class Service:
             raise APIError(404, message, param="model", code="model_not_found")
         return name
 
-    async def run(self, answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int) -> Outputs:
+    async def run(
+        self, answer_id: str, prompts: Sequence[Prompt], params: SamplingParams | PoolingParams, priority: int
+    ) -> AsyncGenerator[tuple[int, Any], None]:
         """Run one request for each prompt.
 
         Yields:
@@ -70,8 +73,9 @@ class Service:
             Exception: as :meth:`AsyncLLM.generate`.
         """
         unique = uuid.uuid4().hex[:8]  # two clients may send the same X-Request-Id
+        start: Any = self.llm.encode if isinstance(params, PoolingParams) else self.llm.generate
         streams = [
-            self.llm.generate(prompt, params, f"{answer_id}-{unique}-{index}", priority=priority)
+            start(prompt, params, f"{answer_id}-{unique}-{index}", priority=priority)
             for index, prompt in enumerate(prompts)
         ]
         merged = merge(streams)

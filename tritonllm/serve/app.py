@@ -21,6 +21,7 @@ from tritonllm.serve.guard import Guard
 from tritonllm.serve.messages_api import count_tokens, message
 from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.metrics import Metrics
+from tritonllm.serve.pooling_api import add_pooling
 from tritonllm.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tritonllm.serve.replies import now
 from tritonllm.serve.responses_api import respond_to
@@ -45,6 +46,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _add_status(app, llm, metrics)
     _add_models(app, service)
     _add_tokenizer(app, service)
+    add_pooling(app, service)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:

@@ -5,20 +5,24 @@ import copy
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
-from tritonllm.engine.outputs import RequestOutput
+from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
+from tritonllm.engine.pooling import AS_SAMPLING
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.inputs import Prompt
+from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.serve.collector import Collector
 from tritonllm.serve.engine_client import EngineClient, EngineDeadError
 from tritonllm.serve.messages import Abort, Add, News, Ready, Stats, Update, pack_params, unpack_params
-from tritonllm.vllm_arguments import refuse
+from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
+from tritonllm.vllm_arguments import no_adapter
 
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
 
@@ -69,10 +73,13 @@ class AsyncLLM:
             self._client.close()
             raise
         self.stats: Stats = self._client.ready.stats
+        self.pooling = self._client.ready.pooling
         self.max_sequences = self._client.ready.max_num_seqs + max_queue
         self.observer: Observer | None = None
         self.on_death: Callable[[str], None] | None = None
-        self._collectors: dict[str, tuple[Collector, int]] = {}  # and the request's number of sequences
+        self._collectors: dict[
+            str, tuple[Collector | PoolingCollector, int]
+        ] = {}  # and the request's number of sequences
         self._sequences = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         # One thread: the tokenizer is not made for several, and a long prompt does not hold up the event loop.
@@ -169,8 +176,7 @@ class AsyncLLM:
             QueueFullError: too many requests wait.
             EngineDeadError: the engine process has died.
         """
-        if lora_request is not None:
-            refuse("lora_request", lora_request)
+        no_adapter(lora_request)
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id must be a string that is not empty, got {request_id!r}")
         self.attach()
@@ -188,6 +194,58 @@ class AsyncLLM:
             if not finished:
                 self._abort(request_id)
 
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool a prompt.
+
+        Args:
+            prompt: text, token ids, or a dict of either.
+            pooling_params: with a ``task``.
+            request_id: unique among the unfinished ones.
+            lora_request: none; there are no adapters yet.
+            priority: lower is earlier; needs ``policy="priority"``.
+
+        Yields:
+            One output; its ``error`` says what ended the request before it was pooled.
+
+        Raises:
+            ValueError: bad input.
+            QueueFullError: too many requests wait.
+            EngineDeadError: the engine process has died.
+        """
+        no_adapter(lora_request)
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id must be a string that is not empty, got {request_id!r}")
+        if not isinstance(pooling_params, PoolingParams):
+            raise ValueError(f"pooling_params must be PoolingParams, got {type(pooling_params).__name__}")
+        params = pooling_params.checked()
+        self.attach()
+        self._check_room(1)
+        tokenize = partial(self.inputs.tokenize, continued=False, separated=not self.pooling.causal)
+        tokenized = await self.in_tokenizer_thread(tokenize, prompt, params.truncate_prompt_tokens)
+        collector = PoolingCollector(tokenized.token_ids)
+        message = Add(
+            *(request_id, tokenized.text, tokenized.token_ids, tokenized.cache_salt, {}, priority),
+            pooling=pack_pooling_params(params),
+            token_type_ids=tokenized.token_types,
+        )
+        self._submit(message, collector, AS_SAMPLING)
+        finished = False
+        try:
+            output = await collector.get()
+            finished = True
+            yield output
+        finally:
+            if not finished:
+                self._abort(request_id)
+
     def _check_room(self, sequences: int) -> None:
         if self.errored:
             raise self.dead_error
@@ -198,20 +256,24 @@ class AsyncLLM:
 
     def _add(self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> Collector:
         """Send the request to the engine. Nothing is awaited between the checks and the sending."""
-        self._check_room(params.n)
-        if request_id in self._collectors:
-            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
         collector = Collector(prompt.text, prompt.token_ids, params.output_kind)
         wire = copy.copy(params)
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             wire.output_kind = RequestOutputKind.DELTA
-        packed = pack_params(wire)
-        self._client.send(Add(request_id, prompt.text, prompt.token_ids, prompt.cache_salt, packed, priority))
+        message = Add(request_id, prompt.text, prompt.token_ids, prompt.cache_salt, pack_params(wire), priority)
+        self._submit(message, collector, params)
+        return collector
+
+    def _submit(self, message: Add, collector: Collector | PoolingCollector, params: SamplingParams) -> None:
+        self._check_room(params.n)
+        request_id = message.request_id
+        if request_id in self._collectors:
+            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
+        self._client.send(message)
         self._collectors[request_id] = collector, params.n
         self._sequences += params.n
         if self.observer is not None:
-            self.observer.added(request_id, len(prompt.token_ids), params)
-        return collector
+            self.observer.added(request_id, len(message.prompt_token_ids), params)
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests; their generators end with ``finish_reason="abort"``. Unknown ids are ignored."""
@@ -230,7 +292,7 @@ class AsyncLLM:
         if not self.errored and not self._loop.is_closed():
             self._client.send(Abort([request_id]))
 
-    def _forget(self, request_id: str) -> Collector | None:
+    def _forget(self, request_id: str) -> Collector | PoolingCollector | None:
         collector, sequences = self._collectors.pop(request_id, (None, 0))
         self._sequences -= sequences
         return collector

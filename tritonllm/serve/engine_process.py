@@ -25,6 +25,8 @@ from tritonllm.engine.engine import EngineOutput, LLMEngine
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.engine.results import StepTimeoutError
 from tritonllm.models import checkpoint
+from tritonllm.pooling_params import PoolingParams
+from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.messages import (
     Abort,
     Add,
@@ -39,6 +41,7 @@ from tritonllm.serve.messages import (
     pack_params,
     unpack_params,
 )
+from tritonllm.serve.pooling_messages import pack_pooled, pooling_facts
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
@@ -121,6 +124,7 @@ def describe(engine: LLMEngine) -> Ready:
         seed=config.seed,
         default_params=pack_params(engine.inputs.default_params),
         stats=stats_of(engine),
+        pooling=pooling_facts(engine),
     )
 
 
@@ -175,7 +179,7 @@ class EngineLoop:
         return self._pack(outputs)
 
     def _pack(self, outputs: Iterable[EngineOutput]) -> list[Update]:
-        return [pack_output(output) for output in outputs if isinstance(output, RequestOutput)]
+        return [pack_output(one) if isinstance(one, RequestOutput) else pack_pooled(one) for one in outputs]
 
     def _take_messages(self, block: bool) -> list[Update]:
         """Do what the messages say that have arrived; with ``block``, wait for the first.
@@ -208,8 +212,11 @@ class EngineLoop:
             prompt["prompt"] = message.prompt
         if message.cache_salt is not None:
             prompt["cache_salt"] = message.cache_salt
+        if message.token_type_ids is not None:
+            prompt["token_type_ids"] = message.token_type_ids
+        params: SamplingParams | PoolingParams
         try:
-            params = unpack_params(message.params)
+            params = unpack_params(message.params) if message.pooling is None else PoolingParams(**message.pooling)
             self._engine.add_request(message.request_id, prompt, params, priority=message.priority)  # type: ignore[arg-type]
         except ValueError as error:
             refused = Update(message.request_id, [], True, refused=str(error))

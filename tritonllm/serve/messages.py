@@ -28,7 +28,8 @@ PackedLogprobs = list[tuple[int, float, int | None, str | None]]  # of one posit
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
-    """Queue a request; ``params`` are the fields of :class:`SamplingParams` that are not at their defaults."""
+    """Queue a request; ``params`` are the fields of :class:`SamplingParams` that are not at their defaults, or
+    ``pooling`` those of :class:`~tritonllm.PoolingParams`."""
 
     request_id: str
     prompt: str | None
@@ -36,6 +37,8 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     cache_salt: str | None
     params: dict[str, Any]
     priority: int
+    pooling: dict[str, Any] | None = None
+    token_type_ids: list[int] | None = None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -64,7 +67,8 @@ class Completion(msgspec.Struct, array_like=True):
 class Update(msgspec.Struct, array_like=True):
     """What is new of one request; times are those of ``time.monotonic()``, which all processes of a machine share.
 
-    ``refused`` is why the engine did not take the request: nothing else will come of it.
+    ``refused`` is why the engine did not take the request: nothing else will come of it. ``pooled`` is what a prompt
+    was pooled to: a shape, and the bytes of its float32 numbers.
     """
 
     request_id: str
@@ -79,6 +83,7 @@ class Update(msgspec.Struct, array_like=True):
     refused: str | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    pooled: tuple[list[int], bytes] | None = None
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -107,6 +112,16 @@ class News(msgspec.Struct, array_like=True):
     stats: Stats
 
 
+class PoolingFacts(msgspec.Struct):
+    """What the engine pools; see :class:`tritonllm.engine.pooling.PoolingAbility`."""
+
+    tasks: list[str]
+    causal: bool
+    labels: int
+    label_names: list[str]
+    token_types: int
+
+
 class Ready(msgspec.Struct, tag=True):
     """The engine has started: what the API process must know of it."""
 
@@ -120,6 +135,7 @@ class Ready(msgspec.Struct, tag=True):
     seed: int
     default_params: dict[str, Any]
     stats: Stats
+    pooling: PoolingFacts
 
 
 class Failed(msgspec.Struct, tag=True):

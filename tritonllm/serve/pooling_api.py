@@ -1,0 +1,167 @@
+"""``POST /v1/embeddings``, ``/score``, ``/rerank``, ``/classify`` and ``/pooling``, as vLLM has them."""
+
+import base64
+from collections.abc import Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from torch.nn import functional as F
+
+from tritonllm.engine.outputs import PoolingRequestOutput
+from tritonllm.inputs import Prompt
+from tritonllm.pooling_params import PoolingParams
+from tritonllm.serve.answering import Service, answer_id, respond
+from tritonllm.serve.pooling_protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    InputBody,
+    PoolingBody,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from tritonllm.serve.replies import now
+
+
+def add_pooling(app: FastAPI, service: Service) -> None:
+    """The paths that pool; a model that lacks a task refuses it by name."""
+    api = _PoolingAPI(service)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
+        return await respond(request, api.embeddings(request, body))
+
+    @app.post("/pooling")
+    async def pooling(request: Request, body: PoolingRequest) -> Response:
+        return await respond(request, api.pooling(request, body))
+
+    @app.post("/classify")
+    async def classify(request: Request, body: ClassifyRequest) -> Response:
+        return await respond(request, api.classify(request, body))
+
+    @app.post("/score")
+    @app.post("/v1/score")
+    async def score(request: Request, body: ScoreRequest) -> Response:
+        return await respond(request, api.score(request, body))
+
+    @app.post("/rerank")
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    async def rerank(request: Request, body: RerankRequest) -> Response:
+        return await respond(request, api.rerank(request, body))
+
+
+class _PoolingAPI:
+    """Answers, each as a coroutine of one JSON object.
+
+    Args:
+        service: whose engine pools.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def embeddings(self, request: Request, body: EmbeddingRequest) -> dict[str, Any]:
+        params = body.pooling_params("embed", dimensions=body.dimensions, normalize=body.normalize)
+        head, outputs = await self._inputs("embd", request, body, params)
+        data = [
+            {"index": i, "object": "embedding", "embedding": _numbers(output, body.encoding_format)}
+            for i, output in enumerate(outputs)
+        ]
+        return {**head, "data": data}
+
+    async def pooling(self, request: Request, body: PoolingRequest) -> dict[str, Any]:
+        tasks = self._service.llm.pooling.tasks
+        task: Any = body.task or (tasks[0] if tasks else "embed")
+        params = body.pooling_params(task, dimensions=body.dimensions, normalize=body.normalize)
+        head, outputs = await self._inputs("pool", request, body, params)
+        data = [
+            {"index": i, "object": "pooling", "data": _numbers(output, body.encoding_format)}
+            for i, output in enumerate(outputs)
+        ]
+        return {**head, "data": data}
+
+    async def classify(self, request: Request, body: ClassifyRequest) -> dict[str, Any]:
+        head, outputs = await self._inputs("classify", request, body, body.pooling_params("classify"))
+        names = self._service.llm.pooling.label_names
+        data = []
+        for i, output in enumerate(outputs):
+            probs = output.outputs.data
+            best = int(probs.argmax())
+            label = names[best] if best < len(names) else None
+            data.append({"index": i, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
+        return {**head, "data": data}
+
+    async def score(self, request: Request, body: ScoreRequest) -> dict[str, Any]:
+        head, scores = await self._scores("score", request, body, *body.texts())
+        return {**head, "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]}
+
+    async def rerank(self, request: Request, body: RerankRequest) -> dict[str, Any]:
+        texts = body.texts()
+        head, scores = await self._scores("rerank", request, body, [body.query] * len(texts), texts)
+        order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
+        results = []
+        for i in order:
+            document = {"document": {"text": texts[i]}} if body.return_documents else {}
+            results.append({"index": i, **document, "relevance_score": scores[i]})
+        return {"id": head["id"], "model": head["model"], "usage": head["usage"], "results": results}
+
+    async def _scores(
+        self, prefix: str, request: Request, body: PoolingBody, first: list[str], second: list[str]
+    ) -> tuple[dict[str, Any], list[float]]:
+        """A number for each pair: of a cross-encoder, or the cosine of two embeddings.
+
+        Raises:
+            ValueError: a classifier with more than one label.
+        """
+        llm = self._service.llm
+        if "classify" in llm.pooling.tasks:
+            if llm.pooling.labels != 1:
+                raise ValueError(f"scores need a classifier with one label, this one has {llm.pooling.labels}")
+            join = partial(llm.inputs.pair, with_types=llm.pooling.token_types > 1)
+            pairs = [await llm.in_tokenizer_thread(join, *pair) for pair in zip(first, second, strict=True)]
+            head, outputs = await self._run(prefix, request, body, pairs, body.pooling_params("classify"))
+            return head, [float(output.outputs.data) for output in outputs]
+        ones = first[:1] if len(set(first)) == 1 else first
+        prompts: list[Prompt] = [*ones, *second]
+        head, outputs = await self._run(prefix, request, body, prompts, body.pooling_params("embed"))
+        vectors = torch.stack([output.outputs.data for output in outputs])
+        cosines = F.cosine_similarity(vectors[: len(ones)], vectors[len(ones) :], dim=1)
+        return head, cosines.tolist()
+
+    async def _inputs(
+        self, prefix: str, request: Request, body: InputBody, params: PoolingParams
+    ) -> tuple[dict[str, Any], list[PoolingRequestOutput]]:
+        return await self._run(prefix, request, body, list(body.inputs()), params)
+
+    async def _run(
+        self, prefix: str, request: Request, body: PoolingBody, prompts: Sequence[Prompt], params: PoolingParams
+    ) -> tuple[dict[str, Any], list[PoolingRequestOutput]]:
+        """What all answers begin with, and an output for each prompt.
+
+        Raises:
+            APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
+        """
+        model = self._service.check_model(body.model)
+        name = answer_id(prefix, request, body.request_id)
+        ended: dict[int, PoolingRequestOutput] = {}
+        async with aclosing(self._service.run(name, prompts, params, body.priority)) as outputs:
+            async for index, output in outputs:
+                ended[index] = output
+        found = [ended[index] for index in range(len(prompts))]
+        tokens = sum(len(output.prompt_token_ids) for output in found)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0, "prompt_tokens_details": None}
+        return {"id": name, "object": "list", "created": now(), "model": model, "usage": usage}, found
+
+
+def _numbers(output: PoolingRequestOutput, encoding: str) -> Any:
+    """As a list (of lists), or base64 of float32 numbers, little endian."""
+    data = output.outputs.data
+    if encoding == "float":
+        return data.tolist()
+    return base64.b64encode(data.numpy().astype(np.dtype("<f4")).tobytes()).decode()

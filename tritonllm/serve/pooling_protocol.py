@@ -1,0 +1,130 @@
+"""The bodies of requests that pool: OpenAI's fields for embeddings, vLLM's and Jina's for scores and ranks."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tritonllm.pooling_params import PoolingParams, PoolingTask
+from tritonllm.serve.protocol import MAX_PROMPTS, Body
+
+Document = str | dict[str, str]
+
+
+class PoolingBody(Body):
+    """What all of them have; ``None`` leaves a field to the model's default."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    use_activation: bool | None = None
+    priority: int = 0
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+
+    def pooling_params(self, task: PoolingTask, **more: Any) -> PoolingParams:
+        """Raises:
+        ValueError: a value outside its range.
+        """
+        common: Any = {"truncate_prompt_tokens": self.truncate_prompt_tokens, "use_activation": self.use_activation}
+        return PoolingParams(task=task, **common, **more)
+
+
+class InputBody(PoolingBody):
+    """With texts or token ids, one or several."""
+
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+
+    @model_validator(mode="after")
+    def _check_inputs(self) -> Self:
+        if not self.input:
+            raise ValueError("input is empty: it needs at least one token")
+        if len(self.inputs()) > MAX_PROMPTS:
+            raise ValueError(f"input has {len(self.inputs())} entries: at most {MAX_PROMPTS}")
+        return self
+
+    def inputs(self) -> Sequence[str | list[int]]:
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]
+        return self.input
+
+
+class EmbeddingRequest(InputBody):
+    """``POST /v1/embeddings``."""
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+class ClassifyRequest(InputBody):
+    """``POST /classify``."""
+
+
+class PoolingRequest(InputBody):
+    """``POST /pooling``."""
+
+    task: PoolingTask | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+class ScoreRequest(PoolingBody):
+    """``POST /score``: one text and several, or as many of both; under any of vLLM's three pairs of names."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        self.texts()
+        return self
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Both sides, as long as each other.
+
+        Raises:
+            ValueError: none of the pairs, more than one, or lengths that do not fit.
+        """
+        pairs = (
+            ("text_1", self.text_1, "text_2", self.text_2),
+            ("data_1", self.data_1, "data_2", self.data_2),
+            ("queries", self.queries, "documents", self.documents),
+        )
+        given = [pair for pair in pairs if pair[1] is not None or pair[3] is not None]
+        if len(given) != 1 or given[0][1] is None or given[0][3] is None:
+            raise ValueError("give one of the pairs text_1 and text_2, data_1 and data_2, queries and documents")
+        ((name, one, other_name, other),) = given
+        first, second = ([side] if isinstance(side, str) else list(side or []) for side in (one, other))
+        if not first or not second or len(first) not in (1, len(second)):
+            raise ValueError(
+                f"{name} has {len(first)} entries and {other_name} has {len(second)}: give one for all, or as many"
+            )
+        if len(second) > MAX_PROMPTS:
+            raise ValueError(f"{other_name} has {len(second)} entries: at most {MAX_PROMPTS}")
+        return first * (len(second) // len(first)), second
+
+
+class RerankRequest(PoolingBody):
+    """``POST /rerank``."""
+
+    query: str
+    documents: list[Document] = Field(min_length=1, max_length=MAX_PROMPTS)
+    top_n: int = Field(default=0, ge=0)
+    return_documents: bool = True
+
+    @model_validator(mode="after")
+    def _check_documents(self) -> Self:
+        self.texts()
+        return self
+
+    def texts(self) -> list[str]:
+        """Raises:
+        ValueError: a document that is neither text nor an object with one.
+        """
+        for document in self.documents:
+            if isinstance(document, dict) and set(document) != {"text"}:
+                raise ValueError('documents must be texts, or objects {"text": ...}')
+        return [document if isinstance(document, str) else document["text"] for document in self.documents]
