@@ -5,13 +5,15 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import httpx
 import psutil
 import pytest
-from support.server import MODEL, eventually, running_server, socket_folders
+from support.server import MODEL, ROOT, eventually, running_server, socket_folders
 
 LONG = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 
@@ -163,3 +165,19 @@ def test_a_port_that_is_taken(server):
     port = server.url.rpartition(":")[2]
     with pytest.raises(AssertionError, match="error: cannot listen on"):
         running_server("--port", port).__enter__()
+
+
+def test_sigterm_while_the_model_is_loaded():
+    """It ends both processes at once, and not as an interruption."""
+    before = socket_folders()
+    command = [sys.executable, "-m", "tritonllm", "serve", "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    parent = psutil.Process(process.pid)
+    eventually(lambda: socket_folders() != before and len(parent.children(recursive=True)) >= 2)
+    children = parent.children(recursive=True)
+    process.terminate()
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    assert "stopped while the model was loaded" in log and "interrupted" not in log
+    eventually(lambda: all_gone(children))
+    assert socket_folders() <= before

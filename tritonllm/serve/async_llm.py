@@ -10,12 +10,13 @@ from typing import Any, Protocol
 from tritonllm.config import EngineConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.chat import ChatOptions, Message, render
+from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.inputs import Prompt
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
-from tritonllm.serve.collector import Collector
+from tritonllm.serve.collector import Collector, Texts
 from tritonllm.serve.engine_client import EngineClient, EngineDeadError
 from tritonllm.serve.messages import Abort, Add, News, Ready, Stats, Update, pack_params, unpack_params
 from tritonllm.vllm_arguments import refuse
@@ -201,8 +202,9 @@ class AsyncLLM:
         self._check_room(params.n)
         if request_id in self._collectors:
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
-        collector = Collector(prompt.text, prompt.token_ids, params.output_kind)
-        wire = copy.copy(params)
+        wire, texts = copy.copy(params), self._texts(prompt.token_ids, params)
+        wire.detokenize = params.detokenize and texts is None
+        collector = Collector(prompt.text, prompt.token_ids, params.output_kind, texts)
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             wire.output_kind = RequestOutputKind.DELTA
         packed = pack_params(wire)
@@ -212,6 +214,17 @@ class AsyncLLM:
         if self.observer is not None:
             self.observer.added(request_id, len(prompt.token_ids), params)
         return collector
+
+    def _texts(self, prompt: Sequence[int], params: SamplingParams) -> Texts | None:
+        """What makes the text in this process; ``None`` if the engine does, which has to find stop strings in it."""
+        tokenizer = self.inputs.tokenizer
+        if tokenizer is None or not params.detokenize or params.stop_strings:
+            return None
+        options = {
+            "skip_special_tokens": params.skip_special_tokens,
+            "spaces_between_special_tokens": params.spaces_between_special_tokens,
+        }
+        return Texts(lambda: IncrementalDetokenizer(tokenizer, prompt, **options))
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests; their generators end with ``finish_reason="abort"``. Unknown ids are ignored."""

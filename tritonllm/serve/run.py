@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,7 +110,7 @@ def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_lev
     """
     sock = bind(config)
     try:
-        with _sigterm_interrupts():
+        with _sigterm_ends():
             llm = AsyncLLM(engine, max_queue=max_queue, log_level=log_level)
         try:
             return _serve(llm, config, sock)
@@ -122,9 +123,14 @@ def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_lev
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Inside the block SIGTERM is as Ctrl-C: an engine that is starting is ended, too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _sigterm_ends() -> Iterator[None]:
+    """Inside the block SIGTERM ends the process with status 0, and an engine that is starting with it."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        logger.info("stopped while the model was loaded")
+        sys.exit(DONE)
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
