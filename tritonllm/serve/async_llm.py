@@ -17,7 +17,7 @@ from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.inputs import Prompt
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.serve.collector import Collector, Texts
-from tritonllm.serve.engine_client import EngineClient, EngineDeadError
+from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink
 from tritonllm.serve.messages import Abort, Add, News, Ready, Stats, Update, pack_params, unpack_params
 from tritonllm.vllm_arguments import refuse
 
@@ -53,17 +53,25 @@ class AsyncLLM:
         config: of the engine.
         max_queue: sequences that may wait for a seat.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
+        link: to an engine that another process has started; by default one is started here.
 
     Raises:
         ValueError: a bad value, or a model that cannot be loaded.
         RuntimeError: the engine process failed to start.
     """
 
-    def __init__(self, config: EngineConfig, *, max_queue: int = MAX_QUEUE, log_level: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        max_queue: int = MAX_QUEUE,
+        log_level: int | None = None,
+        link: EngineLink | None = None,
+    ) -> None:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
             raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
         self.config = config
-        self._client = EngineClient(config, log_level, meanwhile=_import_tokenizers)
+        self._client = EngineClient(config, log_level, meanwhile=_import_tokenizers) if link is None else link
         try:
             self.inputs = _input_processor(self._client.ready)
         except BaseException:
