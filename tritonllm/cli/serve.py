@@ -43,6 +43,11 @@ SERVER: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "a request may bring a chat template, which is a program",
     },
+    "api-server-count": {
+        "type": int,
+        "metavar": "N",
+        "help": "processes that speak HTTP, in front of one engine (default: 1)",
+    },
     "max-body-bytes": {"type": int, "metavar": "N", "help": "longest body of a request (default: 16 MiB)"},
     "max-concurrency": {"type": int, "metavar": "N", "help": "most requests answered at once (default: 4096)"},
     "drain-seconds": {

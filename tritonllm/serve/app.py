@@ -31,8 +31,12 @@ from tritonllm.version import __version__
 logger = logging.getLogger(__name__)
 
 
-def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
-    """The application over a started engine."""
+def make_app(llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None) -> FastAPI:
+    """The application over a started engine.
+
+    Args:
+        metrics_folder: where several processes with this application count together.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -41,7 +45,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="tritonllm", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.draining = False
-    service, metrics = Service(llm, config), Metrics(llm, config.model_names[0])
+    service, metrics = Service(llm, config), Metrics(llm, config.model_names[0], metrics_folder)
     _add_errors(app)
     _add_status(app, llm, metrics)
     _add_models(app, service)

@@ -21,6 +21,7 @@ class ServerConfig:
         max_concurrency: requests that may be answered at once.
         drain_seconds: how long running requests may take after SIGTERM.
         ssl_certfile, ssl_keyfile: for TLS.
+        api_server_count: processes that speak HTTP, in front of one engine.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.
 
     Raises:
@@ -40,6 +41,7 @@ class ServerConfig:
     max_body_bytes: int = 16 << 20
     max_concurrency: int = 4096
     drain_seconds: float = 30.0
+    api_server_count: int = 1
     request_timeout: float | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -52,7 +54,12 @@ class ServerConfig:
         check_names(self.tool_call_parser, self.reasoning_parser)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
-        for name, value in (("max-body-bytes", self.max_body_bytes), ("max-concurrency", self.max_concurrency)):
+        least_one = (
+            ("max-body-bytes", self.max_body_bytes),
+            ("max-concurrency", self.max_concurrency),
+            ("api-server-count", self.api_server_count),
+        )
+        for name, value in least_one:
             if value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
