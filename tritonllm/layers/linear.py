@@ -15,7 +15,8 @@ from tritonllm.kernels import apply_activation, linear
 from tritonllm.kernels.dense.cpu import pack_weight, product
 from tritonllm.kernels.dense.linear import linear_workspace_size
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
-from tritonllm.kernels.elementwise.activation import act_and_mul
+from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, cpu
+from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.fusion import few_rows
 from tritonllm.layers.norm import BlockInput, Norm
 from tritonllm.layers.parameters import empty_parameter
@@ -106,7 +107,12 @@ class Linear(nn.Module):
         """There the reference of `linear` would convert a 16-bit weight each time."""
         y = product(x, self.weight, self.bias)
         if activation is not None:
-            y = act_and_mul(y, activation) if gated else apply_activation(y, activation, out=y)
+            if not gated:
+                y = apply_activation(y, activation, out=y)
+            elif runs_in_torch(y):
+                y = cpu.act_and_mul(y, ACTIVATIONS[activation])
+            else:
+                y = act_and_mul(y, activation)
         return y if residual is None else residual.add_(y, alpha=scale)
 
     def pack(self) -> None:
