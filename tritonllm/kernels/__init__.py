@@ -53,6 +53,7 @@ _HELPERS = {  # what arguments of these operations are made of, or with; no kern
     "LogitEdits": "sampling.edits",
     "Unnormed": "dense.medium",
     "WORKSPACE_SIZE": "attention.decode",
+    "Weight": "dense.weight",
     "bind_layer": "attention.bound",
     "build_cos_sin_cache": "elementwise.rope_cache",
     "cascade_parts": "attention.cascade",
