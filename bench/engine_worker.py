@@ -29,7 +29,7 @@ from bench.engine_workloads import (
     warm_up_request,
     write_model,
 )
-from bench.speculation import PLAIN, WITH_DRAFTS, compare_with_plain
+from bench.speculation import PLAIN, WITH_DRAFTS, compare_with_plain, make_certain
 
 ENGINES = ("tritonllm", "vllm")
 
@@ -197,6 +197,9 @@ def main(argv: list[str] | None = None) -> int:
             plain = Engine(args.engine, folder, PLAIN | options)
             options = WITH_DRAFTS | options
         engine = Engine(args.engine, folder, options)
+        if plain is not None:
+            make_certain(plain.llm)
+            make_certain(engine.llm)
     say(
         f"{args.model}: import {engine.import_seconds:.1f} s, start {engine.start_seconds:.1f} s, "
         f"first request {engine.first_seconds:.2f} s"

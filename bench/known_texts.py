@@ -22,6 +22,8 @@ class KnownTexts:
         device: where steps run.
     """
 
+    remembers = False
+
     def __init__(self, max_model_len: int, vocab_size: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._texts = torch.full((MOST_TEXTS, max_model_len), -1, dtype=torch.int32, device=device)
@@ -44,6 +46,9 @@ class KnownTexts:
         generator = torch.Generator().manual_seed(seed)
         self._errs.copy_(torch.rand(rows.shape, generator=generator) >= acceptance)
         self._texts.copy_(rows)
+
+    def remember(self, output: torch.Tensor) -> None:
+        """It does not."""
 
     def propose(
         self,

@@ -21,7 +21,7 @@ RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
 BACKENDS = ("inductor", "aot_eager", "eager")
-METHODS = ("ngram",)
+METHODS = ("ngram", "suffix")
 MOST_DRAFTS, MOST_LOOKUP = 31, 32  # tokens that one launch verifies of a sequence, and that it compares
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
 _OWN_KWARGS = (
@@ -227,10 +227,13 @@ class SpeculativeConfig:
 
     Args:
         method: ``ngram`` looks for an earlier occurrence of a sequence's last tokens, and guesses what followed it;
+            ``suffix`` looks in the outputs of past requests, too, and guesses more the longer what it found is;
             ``"module:name"`` makes a drafter of your own (:class:`tritonllm.engine.drafters.Drafter`).
         num_speculative_tokens: guesses of a sequence in a step, at most 31.
         prompt_lookup_min, prompt_lookup_max: tokens that must have occurred, and that are compared, at most 32. Without
             either 2 and 5; one alone counts for both.
+        suffix_decoding_max_tree_depth: tokens that ``suffix`` compares, at most 32.
+        suffix_decoding_max_spec_factor: ``suffix`` guesses at most so many tokens for each that it found.
         disable_by_batch_size: with more running requests than this, nobody guesses; by default as many as one step
             verifies at the price of little more than one token each (:mod:`tritonllm.engine.speculation`).
     """
@@ -239,6 +242,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float = 1.0
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -252,6 +257,12 @@ class SpeculativeConfig:
             )
         for field_name in ("prompt_lookup_min", "prompt_lookup_max", "disable_by_batch_size"):
             _at_least(name + field_name, getattr(self, field_name), 1)
+        depth, factor = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_spec_factor
+        _at_least(name + "suffix_decoding_max_tree_depth", depth, 1)
+        if depth > MOST_LOOKUP:
+            raise ValueError(f"{name}suffix_decoding_max_tree_depth must be at most {MOST_LOOKUP}, got {depth}")
+        if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:
+            raise ValueError(f"{name}suffix_decoding_max_spec_factor must be greater than 0, got {factor!r}")
         low, high = self.lookup
         if not low <= high <= MOST_LOOKUP:
             raise ValueError(

@@ -117,6 +117,7 @@ WISHES = st.fixed_dictionaries(
 
 @settings(max_examples=25)
 @given(
+    method=st.sampled_from(["ngram", "ngram", "suffix"]),
     kinds=st.lists(st.tuples(KINDS, WISHES, st.integers(9, 30)), min_size=1, max_size=6),
     drafts=st.integers(1, 5),
     ahead=st.booleans(),
@@ -125,18 +126,21 @@ WISHES = st.fixed_dictionaries(
         [{}, {"num_blocks": 22}, {"max_num_batched_tokens": 16}, {"enable_prefix_caching": False, "max_num_seqs": 3}]
     ),
 )
-def test_options_together(plain_llm, kinds, drafts, ahead, errs, engine):
+def test_options_together(plain_llm, method, kinds, drafts, ahead, errs, engine):
     """Every request gets the tokens, text, scores and end of plain decoding, whatever it and its neighbours want."""
     params = [SamplingParams(**kind, **wish, max_tokens=most) for kind, wish, most in kinds]
     prompts = PROMPTS[: len(params)]
     expected = plain_llm.generate(prompts_of(prompts), params, use_tqdm=False)
-    llm = tiny_llm(speculative_config=f"ngram:{drafts}", async_scheduling=ahead, **engine)
-    know(llm, prompts, expected, errs)
+    llm = tiny_llm(speculative_config=f"{method}:{drafts}", async_scheduling=ahead, **engine)
+    if method == "ngram":
+        know(llm, prompts, expected, errs)
+    else:
+        llm.generate(prompts_of(prompts), params, use_tqdm=False)  # what it then remembers
     found = llm.generate(prompts_of(prompts), params, use_tqdm=False)
     assert_same(found, expected)
     stats = llm.engine.stats
     assert stats.num_free_blocks == stats.num_blocks
-    assert stats.generated_tokens == sum(map(len, token_ids(expected)))
+    assert stats.generated_tokens == sum(map(len, token_ids(expected))) * (1 if method == "ngram" else 2)
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +268,19 @@ def test_a_drafter_of_known_acceptance(plain_llm, acceptance):
     # each sequence of a step brings its first drafts up to one that errs, and those to the end of its text
     each = stats.num_accepted_tokens / stats.num_drafts
     assert each == pytest.approx({0.0: 0, 0.5: 0.94, 1.0: 3.9}[acceptance], abs=0.2)
+
+
+def test_past_outputs_are_found_again(plain_llm):
+    """The same prompt again: another request's output is what follows. Also behind a preemption, and in few blocks."""
+    expected = plain_llm.generate(prompts_of(PROMPTS), greedy(40))
+    config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 2.0}
+    for engine in ({"max_num_seqs": 1}, {"max_num_seqs": 8, "num_blocks": 40}):
+        llm = tiny_llm(speculative_config=config, **engine)
+        accepted = []
+        for _ in range(3):
+            assert_same(llm.generate(prompts_of(PROMPTS), greedy(40)), expected)
+            accepted.append(llm.engine.stats.num_accepted_tokens)
+        assert accepted[2] - accepted[1] > 6 * 40 / 2 > accepted[0]
 
 
 def test_the_demo_model_copies():

@@ -101,8 +101,8 @@ def test_captured_steps_and_kernels_come_before_the_first_request(folder):
     llm = make(folder, dtype="bfloat16", max_num_seqs=100, speculative_config=KNOWN)
     runner = llm.engine._runner
     captured = runner.num_graphs
-    plain = token_ids(llm.generate(PROMPTS, greedy(20), use_tqdm=False))
-    know(llm, plain, acceptance=0.9)
+    plain = make(folder, dtype="bfloat16", max_num_seqs=100)
+    know(llm, token_ids(plain.generate(PROMPTS, greedy(20), use_tqdm=False)), acceptance=0.9)
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
     kinds = [greedy(19), greedy(14, logprobs=3), SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=13)]
     llm.generate(PROMPTS * 12, kinds * 32, use_tqdm=False)

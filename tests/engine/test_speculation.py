@@ -154,13 +154,17 @@ def test_lookup(given, lookup):
         (4, "must be a dict"),
         ({"method": "ngram"}, "num_speculative_tokens is missing"),
         ({"num_speculative_tokens": 4}, "method is missing"),
-        ({"method": "medusa", "num_speculative_tokens": 4}, "method must be one of ngram or 'module:name', got"),
+        ({"method": "medusa", "num_speculative_tokens": 4}, "method must be one of ngram, suffix or 'module:name'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer of at least 1"),
         ({"method": "ngram", "num_speculative_tokens": 32}, "num_speculative_tokens must be at most 31, got 32"),
         ({"method": "ngram", "num_speculative_tokens": 2, "draft": 1}, "'draft' is not supported; there are method"),
         ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 6, "prompt_lookup_max": 4},
          r"prompt_lookup_min \(6\) must be at most prompt_lookup_max \(4\)"),
         ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 40}, "at most 32"),
+        ({"method": "suffix", "num_speculative_tokens": 2, "suffix_decoding_max_tree_depth": 40},
+         "suffix_decoding_max_tree_depth must be at most 32"),
+        ({"method": "suffix", "num_speculative_tokens": 2, "suffix_decoding_max_spec_factor": 0},
+         "suffix_decoding_max_spec_factor must be greater than 0"),
     ],
 )  # fmt: skip
 def test_bad_configurations_are_named(value, message):

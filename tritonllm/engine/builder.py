@@ -33,6 +33,7 @@ class StepBuilder:
         tell_admitted: steps say which requests are new to their seats.
         drafts: most drafts of a sequence; 0 if there never are any.
         tell_tokens: steps bring the tokens of requests that are new to their seats.
+        tell_past: and the outputs of those that had the seats before.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class StepBuilder:
         tell_admitted: bool = False,
         drafts: int = 0,
         tell_tokens: bool = False,
+        tell_past: bool = False,
     ) -> None:
+        self._before: dict[int, Request] | None = {} if tell_past else None  # who had a seat last
         self._tell_admitted, self._tell_tokens, self._drafts = tell_admitted, tell_tokens, drafts
         self.seats = SeatTable(seats, max_blocks)
         self._block_size = block_size
@@ -101,8 +104,18 @@ class StepBuilder:
             prompt_spans=_prompt_spans(items, n) if segments.chunk.sequences else (),
             pooled=pooled_spans(items) if seats.pooled else (),
             copies=np.array(plan.copies, dtype=np.int64) if plan.copies else None,
-            tokens=tuple(map(_tokens, admitted)) if self._tell_tokens else (),
+            tokens=tuple(map(self._tokens, admitted)) if self._tell_tokens else (),
         )
+
+    def _tokens(self, request: Request) -> SeatTokens:
+        seat, past = request.seat, None
+        assert seat is not None  # it runs
+        if self._before is not None:
+            before = self._before.get(seat)
+            if before is not None and before.status.is_finished:
+                past = np.array(before.output_token_ids, dtype=np.int32)
+            self._before[seat] = request
+        return SeatTokens(seat, np.array(request.token_ids(0, request.num_tokens), dtype=np.int32), past)
 
     def _inputs(
         self,
@@ -221,11 +234,6 @@ def _seated(request: Request) -> SeatedRequest:
     assert request.seat is not None  # it runs
     prompt, output = list(request.prompt_token_ids), list(request.output_token_ids)
     return SeatedRequest(request.seat, request.request_id, request.params, prompt, output)
-
-
-def _tokens(request: Request) -> SeatTokens:
-    assert request.seat is not None  # it runs
-    return SeatTokens(request.seat, np.array(request.token_ids(0, request.num_tokens), dtype=np.int32))
 
 
 def _prompt_spans(items: Sequence[ScheduledRequest], num_decodes: int) -> tuple[PromptSpan, ...]:

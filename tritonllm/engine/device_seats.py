@@ -55,7 +55,7 @@ class DeviceSeats:
         settles what the seats' last requests drew."""
         if self.history is None:
             return
-        for seat, token_ids in new:
+        for seat, token_ids, _ in new:
             (there,) = upload([token_ids], self._device)
             self.history[seat, : len(there)].copy_(there[: self.history.shape[1]])
 

@@ -172,7 +172,8 @@ class ModelRunner:
         seats = self._config.scheduler.max_num_seqs
         tell, drafts = self._processors is not None, self._drafts
         sizes = seats, self._max_blocks, self._block_size
-        return StepBuilder(*sizes, self._planner, tell_admitted=tell, drafts=drafts, tell_tokens=drafts > 0)
+        wants = {"tell_tokens": drafts > 0, "tell_past": self.drafter is not None and self.drafter.remembers}
+        return StepBuilder(*sizes, self._planner, tell_admitted=tell, drafts=drafts, **wants)
 
     def warm_up(self) -> WarmUp:
         """The steps that are run before the first request."""
@@ -285,6 +286,9 @@ class ModelRunner:
             )
             tokens, logprobs, whole, errors = drawn
         self._seats.tell_tokens(step.tokens)
+        for new in step.tokens:
+            if self.drafter is not None and new.past is not None:
+                self.drafter.remember(upload([new.past], self._device)[0])
         tokens = None if tokens is None else tokens[:rows]
         scores = logprobs, prompt_logprobs
         return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafts)

@@ -242,10 +242,12 @@ class SeatTokens(NamedTuple):
     Attributes:
         seat: whose.
         token_ids: int32.
+        past: the output of the request that had the seat before, if that has ended and the drafter remembers it.
     """
 
     seat: int
     token_ids: np.ndarray
+    past: np.ndarray | None = None
 
 
 class PromptSpan(NamedTuple):

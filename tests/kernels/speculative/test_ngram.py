@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tritonllm.kernels import propose_ngrams, propose_ngrams_ref
 
 
-def run(histories, ends, counts, most, shortest, longest, device, operation=propose_ngrams):
+def run(histories, ends, counts, most, shortest, longest, device, operation=propose_ngrams, **options):
     """Of sequences that sit in order; a length of -1 leaves a row without a seat."""
     table = torch.full((len(histories) + 1, max(map(len, histories)) + 3), 7, dtype=torch.int32)
     for seat, tokens in enumerate(histories):
@@ -15,24 +15,35 @@ def run(histories, ends, counts, most, shortest, longest, device, operation=prop
     ids = torch.full((len(ends), most + 1), -9, dtype=torch.int32, device=device)
     drafts = torch.full((len(ends), most), -9, dtype=torch.int32, device=device)
     columns = (torch.as_tensor(column).to(device, torch.int32) for column in (seats, ends, counts))
-    operation(table.to(device), *columns, ids, drafts, shortest=shortest, longest=longest)
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    operation(table.to(device), *columns, ids, drafts, shortest=shortest, longest=longest, **options)
     assert ids[:, 0].tolist() == [-9] * len(ends)
     assert torch.equal(ids[:, 1:], drafts.clamp_min(0))
     return drafts.tolist()
 
 
-def expected(tokens, count, most, shortest, longest):
-    """The same as a loop: the longest run that ends the tokens and stood in them before, of equal ones the latest."""
-    last, best = len(tokens) - 1, (0, -1)
-    for at in range(last):
+def longest_run(text, tokens, longest):
+    """How many of the last tokens stand in ``text``, and where they end there; of equal runs the latest."""
+    best = (0, -1)
+    for at in range(len(text)):
         length = 0
-        while length < longest and at >= length and tokens[at - length] == tokens[last - length]:
+        while length < min(longest, len(tokens)) and at >= length and text[at - length] == tokens[-1 - length]:
             length += 1
         best = max(best, (length, at))
-    length, at = best
-    if length < shortest:
+    return best
+
+
+def expected(tokens, count, most, shortest, longest, past=(), factor=0.0):
+    """The same as a loop."""
+    last = len(tokens) - 1
+    (length, at), (other, place) = longest_run(tokens[:-1], tokens, longest), longest_run(past[:-1], tokens, longest)
+    if max(length, other) < shortest:
         return [-1] * most
-    found = [tokens[at + 1 + i % (last - at)] for i in range(min(count, most))]
+    count = min(count, most, int(factor * max(length, other)) if factor else most)
+    found = [tokens[at + 1 + i % (last - at)] for i in range(count)]
+    if other > length:
+        found = [*past[place + 1 : place + 1 + count], -1]
+        found = found[: found.index(-1)]
     return found + [-1] * (most - len(found))
 
 
@@ -51,6 +62,21 @@ def test_finds_what_followed(device, histories, data, most, lengths):
     ]
     assert run(histories, ends, counts, most, *lengths, device) == wanted
     assert run(histories, ends, counts, most, *lengths, device, propose_ngrams_ref) == wanted
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=20),
+    past=st.lists(st.integers(-1, 3), min_size=1, max_size=60),
+    most=st.integers(1, 5),
+    lengths=st.tuples(st.integers(1, 4), st.integers(1, 8)).map(sorted),
+    factor=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+)
+def test_finds_what_followed_in_other_texts(device, tokens, past, most, lengths, factor):
+    wanted = [expected(tokens, most, most, *lengths, past, factor)]
+    options = {"past": torch.tensor(past, dtype=torch.int32), "factor": factor}
+    arguments = ([tokens], [len(tokens) - 1], [most], most, *lengths, device)
+    assert run(*arguments, **options) == wanted
+    assert run(*arguments, propose_ngrams_ref, **options) == wanted
 
 
 @example(length=1023)
@@ -87,6 +113,9 @@ def test_beyond_the_history_there_is_nothing(device):
         ({"ids": torch.zeros(2, 4).int()}, "ids must have shape"),
         ({"drafts": torch.zeros(2, 0).int()}, "drafts must have at least one column|ids must have shape"),
         ({"history": torch.zeros(4, 2).int().t()}, "history must be contiguous"),
+        ({"past": torch.zeros(0).int()}, "past must be contiguous, with at least one token"),
+        ({"past": torch.zeros(3)}, "past must be torch.int32"),
+        ({"factor": -1.0}, "factor must be at least 0"),
     ],
 )
 def test_bad_arguments(device, change, message):
