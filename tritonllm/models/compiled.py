@@ -36,7 +36,7 @@ from tritonllm.models.interface import CausalLM, LayerWork, ModelFacts
 logger = logging.getLogger(__name__)
 MOST_TOKENS = 2048  # plans for more are those for as many
 # With it torch 2.11 stops at OLMo of transformers on a GPU: "CantSplit: 2048 not divisible by 2048*s23".
-INDUCTOR = {"loop_ordering_after_fusion": False}
+INDUCTOR: dict[str, str | int | bool | Callable[..., Any]] = {"loop_ordering_after_fusion": False}
 MOST_GRAPHS = 64  # torch's own limit, 8, is against programs that compile for ever
 
 
