@@ -98,11 +98,11 @@ def test_drafts_change_no_kind_of_request(folder):
 
 def test_captured_steps_and_kernels_come_before_the_first_request(folder):
     """Nothing is compiled, loaded or captured in service, and no pinned memory is new."""
+    plain = make(folder, dtype="bfloat16", max_num_seqs=100).generate(PROMPTS, greedy(20), use_tqdm=False)
     llm = make(folder, dtype="bfloat16", max_num_seqs=100, speculative_config=KNOWN)
     runner = llm.engine._runner
     captured = runner.num_graphs
-    plain = make(folder, dtype="bfloat16", max_num_seqs=100)
-    know(llm, token_ids(plain.generate(PROMPTS, greedy(20), use_tqdm=False)), acceptance=0.9)
+    know(llm, token_ids(plain), acceptance=0.9)
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
     kinds = [greedy(19), greedy(14, logprobs=3), SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=13)]
     llm.generate(PROMPTS * 12, kinds * 32, use_tqdm=False)
