@@ -58,7 +58,7 @@ class ModelRunner:
         self._sampled = graph_sizes(seats)
         speculative = config.speculative_config
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        self._verified = min(seats, most_verified(speculative))
+        self._verified = most_verified(speculative, config.scheduler)
         self.drafter = make_drafter(speculative, max_model_len, model.spec.vocab_size, device)
         history = max_model_len if self._drafts else 0
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self._drafts, history=history)
