@@ -70,6 +70,17 @@ def test_ngrams_do_not_change_greedy_tokens(folder):
     assert llm.engine.stats.num_draft_tokens > 0
 
 
+def test_past_outputs_are_found_again(folder):
+    config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 4.0}
+    expected = token_ids(make(folder).generate(PROMPTS, greedy(60), use_tqdm=False))
+    llm = make(folder, speculative_config=config, max_num_seqs=8)
+    accepted = []
+    for _ in range(3):
+        assert token_ids(llm.generate(PROMPTS, greedy(60), use_tqdm=False)) == expected
+        accepted.append(llm.engine.stats.num_accepted_tokens)
+    assert accepted[2] - accepted[1] > 8 * 60 / 2
+
+
 def test_drafts_change_no_kind_of_request(folder):
     """Seeds draw what they draw without drafts; penalties and min_tokens count accepted drafts."""
     kinds = [

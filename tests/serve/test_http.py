@@ -151,6 +151,9 @@ def test_metrics_count_what_happened(server):
         "vllm:e2e_request_latency_seconds_count": 1,
         "vllm:prefix_cache_queries_total": 5,
         "tritonllm:compilations_after_ready_total": 0,
+        "vllm:spec_decode_num_drafts_total": 0,
+        "vllm:spec_decode_num_draft_tokens_total": 0,
+        "vllm:spec_decode_num_accepted_tokens_total": 0,
     }
     prompt = {**STORY, "prompt": [100, 101, 102, 103, 104], "ignore_eos": True, "stream": True}
     eventually(server.is_idle)

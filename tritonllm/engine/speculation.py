@@ -12,7 +12,7 @@ longer than a plain step. Each request's acceptance is followed by itself; the b
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tritonllm.config import SpeculativeConfig
+from tritonllm.config import SchedulerConfig, SpeculativeConfig
 from tritonllm.engine.plan import ScheduledRequest
 from tritonllm.engine.request import Request
 from tritonllm.sampling_params import ALL
@@ -27,12 +27,13 @@ WEIGHT = 0.25  # of a step's acceptance in the average: drafts that are never ac
 PAUSE = 100  # plain steps after which one step tries again: at most 1.5% of the time, where that step takes 2.5 plain
 
 
-def most_verified(config: SpeculativeConfig | None) -> int:
+def most_verified(config: SpeculativeConfig | None, limits: SchedulerConfig) -> int:
     """Most sequences of a step that verifies drafts."""
     if config is None:
         return 0
-    fits = MOST_ROWS // (1 + config.num_speculative_tokens)
-    return fits if config.disable_by_batch_size is None else config.disable_by_batch_size
+    each, most = 1 + config.num_speculative_tokens, config.disable_by_batch_size
+    fits = MOST_ROWS // each if most is None else most
+    return min(fits, limits.max_num_seqs, limits.max_num_batched_tokens // each)
 
 
 def relative_cost(sequences: int, drafts: int) -> float:
