@@ -158,6 +158,19 @@ def test_siblings_come_back_to_the_prompt_without_a_prefix_cache():
     assert len({tuple(r.block_ids[:2]) for r in requests}) == 1
 
 
+@pytest.mark.parametrize("length", [1, 5])
+def test_no_drafts_beside_continuations_that_begin(length):
+    """A prompt whose last token alone is left is a chunk if several sample from it."""
+    scheduler = make_scheduler(drafts=3)
+    add(scheduler, "a", 4, 100)
+    run(scheduler)
+    assert scheduler.schedule().segments.verify.tokens == 4
+    requests = add_siblings(scheduler, "r", length, 3)
+    plan = scheduler.schedule()
+    assert plan.segments.verify.tokens == 0 and plan.segments.chunk.sequences == 3
+    assert [item.request for item in plan.scheduled[1:]] == list(requests)
+
+
 @pytest.mark.parametrize("length", [6, 8])
 def test_a_fork_goes_on_from_where_its_parent_is(length):
     scheduler = make_scheduler()

@@ -240,7 +240,7 @@ class Scheduler:
         copies, self._copies = tuple(self._copies), []
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
-        return StepPlan.of(self._drafting.fit(scheduled), preempted, forks, copies)
+        return StepPlan.of(self._drafting.fit(scheduled, forks=bool(forks)), preempted, forks, copies)
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
