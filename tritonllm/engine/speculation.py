@@ -94,12 +94,16 @@ class Drafting:
         likely = sum([request.expected_accepts for request in running])
         return self.most if count + likely > count * relative_cost(count, self.most) else 0
 
-    def fit(self, scheduled: list[ScheduledRequest]) -> list[ScheduledRequest]:
+    def fit(self, scheduled: list[ScheduledRequest], *, forks: bool = False) -> list[ScheduledRequest]:
         """What a step does of what was planned: no drafts beside prompts. What these were to be stored in stays with
-        their requests."""
+        their requests.
+
+        Args:
+            forks: siblings sample from some of these, which makes chunks of them, however short they are.
+        """
         if not self.most:
             return scheduled
-        if len(scheduled) > self._verified or _has_prompts(scheduled):
+        if len(scheduled) > self._verified or forks or _has_prompts(scheduled):
             scheduled = [_without_drafts(item) if item.drafts else item for item in scheduled]
         elif scheduled:
             self._plain = 0 if any(item.drafts for item in scheduled) else self._plain + 1
