@@ -1,5 +1,5 @@
-"""The command ``tritonllm``: ``generate`` text, ``serve`` a model over HTTP, measure speed (``bench``), build kernels
-ahead (``precompile``), or show what there is (``info``).
+"""The command ``tritonllm``: ``generate`` text, ``embed`` it, ``serve`` a model over HTTP, measure speed (``bench``),
+build kernels ahead (``precompile``), or show what there is (``info``).
 
 Results go to stdout, everything else to stderr. Exit status: 0 all done; 1 something failed (one line on stderr;
 ``--debug`` adds the traceback); 2 wrong usage; 130 interrupted. torch is imported after the arguments are known to be
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tritonllm.cli import bench, generate, info, precompile, serve
+from tritonllm.cli import bench, embed, generate, info, precompile, serve
 from tritonllm.version import __version__
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141  # argparse exits with 2; the last two are 128 + the signal's number
@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tritonllm", description="LLM inference on Triton kernels.")
     parser.add_argument("--version", action="version", version=f"tritonllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    alone = [command.add_parser(commands) for command in (generate, serve, info, precompile)]
+    alone = [command.add_parser(commands) for command in (generate, embed, serve, info, precompile)]
     for added in [*alone, *bench.add_parsers(commands)]:
         added.add_argument(
             "model", nargs="?", metavar="MODEL", help="folder or hub id (default: the small model in this package)"
