@@ -6,7 +6,7 @@ import numpy as np
 
 from tritonllm.engine.edits import SeatEdits, edits_of
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
-from tritonllm.engine.pooled_spans import pooled_spans
+from tritonllm.engine.pooled_spans import pooled_spans, with_first_tokens
 from tritonllm.engine.request import Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
@@ -59,11 +59,12 @@ class StepBuilder:
         positions, slots = self._chunk_places(starts[n:], counts[n:], tables[n:], n)
         drawing = requests if samples.all() else [item.request for item in items if item.samples]
         rows, row_ends = at[samples], ends[samples]
+        pooled = pooled_spans(items) if seats.pooled else ()
         seq_lens = ends.astype(np.int32)
         inputs = StepInputs(
             positions=positions,
             slot_mapping=slots,
-            logit_rows=lasts[samples] - 1,
+            logit_rows=with_first_tokens(lasts[samples] - 1, pooled),
             input_ids=input_ids,
             seq_lens=seq_lens,
             decode_order=np.argsort(-seq_lens[:n], kind="stable").astype(np.int32),
@@ -91,7 +92,7 @@ class StepBuilder:
             processors=_processors(controlled),
             admitted=tuple(map(_seated, admitted)) if self._tell_admitted else (),
             prompt_spans=_prompt_spans(items, n),
-            pooled=pooled_spans(items) if seats.pooled else (),
+            pooled=pooled,
         )
 
     def _chunk_places(
