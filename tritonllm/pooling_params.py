@@ -155,5 +155,6 @@ class PoolerConfig:
             if getattr(params, name) is None:
                 new[name] = getattr(self, name)
         if params.normalize is None and params.use_activation is None:
-            new["use_activation"] = self.use_activation if self.normalize is None else self.normalize
+            embeds = params.task in ("embed", "token_embed") and self.normalize is not None
+            new["use_activation"] = self.normalize if embeds else self.use_activation
         return replace(params, **new)

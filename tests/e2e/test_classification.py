@@ -93,6 +93,8 @@ def test_a_cross_encoder_reads_both_texts():
         assert output.outputs.score == pytest.approx(float(logits_of(model, ids).sigmoid()), abs=1e-6)
     with pytest.raises(ValueError, match="a cross-encoder reads two texts, got list and str"):
         llm.score([[1, 2]], "the")
+    with pytest.raises(ValueError, match="but the engine has no tokenizer: leave out skip_tokenizer_init"):
+        tiny_llm(folder, skip_tokenizer_init=True).score("the", "fox")
 
 
 def reward_model(folder: Path, name: str, labels: int) -> tuple[PreTrainedModel, torch.nn.Module]:

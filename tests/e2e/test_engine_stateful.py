@@ -1,8 +1,10 @@
-"""Whatever mix of requests, aborts, priorities and memory pressure: each output is the one it would have alone."""
+"""Whatever mix of requests, generated or pooled, aborts, priorities and memory pressure: each output is the one it
+would have alone."""
 
 from dataclasses import replace
 from functools import cache
 
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,7 +12,7 @@ from support.engines import tiny_llm
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
-from tritonllm import LLM, BeamSearchParams, SamplingParams
+from tritonllm import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from tritonllm.engine.input_processor import derive_seed
 
 BLOCK_SIZE = 4
@@ -40,6 +42,17 @@ def beams(prompt: tuple[int, ...], params: BeamSearchParams) -> list[tuple[int, 
 
 
 @cache
+def pooled_alone(prompt: tuple[int, ...]) -> torch.Tensor:
+    """A vector for each of its tokens."""
+    params = PoolingParams(task="token_embed", normalize=False)
+    (output,) = _alone_engine().encode([list(prompt)], params, use_tqdm=False)
+    return output.outputs.data
+
+
+WAYS = {"LAST": lambda vectors: vectors[-1], "CLS": lambda vectors: vectors[0], "MEAN": lambda vectors: vectors.mean(0)}
+
+
+@cache
 def params_of(max_tokens: int, temperature: float, seed: int) -> SamplingParams:
     """Every third seed comes with a penalty, which depends on all tokens before."""
     penalty = 0.5 if seed == 2 else 0.0
@@ -55,8 +68,10 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(6, 40),
         caching=st.booleans(),
         ahead=st.booleans(),
+        way=st.sampled_from(sorted(WAYS)),
     )
-    def start(self, blocks, seats, budget, caching, ahead):
+    def start(self, blocks, seats, budget, caching, ahead, way):
+        self.way = way
         self.engine = tiny_llm(
             num_blocks=blocks,
             max_model_len=MAX_LEN,
@@ -65,6 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             policy="priority",
             async_scheduling=ahead,
+            pooler_config={"pooling_type": way},
         ).engine
         self.live = {}
         self.count = 0
@@ -94,6 +110,17 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             self.live[f"r{self.count}"] = prompt, params
 
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        task=st.sampled_from(["embed", "token_embed"]),
+        priority=st.integers(-1, 1),
+    )
+    def pool(self, prompt, task, priority):
+        self.count += 1
+        params = PoolingParams(task=task, normalize=False)
+        self.engine.add_request(f"r{self.count}", list(prompt), params, priority=priority)
+        self.live[f"r{self.count}"] = prompt, params
+
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data):
@@ -101,7 +128,9 @@ class EngineMachine(RuleBasedStateMachine):
         (output,) = self.engine.abort_request(name)
         assert output.finished
         prompt, params = self.live.pop(name)
-        if not isinstance(params, BeamSearchParams):
+        if isinstance(params, PoolingParams):
+            assert output.error == "the request was aborted"
+        elif not isinstance(params, BeamSearchParams):
             assert "abort" in {completion.finish_reason for completion in output.outputs}
             self.check_prefix(output, prompt, params)
 
@@ -113,12 +142,20 @@ class EngineMachine(RuleBasedStateMachine):
     def take(self, outputs):
         for output in outputs:
             prompt, params = self.live[output.request_id]
-            if isinstance(params, BeamSearchParams):
+            if isinstance(params, PoolingParams):
+                self.check_pooled(output, prompt, params)
+            elif isinstance(params, BeamSearchParams):
                 assert [tuple(completion.token_ids) for completion in output.outputs] == beams(prompt, params)
             else:
                 self.check_prefix(output, prompt, params)
             if output.finished:
                 del self.live[output.request_id]
+
+    def check_pooled(self, output, prompt, params):
+        vectors = pooled_alone(prompt)
+        expected = vectors if params.task == "token_embed" else WAYS[self.way](vectors)
+        assert output.finished and output.error is None
+        torch.testing.assert_close(output.outputs.data, expected, rtol=1e-4, atol=1e-4)
 
     def check_prefix(self, output, prompt, params):
         for completion, mine in zip(output.outputs, params, strict=True):

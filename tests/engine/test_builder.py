@@ -185,6 +185,17 @@ def test_the_spans_of_a_step():
     assert pickle.loads(pickle.dumps(step)).pooled == step.pooled
 
 
+def test_first_tokens_of_whole_prompts_are_rows():
+    """Of a prompt in several steps the first token is gone when it ends."""
+    whole, begun = pooled("a", [1, 2, 3], 0, 3, "cls", seat=0), pooled("b", [4, 5, 6], 1, 2, "cls", seat=1)
+    last = pooled("c", [7, 8], 0, 2, "last", seat=2)
+    step = build(whole, begun, last)
+    assert step.inputs.logit_rows.tolist() == [0, 4, 6]
+    assert [span.in_row for span in step.pooled] == [True, False, True]
+    assert step.wants_all
+    assert not build(whole, last).wants_all
+
+
 def test_steps_without_pooled_prompts():
     builder = make_builder()
     rest = build(pooled("d", [1, 2, 3], 1, 2, "last", seat=0), builder=builder)

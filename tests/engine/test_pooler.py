@@ -44,11 +44,11 @@ def test_prompts_in_any_pieces(data):
             spans.append(PooledSpan(str(who), seat, Pooling(hows[who]), first, begin, len(hidden), row))
             done[who] = end
             if row >= 0:
-                rows.append(prompts[who][-1])
+                rows.append(prompts[who][0 if spans[-1].in_row and hows[who] == "cls" else -1])
                 del running[seat]
         if not spans:
             continue
-        everything = torch.stack(hidden) if any(span.pooling.how != "last" for span in spans) else None
+        everything = torch.stack(hidden) if not all(span.in_row for span in spans) else None
         for ids, first, vectors in pooler.pool(spans, torch.stack(rows) if rows else torch.empty(0, SIZE), everything):
             for index, name in enumerate(ids):
                 if first == 0:

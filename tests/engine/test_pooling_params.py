@@ -70,5 +70,6 @@ def test_a_request_has_the_last_word():
     config = PoolerConfig(normalize=False, dimensions=8, step_tag_id=3)
     merged = config.merged(PoolingParams(task="embed"))
     assert (merged.use_activation, merged.dimensions, merged.step_tag_id) == (False, 8, None)
+    assert config.merged(PoolingParams(task="classify")).use_activation is None
     merged = config.merged(PoolingParams(task="token_classify", use_activation=True, step_tag_id=4))
     assert (merged.use_activation, merged.dimensions, merged.step_tag_id) == (True, None, 4)

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from tritonllm import env
 from tritonllm.cli.generate import ENGINE, add_options, given
-from tritonllm.config import CONVERSIONS, POLICIES, RUNNERS, EngineConfig
+from tritonllm.cli.pooling_options import POOLING
+from tritonllm.config import POLICIES, EngineConfig
 
 DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's API. It listens on this machine only unless you give --host. SIGTERM or Ctrl-C
@@ -56,12 +56,6 @@ SERVER: dict[str, dict[str, Any]] = {
         "help": "how long running requests may take after SIGTERM (default: 30)",
     },
     "request-timeout": {"type": float, "metavar": "S", "help": "how long a request may take (default: no limit)"},
-}
-# Of models that embed or classify, see docs/pooling.md.
-POOLING: dict[str, dict[str, Any]] = {
-    "runner": {"choices": RUNNERS, "help": "generate or pooling refuses the other; auto (default) takes both"},
-    "convert": {"choices": CONVERSIONS, "help": "embed without a classifier's head, or classify (default: auto)"},
-    "pooler-config": {"type": json.loads, "metavar": "JSON", "help": 'how to pool, \'{"pooling_type": "MEAN"}\' say'},
 }
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from tritonllm.engine.plan import ScheduledRequest
 from tritonllm.engine.request import Pooling
 
@@ -16,7 +18,8 @@ class PooledSpan(NamedTuple):
         pooling: what becomes of the tokens.
         first: position of the first of them in its prompt.
         begin, end: they are the step's tokens ``begin`` to ``end`` (exclusive).
-        row: which of the tokens that are sampled from is the prompt's last; -1 if it comes in a later step.
+        row: which of the tokens whose hidden states every step computes is of this prompt; -1 if its end comes in a
+            later step. It is the prompt's last token, or its first if that is wanted and the step holds it.
     """
 
     request_id: str
@@ -26,6 +29,12 @@ class PooledSpan(NamedTuple):
     begin: int
     end: int
     row: int
+
+    @property
+    def in_row(self) -> bool:
+        """The row is all that is wanted."""
+        how = self.pooling.how
+        return how == "last" or (how == "cls" and self.first == 0 and self.row >= 0)
 
     @property
     def length(self) -> int:
@@ -47,3 +56,14 @@ def pooled_spans(items: Sequence[ScheduledRequest]) -> tuple[PooledSpan, ...]:
         token += item.num_tokens
         row += item.samples * (1 + item.drafts)
     return tuple(spans)
+
+
+def with_first_tokens(logit_rows: np.ndarray, spans: Sequence[PooledSpan]) -> np.ndarray:
+    """The tokens ``[R]`` whose hidden states are wanted: of prompts whose first token is, that instead of the last.
+
+    So a step of classified prompts, say, computes the last layer for few rows, and may be a captured one.
+    """
+    for span in spans:
+        if span.in_row and span.pooling.how == "cls":
+            logit_rows[span.row] = span.begin
+    return logit_rows

@@ -56,7 +56,7 @@ class Pooler:
         ended = [span for span in spans if span.row >= 0 and span.pooling.how != "all"]
         vectors = self._vectors(ended, rows) if ended else None
         if everything is not None:
-            summed = [span for span in spans if span.pooling.how in ("cls", "mean")]
+            summed = [span for span in spans if span.pooling.how in ("cls", "mean") and not span.in_row]
             if summed:
                 sums = self._add_up(summed, everything)
                 if vectors is not None:
@@ -70,7 +70,7 @@ class Pooler:
         return results
 
     def _vectors(self, ended: Sequence[PooledSpan], rows: torch.Tensor) -> torch.Tensor:
-        """``[N, hidden]`` float32: the last token's, of every prompt that ends."""
+        """``[N, hidden]`` float32: of every prompt that ends, its row's."""
         (at,) = upload([np.array([span.row for span in ended], dtype=np.int64)], self._device)
         return rows.index_select(0, at).float()
 

@@ -47,11 +47,6 @@ class Pooling(NamedTuple):
     whole: bool = False
     cached: bool = True
 
-    @property
-    def of_last(self) -> bool:
-        """Only the prompt's last token is wanted."""
-        return self.how == "last"
-
 
 @dataclass(slots=True, eq=False)
 class Request:

@@ -316,7 +316,7 @@ class Step:
     @property
     def wants_all(self) -> bool:
         """Hidden states of all its tokens are wanted, not only of those that are sampled from."""
-        return bool(self.prompt_spans) or any(not span.pooling.of_last for span in self.pooled)
+        return bool(self.prompt_spans) or not all(span.in_row for span in self.pooled)
 
     @property
     def draws(self) -> bool:
