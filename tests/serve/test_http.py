@@ -37,6 +37,7 @@ def error_of(response):
         ("completions", {**STORY, "logit_bias": {"x": 1.0}}, "logit_bias"),
         ("completions", {**STORY, "logit_bias": {str(i): 1.0 for i in range(1500)}}, "1024"),
         ("completions", {**STORY, "priority": 3}, "priority"),
+        ("completions", {**STORY, "priority": -(2**63) - 1}, "64 bits"),
         ("completions", {**STORY, "temprature": 1}, "unknown field 'temprature'"),
         ("completions", {**STORY, "\ud800": 1}, "unicode string"),
         ("completions", {**STORY, "response_format": {"type": "xml"}}, "response_format"),

@@ -1,6 +1,6 @@
-"""The command ``tritonllm``: ``generate`` text, ``embed`` it, ``chat``, ``complete`` texts, ``serve`` a model over HTTP,
-answer a ``batch`` of requests, measure speed (``bench``), build kernels ahead (``precompile``), show what there is
-(``info``).
+"""The command ``tritonllm``: ``generate`` text, ``embed`` it, ``chat``, ``complete`` texts, ``serve`` a model over
+HTTP, answer a ``batch`` of requests, measure speed (``bench``), build kernels ahead (``precompile``), show what there
+is (``info``).
 
 Results go to stdout, everything else to stderr. Exit status: 0 all done; 1 something failed (one line on stderr;
 ``--debug`` adds the traceback); 2 wrong usage; 130 interrupted. torch is imported after the arguments are known to be
