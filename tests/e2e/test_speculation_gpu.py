@@ -57,7 +57,7 @@ def test_drafts_do_not_change_greedy_tokens(folder, engine):
     for _ in range(2):  # the second time from the prefix cache
         assert token_ids(llm.generate(PROMPTS, greedy(60), use_tqdm=False)) == expected
     stats = llm.engine.stats
-    assert stats.num_accepted_tokens > 0.4 * stats.num_draft_tokens > 100
+    assert stats.num_draft_tokens > 200 and stats.num_accepted_tokens > 0.3 * stats.num_draft_tokens
     assert stats.num_free_blocks == stats.num_blocks
 
 

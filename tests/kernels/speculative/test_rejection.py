@@ -395,3 +395,26 @@ def test_cuda_graph(device):
             static.copy_(new)
         graph.replay()
         assert_same_verdicts(got, rejection_sample(new_ids, new_probs, new_logits, *new_params))
+
+
+def test_results_go_where_they_are_wanted(device):
+    """Into the first rows of larger tensors, contiguous ones."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, 50, generator=generator).to(device)
+    drafts = logits[:, :3].argmax(-1).int()
+    drafts[1, 1] = (drafts[1, 1] + 1) % 50
+    zeros = torch.zeros(3, dtype=torch.int64, device=device)
+    arguments = (drafts, None, logits, torch.zeros(3, device=device), None, None, zeros, zeros)
+    expected = rejection_sample(*arguments)
+    ids = torch.full((5, 4), -7, dtype=torch.int64, device=device)
+    accepted = torch.full((5,), -7, dtype=torch.int64, device=device)
+    found = rejection_sample(*arguments, out=(ids[:3], accepted[:3]))
+    assert found[0].data_ptr() == ids.data_ptr() and found[1].data_ptr() == accepted.data_ptr()
+    assert torch.equal(ids[:3], expected[0]) and torch.equal(accepted[:3], expected[1])
+    assert accepted.tolist() == [3, 1, 3, -7, -7] and (ids[3:] == -7).all()
+    with pytest.raises(ValueError, match=r"out\[0\] must have shape \[3, 4\]"):
+        rejection_sample(*arguments, out=(ids, accepted[:3]))
+    with pytest.raises(ValueError, match=r"out\[1\] must be torch.int64"):
+        rejection_sample(*arguments, out=(ids[:3], accepted[:3].int()))
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        rejection_sample(*arguments, out=(torch.cat([ids, ids], 1)[:3, :4], accepted[:3]))
