@@ -215,10 +215,14 @@ def test_replays_of_decodes_equal_steps_without_graphs():
 @given(
     lengths=st.lists(st.integers(-20, 20).filter(bool), max_size=10),
     chunks=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), max_size=5),
+    forks=st.lists(st.integers(0, 4), max_size=4),
     seed=st.integers(0, 99),
 )
-def test_replays_equal_steps_without_graphs(shared_graphs, lengths, chunks, seed):
+def test_replays_equal_steps_without_graphs(shared_graphs, lengths, chunks, forks, seed):
+    """Behind some chunks come siblings, which bring no tokens and sample from their last rows."""
     graphs, model = shared_graphs
+    for at in [at for at in sorted(forks, reverse=True) if at < len(chunks)][: 5 - len(chunks)]:
+        chunks = [*chunks[: at + 1], (sum(chunks[at]), 0), *chunks[at + 1 :]]
     lengths = lengths or [3] * (not chunks)
     step = step_of(lengths, chunks, seed)
     n, key = len(lengths), graphs.key_for(step)

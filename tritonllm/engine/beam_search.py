@@ -259,7 +259,7 @@ def beam_state(
     tokenized = inputs.tokenize(prompt)
     requests = inputs.requests(request_id, tokenized, wishes, priority, arrival)
     length, longest = len(tokenized.token_ids), requests[0].max_total_tokens
-    scheduler.check_together(params.beam_width, length, longest)
+    _check_room(scheduler, params.beam_width, length, longest)
     state = BeamState(
         request_id,
         tokenized.text,
@@ -322,4 +322,23 @@ def _check_candidates(params: BeamSearchParams, candidates: int, vocab_size: int
         raise ValueError(
             f"beam_width={params.beam_width} looks at the {candidates} most likely tokens, and at most {most} can be "
             f"had: use at most {most * params.beam_width // candidates}"
+        )
+
+
+def _check_room(scheduler: Scheduler, beam_width: int, length: int, longest: int) -> None:
+    """Whether so many sequences of a prompt of ``length`` tokens can all run at once until they are ``longest``.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    size, blocks, seats = scheduler.block_size, scheduler.pool.num_blocks, scheduler.config.max_num_seqs
+    shared = length // size
+    needed = shared + beam_width * (-(-longest // size) - shared + 1)
+    if beam_width > seats:
+        raise ValueError(f"beam_width={beam_width} needs max_num_seqs of at least as many, not {seats}")
+    if needed > blocks:
+        raise ValueError(
+            f"beam_width={beam_width} and max_tokens={longest - length} after a prompt of {length} tokens may need "
+            f"{needed} blocks of {size} tokens, but num_blocks is {blocks}: lower beam_width or max_tokens, or raise "
+            "num_blocks"
         )

@@ -167,25 +167,6 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.push(request)
 
-    def check_together(self, count: int, prompt: int, longest: int) -> None:
-        """Whether so many sequences of a prompt of so many tokens can all run at once until they are ``longest``.
-
-        Raises:
-            ValueError: they cannot.
-        """
-        shared = prompt // self.block_size
-        needed = shared + count * (self._blocks_for(longest) - shared + 1)
-        if count > self.config.max_num_seqs:
-            raise ValueError(
-                f"beam_width={count} needs max_num_seqs of at least as many, not {self.config.max_num_seqs}"
-            )
-        if needed > self.pool.num_blocks:
-            raise ValueError(
-                f"beam_width={count} and max_tokens={longest - prompt} after a prompt of {prompt} tokens may need "
-                f"{needed} blocks of {self.block_size} tokens, but num_blocks is {self.pool.num_blocks}: lower "
-                "beam_width or max_tokens, or raise num_blocks"
-            )
-
     def fork(self, parent: Request, child: Request) -> None:
         """Let a running request go on from where a running sibling is, in the place of what it had itself."""
         free(child, self.pool)
