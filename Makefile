@@ -8,8 +8,8 @@ RUN := .venv/.run-ready
 DEV := .venv/.dev-ready
 endif
 
-TESTS := lint types test-aot test-kernels test-engine test-real  # the longest first: two run at a time in CI
-.PHONY: help demo test test-newest setup gpu-test bench format clean $(TESTS)
+TESTS := lint types test-aot test-kernels test-engine test-newest test-real  # the longest first: two run at a time in CI
+.PHONY: help demo test setup gpu-test bench format clean $(TESTS)
 .DEFAULT_GOAL := help
 
 help: ## list the targets

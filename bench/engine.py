@@ -7,6 +7,8 @@ repetition:
 
 - throughput (W1, W2, W5): all requests at once, output tokens over the time to the last one;
 - latency (W3a, W3b, W5b; L1, L8, L8m with long contexts): (time of 256 tokens - time of 1 token) / 255;
+- speculation (S1, S8, S64): the same with 4 drafts a step of which each is right with probability 0.8, and beside it
+  ``times_plain``, how much faster that is than an engine without drafts in the same process (bench/speculation.py);
 - prefix (W4): requests a second when the shared beginning has not been seen before, and (warm) when it has;
 - prefill (W6): prompt tokens a second;
 - start: seconds to import and start, with empty caches for compiled kernels (cold) and with full ones (warm).
@@ -29,7 +31,7 @@ from typing import Any
 from autotune.table import commit
 from autotune.worker import Failed, Worker
 from bench.engine_floors import floor
-from bench.engine_workloads import MODELS, WORKLOADS, requests
+from bench.engine_workloads import LATENCIES, MODELS, WORKLOADS, requests
 from bench.reports import LISTED, number
 
 HERE = Path(__file__).parent
@@ -37,7 +39,13 @@ ENGINES = ("tritonllm", "vllm")
 START = "start"
 START_MODEL = "qwen3-0.6b"
 CEILING_SECONDS = 180.0
-UNITS = {"throughput": "output tok/s", "latency": "ms/token", "prefix": "req/s", "prefill": "prompt tok/s"}
+UNITS = {
+    "throughput": "output tok/s",
+    "latency": "ms/token",
+    "speculation": "ms/token",
+    "prefix": "req/s",
+    "prefill": "prompt tok/s",
+}
 # Where engines keep what they compiled: a folder of ours instead makes a start cold.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
 
@@ -52,13 +60,15 @@ class Process:
 
 
 def processes(names: list[str]) -> list[Process]:
-    """One for each model, in the order of the names; ``start`` adds one with empty caches before its model's."""
-    by_model: dict[str, list[str]] = {}
+    """One for each model, in the order of the names, and one for its workloads with drafts; ``start`` adds one with
+    empty caches before its model's."""
+    by_model: dict[tuple[str, bool], list[str]] = {}
     for name in names:
         model = START_MODEL if name == START else WORKLOADS[name].model
-        by_model.setdefault(model, []).append(name)
+        drafts = name != START and WORKLOADS[name].kind == "speculation"
+        by_model.setdefault((model, drafts), []).append(name)
     found = []
-    for model, chosen in by_model.items():
+    for (model, _), chosen in by_model.items():
         workloads = tuple(name for name in chosen if name != START)
         timed = START in chosen
         found += [Process(model, (), "start cold")] if timed else []
@@ -144,7 +154,7 @@ def compared(row: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     ``times_better_than_listed`` is 2 for twice the rate or half the time.
     """
     workload = WORKLOADS[row["workload"]]
-    batch, config, latency = requests(workload), MODELS[workload.model], workload.kind == "latency"
+    batch, config, latency = requests(workload), MODELS[workload.model], workload.kind in LATENCIES
 
     def percent(bound: float) -> float:
         return 100 * (bound / row["value"] if latency else row["value"] / bound)
@@ -183,6 +193,8 @@ def line(row: dict[str, Any]) -> str:
     text += f" goal {number(row['goal']):>7} {'met' if row['goal_met'] else 'missed':<6}"
     if "listed" in row:
         text += f" | {LISTED['engine']['peer']} {number(row['listed']):>7} {row['times_better_than_listed']:.2f}x"
+    if "times_plain" in row:
+        text += f" | {row['times_plain']:.2f}x plain, steps {row['step_ratio']:.2f}x"
     if "floor_shared_reads" in row:
         text += f" | warm {number(row['warm_value'])}"
         text += f" | floor reading the shared part once {number(row['floor_shared_reads'])}"

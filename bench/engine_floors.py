@@ -2,7 +2,8 @@
 
 All prompts are computed at the rate of large products. Then each decode step takes the longer of its bytes (every
 weight that it touches once, and the keys and values of every running sequence) over the bandwidth of reads, and its
-FLOPs over the rate of products (the roofline model: Williams, Waterman, Patterson, CACM 52(4), 2009).
+FLOPs over the rate of products (the roofline model: Williams, Waterman, Patterson, CACM 52(4), 2009). With drafts it is
+still the floor of plain decoding, a token a step.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.engine_workloads import Request, Workload, requests
+from bench.engine_workloads import LATENCIES, Request, Workload, requests
 
 READ_OVER_COPY = 1.03  # attention has read at 103% of the bandwidth of a copy, whose bytes are half writes
 ELEMENT = 2  # bytes, bfloat16
@@ -77,7 +78,7 @@ class Floor:
     def value(self, workload: Workload, batch: list[Request]) -> float:
         """In the unit in which the workload is reported."""
         seconds = self.prefill + self.decode
-        if workload.kind == "latency":
+        if workload.kind in LATENCIES:
             return 1e3 * self.decode / self.steps
         if workload.kind == "prefix":
             return len(batch) / seconds

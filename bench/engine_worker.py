@@ -29,6 +29,7 @@ from bench.engine_workloads import (
     warm_up_request,
     write_model,
 )
+from bench.speculation import PLAIN, WITH_DRAFTS, compare_with_plain, make_certain
 
 ENGINES = ("tritonllm", "vllm")
 
@@ -72,6 +73,10 @@ class Engine:
         Raises:
             RuntimeError: an output is not as long as was asked for.
         """
+        return self.generate(batch)[0]
+
+    def generate(self, batch: Sequence[Request]) -> tuple[Pass, list[list[int]]]:
+        """The same, with the tokens."""
         prompts = [{"prompt_token_ids": request.prompt} for request in batch]
         params = [
             self._params(temperature=r.temperature, max_tokens=r.max_tokens, ignore_eos=True, detokenize=False)
@@ -85,12 +90,19 @@ class Engine:
         if lengths != wanted:
             at = next(i for i, (a, b) in enumerate(zip(lengths, wanted, strict=True)) if a != b)
             raise RuntimeError(f"request {at} got {lengths[at]} tokens instead of {wanted[at]}: no result")
-        return Pass(seconds, sum(lengths), sum(output.num_cached_tokens or 0 for output in outputs))
+        done = Pass(seconds, sum(lengths), sum(output.num_cached_tokens or 0 for output in outputs))
+        return done, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def repetition(engine: Engine, workload: Workload, number: int) -> dict[str, float]:
-    """One repetition: its ``value`` in the workload's unit, the seconds of its passes, and what else it showed."""
+def repetition(engine: Engine, workload: Workload, number: int, plain: Engine | None = None) -> dict[str, float]:
+    """One repetition: its ``value`` in the workload's unit, the seconds of its passes, and what else it showed.
+
+    Args:
+        plain: an engine without drafts, if the other one has some.
+    """
     batch = requests(workload, number)
+    if plain is not None:
+        return compare_with_plain(engine, plain, batch)
     if workload.kind == "latency":
         # the time to the first token, from other tokens of the same length, so that no prefix cache knows them
         first = engine.run(truncated(requests(workload, number, again=1), 1))
@@ -108,15 +120,18 @@ def repetition(engine: Engine, workload: Workload, number: int) -> dict[str, flo
     return result | {"value": tokens / done.seconds}
 
 
-def measure(engine: Engine, workload: Workload, repeats: int, compiled: list[str]) -> dict[str, Any]:
+def measure(
+    engine: Engine, workload: Workload, repeats: int, compiled: list[str], plain: Engine | None = None
+) -> dict[str, Any]:
     """A workload's row: the median repetition's numbers, and every repetition's value.
 
     Args:
         compiled: grows by a name whenever Triton builds a kernel; there should be none now.
+        plain: see :func:`repetition`.
     """
     gc.collect()  # the garbage of what came before
     before = len(compiled)
-    runs = [repetition(engine, workload, number) for number in range(repeats)]
+    runs = [repetition(engine, workload, number, plain) for number in range(repeats)]
     middle = min(runs, key=lambda run: abs(run["value"] - statistics.median(run["value"] for run in runs)))
     return {
         "workload": workload.name,
@@ -177,7 +192,14 @@ def main(argv: list[str] | None = None) -> int:
     length = max((w.max_model_len for w in todo), default=4096)
     with tempfile.TemporaryDirectory() as root:
         folder = write_model(args.model, MODELS[args.model], Path(root))
-        engine = Engine(args.engine, folder, {"max_model_len": length} | args.options)
+        options, plain = {"max_model_len": length} | args.options, None
+        if any(workload.kind == "speculation" for workload in todo):
+            plain = Engine(args.engine, folder, PLAIN | options)
+            options = WITH_DRAFTS | options
+        engine = Engine(args.engine, folder, options)
+        if plain is not None:
+            make_certain(plain.llm)
+            make_certain(engine.llm)
     say(
         f"{args.model}: import {engine.import_seconds:.1f} s, start {engine.start_seconds:.1f} s, "
         f"first request {engine.first_seconds:.2f} s"
@@ -185,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     compiled = watch_compilations()
     rows = []
     for workload in todo:
-        rows.append(measure(engine, workload, args.repeats or workload.repeats, compiled))
+        rows.append(measure(engine, workload, args.repeats or workload.repeats, compiled, plain))
         say(
             f"{workload.name}: {rows[-1]['value']:.6g}, {rows[-1]['seconds']:.3f} s, {compiled[-4:] or 'none'} compiled"
         )

@@ -118,7 +118,8 @@ class Workload:
     Attributes:
         model: a key of :data:`MODELS`.
         kind: ``throughput`` (output tokens a second), ``latency`` (milliseconds a token at batch 1, prefill left out),
-            ``prefix`` (requests a second, prompts that begin alike) or ``prefill`` (prompt tokens a second).
+            ``speculation`` (the same with drafts of a set acceptance, bench/speculation.py), ``prefix`` (requests a
+            second, prompts that begin alike) or ``prefill`` (prompt tokens a second).
         count: number of requests.
         prompt: fewest and most tokens of a prompt that are its own.
         output: fewest and most tokens to generate.
@@ -156,8 +157,15 @@ WORKLOADS = {
         Workload("L1", "qwen3-0.6b", "latency", 1, (30000, 30000), (256, 256), max_model_len=40960),
         Workload("L8", "llama-3.1-8b", "latency", 8, (16000, 16000), (256, 256), max_model_len=131072),
         Workload("L8m", "qwen3-0.6b", "latency", 8, (100, 30000), (256, 256), max_model_len=40960),
+        # several tokens a step
+        Workload("S1", "llama-3.1-8b", "speculation", 1, (128, 128), (256, 256)),
+        Workload("S8", "llama-3.1-8b", "speculation", 8, (128, 128), (256, 256)),
+        Workload("S64", "llama-3.1-8b", "speculation", 64, (128, 128), (256, 256)),
     )
 }
+
+
+LATENCIES = ("latency", "speculation")  # kinds whose value is milliseconds a token
 
 
 def _tokens(generator: np.random.Generator, count: int) -> list[int]:

@@ -5,6 +5,7 @@ A value that only the model or the machine can decide (length, dtype, device, nu
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +21,14 @@ RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
 BACKENDS = ("inductor", "aot_eager", "eager")
+METHODS = ("ngram", "suffix")
+MOST_DRAFTS, MOST_LOOKUP = 31, 32  # tokens that one launch verifies of a sequence, and that it compares
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
 _OWN_KWARGS = (
     "enforce_eager",
     "disable_cascade_attn",
     "compilation_config",
+    "speculative_config",
     "kernel_cache",
     "step_timeout",
     "logits_processors",
@@ -216,6 +220,107 @@ class CompilationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Several tokens a step: a drafter guesses what follows, and one pass verifies it (docs/speculation.md).
+
+    Outputs are those of plain decoding. Names are vLLM's.
+
+    Args:
+        method: ``ngram`` looks for an earlier occurrence of a sequence's last tokens, and guesses what followed it;
+            ``suffix`` looks in the outputs of past requests, too, and guesses more the longer what it found is;
+            ``"module:name"`` makes a drafter of your own (:class:`tritonllm.engine.drafters.Drafter`).
+        num_speculative_tokens: guesses of a sequence in a step, at most 31.
+        prompt_lookup_min, prompt_lookup_max: tokens that must have occurred, and that are compared, at most 32. Without
+            either 2 and 5; one alone counts for both.
+        suffix_decoding_max_tree_depth: tokens that ``suffix`` compares, at most 32.
+        suffix_decoding_max_spec_factor: ``suffix`` guesses at most so many tokens for each that it found.
+        disable_by_batch_size: with more running requests than this, nobody guesses; by default as many as one step
+            verifies at the price of little more than one token each (:mod:`tritonllm.engine.speculation`).
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float = 1.0
+    disable_by_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        name = "speculative_config: "
+        if not isinstance(self.method, str) or not (self.method in METHODS or _names_code(self.method)):
+            raise ValueError(f"{name}method must be one of {', '.join(METHODS)} or 'module:name', got {self.method!r}")
+        _at_least(name + "num_speculative_tokens", self.num_speculative_tokens, 1)
+        if self.num_speculative_tokens > MOST_DRAFTS:
+            raise ValueError(
+                f"{name}num_speculative_tokens must be at most {MOST_DRAFTS}, got {self.num_speculative_tokens}"
+            )
+        for field_name in ("prompt_lookup_min", "prompt_lookup_max", "disable_by_batch_size"):
+            _at_least(name + field_name, getattr(self, field_name), 1)
+        depth, factor = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_spec_factor
+        _at_least(name + "suffix_decoding_max_tree_depth", depth, 1)
+        if depth > MOST_LOOKUP:
+            raise ValueError(f"{name}suffix_decoding_max_tree_depth must be at most {MOST_LOOKUP}, got {depth}")
+        if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:
+            raise ValueError(f"{name}suffix_decoding_max_spec_factor must be greater than 0, got {factor!r}")
+        low, high = self.lookup
+        if not low <= high <= MOST_LOOKUP:
+            raise ValueError(
+                f"{name}prompt_lookup_min ({low}) must be at most prompt_lookup_max ({high}), and that at most "
+                f"{MOST_LOOKUP}"
+            )
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """``prompt_lookup_min`` and ``prompt_lookup_max``, their defaults resolved."""
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is None and high is None:
+            return 2, 5
+        return (low or high or 0), (high or low or 0)
+
+    @classmethod
+    def of(cls, value: object) -> "SpeculativeConfig":
+        """From vLLM's dictionary, or in short ``"ngram:4"``: a method and ``num_speculative_tokens``.
+
+        Raises:
+            ValueError: anything else.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            value = _parse_speculative(value)
+        if not isinstance(value, Mapping):
+            raise ValueError(f"speculative_config must be a dict, a string as ngram:4, or None, got {value!r}")
+        given = {name: entry for name, entry in value.items() if entry is not None}
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"speculative_config: {name!r} is not supported; there are {', '.join(known)}")
+        for name in ("method", "num_speculative_tokens"):
+            if name not in given:
+                example = "{'method': 'ngram', 'num_speculative_tokens': 4}"
+                raise ValueError(f"speculative_config: {name} is missing, for example {example}")
+        return cls(**given)
+
+
+def _parse_speculative(text: str) -> object:
+    """``ngram:4`` or JSON, as a command line gives it.
+
+    Raises:
+        ValueError: neither.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"speculative_config is no JSON ({error}): {text!r}") from error
+    method, _, count = text.rpartition(":")
+    if not count.isdecimal():
+        raise ValueError(f"speculative_config must be a method and a number, as ngram:4, or JSON, got {text!r}")
+    return {"method": method, "num_speculative_tokens": int(count)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine needs.
 
@@ -224,6 +329,8 @@ class EngineConfig:
         disable_cascade_attn: let every sequence read the keys of a prompt's beginning for itself, even where a step's
             sequences share them. Without it they are read once if that is faster.
         compilation_config: whether ``torch.compile`` compiles the model; :meth:`from_kwargs` takes a mode or a dict.
+        speculative_config: how to guess tokens and verify several in a step; :meth:`from_kwargs` takes vLLM's
+            dictionary or a string as ``"ngram:4"``. ``None``: one token a step.
         kernel_cache: a folder that ``tritonllm precompile`` made: kernels that are there are not compiled.
         step_timeout: seconds that a GPU may take for a step. If it takes longer, the engine raises an error that names
             the step and its requests, where it would wait for ever.
@@ -237,6 +344,7 @@ class EngineConfig:
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    speculative_config: SpeculativeConfig | None = None
     kernel_cache: str | None = None
     step_timeout: float = 300.0
     logits_processors: Sequence[str | Callable[..., Any]] = ()
@@ -245,6 +353,9 @@ class EngineConfig:
         _is_a("enforce_eager", self.enforce_eager, bool)
         _is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
         _is_a("compilation_config", self.compilation_config, CompilationConfig)
+        if self.speculative_config is not None:
+            _is_a("speculative_config", self.speculative_config, SpeculativeConfig)
+            self._check_speculation(self.speculative_config)
         if self.kernel_cache is not None:
             _is_a("kernel_cache", self.kernel_cache, str)
         makers = self.logits_processors
@@ -253,6 +364,19 @@ class EngineConfig:
         seconds = self.step_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
+
+    def _check_speculation(self, speculative: SpeculativeConfig) -> None:
+        most, length = speculative.num_speculative_tokens, self.model.max_model_len
+        tokens = self.scheduler.max_num_batched_tokens
+        if 1 + most > tokens:
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens={most} and one token more must fit into a step of "
+                f"max_num_batched_tokens={tokens}"
+            )
+        if length is not None and 1 + most >= length:
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens={most} must be less than max_model_len={length} by 2"
+            )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
@@ -271,6 +395,8 @@ class EngineConfig:
         own = {key: kwargs.pop(key) for key in _OWN_KWARGS if key in kwargs}
         if "compilation_config" in own:
             own["compilation_config"] = CompilationConfig.of(own["compilation_config"])
+        if "speculative_config" in own:
+            own["speculative_config"] = SpeculativeConfig.of(own["speculative_config"])
         return cls(**parts, **own)
 
     @classmethod

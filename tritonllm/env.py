@@ -14,6 +14,12 @@
 import os
 from typing import Literal, cast
 
+
+def share_metrics(folder: str) -> None:
+    """Let prometheus_client count together with other processes, in those that are started from here on."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+
+
 CpuBackend = Literal["torch", "reference", "interpret", "compile"]
 IN_TORCH = ("torch", "reference")  # those that launch no kernel
 

@@ -98,7 +98,6 @@ class VllmEngine:
     # what is computed
     attention_backend: Any = None
     optimization_level: Any = None
-    speculative_config: Any = None
     speculative_model: Any = None
     num_speculative_tokens: Any = None
     guided_decoding_backend: Any = None
@@ -181,6 +180,8 @@ ADVICE = {
     "hf_overrides": "change the model's config.json",
     "rope_scaling": "change the model's config.json",
     "rope_theta": "change the model's config.json",
+    "speculative_model": "use speculative_config",
+    "num_speculative_tokens": "use speculative_config",
     "lora_request": "merge the adapter into the checkpoint",
     "enable_lora": "merge the adapters into the checkpoint",
     "download_dir": "set HF_HOME",

@@ -167,3 +167,19 @@ def test_small_vocabularies_with_min_p_alone(tmp_path):
     for min_p in (0.02, 0.1, 1.0):
         params = SamplingParams(temperature=1.7, min_p=min_p, seed=1, max_tokens=16, ignore_eos=True)
         assert all(output.finished for output in llm.generate(prompts, params, use_tqdm=False))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_engines_on_two_gpus_of_one_process(folder):
+    """The second one's kernels, descriptors, graphs and copies are its GPU's, though the first GPU stays current."""
+    expected = token_ids(make(folder, device="cuda:0").generate(PROMPTS, greedy(20), use_tqdm=False))
+    before = torch.cuda.memory_allocated(0)
+    llm = make(folder, device="cuda:1")
+    assert torch.cuda.memory_allocated(0) - before < 1 << 26  # weights alone are 3 GB
+    assert token_ids(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == expected
+    half = {"dtype": "bfloat16", "max_num_seqs": 16}
+    tokens = [
+        token_ids(make(folder, device=device, **half).generate(PROMPTS, greedy(20), use_tqdm=False))
+        for device in ("cuda:1", "cuda:0")
+    ]
+    assert tokens[0] == tokens[1] and torch.cuda.current_device() == 0

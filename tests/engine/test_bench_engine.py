@@ -30,6 +30,9 @@ LISTED = {
     "L1": ("95b1bb1e0fa1", 1, 30000, 256, 30256, 1.06),
     "L8": ("537d78ceb923", 8, 128000, 2048, 16256, 7.28),
     "L8m": ("f38ac87bc4bc", 8, 81800, 2048, 25790, 2.438),
+    "S1": ("2b0221e6c2fb", 1, 128, 256, 384, 3.431),
+    "S8": ("3071b73efc23", 8, 1024, 2048, 384, 3.484),
+    "S64": ("923d53cf1550", 64, 8192, 16384, 384, 3.911),
 }
 
 
@@ -187,6 +190,24 @@ def test_starts_have_caches_of_their_own(tiny, tmp_path):
     assert "--repeats" in apart.command and apart.env.get("TRITON_CACHE_DIR", "") != cold.env["TRITON_CACHE_DIR"]
     assert cold.env["TRITON_CACHE_DIR"] == warm.env["TRITON_CACHE_DIR"]
     assert [c.command[c.command.index("--workloads") + 1] for c in tiny] == ["T6", "", "T1"]
+
+
+def test_drafts_of_a_set_acceptance(tiny, tmp_path, monkeypatch, capsys):
+    """In a process of its own, with an engine without drafts beside the one that has some."""
+    workload = Workload("T8", "tiny", "speculation", 3, (33, 40), (23, 23), max_model_len=64, repeats=1)
+    for module in (engine, engine_worker):
+        monkeypatch.setattr(module, "WORKLOADS", TINY | {"T8": workload})
+    engine.LISTED["engine"]["rows"]["T8"] = {"goal": 1e6, "unit": "ms/token"}
+    code, report = bench(tmp_path, "--workload", "T8,T3")
+    assert code == 0 and [c.command[c.command.index("--workloads") + 1] for c in tiny] == ["T8", "T3"]
+    row, _ = report["rows"]
+    assert (row["texts_that_changed"], row["plain_steps"], row["kernels_compiled"]) == (0, 22, 0)
+    assert row["steps"] < 18 and row["accepted_a_step"] > 1
+    assert row["times_plain"] == pytest.approx(row["plain_value"] / row["value"])
+    each = row["plain_value"] * 22 / row["plain_steps"], row["value"] * 22 / row["steps"]
+    assert row["step_ratio"] == pytest.approx(each[1] / each[0])
+    assert row["percent"] == pytest.approx(100 * row["floor"] / row["value"])
+    assert "x plain, steps" in capsys.readouterr().out
 
 
 def test_repetitions_never_find_their_prompts_cached(tiny, tmp_path):

@@ -1,6 +1,8 @@
 """Listing and compiling kernels without a GPU. Not in tests/kernels: the interpreter there compiles nothing."""
 
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from triton.runtime import cache
 from triton.runtime.jit import JITFunction
 
 from tritonllm.kernels import rms_norm, silu_and_mul
-from tritonllm.kernels.compile import cache_folder
+from tritonllm.kernels.compile import cache_folder, extensions
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.monitor import MONITOR
@@ -106,6 +108,17 @@ def test_compiles_what_is_missing(own_cache):
     compile_in_parallel([*found, *driver_extensions()])
     assert {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")} == written
     assert not norms(arch=100)[0].is_cached()
+
+
+def test_a_library_for_the_linker_is_made_once_and_leaves_nothing_behind(own_cache, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    make = extensions._stand_in_for_libcuda.__wrapped__  # as another process
+    (folder,) = make()
+    monkeypatch.setattr(extensions.subprocess, "run", lambda *args, **kwargs: pytest.fail("made again"))
+    assert make() == (folder,)
+    assert [path.name for path in Path(folder).iterdir()] == ["libcuda.so.1"] and own_cache in Path(folder).parents
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 @triton.jit

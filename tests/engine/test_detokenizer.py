@@ -2,8 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_tokenizer import save_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from tritonllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, find_stop
+from tritonllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, backend_of, find_stop
 from tritonllm.engine.tokenizer import bad_word_ids, load_tokenizer
 
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters=[REPLACEMENT]), max_size=30)
@@ -76,3 +78,36 @@ def test_bad_words_are_banned_with_and_without_a_space(tokenizer):
 def test_missing_tokenizer_names_the_way_out(tmp_path):
     with pytest.raises(ValueError, match="skip_tokenizer_init=True"):
         load_tokenizer(str(tmp_path))
+
+
+def byte_fallback():
+    """As Llama 2's tokenizer decodes: bytes are tokens, and the first space is dropped."""
+    words = ["▁", "▁the", "the", "▁fox", "a", "▁a", "é", "▁–"]
+    vocabulary = {"</s>": 0} | {f"<0x{i:02X}>": i + 1 for i in range(256)}
+    vocabulary |= {word: len(vocabulary) + i for i, word in enumerate(words)}
+    made = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+
+
+@pytest.fixture(scope="module", params=["bytes", "byte fallback"])
+def kind(request, tokenizer):
+    return tokenizer if request.param == "bytes" else byte_fallback()
+
+
+class SlowTokenizer:
+    """The same texts, but no tokenizers library behind it."""
+
+    def __init__(self, tokenizer):
+        self.decode = tokenizer.decode
+
+
+@given(data=st.data(), skip=st.booleans())
+def test_the_stream_of_the_library_gives_the_same_pieces(kind, data, skip):
+    ids = st.integers(0, len(kind) - 1)
+    prompt, output = data.draw(st.lists(ids, max_size=8)), data.draw(st.lists(ids, max_size=40))
+    assert backend_of(kind) is not None and backend_of(SlowTokenizer(kind)) is None
+    fast = IncrementalDetokenizer(kind, prompt, skip_special_tokens=skip)
+    slow = IncrementalDetokenizer(SlowTokenizer(kind), prompt, skip_special_tokens=skip)
+    assert [fast.append(token) for token in output] == [slow.append(token) for token in output]

@@ -16,7 +16,7 @@ from tritonllm.engine.step import PARAMETERS, PromptSpan, SamplingParameters, Sh
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
-from tritonllm.layers.segments import Segment, Segments, decodes
+from tritonllm.layers.segments import Segment, Segments, decodes, verified
 
 CPU, BLOCK, WIDTH, SEATS = torch.device("cpu"), 4, 6, 20
 LONG = WIDTH * BLOCK
@@ -49,19 +49,20 @@ def test_token_sizes(budget, host_bound, sizes):
 class Model:
     """One layer of attention whose queries are the input ids' rows of a table; remembers its calls."""
 
-    def __init__(self):
+    def __init__(self, drafts=0):
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(50, 2, 16, generator=generator)
         self.cache = KVCacheView(*torch.randn(2, 200, BLOCK, 1, 16, generator=generator))
         self.calls = []
-        self.seats = DeviceSeats(SEATS, BLOCK, CPU)
+        self.seats = DeviceSeats(SEATS, BLOCK, CPU, drafts=drafts)
 
     def see(self, step):
         """Let the seats be as the steps before would have left them."""
-        state, n = self.seats._state, step.segments.decode.sequences
+        decode, verify, _ = step.segments
+        state, n = self.seats._state, decode.sequences + verify.sequences
         state.row_seats.fill_(-1)
         seats = torch.from_numpy(step.inputs.seats[:n]).long()
-        state.positions[seats] = torch.from_numpy(step.inputs.seq_lens[:n]) - 1
+        state.positions[seats] = torch.from_numpy(step.inputs.seq_lens[:n]) - max(1, verify.longest)
         state.last_tokens[seats] = (seats.int() * 7 + 3) % 50
         if step.parameters is not None:
             self.seats.tell(step.parameters)
@@ -71,8 +72,8 @@ class Model:
         self.seats.advance(batch)
         hidden = paged_attention(self.table[i.input_ids.long()], metadata, self.cache).flatten(1) + i.positions[:, None]
         tokens = None
-        if metadata.segments.only_decodes:
-            s = batch.sampling(len(hidden))
+        if not metadata.segments.chunk.tokens:
+            s = batch.sampling(metadata.segments.sequences)
             tokens = s.seeds * 1000 + s.steps + (s.temperature * 7).long() + s.top_k
         self.calls.append((batch, hidden))
         return hidden if tokens is not None else hidden[i.logit_rows], tokens
@@ -99,13 +100,13 @@ def capture(model, kinds=None):
     return captured
 
 
-def make_graphs(model, may_share=lambda size: size >= 4, kinds=None):
+def make_graphs(model, may_share=lambda size: size >= 4, kinds=None, drafts=0):
     """With room for 2, 5 or 20 decodes and 8 tokens of three chunks, or 20 decodes and 20 tokens of five chunks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SMALL", (8,))
         patch.setattr(module, "decode_sizes", lambda seats, tokens: [2, 5, seats] if tokens == 8 else [seats])
         sizes = (8, 20, 200)  # the last is more padding than fits the longest sequences
-        limits = GraphLimits(SEATS, sizes, WIDTH, BLOCK)
+        limits = GraphLimits(SEATS, sizes, WIDTH, BLOCK, drafts, 6)
         return StepGraphs(model, limits, CPU, may_share, REGIMES, capture(model, kinds))
 
 
@@ -149,10 +150,12 @@ def step_of(lengths, chunks=(), seed=0):
         input_ids=ids,
         seq_lens=seq_lens,
         decode_order=np.argsort(-seq_lens[:n], kind="stable").astype(np.int32),
+        drafts=np.zeros(0, dtype=np.int32),
         verify_starts=np.zeros(1, dtype=np.int32),
         cu_seqlens_q=np.cumsum([0, *counts]).astype(np.int32),
         seats=rng.permutation(SEATS)[:rows].astype(np.int32),
         starts=starts[samples],
+        limits=np.full(rows, LONG, dtype=np.int32),
     )
     segments = Segments(decodes(n), chunk=Segment(len(chunks), sum(counts), max(counts, default=0)))
     tables = rng.permutation(200)[: len(spans) * width].reshape(len(spans), width).astype(np.int32)
@@ -242,6 +245,62 @@ def test_replays_equal_steps_without_graphs(shared_graphs, lengths, chunks, seed
         assert torch.equal(captured.tokens[:n], tokens)
     rows = len(wanted)
     assert rows in (0, *graph_sizes(SEATS))
+
+
+def verify_step(lengths, drafts, seed=0):
+    """Sequences of these lengths (negative: the last token is in flight) with drafts that the host knows."""
+    step = step_of(lengths, seed=seed)
+    n, each, rng = len(lengths), 1 + drafts, np.random.default_rng(seed)
+    ids = rng.integers(0, 50, (n, each)).astype(np.int32)
+    ids[:, 0] = step.inputs.input_ids
+    inputs = dataclasses.replace(
+        step.inputs,
+        input_ids=ids.flatten(),
+        positions=np.zeros(n * each, dtype=np.int64),
+        slot_mapping=np.full(n * each, -1),
+        logit_rows=np.arange(n) * each,
+        seq_lens=step.inputs.seq_lens + np.int32(drafts),
+        decode_order=np.zeros(0, dtype=np.int32),
+        drafts=rng.integers(0, drafts + 1, n).astype(np.int32),
+        verify_starts=(np.arange(n + 1) * each).astype(np.int32),
+    )
+    tables = rng.permutation(200)[: n * WIDTH].reshape(n, WIDTH).astype(np.int32)
+    segments = Segments(verify=verified(n, each))
+    return dataclasses.replace(step, inputs=inputs, block_tables=tables, segments=segments, longest=0)
+
+
+def test_replays_with_drafts_equal_steps_without_graphs():
+    """After larger ones, and between steps without drafts: nothing of an earlier step may show."""
+    model = Model(drafts=2)
+    graphs = make_graphs(model, drafts=2)
+    rooms = [(len(batch.inputs.drafts), len(batch.inputs.input_ids)) for batch, _ in model.calls]
+    assert rooms[:4] == [(6, 18), (4, 12), (2, 6), (1, 3)]
+    for seed, lengths in enumerate(([3, -9, 20, 1, -15, 4], [-5, 2, 17], [8], [-19], [2, -3, 4])):
+        step = verify_step(lengths, 2, seed)
+        n, key = len(lengths), graphs.key_for(step)
+        assert key == GraphKey({6: 6, 3: 4, 1: 1}[n], 0, LONG, drafts=2)
+        model.see(step)
+        captured = graphs.run(step, key)
+        hidden, tokens, batch = captured.hidden.clone(), captured.tokens.clone(), captured.batch
+        assert hidden.isfinite().all() and len(hidden) == 3 * key.decodes
+        assert batch.metadata.verify_starts.tolist() == list(range(0, 3 * key.decodes + 1, 3))
+        assert (batch.inputs.slot_mapping[3 * n :] == -1).all()
+        eager, *wanted = eagerly(model, step)
+        torch.testing.assert_close([hidden[: 3 * n], tokens[:n]], wanted)
+        for name in ("input_ids", "positions", "slot_mapping"):
+            assert torch.equal(getattr(batch.inputs, name)[: 3 * n], getattr(eager.inputs, name)), name
+        stored = (eager.inputs.slot_mapping.view(n, 3) >= 0).sum(1) - 1
+        assert torch.equal(stored, eager.inputs.drafts)
+        plain = step_of([4, -7, 3], seed=seed)
+        model.see(plain)
+        hidden = graphs.run(plain, graphs.key_for(plain)).hidden[:3].clone()
+        torch.testing.assert_close(hidden, eagerly(model, plain)[1])
+
+
+def test_what_has_no_room_with_drafts():
+    graphs = make_graphs(Model(drafts=2), drafts=2)
+    assert graphs.key_for(verify_step([3] * 7, 2)) is None
+    assert graphs.key_for(verify_step([3], 1)) is None
 
 
 def test_what_has_no_room(shared_graphs):

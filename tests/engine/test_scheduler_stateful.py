@@ -1,7 +1,8 @@
 """The scheduler under random loads, with a model that can only see what the block tables show it.
 
 Steps are run when they are planned; their results reach the scheduler at once, or after the next step was planned. With
-drafts the model accepts as many as it likes, and the scheduler hears of it no earlier.
+drafts the model accepts as many as it likes, and the scheduler hears of it no earlier. Requests may have siblings, with
+which they share blocks.
 """
 
 import zlib
@@ -16,6 +17,7 @@ from support.scheduling import has_unfinished
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.speculation import Drafting
 from tritonllm.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 40
@@ -38,20 +40,21 @@ WISHES = st.fixed_dictionaries(
         ),
         "priority": st.integers(-1, 1),
         "salt": st.sampled_from([None, None, "a"]),
+        "n": st.sampled_from([1, 1, 2, 3, 6]),
     }
 )
 
 
-def next_token(tokens):
+def next_token(tokens, seed):
     """The model: a function of all tokens before; one in 32 ends the output, one in 32 is the stop token."""
-    return zlib.crc32(bytes(tokens)) % 32
+    return zlib.crc32(bytes([seed, *tokens])) % 32
 
 
 def generate_alone(request, num_slots):
     """Output, status and stop reason of a request that has the engine to itself: the specification, written out."""
     params, tokens, output = request.params, list(request.prompt_token_ids), []
     while True:
-        output.append(next_token(tokens + output))
+        output.append(next_token(tokens + output, request.seed))
         if len(output) >= params.min_tokens:
             if output[-1] == EOS and not params.ignore_eos:
                 return output, RequestStatus.FINISHED_STOPPED, None
@@ -76,10 +79,31 @@ class FakeModel:
         self.outputs = {}
 
     def slot(self, request, position):
-        return request.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+        index = position // self.block_size
+        block = request.tail if index == len(request.block_ids) else request.block_ids[index]
+        return block * self.block_size + position % self.block_size
 
-    def run(self, plan):
+    def copy(self, pairs):
+        """All at once: no block that one writes may another one read or write."""
+        targets = [target for _, target in pairs]
+        assert len(set(targets)) == len(targets) and not set(targets) & {source for source, _ in pairs}
+        for source, target in pairs:
+            for place in range(self.block_size):
+                copied = self.slots.get(source * self.block_size + place)
+                self.slots[target * self.block_size + place] = copied
+
+    def readable(self, request, computed):
+        return {self.slot(request, position) for position in range(computed)}
+
+    def run(self, plan, readable):
+        """Args:
+        readable: what sequences had in the cache before: no other one may write there.
+        """
+        self.copy(plan.copies)
         spans = [self.span(item) for item in plan.scheduled]
+        for item, (start, end), _ in spans:
+            written = {self.slot(item.request, position) for position in range(start, end)}
+            assert not any(written & slots for other, slots in readable.items() if other is not item.request)
         for item, (start, end), right in spans:
             salt = item.request.cache_salt
             known = self.tokens(item.request) + right
@@ -93,7 +117,7 @@ class FakeModel:
             context = [self.slots[self.slot(item.request, position)] for position in range(end)]
             expected = enumerate(known[:end])
             assert context == [(item.request.cache_salt, position, token) for position, token in expected]
-            sampled.append([*right, next_token(known)] if item.samples else [])
+            sampled.append([*right, next_token(known, item.request.seed)] if item.samples else [])
         for item, tokens in zip(plan.scheduled, sampled, strict=True):
             if item.samples:
                 output = self.outputs.setdefault(item.request, [])
@@ -112,7 +136,7 @@ class FakeModel:
         if item.samples:
             assert end - item.drafts == len(tokens)
             for _ in range(self.accepts(item.drafts)):
-                right.append(next_token(tokens + right))
+                right.append(next_token(tokens + right, request.seed))
         return item, (start, min(end, request.length_limit - 1)), right
 
     def tokens(self, request):
@@ -134,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead, drafts, luck):
         self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, drafts)
+        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, Drafting(drafts))
         self.model = FakeModel(block_size, lambda count: luck.randint(0, count))
         self.drafts = drafts
         self.block_size, self.num_blocks, self.num_slots = block_size, num_blocks, num_blocks * block_size
@@ -145,33 +169,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.added = 0
 
     def order(self, request):
-        return request.priority if self.config.policy == "priority" else 0, request.arrival
+        return request.priority if self.config.policy == "priority" else 0, request.arrival, request.seed
 
     @rule(wishes=st.lists(WISHES, min_size=1, max_size=6))
     def add(self, wishes):
         for wish in wishes:
             self.add_one(**wish)
 
-    def add_one(self, family, shared, tail, params, priority, salt):
+    def add_one(self, family, shared, tail, params, priority, salt, n):
         prompt = [family + 2] * shared + tail or [5]
         room = min(MAX_MODEL_LEN - len(prompt), params["max_tokens"] or MAX_MODEL_LEN)
-        request = Request(
-            f"r{self.added}",
-            prompt,
-            SamplingParams(**params),
-            max_total_tokens=len(prompt) + room,
-            eos_token_ids=frozenset([EOS]),
-            priority=priority,
-            arrival=self.added,
-            cache_salt=salt,
-        )
+        requests = [
+            Request(
+                f"r{self.added}#{index}",
+                prompt,
+                SamplingParams(**params, n=n),
+                max_total_tokens=len(prompt) + room,
+                eos_token_ids=frozenset([EOS]),
+                priority=priority,
+                arrival=self.added,
+                cache_salt=salt,
+                seed=index,
+            )
+            for index in range(n)
+        ]
         self.added += 1
         if len(prompt) + 1 > self.num_slots:
             with pytest.raises(ValueError, match="num_blocks"):
-                self.scheduler.add(request)
+                self.scheduler.add(requests[0])
             return
-        self.scheduler.add(request)
-        self.live.append(request)
+        siblings = tuple(requests) if n > 1 else ()
+        for request in requests:
+            request.siblings = siblings
+            self.scheduler.add(request)
+        self.live += requests
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -219,10 +250,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         ran_before = [request for request in self.live if request.status is RequestStatus.RUNNING]
         waiting_for = self.waiting_for_tokens()
         computed = {request: request.num_computed_tokens for request in ran_before}
+        readable = {request: self.model.readable(request, count) for request, count in computed.items()}
         plan = self.scheduler.schedule()
         self.check_plan(plan, ran_before, computed, waiting_for)
         self.check_pool()
-        self.in_flight.append((plan, self.model.run(plan)))
+        readable = {request: slots for request, slots in readable.items() if request not in plan.preempted}
+        self.in_flight.append((plan, self.model.run(plan, readable)))
         if aborted is not None:
             self.abort_one(aborted)
         if not self.ahead or len(self.in_flight) > 1 or not plan.scheduled:
@@ -265,15 +298,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             total = request.num_tokens + request.num_pending_tokens - item.samples
             assert request.status is RequestStatus.RUNNING
             assert item.start == computed.get(request, item.start)
-            assert item.start < end == request.num_computed_tokens <= total
+            assert item.start < end + self.forked(item) == request.num_computed_tokens + self.forked(item) <= total + 1
+            assert end <= total
             assert item.samples == (end == total)
             assert item.pending == (end > request.num_tokens)
             assert not item.pending or item.num_tokens == 1 + item.drafts
             assert 0 <= item.drafts <= self.drafts and (item.samples or not item.drafts)
             assert request.num_possible_tokens <= 2 * self.drafts
             reach = min(end + request.num_possible_tokens, request.length_limit - 1)
-            assert len(request.block_ids) >= -(-reach // self.block_size)
+            assert len(request.block_ids) + (request.tail is not None) >= -(-reach // self.block_size)
+            assert request.tail is None or self.forked(item)
         kinds = [0 if item.num_tokens == 1 and item.samples else 1 if item.drafts else 2 for item in items]
+        for i, item in enumerate(items):
+            if self.forked(item):  # behind the one that computes what it samples from
+                parent = next(other for other in reversed(items[:i]) if not self.forked(other))
+                assert parent.request.siblings is item.request.siblings and parent.samples
+                assert parent.start + parent.num_tokens == item.start
+                kinds[items.index(parent)] = 2
         assert kinds == sorted(kinds)
         segments = [[item.num_tokens for item, mine in zip(items, kinds, strict=True) if mine == k] for k in range(3)]
         assert [(s.sequences, s.tokens, s.longest) for s in plan.segments] == [
@@ -285,23 +326,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         served = [request for request in running if request not in waiting_for]
         assert sorted(planned, key=self.order) == served[: len(planned)]
         if len(planned) < len(served) or not all(item.samples for item in items):
-            assert plan.num_tokens == self.config.max_num_batched_tokens
+            dropped = self.drafts * len(
+                served
+            )  # at most: drafts had their part before the step turned out to have prompts
+            assert plan.num_tokens >= self.config.max_num_batched_tokens - dropped
+        assert not (plan.segments.verify.tokens and plan.segments.chunk.tokens)
 
         # Preempted from the back, admitted from the front, never both.
         admitted = [request for request in running if request not in ran_before]
         assert list(plan.preempted) == sorted(plan.preempted, key=self.order, reverse=True)
         assert not (plan.preempted and admitted)
-        for request in plan.preempted:
+        for request in plan.preempted:  # with its siblings, unless nothing else is left
+            apart = request.siblings and any(other.siblings is request.siblings for other in running)
+            assert not apart or all(other.siblings is request.siblings for other in running)
             assert request.status is RequestStatus.PREEMPTED
             assert (request.block_ids, request.num_computed_tokens) == ([], 0)
             assert all(self.order(other) < self.order(request) for other in running)
         for request in admitted:
             assert all(self.order(request) < self.order(other) for other in waiting)
             assert request.num_cached_tokens is not None
-            if not self.caching or request.params.prompt_logprobs is not None:
-                assert request.num_cached_tokens == next(i.start for i in items if i.request is request) == 0
+            if request.seed == 0 and (not self.caching or request.params.prompt_logprobs is not None):
+                start = next(i.start for i in items if i.request is request)
+                assert request.num_cached_tokens == start == 0 or (request.num_preemptions and request.siblings)
         if self.config.policy == "fcfs":
             assert all(self.order(r) < self.order(w) for r in running for w in waiting)
+
+    def forked(self, item):
+        return item.num_tokens == 0
 
     @invariant()
     def check_pool(self):
@@ -310,8 +361,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool, uses = self.scheduler.pool, Counter()
         contents = {}
         for request in self.live:
-            assert (request.status is RequestStatus.RUNNING) == bool(request.block_ids)
-            uses.update(request.block_ids)
+            tail = [] if request.tail is None else [request.tail]
+            assert (request.status is RequestStatus.RUNNING) == bool(request.block_ids or tail)
+            uses.update(request.block_ids + tail)
             for index, block in enumerate(request.block_ids):
                 end = (index + 1) * self.block_size
                 full = end <= min(request.num_computed_tokens, request.num_tokens)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine import shared_prefix
+from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.graphs import graph_sizes
 from tritonllm.engine.inputs import upload_cascade
 from tritonllm.engine.shared_prefix import CascadePlanner, find_shared_prefix
-from tritonllm.engine.step import dummy_step
 from tritonllm.kernels.attention.cascade import cascade_parts
 
 

@@ -14,12 +14,13 @@ from support.tiny_models import load_decoder, random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import pack, views
 from tritonllm.engine.plan import ScheduledRequest
 from tritonllm.engine.request import Request
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.step import ALIGNMENT, COLUMNS, Layout, Per, Room, dummy_step, place
+from tritonllm.engine.step import ALIGNMENT, COLUMNS, Layout, Per, Room, place
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.sampling_params import SamplingParams
 
@@ -143,7 +144,7 @@ def test_segments_move_apart_with_drafts_between_them():
     place(step, placed, larger)
     assert placed.positions.tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 8, 9, 0, 0]
     assert placed.logit_rows.tolist() == [0, 2, 3, 4, 5, 6, 13, 0]
-    assert placed.verify_starts.tolist() == [0, 2, 5, 5]
+    assert placed.verify_starts.tolist() == [0, 2, 5, 8]
     assert placed.cu_seqlens_q.tolist() == [0, 4, 6]
-    assert placed.seq_lens.tolist() == [1, 0, 1, 1, 0, 1, 2]
+    assert placed.seq_lens.tolist() == [1, 0, 1, 1, 3, 1, 2]
     assert {Per.VERIFY_START, Per.CHUNK_START} <= {column.per for column in COLUMNS.values()}

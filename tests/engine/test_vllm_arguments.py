@@ -48,7 +48,7 @@ def test_neutral_values_change_nothing(kwargs):
         ({"enable_lora": True}, "enable_lora=True"),
         ({"enable_lora": 1}, "enable_lora=1"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
-        ({"speculative_config": {"model": "x"}}, "speculative_config="),
+        ({"speculative_model": "x"}, "speculative_model="),
         ({"hf_overrides": {"a": 1}}, "hf_overrides=.*config.json"),
         ({"limit_mm_per_prompt": {"image": 2}}, "limit_mm_per_prompt="),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend='ray'"),

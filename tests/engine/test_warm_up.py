@@ -3,6 +3,7 @@
 import dataclasses
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +12,9 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner
-from tritonllm.engine.step import dummy_step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.layers.regime import Regimes
@@ -67,17 +68,24 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
 
 @st.composite
 def steps(draw, seats, budget, longest, may_share):
-    """Any step that a scheduler may plan: decodes beside chunks of prompts that may have a past."""
+    """Any step that a scheduler may plan: decodes beside chunks of prompts that may have a past, and continuations that
+    share a chunk's last row; copies of blocks."""
     chunks = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, budget)), max_size=8))
     while chunks and sum(chunks) > budget:
         chunks.pop()
     n = draw(st.one_of(st.integers(0, 8), st.integers(0, seats)))
     n = max(min(n, seats - len(chunks), budget - sum(chunks)), 0 if chunks else 1)
+    forks = draw(st.integers(0, seats - n - len(chunks))) if chunks else 0
     least = max([1, *chunks])
     keys = draw(st.one_of(st.integers(least, min(max(2 * least, 64), longest)), st.integers(least, longest)))
-    rows = n + draw(st.integers(0, len(chunks)))
+    rows = n + (len(chunks) + forks if forks else draw(st.integers(0, len(chunks))))
     shared = may_share(n) and draw(st.booleans())
-    return dummy_step(n, chunks, rows=rows, width=-(-keys // 16), shared=shared, longest=draw(st.integers(1, keys)))
+    longest = draw(st.integers(1, keys))
+    chunks = [*chunks, *[0] * forks]
+    step = dummy_step(n, chunks, rows=rows, width=-(-keys // 16), shared=shared, longest=longest)
+    step.inputs.logit_rows[n:] = np.maximum(n + np.cumsum(chunks)[: rows - n] - 1, 0)
+    copies = draw(st.integers(0, seats))
+    return dataclasses.replace(step, copies=np.zeros((copies, 2), dtype=np.int64) if copies else None)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +118,62 @@ def test_no_step_launches_what_the_start_has_not(model, length, gpu):
             launches_nothing_else()
 
 
+@pytest.mark.parametrize(
+    ("gpu", "length", "drafts"), [("NVIDIA H200", 600, 1), ("NVIDIA H200", 6144, 4), (None, 600, 7)]
+)
+@pytest.mark.parametrize("model", VARIED)
+def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, drafts, gpu):
+    """Any number of sequences with drafts, and plain steps of an engine that has some."""
+    spec = spec_from_config(MODELS[model])
+    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    seats = 64
+    config = EngineConfig.from_kwargs(
+        model="m",
+        max_num_seqs=seats,
+        max_num_batched_tokens=512,
+        max_model_len=length,
+        speculative_config=f"ngram:{drafts}",
+    )
+    with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
+        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length)
+        runner = ModelRunner(decoder, config, META, length)
+        runner.start(NUM_BLOCKS, length)
+        with decoder.rehearsal():
+            runner.warm_up().run()
+            loaded = {described(kernel) for kernel in found}
+            names = {kernel.name for kernel in found}
+            assert {"_ngram_kernel", "_chain_kernel", "_advance_seats_kernel"} < names
+
+            @settings(max_examples=30, deadline=None)
+            @given(
+                n=st.integers(1, seats),
+                keys=st.integers(1, length),
+                kind=st.sampled_from(["verify", "verify", "decode", "mixed"]),
+                logprobs=st.sampled_from([None, None, 2]),
+            )
+            def launches_nothing_else(n, keys, kind, logprobs):
+                found.clear()
+                verify = {"drafts": drafts} if kind == "verify" else {}
+                chunks = [5] if kind == "mixed" and n < seats else []
+                width = -(-max(keys, 5) // 16) + 1
+                step = dummy_step(n, chunks, rows=n, width=width, longest=keys, **verify)
+                runner.run(dataclasses.replace(step, logprobs=logprobs))
+                assert {described(kernel) for kernel in found} <= loaded
+
+            launches_nothing_else()
+
+
 @pytest.mark.parametrize("longest", [64, 4096, 40960])
 def test_no_step_comes_twice(monkeypatch, longest):
     steps = []
-    for name in ("prefill_step", "decode_step"):
+    for name in ("prefill_step", "decode_step", "verify_step"):
         note = lambda self, *args, name=name, **options: steps.append((name, *args, *options.items()))  # noqa: E731
         monkeypatch.setattr(WarmUp, name, note)
     sizes = {"block_size": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     regimes = Regimes(lambda sequences: 900 // sequences, longest)
-    WarmUp(None, None, device=META, **sizes, padded=[8448], may_share=lambda sequences: True, regimes=regimes).run()
+    drafts = {"verify": None, "drafts": 4, "verified": 100}
+    sharing = {"may_share": lambda sequences: True, "regimes": regimes}
+    WarmUp(None, None, lambda: None, device=META, **sizes, padded=[8448], **sharing, **drafts).run()
     assert len(steps) == len(set(steps)) > 50
 
 

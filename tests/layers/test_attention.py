@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tritonllm.kernels import apply_rope, paged_decode_attention, plan_cascade
+from tritonllm.kernels import DecodeStep, apply_rope, paged_decode_attention, plan_cascade
 from tritonllm.layers import attention
 from tritonllm.layers.attention import Attention, AttentionSpec
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
@@ -57,7 +57,7 @@ def test_launches_only_what_there_is(device, num_decodes, chunks):
     cache = KVCacheView(*torch.full((2, 8, BLOCK, 1, HEAD), float("nan"), device=device))
     x = torch.randn(tokens, 24, device=device)
     with (
-        patch.object(attention, "fused_decode_attention", wraps=attention.fused_decode_attention) as fused,
+        patch.object(DecodeStep, "attend", autospec=True, side_effect=DecodeStep.attend) as fused,
         patch.object(attention, "paged_decode_attention", wraps=attention.paged_decode_attention) as decode,
         patch.object(attention, "varlen_prefill_attention", wraps=attention.varlen_prefill_attention) as prefill,
     ):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.compare import relative_error
+from support.engines import greedy
 from support.tiny_models import (
     PagedRunner,
     PagedSequence,
@@ -25,6 +26,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from tritonllm import LLM
 from tritonllm.models.fallback import FallbackSpec, check_rope, fallback_spec, load_fallback
 from tritonllm.models.fallback_attention import LayerCall, Mask, PagedStep, register
 from tritonllm.models.fallback_decoder import TransformersDecoder, common_shape
@@ -255,6 +257,22 @@ def test_bfloat16_on_a_gpu(tmp_path, device, model_type):
     decoded = [runner.step([(sequence, [token])])[0] for token in tokens[268:]]
     error = relative_error(torch.cat([prefilled, *decoded]), exact)
     assert error <= 1.2 * relative_error(reference_logits(rounded, tokens), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model_type", "captured"), [("starcoder2", True), ("olmo", True), ("phimoe", False)])
+def test_steps_are_captured_where_nothing_waits_for_the_device(tmp_path, device, model_type, captured):
+    """Longrope asks for the longest position on the host. Greedy tokens are those of steps that are not captured."""
+    write_checkpoint(tmp_path, config_of(model_type), config_style=5)
+    assert load(tmp_path, device=device).supports_graphs == captured
+    prompts: list[Any] = [{"prompt_token_ids": random_tokens(n, 101, seed=n)} for n in (1, 30, 77)]
+    tokens = []
+    for eager in (True, False):
+        settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "num_blocks": 64, "enforce_eager": eager}
+        llm = LLM(str(tmp_path), dtype="float32", device="cuda", skip_tokenizer_init=True, **settings)
+        tokens.append([output.outputs[0].token_ids for output in llm.generate(prompts, greedy(24), use_tqdm=False)])
+        del llm
+    assert tokens[0] == tokens[1]
 
 
 def test_nothing_is_collected(tmp_path):

@@ -11,6 +11,9 @@ from tritonllm.cli import main
     ("options", "message"),
     [
         (["--port", "99999"], "--port must be"),
+        (["--api-server-count", "0"], "--api-server-count must be"),
+        (["--tool-call-parser", "x"], "--tool-call-parser must be one of hermes"),
+        (["--reasoning-parser", "x"], "--reasoning-parser must be one of qwen3"),
         (["--max-queue", "-1"], "--max-queue must be"),
         (["--api-key", ""], "--api-key must not be empty"),
         (["--served-model-name", ""], "--served-model-name must not be empty"),

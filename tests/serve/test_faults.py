@@ -5,53 +5,15 @@ import os
 import random
 import signal
 import socket
-import threading
+import subprocess
+import sys
 import time
 
 import httpx
 import psutil
 import pytest
-from support.server import MODEL, eventually, running_server, socket_folders
-
-LONG = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
-
-
-class Stream:
-    """A streamed completion that a thread reads to its end."""
-
-    def __init__(self, server, **more):
-        self.events: list[str] = []
-        self.begun = threading.Event()
-        self.thread = threading.Thread(target=self._read, args=(server.url, {**LONG, **more, "stream": True}))
-        self.thread.start()
-        assert self.begun.wait(60)
-
-    def _read(self, url, body):
-        try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-                for line in response.iter_lines():
-                    if line:
-                        self.events.append(line.removeprefix("data: "))
-                        self.begun.set()
-        except httpx.TransportError as error:  # the server went away in the middle
-            self.events.append(repr(error))
-        self.begun.set()
-
-    def end(self):
-        self.thread.join(60)
-        assert not self.thread.is_alive(), "the stream hangs"
-        return self.events
-
-
-def all_gone(processes):
-    """They have ended, whether or not somebody has taken note of it."""
-    for process in processes:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                return False
-        except psutil.NoSuchProcess:
-            pass
-    return True
+from support.server import ROOT, eventually, running_server, socket_folders
+from support.streams import LONG, Stream, all_gone
 
 
 def test_a_client_that_leaves_is_aborted(server):
@@ -163,3 +125,19 @@ def test_a_port_that_is_taken(server):
     port = server.url.rpartition(":")[2]
     with pytest.raises(AssertionError, match="error: cannot listen on"):
         running_server("--port", port).__enter__()
+
+
+def test_sigterm_while_the_model_is_loaded():
+    """It ends both processes at once, and not as an interruption."""
+    before = socket_folders()
+    command = [sys.executable, "-m", "tritonllm", "serve", "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    parent = psutil.Process(process.pid)
+    eventually(lambda: socket_folders() != before and len(parent.children(recursive=True)) >= 2)
+    children = parent.children(recursive=True)
+    process.terminate()
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    assert "stopped while the model was loaded" in log and "interrupted" not in log
+    eventually(lambda: all_gone(children))
+    assert socket_folders() <= before

@@ -8,6 +8,7 @@ import pytest
 from support.server import MODEL, eventually, running_server
 
 STORY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 4, "temperature": 0}
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 JSON = {"Content-Type": "application/json"}
 
 
@@ -68,7 +69,7 @@ def test_a_bad_body_is_400_and_names_the_fault(server, path, body, message, stre
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 90_000, b"null", b'"text"', b"[]", b"\x00"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", PATHS)
 def test_what_is_no_object_is_400(server, path, body):
     response = server.client.post(path, content=body, headers=JSON)
     assert response.status_code == 400, response.text
@@ -173,6 +174,11 @@ def test_keys_limits_and_a_unix_socket(tmp_path):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
                 response = client.post("/v1/completions", json=STORY, headers=headers)
                 assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
+            asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}  # Anthropic's way to send a key
+            answer = client.post("/v1/messages/count_tokens", json=asked, headers={"X-Api-Key": "wrong"}).json()
+            assert answer["error"]["type"] == "authentication_error"
+            answer = client.post("/v1/messages/count_tokens", json=asked, headers={"X-Api-Key": "secret"}).json()
+            assert answer["input_tokens"] > 0
             client.headers["Authorization"] = "Bearer secret"
             long = {**STORY, "max_tokens": 2000, "ignore_eos": True, "stream": True}
             with client.stream("POST", "/v1/completions", json=long) as one:
@@ -196,3 +202,11 @@ def test_keys_limits_and_a_unix_socket(tmp_path):
 
 def chat_body(**more):
     return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **more}
+
+
+def test_a_repetition_ends_an_answer(server):
+    often = {"max_pattern_size": 2, "min_count": 3}
+    body = {**STORY, "max_tokens": 100, "repetition_detection": often, "structured_outputs": {"regex": "(ab){20}"}}
+    assert server.client.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"] == "repetition"
+    body["repetition_detection"] = {"often": 3}
+    assert "repetition_detection" in error_of(server.client.post("/v1/completions", json=body))["message"]

@@ -5,6 +5,7 @@ import zlib
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.request import Request
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.speculation import Drafting
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -13,7 +14,7 @@ def make_scheduler(
 ):
     config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=tokens, policy=policy)
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-    return Scheduler(config, cache, num_blocks, max_model_len, drafts)
+    return Scheduler(config, cache, num_blocks, max_model_len, Drafting(drafts))
 
 
 def make(name, prompt, max_total_tokens=None, *, eos=(), priority=0, arrival=0, salt=None, **params):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tritonllm.cli import bench_serve
 from tritonllm.cli.bench_runs import KINDS, Bench
 from tritonllm.cli.generate import ENGINE, add_options, given
 from tritonllm.config import EngineConfig
@@ -68,14 +69,14 @@ LENGTHS: dict[str, dict[str, tuple[Any, str]]] = {
 
 
 def add_parsers(commands: Any) -> list[argparse.ArgumentParser]:
-    """``bench`` and its four commands; returns those, which take a model."""
+    """``bench`` and its commands; returns those, which take a model."""
     bench = commands.add_parser(
         "bench",
-        help="measure speed: throughput, latency, prefix cache, prefill",
+        help="measure speed: throughput, latency, prefix cache, prefill, a server",
         description="Measure how fast a model runs here. `tritonllm bench throughput --help` explains the numbers.",
     )
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND")
-    return [_add_parser(kinds, kind) for kind in DESCRIPTIONS]
+    return [*(_add_parser(kinds, kind) for kind in DESCRIPTIONS), bench_serve.add_parser(kinds)]
 
 
 def _add_parser(kinds: Any, kind: str) -> argparse.ArgumentParser:

@@ -87,6 +87,12 @@ ENGINE: dict[str, dict[str, Any]] = {
         "dest": "compilation_config",
         "help": "torch.compile around the model: a longer start, see docs/start.md",
     },
+    "speculative": {
+        "dest": "speculative_config",
+        "metavar": "METHOD:K",
+        "help": "guess K tokens a step and verify them at once: ngram:4 guesses what followed the last tokens before",
+    },
+    "speculative-config": {"metavar": "JSON", "help": "the same with vLLM's keys, see docs/speculation.md"},
     "step-timeout": {"type": float, "metavar": "S", "help": "seconds that a GPU may take for a step (default: 300)"},
     "kernel-cache": {"metavar": "DIR", "help": "folder that `tritonllm precompile` made"},
     "allow-nan": {

@@ -28,9 +28,25 @@ SERVER: dict[str, dict[str, Any]] = {
     "uds": {"metavar": "PATH", "help": "listen on a Unix socket instead"},
     "ssl-certfile": {"metavar": "FILE", "help": "certificate for TLS"},
     "ssl-keyfile": {"metavar": "FILE", "help": "its key"},
+    "tool-call-parser": {
+        "metavar": "NAME",
+        "help": "how calls of tools are read: hermes, llama3_json, mistral, deepseek_v3, deepseek_v31, openai, or none "
+        "(default: by the chat template)",
+    },
+    "enable-auto-tool-choice": {"action": "store_true", "help": "refuse to start if nothing can read calls of tools"},
+    "reasoning-parser": {
+        "metavar": "NAME",
+        "help": "how thoughts are read: qwen3, deepseek_r1, deepseek_v3, openai_gptoss, or none (default: by the chat "
+        "template)",
+    },
     "trust-request-chat-template": {
         "action": "store_true",
         "help": "a request may bring a chat template, which is a program",
+    },
+    "api-server-count": {
+        "type": int,
+        "metavar": "N",
+        "help": "processes that speak HTTP, in front of one engine (default: 1)",
     },
     "max-body-bytes": {"type": int, "metavar": "N", "help": "longest body of a request (default: 16 MiB)"},
     "max-concurrency": {"type": int, "metavar": "N", "help": "most requests answered at once (default: 4096)"},

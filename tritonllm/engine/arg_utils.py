@@ -5,7 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from tritonllm.config import CompilationConfig, EngineConfig
+from tritonllm.config import CompilationConfig, EngineConfig, SpeculativeConfig
 from tritonllm.pooling_params import PoolerConfig
 from tritonllm.vllm_arguments import VllmEngine
 
@@ -46,6 +46,7 @@ class EngineArgs(VllmEngine):
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     compilation_config: int | dict[str, Any] | CompilationConfig | None = None
+    speculative_config: str | dict[str, Any] | SpeculativeConfig | None = None
     kernel_cache: str | None = None
     step_timeout: float | None = None
     logits_processors: list[Any] | None = None

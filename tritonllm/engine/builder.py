@@ -6,11 +6,20 @@ import numpy as np
 
 from tritonllm.engine.edits import SeatEdits, edits_of
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
-from tritonllm.engine.pooled_spans import pooled_spans, with_first_tokens
+from tritonllm.engine.pooled_spans import move_to_first_tokens, pooled_spans
 from tritonllm.engine.request import Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
-from tritonllm.engine.step import PromptSpan, RowMasks, RowProcessors, SeatedRequest, Step, StepInputs
+from tritonllm.engine.step import (
+    PromptSpan,
+    RowMasks,
+    RowProcessors,
+    SeatedRequest,
+    SeatTokens,
+    Step,
+    StepInputs,
+)
+from tritonllm.layers.segments import Segments, verified
 
 
 class StepBuilder:
@@ -22,6 +31,9 @@ class StepBuilder:
         block_size: tokens of a block.
         planner: finds what decodes share; ``None`` does not look for it.
         tell_admitted: steps say which requests are new to their seats.
+        drafts: most drafts of a sequence; 0 if there never are any.
+        tell_tokens: steps bring the tokens of requests that are new to their seats.
+        tell_past: and the outputs of those that had the seats before.
     """
 
     def __init__(
@@ -31,8 +43,12 @@ class StepBuilder:
         block_size: int,
         planner: CascadePlanner | None = None,
         tell_admitted: bool = False,
+        drafts: int = 0,
+        tell_tokens: bool = False,
+        tell_past: bool = False,
     ) -> None:
-        self._tell_admitted = tell_admitted
+        self._before: dict[int, Request] | None = {} if tell_past else None  # who had a seat last
+        self._tell_admitted, self._tell_tokens, self._drafts = tell_admitted, tell_tokens, drafts
         self.seats = SeatTable(seats, max_blocks)
         self._block_size = block_size
         self._planner = planner
@@ -40,44 +56,40 @@ class StepBuilder:
     def build(self, plan: StepPlan) -> Step:
         """The step of a plan that is not empty.
 
+        If there are drafts, all sequences of the step are verified, with as many tokens each: those that have fewer
+        drafts are padded. So a step has one of few shapes, each of which is captured.
+
         Raises:
-            NotImplementedError: it has drafts, for which there is no runner yet.
+            ValueError: a plan with drafts and with prompt chunks, or with more drafts than there may be.
         """
-        if plan.segments.verify.sequences:
-            raise NotImplementedError("a step with drafts to verify")
-        items, seats, size, n = plan.scheduled, self.seats, self._block_size, plan.segments.decode.sequences
+        items, seats, n = plan.scheduled, self.seats, plan.segments.decode.sequences
         requests, *columns = zip(*items, strict=True)
         starts, counts, samples, in_flight = map(np.array, columns[:4])
         at = seats.rows(requests)
         admitted = seats.take_admitted()
-        ends, lasts = starts + counts, np.cumsum(counts)
-        tables = seats.tables[at, : -(-int(ends.max()) // size)]
-        input_ids = np.full(plan.num_tokens, -1, dtype=np.int32)
-        for i in np.flatnonzero(~in_flight).tolist():  # the others are decodes, and the device knows them
-            end = int(lasts[i])
-            input_ids[end - items[i].num_tokens : end] = requests[i].token_ids(int(starts[i]), int(ends[i]))
-        positions, slots = self._chunk_places(starts[n:], counts[n:], tables[n:], n)
+        segments, ends = plan.segments, starts + counts
+        if segments.verify.sequences:
+            if segments.chunk.sequences or segments.verify.longest > 1 + self._drafts:
+                raise ValueError(
+                    f"a step with drafts must have no prompt chunks, and at most {self._drafts} of a request"
+                )
+            segments, n = Segments(verify=verified(len(items), 1 + self._drafts)), 0
+            ends = starts + 1
+        width = -(-int(ends.max()) // self._block_size)
+        if self._drafts:  # the device may be further than the host knows, and what follows the last draft has no block
+            width = min(max(map(_num_blocks, requests)) + -(-self._drafts // self._block_size), seats.tables.shape[1])
+        tables = seats.tables[at, :width]
         drawing = requests if samples.all() else [item.request for item in items if item.samples]
         rows, row_ends = at[samples], ends[samples]
         pooled = pooled_spans(items) if seats.pooled else ()
-        seq_lens = ends.astype(np.int32)
-        inputs = StepInputs(
-            positions=positions,
-            slot_mapping=slots,
-            logit_rows=with_first_tokens(lasts[samples] - 1, pooled),
-            input_ids=input_ids,
-            seq_lens=seq_lens,
-            decode_order=np.argsort(-seq_lens[:n], kind="stable").astype(np.int32),
-            verify_starts=np.zeros(1, dtype=np.int32),
-            cu_seqlens_q=np.concatenate(([0], np.cumsum(counts[n:]))).astype(np.int32),
-            seats=rows.astype(np.int32),
-            starts=np.where(in_flight[samples], -1, row_ends - 1).astype(np.int32),
-        )
+        inputs = self._inputs(segments, items, (starts, ends, samples, in_flight), tables, rows)
+        move_to_first_tokens(inputs.logit_rows, pooled)
+        seq_lens = inputs.seq_lens
         logprobs = int(seats.logprobs[rows].max(initial=-1))
         edited, new_edits = self._edits(drawing, rows, row_ends)
         controlled = [(row, drawing[row]) for row in _rows_of(seats.controlled, rows)]
         return Step(
-            plan.segments,
+            segments,
             inputs,
             tables,
             samples,
@@ -91,8 +103,67 @@ class StepBuilder:
             masks=_masks(controlled),
             processors=_processors(controlled),
             admitted=tuple(map(_seated, admitted)) if self._tell_admitted else (),
-            prompt_spans=_prompt_spans(items, n),
+            prompt_spans=_prompt_spans(items, n) if segments.chunk.sequences else (),
             pooled=pooled,
+            copies=np.array(plan.copies, dtype=np.int64) if plan.copies else None,
+            tokens=tuple(map(self._tokens, admitted)) if self._tell_tokens else (),
+        )
+
+    def _tokens(self, request: Request) -> SeatTokens:
+        seat, past = request.seat, None
+        assert seat is not None  # it runs
+        if self._before is not None:
+            before = self._before.get(seat)
+            if before is not None and before.status.is_finished:
+                past = np.array(before.output_token_ids, dtype=np.int32)
+            self._before[seat] = request
+        return SeatTokens(seat, np.array(request.token_ids(0, request.num_tokens), dtype=np.int32), past)
+
+    def _inputs(
+        self,
+        segments: Segments,
+        items: Sequence[ScheduledRequest],
+        columns: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+        tables: np.ndarray,
+        rows: np.ndarray,
+    ) -> StepInputs[np.ndarray]:
+        """The arrays.
+
+        Args:
+            items: a sequence each.
+            columns: their starts and ends (exclusive, without drafts), whether they are sampled from, and whether only
+                the device knows their last token.
+            tables: their blocks.
+            rows: seats of those that are sampled from.
+        """
+        starts, ends, samples, in_flight = columns
+        n, each = segments.decode.sequences, max(1, segments.verify.longest)
+        counts = (ends - starts) * each
+        lasts = np.cumsum(counts)
+        input_ids = np.full(segments.tokens, -1, dtype=np.int32)
+        for i in np.flatnonzero(~in_flight).tolist():  # the others are decodes, and the device knows them
+            item, end = items[i], int(lasts[i])
+            if each == 1:
+                input_ids[end - item.num_tokens : end] = item.request.token_ids(int(starts[i]), int(ends[i]))
+            else:
+                input_ids[end - each] = item.request.token_ids(int(starts[i]), int(ends[i]))[0]
+        verify = segments.verify.sequences
+        chunk = slice(n + verify, None)
+        positions, slots = self._chunk_places(starts[chunk], counts[chunk], tables[chunk], n + verify * each)
+        seq_lens = (ends + each - 1).astype(np.int32)
+        return StepInputs(
+            positions=positions,
+            slot_mapping=slots,
+            logit_rows=lasts[samples] - each,
+            input_ids=input_ids,
+            seq_lens=seq_lens,
+            decode_order=np.argsort(-seq_lens[:n], kind="stable").astype(np.int32),
+            drafts=np.array([item.drafts for item in items[n : n + verify]], dtype=np.int32),
+            verify_starts=np.arange(verify + 1, dtype=np.int32) * np.int32(each),
+            cu_seqlens_q=np.concatenate(([0], np.cumsum(counts[chunk]))).astype(np.int32),
+            seats=rows.astype(np.int32),
+            starts=np.where(in_flight[samples], -1, ends[samples] - 1).astype(np.int32),
+            limits=self.seats.limits[rows],
         )
 
     def _chunk_places(
@@ -121,6 +192,10 @@ class StepBuilder:
         seats.edits_told[rows[new]] = True
         told = tuple(edits_of(requests[i], int(rows[i])) for i in new.tolist())
         return np.where(edited, rows, -1).astype(np.int32), told
+
+
+def _num_blocks(request: Request) -> int:
+    return len(request.block_ids)
 
 
 def _rows_of(some: set[int], rows: np.ndarray) -> list[int]:
@@ -169,7 +244,7 @@ def _prompt_spans(items: Sequence[ScheduledRequest], num_decodes: int) -> tuple[
     row = num_decodes
     for item in items[num_decodes:]:
         first, top = item.start + 1, item.request.params.prompt_logprobs
-        if top is not None:
+        if top is not None and item.request.reports_prompt:
             following = item.request.prompt_token_ids[first : first + item.num_tokens]
             if len(following):
                 spans.append(PromptSpan(item.request.request_id, first, row, np.array(following, dtype=np.int64), top))

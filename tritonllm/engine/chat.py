@@ -95,7 +95,12 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
         plain["content"] = "\n".join(_text(f"messages[{index}]", part) for part in content)
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"messages[{index}]['content'] must be text or a list of parts, got {type(content).__name__}")
+    thought = message.get("reasoning_content") or message.get("reasoning")  # older and newer name
+    if thought is not None:
+        plain |= {"reasoning_content": thought, "reasoning": thought}
     if message.get("tool_calls"):
+        if thought is not None and not message.get("content"):
+            plain["thinking"] = thought  # gpt-oss's template
         plain["tool_calls"] = [_call(f"messages[{index}]", call) for call in message["tool_calls"]]
     return plain
 

@@ -1,11 +1,13 @@
 """What the device keeps of the requests that run, by seat, from step to step."""
 
+from collections.abc import Sequence
+
 import torch
 
-from tritonllm.engine.inputs import Batch, host_bytes, views
-from tritonllm.engine.step import PARAMETERS, SamplingParameters, arrays_in, spans_of
+from tritonllm.engine.inputs import Batch, host_bytes, upload, views
+from tritonllm.engine.step import PARAMETERS, SamplingParameters, SeatTokens, arrays_in, spans_of
 from tritonllm.kernels import advance_seats
-from tritonllm.kernels.sampling.seat_state import Decodes, SamplingRows, SeatState, StepRows
+from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
 
 
 class DeviceSeats:
@@ -15,15 +17,26 @@ class DeviceSeats:
         seats: most requests running at once.
         block_size: tokens of a block.
         device: where they are.
+        drafts: most drafts of a sequence; 0 if there never are any.
+        history: so many tokens of each sequence are kept, for a drafter that looks back.
 
     Attributes:
         drawn: ``[seats]`` int64, the token of each row of the step that ran last.
+        verdict: the tokens of each row of a step that verified drafts; ``None`` if none ever does.
+        drafts: ``[seats, drafts]`` int32, the drafts that such a step verified, -1 behind them.
+        history: ``[seats, history]`` int32, or ``None``.
     """
 
-    def __init__(self, seats: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, seats: int, block_size: int, device: torch.device, *, drafts: int = 0, history: int = 0) -> None:
         self._block_size = block_size
         self._device = device
         self.drawn = torch.zeros(seats, dtype=torch.int64, device=device)
+        self.drafts = torch.full((seats, drafts), -1, dtype=torch.int32, device=device)
+        self.verdict: Verdict | None = None
+        if drafts:
+            columns = torch.full((seats, drafts + 2), -1, dtype=torch.int64, device=device)
+            self.verdict = Verdict(columns[:, 1:].contiguous(), columns[:, 0].contiguous())
+        self.history = torch.zeros(seats, history, dtype=torch.int32, device=device) if history else None
         empty = torch.full((3, seats), -1, dtype=torch.int32, device=device)
         self._state = SeatState(*empty.unbind())
         self._spans, size = spans_of(PARAMETERS, dict.fromkeys(PARAMETERS, seats))
@@ -37,6 +50,15 @@ class DeviceSeats:
             array[:] = getattr(parameters, name)
         self._memory.copy_(host, non_blocking=True)
 
+    def tell_tokens(self, new: Sequence[SeatTokens]) -> None:
+        """Take the tokens of requests that are new to their seats: behind the launch of their first step, which still
+        settles what the seats' last requests drew."""
+        if self.history is None:
+            return
+        for seat, token_ids, _ in new:
+            (there,) = upload([token_ids], self._device)
+            self.history[seat, : len(there)].copy_(there[: self.history.shape[1]])
+
     def advance(self, batch: Batch) -> None:
         """Settle what the step before drew, and write into the batch what follows from its seats.
 
@@ -44,11 +66,18 @@ class DeviceSeats:
         and this launch stands the embedding, an ordinary one that waits for the end of this.
         """
         inputs, metadata = batch.inputs, batch.metadata
-        n = metadata.segments.decode.tokens
+        decode, verify, _ = metadata.segments
+        n, count = decode.tokens + verify.tokens, decode.sequences + verify.sequences
         if not len(inputs.seats) and not n:
             return
         rows = StepRows(inputs.seats, inputs.starts, inputs.logit_rows)
-        places = inputs.positions[:n], inputs.slot_mapping[:n], inputs.seq_lens[:n]
-        decodes = Decodes(inputs.input_ids[:n], *places, metadata.block_tables[:n])
-        size = self._block_size
-        advance_seats(self._state, self._parameters, rows, batch.rows, decodes, self.drawn, block_size=size)
+        places = inputs.positions[:n], inputs.slot_mapping[:n], inputs.seq_lens[:count]
+        decodes = Decodes(inputs.input_ids[:n], *places, metadata.block_tables[:count])
+        advance_seats(
+            *(self._state, self._parameters, rows, batch.rows, decodes, self.drawn),
+            block_size=self._block_size,
+            verdict=self.verdict,
+            history=self.history,
+            limits=None if self.verdict is None else inputs.limits,
+            drafts=inputs.drafts if verify.sequences else None,
+        )

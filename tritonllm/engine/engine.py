@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tritonllm.config import EngineConfig, ModelConfig
@@ -28,6 +28,7 @@ from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.speculation import DraftCounts
 from tritonllm.engine.startup import load_parts
 from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
@@ -44,7 +45,7 @@ class EngineStats:
     """Counters since the engine started, and its present load.
 
     ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
-    made a request wait, so there should be none.
+    made a request wait, so there should be none. The last three: :class:`~tritonllm.engine.speculation.DraftCounts`.
     """
 
     steps: int
@@ -58,6 +59,9 @@ class EngineStats:
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class LLMEngine:
@@ -94,6 +98,7 @@ class LLMEngine:
         self._lost: dict[str, EngineOutput] = {}  # last outputs of the requests that were lost with it
         self._prepared_at_ready = MONITOR.prepared
         self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._drafts = DraftCounts()
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "LLMEngine":
@@ -327,6 +332,8 @@ class LLMEngine:
             for item, tokens in zip(plan.scheduled, result.sampled, strict=True):
                 rows[item.request.request_id] = first
                 first += len(tokens)
+        if result.drafted:
+            self._count_drafts(plan, result)
         touched, errors = dict[str, RequestState](), result.errors
         now, taken = time.monotonic(), 0
         for request, new in new_tokens:
@@ -353,6 +360,15 @@ class LLMEngine:
             touched[state.request_id] = state
         self._generated_tokens += taken
         return touched
+
+    def _count_drafts(self, plan: StepPlan, result: StepResult) -> None:
+        for item, drafted, tokens in zip(plan.scheduled, result.drafted, result.sampled, strict=True):
+            state, _ = self._sequences.get(item.request.request_id, (None, None))
+            if drafted:
+                self._drafts.add(drafted, len(tokens) - 1)
+            if drafted and state is not None:
+                state.metrics.num_draft_tokens += drafted
+                state.metrics.num_accepted_tokens += len(tokens) - 1
 
     @staticmethod
     def _control(request: Request, new: Sequence[int]) -> str | None:
@@ -388,4 +404,5 @@ class LLMEngine:
             num_waiting=self._scheduler.num_waiting + sum(len(s.sequences) for s in self._compiling.values()),
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
+            **asdict(self._drafts),
         )

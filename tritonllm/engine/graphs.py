@@ -5,11 +5,12 @@ them, for the host takes about 1 ms a layer. A graph launches them all at once. 
 tables from fixed buffers, so one graph serves any step that its room holds; what a step does not fill is padding
 (:func:`~tritonllm.engine.step.place`).
 
-Two kinds of rooms, each with memory of its own:
+Kinds of rooms, of which those with prompts and those without have memory of their own:
 
 - ``decodes`` sequences alone, from token ids to new tokens: dense sizes. Steps whose sequences share a prefix launch
   other kernels: their graphs are captured when the first such step of a size comes, since most services never see one.
   (The 20 ordinary ones take 1.05 s of a start of Qwen3-0.6B on an H200.)
+- ``decodes`` sequences alone with drafts to verify, as many of each: the same, for as many sequences as have drafts.
 - ``tokens`` of prompts beside them, from token ids to hidden states. The GPU computes faster than the host launches up
   to some thousand tokens, and a small model's largest step: of the prefill in W1 (Qwen3-0.6B, steps of 8192 tokens) an
   H200 was idle for a third. So steps are captured up to the size from which on the GPU takes longer. (All at the start:
@@ -24,12 +25,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_cascade
-from tritonllm.engine.step import Room, Step, dummy_step, layout_of
+from tritonllm.engine.step import Room, Step, layout_of
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.layers.regime import Regimes
-from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
+from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes, verified
 
 SMALL = (64, 256, 1024)  # prompt tokens of captured steps
 LARGE = (4096,)  # and, beside the largest step, of those that are worth it only where the host is what takes longer
@@ -85,12 +87,16 @@ class GraphLimits:
         token_sizes: room for prompt tokens, see :func:`token_sizes`.
         max_blocks: the widest block table.
         block_size: tokens of a block.
+        drafts: of each sequence in a step that verifies some.
+        verified: most sequences of such a step.
     """
 
     max_num_seqs: int
     token_sizes: Sequence[int]
     max_blocks: int
     block_size: int
+    drafts: int = 0
+    verified: int = 0
 
 
 class GraphKey(NamedTuple):
@@ -101,12 +107,26 @@ class GraphKey(NamedTuple):
         tokens: room for prompt tokens; 0 for a step of decodes alone.
         max_decode_len: the bound of the lengths' regime, see :mod:`tritonllm.layers.regime`.
         shared: some decodes share a prefix.
+        drafts: to verify, of each of them.
     """
 
     decodes: int
     tokens: int
     max_decode_len: int
     shared: bool = False
+    drafts: int = 0
+
+    @property
+    def room(self) -> "RoomKey":
+        return RoomKey(self.decodes, self.tokens, self.drafts)
+
+
+class RoomKey(NamedTuple):
+    """What of a graph's key decides its room."""
+
+    decodes: int
+    tokens: int = 0
+    drafts: int = 0
 
 
 class GraphCapture:
@@ -151,8 +171,9 @@ class Captured:
     """A graph, the batch that it reads, and what a replay of it writes.
 
     Attributes:
-        hidden: of decodes alone a row each; else the rows that are sampled from.
-        tokens: one for each of those rows; ``None`` if the graph does not draw.
+        hidden: of decodes alone a row each, with drafts one for each of these, too; else the rows that are sampled
+            from.
+        tokens: of each sequence; ``None`` if the graph does not draw.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -187,28 +208,32 @@ class StepGraphs:
         self._sizes = graph_sizes(limits.max_num_seqs)
         longest = limits.max_blocks * limits.block_size
         fit = [tokens for tokens in limits.token_sizes if tokens <= chunk_capacity(tokens) * longest]  # if all padding
-        alone = [(size, 0) for size in self._sizes]
-        self._beside = [(size, tokens) for tokens in fit for size in decode_sizes(limits.max_num_seqs, tokens)]
-        self._rooms = {room: self._room(*room) for room in (*alone, *self._beside)}
+        alone = [RoomKey(size) for size in self._sizes]
+        self._beside = [RoomKey(size, tokens) for tokens in fit for size in decode_sizes(limits.max_num_seqs, tokens)]
+        self._verified = graph_sizes(limits.verified) if limits.drafts else []
+        with_drafts = [RoomKey(size, drafts=limits.drafts) for size in self._verified]
+        self._rooms = {room: self._room(*room) for room in (*alone, *with_drafts, *self._beside)}
         rooms = self._rooms.values()
         self._memory = torch.zeros(max(layout_of(room).size for room in rooms), dtype=torch.uint8, device=device)
         most = max(room.segments.sequences for room in rooms)
         self._tables = torch.zeros(most, limits.max_blocks, dtype=torch.int32, device=device)
-        self._loaded: np.ndarray | None = None  # what the tables hold of a step of decodes alone
+        self._loaded: np.ndarray | None = None  # what the tables hold of a step without prompts
         self._plans = self._make_plans([size for size in self._sizes if may_share(size)])
         self._graphs: dict[GraphKey, Captured] = {}
         nothing = dummy_step(0, [], rows=0, width=0)
-        for kind in (alone, self._beside):
+        for kind in (with_drafts, alone, self._beside):
             for room in reversed(kind):  # the largest first: the others then fit into its memory
                 for bound in regimes.bounds(self._rooms[room].segments):
-                    key = GraphKey(*room, bound)
+                    key = GraphKey(room.decodes, room.tokens, bound, drafts=room.drafts)
                     self._load(nothing, key)
                     self._graphs[key] = self._capture(key)
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def _room(self, sequences: int, tokens: int) -> Room:
+    def _room(self, sequences: int, tokens: int, drafts: int) -> Room:
+        if drafts:
+            return Room(Segments(verify=verified(sequences, 1 + drafts)), sequences)
         if not tokens:
             return Room(Segments(decodes(sequences)), sequences)
         chunk = Segment(chunk_capacity(tokens), tokens, tokens)
@@ -241,7 +266,7 @@ class StepGraphs:
         The rehearsal before it may come in the middle of service. It puts tokens in the place of pending ids, as the
         replay would have; what else it writes (keys, values, drawn tokens) the replay that follows writes again.
         """
-        room = self._rooms[key.decodes, key.tokens]
+        room = self._rooms[key.room]
         tables = self._tables[: room.segments.sequences]
         plan = self._plans[key.decodes] if key.shared else None
         batch = make_batch(self._memory, room, tables, key.max_decode_len, plan)
@@ -253,20 +278,25 @@ class StepGraphs:
         hidden states of all its tokens are wanted."""
         decode, verify, chunk = step.segments
         if step.segments.only_decodes:
-            return self._key((padded(decode.sequences, self._sizes), 0), step)
-        if verify.sequences or step.shared is not None or step.wants_all:
+            return self._key(RoomKey(padded(decode.sequences, self._sizes)), step)
+        if verify.sequences:
+            fits = verify.longest == 1 + self._limits.drafts and step.segments.tokens == verify.tokens
+            fits = fits and verify.sequences <= self._limits.verified
+            room = RoomKey(padded(verify.sequences, self._verified), drafts=self._limits.drafts) if fits else None
+            return None if room is None else self._key(room, step)
+        if step.shared is not None or step.wants_all:
             return None
         longest = self._limits.max_blocks * self._limits.block_size
-        for sequences, tokens in self._beside:
+        for sequences, tokens, _ in self._beside:
             free = chunk_capacity(tokens) - chunk.sequences
             fits = decode.sequences <= sequences and chunk.tokens <= tokens
             if fits and free > 0 and tokens - chunk.tokens <= free * longest:
-                return self._key((sequences, tokens), step)
+                return self._key(RoomKey(sequences, tokens), step)
         return None
 
-    def _key(self, room: tuple[int, int], step: Step) -> GraphKey:
+    def _key(self, room: RoomKey, step: Step) -> GraphKey:
         bound = self._regimes.bound(self._rooms[room].segments, step.longest)
-        return GraphKey(*room, bound, step.shared is not None)
+        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts)
 
     def run(self, step: Step, key: GraphKey) -> Captured:
         """Replay the graph; what it wrote is valid until the next run. Of hidden states and tokens the step's own are
@@ -282,7 +312,7 @@ class StepGraphs:
         return self._graphs[key]
 
     def _load(self, step: Step, key: GraphKey) -> None:
-        room = self._rooms[key.decodes, key.tokens]
+        room = self._rooms[key.room]
         packed = pack(step, room, self._device)
         self._memory[: len(packed)].copy_(packed, non_blocking=True)
         self._load_tables(step, room.segments)
@@ -297,14 +327,14 @@ class StepGraphs:
         """Rows and columns beyond these keep what they had: no length reaches there. But padded prompt tokens read
         block 0."""
         tables, have = step.block_tables, step.segments
-        alone = have.only_decodes and room.only_decodes
+        alone = not have.chunk.tokens and not room.chunk.tokens
         if (
             alone and self._loaded is not None and np.array_equal(tables, self._loaded)
         ):  # most steps of a small batch: no block has been filled
             return
         self._loaded = None  # until they are on their way: an exception (Ctrl-C) may come between
         (there,) = upload([tables], self._device)
-        n, width = have.decode.sequences, tables.shape[1]
+        n, width = have.decode.sequences + have.verify.sequences, tables.shape[1]
         self._tables[:n, :width].copy_(there[:n])
         if alone:
             self._loaded = tables

@@ -77,6 +77,11 @@ class InputProcessor:
         self._thought = None if tokenizer is None else thought_tokens(tokenizer.get_vocab())
         self.default_params = default_params or SamplingParams()
 
+    @property
+    def knows_thoughts(self) -> bool:
+        """``thinking_token_budget`` can be given: the tokenizer has tokens that begin and end a thought."""
+        return self._thought is not None
+
     def tokenize(
         self, prompt: Prompt, truncate: int | None = None, *, continued: bool = True, separated: bool = False
     ) -> TokenizedPrompt:
@@ -282,4 +287,8 @@ class InputProcessor:
             for index in range(params.n)
         ]
         check_edits(requests[0])
+        if params.n > 1:
+            siblings = tuple(requests)
+            for request in requests:
+                request.siblings = siblings
         return requests

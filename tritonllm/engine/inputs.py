@@ -8,7 +8,7 @@ import torch
 
 from tritonllm.engine.step import ALIGNMENT, COLUMNS, PARAMETERS, Room, Span, Step, StepInputs, layout_of, place
 from tritonllm.kernels import CascadePlan, plan_cascade
-from tritonllm.kernels.sampling.seat_state import SamplingRows
+from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.layers.metadata import AttentionMetadata
 
 PINNED = 8  # blocks of each size that are kept: what three steps, one running and two on their way, have in flight
@@ -23,7 +23,7 @@ class Batch:
 
     Attributes:
         inputs: the arrays.
-        rows: what sampling wants, of each token that is sampled from; made from the seats.
+        rows: what sampling wants, of each sequence that is sampled from; made from the seats.
         metadata: what attention reads of the arrays.
     """
 
@@ -32,7 +32,7 @@ class Batch:
     metadata: AttentionMetadata
 
     def sampling(self, rows: int) -> SamplingRows:
-        """Of the first ``rows`` tokens that are sampled from."""
+        """Of the first ``rows`` sequences that are sampled from."""
         return SamplingRows(*(column[:rows] for column in self.rows))
 
 
@@ -121,7 +121,7 @@ def upload_step(
     """A step in memory of its own, without waiting for the device.
 
     Args:
-        rows: room for tokens that are sampled from, of which the step's own are the first.
+        rows: room for sequences that are sampled from, of which the step's own are the first.
         max_decode_len: see :class:`~tritonllm.layers.metadata.AttentionMetadata`.
     """
     room = Room(step.segments, rows)

@@ -25,11 +25,13 @@ Logprobs = Mapping[int, Logprob]  # token id -> its log-probability, at one posi
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of ``time.monotonic()``."""
+    """Times of one request, in seconds of ``time.monotonic()``, and how many drafts were verified for it and right."""
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

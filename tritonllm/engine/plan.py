@@ -1,6 +1,6 @@
 """What the scheduler decides and learns: the requests of a step, and the tokens that came of it. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class ScheduledRequest(NamedTuple):
         request: whose tokens.
         start: tokens computed before the step, the position of the first one in it; at least so many, if steps in
             flight may accept drafts.
-        num_tokens: tokens to compute, at least 1.
+        num_tokens: tokens to compute; 0 for a request that samples from what the one before it in the plan computes.
         samples: its last token is among them, so the step ends with a new one.
         pending: that last token, the only known one to compute, was sampled by a step in flight: the host does not know
             it.
@@ -48,25 +48,40 @@ class StepPlan:
         scheduled: segment by segment.
         preempted: the requests that lost their blocks to make room; none of them is scheduled.
         segments: of its sequences and tokens.
+        copies: blocks that are copied before anything is written, each with its target.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...]
     segments: Segments
+    copies: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, scheduled: Iterable[ScheduledRequest], preempted: Iterable[Request]) -> "StepPlan":
-        """Sort requests into segments; within each they keep their order."""
+    def of(
+        cls,
+        scheduled: Iterable[ScheduledRequest],
+        preempted: Iterable[Request],
+        forks: Mapping[Request, Sequence[ScheduledRequest]],
+        copies: tuple[tuple[int, int], ...] = (),
+    ) -> "StepPlan":
+        """Sort requests into segments; within each they keep their order.
+
+        Args:
+            forks: those who sample from the last row of a scheduled one. They stand behind it as chunks of no tokens,
+                so that their last token in the step is its last one.
+        """
         ones: list[ScheduledRequest] = []
         guesses: list[ScheduledRequest] = []
         chunks: list[ScheduledRequest] = []
         for item in scheduled:
-            if item.samples and item.num_tokens == 1:
+            if forks and item.request in forks:
+                chunks += (item, *forks[item.request])
+            elif item.samples and item.num_tokens == 1:
                 ones.append(item)
             else:
                 (guesses if item.drafts else chunks).append(item)
         segments = Segments(decodes(len(ones)), _segment(guesses), _segment(chunks))
-        return cls((*ones, *guesses, *chunks), tuple(preempted), segments)
+        return cls((*ones, *guesses, *chunks), tuple(preempted), segments, copies)
 
     @property
     def num_tokens(self) -> int:

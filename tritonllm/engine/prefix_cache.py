@@ -61,7 +61,7 @@ class PrefixCache:
 
     def count(self, request: Request) -> None:
         """Add a request's first admission to the statistics. Later ones find its own work: that is no merit."""
-        if request.params.prompt_logprobs is None:
+        if not request.reports_prompt:
             self.queries += request.num_tokens
             self.hits += request.num_cached_tokens or 0
 

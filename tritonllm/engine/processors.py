@@ -37,7 +37,8 @@ class BatchLogitsProcessor(Protocol):
         the device."""
 
     def count(self, seats: torch.Tensor, tokens: torch.Tensor) -> None:
-        """The tokens ``[R]`` int64 that were drawn; for processors that depend on the output."""
+        """The tokens ``[R]`` int64 that were drawn; for processors that depend on the output. A step that verifies
+        drafts calls ``apply`` and this once for each of them, with seat -1 for rows whose drafts have ended."""
 
 
 Maker = Callable[[int, int, torch.device], BatchLogitsProcessor]
@@ -93,17 +94,20 @@ class BatchProcessors:
         """Whether this step's rows are any processor's, or of a request that one failed for."""
         return bool(self._failed or self._wants[:, step.inputs.seats].any())
 
-    def apply(self, logits: torch.Tensor, steps: torch.Tensor, step: Step) -> Errors:
-        """Change the rows of a step; returns the requests that must end."""
+    def apply(
+        self, logits: torch.Tensor, steps: torch.Tensor, step: Step, wanted: torch.Tensor | None = None
+    ) -> Errors:
+        """Change the rows of a step, if the device says (``[R]`` bool) that they are ``wanted``; returns the requests
+        that must end."""
         for processor, seats in self._calls(step):
-            self._guard(seats, partial(processor.apply, logits, _upload(seats, logits), steps))
+            self._guard(seats, partial(processor.apply, logits, _upload(seats, logits, wanted), steps))
         ids = {self._ids[seat] for seat in step.inputs.seats.tolist()}
         return {name: said for name, said in self._failed.items() if name in ids}
 
-    def count(self, tokens: torch.Tensor, step: Step) -> None:
+    def count(self, tokens: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> None:
         """Tell the processors what was drawn."""
         for processor, seats in self._calls(step):
-            self._guard(seats, partial(processor.count, _upload(seats, tokens), tokens))
+            self._guard(seats, partial(processor.count, _upload(seats, tokens, wanted), tokens))
 
     def _calls(self, step: Step) -> list[tuple[BatchLogitsProcessor, np.ndarray]]:
         """Processors whose rows these are, with the rows' seats, -1 for others."""
@@ -120,9 +124,9 @@ class BatchProcessors:
                 self._wants[:, seat] = False
 
 
-def _upload(seats: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+def _upload(seats: np.ndarray, like: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
     (there,) = upload([seats], like.device)
-    return there
+    return there if wanted is None else torch.where(wanted, there, -1)
 
 
 def apply_to_rows(logits: torch.Tensor, processors: Sequence[RowProcessors]) -> Errors:

@@ -67,6 +67,8 @@ class Request:
         bad_words: token sequences that the output may not contain, tokenized.
         controls: decide which tokens may come next.
         pooling: what becomes of the prompt; ``None`` if it is continued.
+        siblings: the sequences of one user's request, of the same prompt and parameters, this one among them; all have
+            the same tuple. Empty if it is the only one.
         output_token_ids: what was generated so far, as far as the host knows it.
         num_pending_tokens: sampled by steps in flight: they exist, but only the device knows them yet.
         num_possible_tokens: how many more the steps in flight bring if they accept all drafts.
@@ -74,6 +76,8 @@ class Request:
             least so many, if those may accept drafts.
         num_cached_tokens: how many of them the prefix cache gave at the first admission; ``None`` before it.
         block_ids: the block table: token i lives in block ``block_ids[i // block_size]``.
+        tail: where the last computed tokens are that fill no block, if another sequence has computed them
+            (:mod:`tritonllm.engine.gang`); it is copied to the next of the ``block_ids``.
         block_hashes: digests of the leading full blocks, as far as they were needed.
         num_labelled_blocks: leading blocks that the prefix cache knows.
         seat: its row in the runner's arrays while it runs, below ``max_num_seqs``.
@@ -85,6 +89,8 @@ class Request:
         length_limit: tokens of prompt and output together at which the scheduler ends it.
         ends: tokens that end the output, if ``min_tokens`` lets them.
         watched: every new token may end the output, whichever it is.
+        num_drafts: so many guesses of what follows may be verified with its last token.
+        expected_accepts: how many of them are right, by the last steps.
     """
 
     request_id: str
@@ -100,6 +106,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     controls: tuple[Control, ...] = ()
     pooling: Pooling | None = None
+    siblings: tuple["Request", ...] = field(default=(), repr=False)
 
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
@@ -107,6 +114,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     block_ids: list[int] = field(default_factory=list)
+    tail: int | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     num_labelled_blocks: int = 0
     seat: int | None = None
@@ -118,6 +126,8 @@ class Request:
     length_limit: int = 0
     ends: frozenset[int] = frozenset()
     watched: bool = False
+    num_drafts: int = 0
+    expected_accepts: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -132,12 +142,17 @@ class Request:
     @property
     def computes_all(self) -> bool:
         """All of its prompt goes through the model: what the prefix cache has of it is of no use."""
-        return self.params.prompt_logprobs is not None or (self.pooling is not None and not self.pooling.cached)
+        return self.reports_prompt or (self.pooling is not None and not self.pooling.cached)
 
     @property
     def waits_for_tokens(self) -> bool:
         """Its next token cannot be planned before those in flight are known."""
         return any(control.waits(self.num_pending_tokens) for control in self.controls)
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Its steps report log-probabilities of the prompt: of siblings, the first one's do."""
+        return self.params.prompt_logprobs is not None and (not self.siblings or self.siblings[0] is self)
 
     @property
     def edits_logits(self) -> bool:
@@ -150,6 +165,25 @@ class Request:
     def finish_reason(self) -> str | None:
         """``"stop"``, ``"length"``, ``"repetition"``, ``"abort"``, ``"error"``, or ``None`` while unfinished."""
         return self.status.finish_reason
+
+    def check(self, max_model_len: int) -> None:
+        """Whether it is new and its limits agree.
+
+        Raises:
+            ValueError: it has run before, an empty prompt, or limits that contradict each other.
+        """
+        length, most = len(self.prompt_token_ids), max_model_len + (self.pooling is not None)
+        if self.status is not RequestStatus.WAITING or self.output_token_ids:
+            raise ValueError(f"request {self.request_id!r} has run before: make a new one")
+        if length == 0:
+            raise ValueError("prompt_token_ids is empty: a prompt needs at least one token")
+        if self.params.max_tokens is not None:
+            most = min(most, length + self.params.max_tokens)
+        if not length < self.max_total_tokens <= most:
+            raise ValueError(
+                f"max_total_tokens must be more than the prompt's {length} tokens and at most {most} "
+                f"(max_model_len, and the prompt with max_tokens), got {self.max_total_tokens}"
+            )
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Tokens ``start`` to ``end`` (exclusive) of prompt and output, in time proportional to their number.

@@ -57,6 +57,7 @@ class StepResult:
             of the first.
         errors: of requests that must end, by their id.
         pooled: what became of pooled prompts.
+        drafted: for each sequence how many drafts were verified; empty if none were.
     """
 
     sampled: list[list[int]]
@@ -64,6 +65,7 @@ class StepResult:
     prompt_logprobs: dict[str, tuple[int, TokenLogprobs]]
     errors: Mapping[str, str] = field(default_factory=dict)
     pooled: Sequence[PooledRows] = ()
+    drafted: Sequence[int] = ()
 
 
 class RunningStep:
@@ -73,13 +75,14 @@ class RunningStep:
         samples: ``[B]`` bool, which sequences get tokens.
         tokens: ``[R]`` int64, one for each of those, or ``[R, G]``, up to G for each with -1 behind them; ``None`` if
             there are none.
-        logprobs: theirs, if any request wants them.
+        logprobs: of all entries of ``tokens``, if any request wants them.
         prompt_logprobs: of prompt tokens, in parts: request id, position of the first, and the scores.
         whole_logprobs: rows whose log-probabilities are longer than the others', with those. Of both each part is on
             its way to the host before the next one is computed.
         device: where it runs.
         errors: see :class:`StepResult`.
         pooled: the same, on the device.
+        drafts: ``[R, G - 1]`` int32, what the step verified, with -1 behind them.
     """
 
     def __init__(
@@ -92,9 +95,11 @@ class RunningStep:
         whole_logprobs: Iterable[tuple[int, LogprobTensors]] = (),
         errors: Mapping[str, str] | None = None,
         pooled: Sequence[PooledRows] = (),
+        drafts: torch.Tensor | None = None,
     ) -> None:
         self._pooled = [part._replace(rows=_to_host(part.rows)) for part in pooled]
         self._errors = errors or {}
+        self._drafts = None if drafts is None else _to_host(drafts)
         self._samples = samples
         self._tokens = None if tokens is None else _to_host(tokens)
         self._logprobs = None if logprobs is None else tuple(_to_host(t) for t in logprobs)
@@ -135,6 +140,8 @@ class RunningStep:
         for row, (ids, values, _) in self._whole_logprobs:
             assert logprobs is not None  # this row is among them
             logprobs.token_ids[row], logprobs.logprobs[row] = ids[0].tolist(), values[0].tolist()
+        if logprobs is not None and self._tokens is not None and self._tokens.dim() == 2:
+            logprobs = _picked(logprobs, (self._tokens.flatten() >= 0).nonzero()[:, 0].tolist())
         of_prompts: dict[str, tuple[int, TokenLogprobs]] = {}
         for name, at, part in self._prompt_logprobs:
             scores = of_prompts.setdefault(name, (at, TokenLogprobs([], [], [])))[1]
@@ -142,7 +149,8 @@ class RunningStep:
             scores.token_ids.extend(more.token_ids)
             scores.logprobs.extend(more.logprobs)
             scores.ranks.extend(more.ranks)
-        return StepResult(self._sampled(), logprobs, of_prompts, self._errors, self._pooled)
+        drafted = () if self._drafts is None else (self._drafts >= 0).sum(1).tolist()
+        return StepResult(self._sampled(), logprobs, of_prompts, self._errors, self._pooled, drafted)
 
     def _sampled(self) -> list[list[int]]:
         if self._tokens is None:
@@ -155,6 +163,11 @@ class RunningStep:
             return rows
         drawn = iter(rows)
         return [next(drawn) if samples else [] for samples in self._samples.tolist()]
+
+
+def _picked(scores: TokenLogprobs, rows: Sequence[int]) -> TokenLogprobs:
+    ids, values = [scores.token_ids[row] for row in rows], [scores.logprobs[row] for row in rows]
+    return TokenLogprobs(ids, values, [scores.ranks[row] for row in rows])
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,15 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
+from tritonllm.engine.drafters import make_drafter
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.launch_policy import host_bound_tokens
@@ -16,6 +19,7 @@ from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import LogprobTensors, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import Step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
@@ -39,6 +43,9 @@ class ModelRunner:
         device: where the model is.
         max_model_len: the longest sequence that may come.
         pooler: of prompts that are not continued; by default one without a head.
+
+    Attributes:
+        drafter: proposes tokens that steps verify; ``None`` for one token a step.
     """
 
     def __init__(
@@ -55,19 +62,25 @@ class ModelRunner:
         self._device = device
         self._block_size = config.cache.block_size
         self._cache: list[KVCacheView] = []
+        self._copies: BlockCopies | None = None
         self._graphs: StepGraphs | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self._sampled = graph_sizes(seats)
-        self._seats = DeviceSeats(seats, self._block_size, device)
+        speculative = config.speculative_config
+        self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        self._verified = min(seats, most_verified(speculative))
+        self.drafter = make_drafter(speculative, max_model_len, model.spec.vocab_size, device)
+        history = max_model_len if self._drafts else 0
+        self._seats = DeviceSeats(seats, self._block_size, device, drafts=self._drafts, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
         if config.logits_processors:
             self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
-        self._sampler = Sampler(self._seats.drawn, vocab, self._processors)
+        self._sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict)
         self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
         self._planner: CascadePlanner | None = None
-        if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else no blocks are shared
+        if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else only siblings share
             self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
         self._builder = self._make_builder()
 
@@ -78,7 +91,8 @@ class ModelRunner:
 
     @property
     def _max_blocks(self) -> int:
-        return -(-self._max_model_len // self._block_size)
+        """Of a sequence, with what drafts behind its last token read."""
+        return -(-(self._max_model_len + self._drafts) // self._block_size)
 
     @property
     def _regimes(self) -> Regimes:
@@ -112,8 +126,12 @@ class ModelRunner:
         captured = 0
         if self._model.supports_graphs and not self._config.enforce_eager:  # two kinds, each with memory of its own
             sizes = (0, *self._captured_tokens()[-1:])
-            captured = sum(self._peak(warm_up, scheduler.max_num_seqs + tokens) for tokens in sizes)
-        self._cache = []
+            peaks = [self._peak(partial(warm_up.prefill_step, scheduler.max_num_seqs + tokens)) for tokens in sizes]
+            if self._verified:  # in the memory of steps without prompts
+                width = -(-(1 + self._drafts) // self._block_size)
+                peaks[0] = max(peaks[0], self._peak(partial(warm_up.verify_step, self._verified, width)))
+            captured = sum(peaks)
+        self._cache, self._copies = [], None
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
         if granted < self.block_bytes:
@@ -129,11 +147,11 @@ class ModelRunner:
             return []
         return token_sizes(self._config.scheduler.max_num_batched_tokens, host_bound_tokens(self._model.work))
 
-    def _peak(self, warm_up: WarmUp, tokens: int) -> int:
-        """Bytes that a step of so many tokens needs for itself."""
+    def _peak(self, step: Callable[[], None]) -> int:
+        """Bytes that a step needs for itself."""
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        warm_up.prefill_step(tokens)
+        step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
     def _allocate(self, num_blocks: int) -> None:
@@ -143,6 +161,7 @@ class ModelRunner:
         pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
         workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=self._device)
         self._cache = [KVCacheView(layer[0], layer[1], workspace) for layer in pool]
+        self._copies = BlockCopies(pool)
 
     def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of these tokens ``[R]``, or of all."""
@@ -151,8 +170,10 @@ class ModelRunner:
 
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
-        tell = self._processors is not None
-        return StepBuilder(seats, self._max_blocks, self._block_size, self._planner, tell_admitted=tell)
+        tell, drafts = self._processors is not None, self._drafts
+        sizes = seats, self._max_blocks, self._block_size
+        wants = {"tell_tokens": drafts > 0, "tell_past": self.drafter is not None and self.drafter.remembers}
+        return StepBuilder(*sizes, self._planner, tell_admitted=tell, drafts=drafts, **wants)
 
     def warm_up(self) -> WarmUp:
         """The steps that are run before the first request."""
@@ -160,6 +181,7 @@ class ModelRunner:
         return WarmUp(
             self._advance,
             self.sample_hidden,
+            self._copies.warm_up if self._copies else lambda: None,
             device=self._device,
             block_size=self._block_size,
             max_model_len=self._max_model_len,
@@ -168,12 +190,20 @@ class ModelRunner:
             padded=[scheduler.max_num_seqs + tokens for tokens in self._captured_tokens()[-1:]],
             may_share=self._may_share,
             regimes=self._regimes,
+            verify=self.verify_hidden,
+            drafts=self._drafts,
+            verified=self._verified,
         )
 
     def sample_hidden(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
         if self._model.spec.logits:
             self._sampler.warm_up(self._model.compute_logits(hidden))
+
+    def verify_hidden(self, hidden: torch.Tensor) -> None:
+        """The same of ``hidden[R (G + 1), hidden]``, of R sequences with G drafts each."""
+        logits = self._model.compute_logits(hidden)
+        self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._drafts)])
 
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
@@ -197,7 +227,9 @@ class ModelRunner:
             self.warm_up().run()
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
-            limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size)
+            limits = GraphLimits(
+                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
+            )
             capture = GraphCapture(self._model.rehearsal, self._device)
             self._graphs = StepGraphs(self._captured, limits, self._device, self._may_share, self._regimes, capture)
 
@@ -213,6 +245,9 @@ class ModelRunner:
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
         if step.parameters is not None:
             self._seats.tell(step.parameters)
+        if step.copies is not None:
+            assert self._copies is not None  # it has started
+            self._copies.run(step.copies)
         changed = False
         if self._processors is not None:
             self._processors.admit(step.admitted)
@@ -221,10 +256,14 @@ class ModelRunner:
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
             batch, tokens = captured.batch, captured.tokens
-            hidden = captured.hidden[: padded(step.num_rows, self._sampled)]
+            hidden = captured.hidden
+            if not step.segments.verify.sequences:
+                hidden = hidden[: padded(step.num_rows, self._sampled)]
             everything = hidden  # if all are wanted, these are decodes alone: every token is a row
         else:
-            rows = padded(step.num_rows, self._sampled)
+            rows = step.num_rows
+            if not step.segments.verify.sequences:
+                rows = padded(rows, self._sampled)
             bound = self._regimes.bound(step.segments, step.longest)
             batch, tokens = upload_step(step, rows, self._block_size, self._device, bound), None
             everything = hidden = self._run_eagerly(step, batch)
@@ -232,31 +271,61 @@ class ModelRunner:
                 prompt_logprobs = self._prompt_logprobs(step, everything)
                 hidden = everything[batch.inputs.logit_rows]
         pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None) if step.pooled else ()
-        if step.num_rows and not step.draws:
-            tokens = torch.zeros(step.num_rows, dtype=torch.int64, device=self._device)  # nobody reads them
-        elif step.num_rows and (tokens is None or changed or not step.plain):
-            logits = self._model.compute_logits(hidden)[: step.num_rows]
-            tokens, logprobs, whole, errors = self._sampler.sample(logits, batch.sampling(step.num_rows), step)
-        tokens = None if tokens is None else tokens[: step.num_rows]
-        return RunningStep(step.samples, tokens, logprobs, prompt_logprobs, self._device, whole, errors, pooled)
+        rows, drafts = step.num_rows, None
+        if step.segments.verify.sequences:
+            drafts = self._seats.drafts[:rows]
+        if rows and not step.draws:
+            tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
+        elif rows and (tokens is None or changed or not step.plain):
+            logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
+            sampling = batch.sampling(rows)
+            drawn = (
+                self._sampler.sample(logits, sampling, step)
+                if drafts is None
+                else self._sampler.sample_drafts(logits, sampling, drafts, step)
+            )
+            tokens, logprobs, whole, errors = drawn
+        self._seats.tell_tokens(step.tokens)
+        for new in step.tokens:
+            if self.drafter is not None and new.past is not None:
+                self.drafter.remember(upload([new.past], self._device)[0])
+        tokens = None if tokens is None else tokens[:rows]
+        scores = logprobs, prompt_logprobs
+        return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafts)
 
     def _run_eagerly(self, step: Step, batch: Batch) -> torch.Tensor:
         """Hidden states of the tokens that are sampled from (and of padding), or of all."""
-        everyone = step.num_rows == step.segments.tokens  # then the rows are in their order already
-        return self._advance(batch, None if everyone or step.wants_all else batch.inputs.logit_rows)
+        rows = batch.inputs.logit_rows
+        verifies = step.segments.verify.sequences > 0  # then every token is sampled from
+        if step.all_sampled or step.wants_all or verifies:
+            return self._advance(batch, None)
+        if step.num_rows >= step.segments.tokens:  # many continuations of few tokens: the start has seen these kernels
+            return self._advance(batch, None)[rows]
+        return self._advance(batch, rows)
 
     def _advance(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
         """:meth:`_forward` from the state of the seats that the step before has left."""
         self._seats.advance(batch)
+        count = batch.metadata.segments.verify.sequences
+        if self.drafter is not None and count:
+            inputs, drafts = batch.inputs, self._seats.drafts
+            assert self._seats.history is not None  # there are drafts
+            ids = inputs.input_ids[: count * (1 + self._drafts)].view(count, -1)
+            rows_of = inputs.seats, inputs.starts, inputs.drafts
+            self.drafter.propose(self._seats.history, *rows_of, ids, drafts[:count])
         return self._forward(batch, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a graph holds of a step: of decodes alone all of it, from the last tokens to the next ones."""
-        if not batch.metadata.segments.only_decodes:
+        _, verify, chunk = batch.metadata.segments
+        if chunk.tokens:
             return self._advance(batch, batch.inputs.logit_rows), None
         hidden = self._advance(batch, None)
         if not self._model.spec.logits:
             return hidden, None
+        if verify.sequences:
+            drafts, sampling = self._seats.drafts[: verify.sequences], batch.sampling(verify.sequences)
+            return hidden, self._sampler.verify(self._model.compute_logits(hidden), sampling, drafts)
         return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:

@@ -13,16 +13,16 @@ from tritonllm.engine.inputs import upload
 from tritonllm.engine.processors import BatchProcessors, Errors, apply_to_rows
 from tritonllm.engine.results import LogprobTensors
 from tritonllm.engine.step import Step
-from tritonllm.kernels import apply_token_bitmask, sample, token_logprobs
+from tritonllm.kernels import apply_token_bitmask, rejection_sample, sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
-from tritonllm.kernels.sampling.seat_state import SamplingRows
+from tritonllm.kernels.sampling.seats import SamplingRows, Verdict
 
 
 class Drawn(NamedTuple):
     """What a step drew.
 
     Attributes:
-        tokens: ``[R]`` int64, valid until the next draw.
+        tokens: ``[R]`` int64, or ``[R, G]`` of a step with drafts, -1 behind those of a row; valid until the next draw.
         logprobs: of the model's own distribution, before edits, if a request wants them.
         errors: what went wrong in requests' processors, by request id.
         whole: rows whose requests want the whole vocabulary, with those. Each is computed when it is asked for, before
@@ -42,12 +42,21 @@ class Sampler:
         drawn: ``[seats]`` int64, where tokens are written.
         vocab: size of the vocabulary.
         processors: change the logits of whole steps.
+        verdict: where those of steps with drafts are written; ``None`` if there never are any.
     """
 
-    def __init__(self, drawn: torch.Tensor, vocab: int, processors: BatchProcessors | None = None) -> None:
+    def __init__(
+        self,
+        drawn: torch.Tensor,
+        vocab: int,
+        processors: BatchProcessors | None = None,
+        verdict: Verdict | None = None,
+    ) -> None:
         self._processors = processors
         self._drawn = drawn
-        self._workspace = torch.zeros(len(drawn), dtype=torch.int32, device=drawn.device)
+        self._verdict = verdict
+        rows = len(drawn) if verdict is None else verdict.ids.numel()
+        self._workspace = torch.zeros(rows, dtype=torch.int32, device=drawn.device)
         self._size = len(drawn), vocab
         self._state: LogitEdits | None = None
 
@@ -56,6 +65,79 @@ class Sampler:
         captured in a graph."""
         return sample(logits, *inputs, workspace=self._workspace, out=self._drawn[: len(logits)])
 
+    def verify(self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor) -> torch.Tensor:
+        """The tokens of R rows with ``drafts[R, G]`` from ``logits[R (G + 1), V]`` float32 -> ``[R, G + 1]`` int64, -1
+        behind those of a row, valid until the next time. Can be captured in a graph.
+
+        A row draws at each place what it would have drawn without drafts, and a draft is accepted where it is that
+        token. Drafts that were not drawn themselves are so accepted as often as any method allows.
+        """
+        assert self._verdict is not None  # there are drafts
+        rows = len(drafts)
+        out = self._verdict.ids[:rows], self._verdict.accepted[:rows]
+        temperature, top_k, top_p, min_p, *noise = inputs
+        logits = logits.view(rows, -1, logits.shape[1])
+        given = (drafts, None, logits, temperature, top_k, top_p, *noise)
+        return rejection_sample(*given, min_p=min_p, workspace=self._workspace, out=out)[0]
+
+    def sample_drafts(self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor, step: Step) -> Drawn:
+        """:meth:`verify`, whatever the R requests of a step ask for."""
+        errors: Errors = {}
+        batch = self._wanting(step)
+        if step.changed or batch is not None:
+            tokens = self._verify_one_by_one(logits, inputs, drafts, step, errors)
+        else:
+            tokens = self.verify(logits, inputs, drafts)
+        each = tokens.shape[1]
+        flat = tokens.flatten()
+        logprobs = None if step.logprobs is None else token_logprobs(logits, flat.clamp_min(0), step.logprobs)
+        vocab = logits.shape[1]
+        firsts = [i * each for i in step.whole_logprobs]  # such requests have no drafts
+        whole = ((i, token_logprobs(logits[i : i + 1], flat[i : i + 1], vocab)) for i in firsts)
+        return Drawn(tokens, logprobs, whole, errors)
+
+    def _verify_one_by_one(
+        self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor, step: Step, errors: Errors
+    ) -> torch.Tensor:
+        """What changes a token's logits depends on the tokens before it. So each row goes on, a token at a time, as
+        long as its drafts are the tokens that it draws."""
+        assert self._verdict is not None  # there are drafts
+        rows, batch = len(drafts), self._wanting(step)
+        ids, accepted = self._verdict.ids[:rows], self._verdict.accepted[:rows]
+        goes_on = torch.ones(rows, dtype=torch.bool, device=logits.device)
+        accepted.fill_(-1)
+        edits = seats = None
+        if step.edited is not None:
+            edits = self._told(step.new_edits)
+            (seats,) = upload([step.edited], logits.device)
+        for place in range(drafts.shape[1] + 1):
+            mine = logits.view(rows, -1, logits.shape[1])[:, place].clone()  # changes are made in place
+            now = inputs._replace(steps=inputs.steps + place)
+            if place == 0:  # requests with functions or masks of their own have no drafts
+                errors |= apply_to_rows(mine, step.processors)
+            if batch is not None:
+                errors |= batch.apply(mine, now.steps, step, goes_on)
+            if place == 0 and step.masks is not None:
+                at, words = upload(step.masks, logits.device)
+                apply_token_bitmask(mine, at, words)
+            if edits is None or seats is None:
+                tokens = sample(mine, *now, workspace=self._workspace)
+            else:
+                seats = torch.where(goes_on, seats, -1)
+                tokens = sample(mine, *now, edits=edits, seats=seats, workspace=self._workspace)
+                count_tokens(edits, seats, tokens)
+            if batch is not None:
+                batch.count(tokens, step, goes_on)
+            ids[:, place] = torch.where(goes_on, tokens, -1)
+            accepted += goes_on
+            if place < drafts.shape[1]:
+                goes_on = goes_on & (tokens == drafts[:, place])
+        return ids
+
+    def _wanting(self, step: Step) -> BatchProcessors | None:
+        """The processors of whole steps, if this one wants them."""
+        return self._processors if self._processors is not None and self._processors.wanted(step) else None
+
     def sample(self, logits: torch.Tensor, inputs: SamplingRows, step: Step) -> Drawn:
         """One token for each row, whatever its request asks for.
 
@@ -63,7 +145,7 @@ class Sampler:
             logits: ``[R, V]`` float32; rows of requests that change them are overwritten.
             step: whose R rows they are.
         """
-        batch = self._processors if self._processors is not None and self._processors.wanted(step) else None
+        batch = self._wanting(step)
         changed = step.changed or batch is not None
         raw = logits.clone() if changed and step.logprobs is not None else logits  # changes are made in place
         errors = apply_to_rows(logits, step.processors)
@@ -125,6 +207,17 @@ class Sampler:
         apply_token_bitmask(logits, rows, rows.new_empty(1, -(-logits.shape[1] // 32)))
         for top in (0, 5):
             token_logprobs(logits, tokens, top)
+
+    def warm_up_drafts(self, logits: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Run every kernel that R requests with ``drafts[R, G]`` may need on ``logits[R (G + 1), V]``."""
+        n, device = len(drafts), logits.device
+        index = torch.zeros(n, dtype=torch.int64, device=device)
+        ones = torch.ones(n, dtype=torch.float32, device=device)
+        top_k = torch.zeros(n, dtype=torch.int32, device=device)
+        self.verify(logits, SamplingRows(ones, top_k, ones, 0 * ones, index, index), drafts)
+        self.warm_up(logits.view(n, -1, logits.shape[1])[:, 0].contiguous())
+        for top in (0, 5):
+            token_logprobs(logits, torch.zeros(len(logits), dtype=torch.int64, device=device), top)
 
 
 def _make_state(seats: int, vocab: int, device: torch.device) -> LogitEdits:

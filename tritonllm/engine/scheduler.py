@@ -20,7 +20,7 @@ nothing beyond, and what it computes there is dropped. The host learns the numbe
 When a running request cannot get a block, the last one in order, possibly itself, is preempted: it gives back its
 blocks and waits again, to be computed anew (recomputation: Kwon et al., "PagedAttention", SOSP 2023); what the prefix
 cache still holds of it by then is not lost. As in vLLM, a waiting request never takes a seat or a block from a running
-one, whatever its priority.
+one, whatever its priority. The sequences of one user's request come and go together (:mod:`tritonllm.engine.gang`).
 
 Why every request ends:
 
@@ -47,9 +47,12 @@ from operator import attrgetter
 
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.endings import cut
+from tritonllm.engine.gang import fork, free, last_gang, parent_in, prompt_blocks, room_for
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.speculation import Drafting
 from tritonllm.engine.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -70,18 +73,24 @@ class Scheduler:
         cache: block size and whether prefixes are cached.
         num_blocks: blocks in the pool.
         max_model_len: most tokens of prompt and output together.
-        most_drafts: drafts of a request in a step of its last token, as far as tokens and its length allow.
+        drafts: of requests in steps of their last tokens, as far as tokens and their lengths allow.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheConfig, num_blocks: int, max_model_len: int, most_drafts: int = 0
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        max_model_len: int,
+        drafts: Drafting | None = None,
     ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
         self.config = config
         self.block_size = cache.block_size
         self.max_model_len = max_model_len
-        self._most_drafts = most_drafts
+        self._drafting = drafts or Drafting()
+        self._most_new_blocks = 1 + -(-2 * self._drafting.most // cache.block_size)  # of a running request in a step
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(cache.block_size, self.pool) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
@@ -96,6 +105,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
         self._free_seats = list(range(self.config.max_num_seqs))
+        self._copies: list[tuple[int, int]] = []  # of the step that is being planned
 
     def reset(self) -> None:
         """Begin anew, with no request, all blocks free and nothing cached. Only totals stay, and admission numbers go
@@ -135,19 +145,8 @@ class Scheduler:
         length = len(request.prompt_token_ids)
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
-        if request.status is not RequestStatus.WAITING or request.output_token_ids:
-            raise ValueError(f"request {request.request_id!r} has run before: make a new one")
-        if length == 0:
-            raise ValueError("prompt_token_ids is empty: a prompt needs at least one token")
+        request.check(self.max_model_len)
         pools = request.pooling is not None  # then its new token takes no room
-        most = self.max_model_len + pools
-        if request.params.max_tokens is not None:
-            most = min(most, length + request.params.max_tokens)
-        if not length < request.max_total_tokens <= most:
-            raise ValueError(
-                f"max_total_tokens must be more than the prompt's {length} tokens and at most {most} "
-                f"(max_model_len, and the prompt with max_tokens), got {request.max_total_tokens}"
-            )
         needed = self._blocks_for(length + (not pools))
         if needed > self.pool.num_blocks:
             raise ValueError(
@@ -164,6 +163,7 @@ class Scheduler:
         request.ends = frozenset() if request.params.ignore_eos else request.eos_token_ids
         request.ends = request.ends.union(request.params.stop_token_ids or ())
         request.watched = request.params.repetition_detection is not None
+        self._drafting.begin(request)
         self._requests[request.request_id] = request
         self._waiting.push(request)
 
@@ -206,11 +206,13 @@ class Scheduler:
         It holds at least one token if any request is unfinished and no step is in flight. Takes time in its number of
         requests and new blocks (and the cached blocks of the first request that has to wait), not in their lengths.
         """
-        preempted: list[Request] = []
+        preempted = self._preempt_gangs()
         scheduled = self._serve_running(preempted)
-        if not preempted:
-            self._admit(scheduled)
-        return StepPlan.of(scheduled, preempted)
+        forks = {} if preempted else self._admit(scheduled)
+        copies, self._copies = tuple(self._copies), []
+        if copies:  # their sources were kept until now: nothing else of this step may be written there
+            self.pool.release(source for source, _ in copies)
+        return StepPlan.of(self._drafting.fit(scheduled), preempted, forks, copies)
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
@@ -239,6 +241,7 @@ class Scheduler:
             request.num_pending_tokens -= 1
             if drafts:
                 request.num_possible_tokens -= drafts
+                self._drafting.learn(request, len(tokens) - 1)
                 if request.status is RequestStatus.RUNNING:  # else its blocks are gone
                     request.num_computed_tokens += len(tokens) - 1
             if request.status.is_finished:
@@ -247,7 +250,7 @@ class Scheduler:
             output += tokens  # also of a request that was preempted since
             total, ending = len(request.prompt_token_ids) + len(output), None
             if total >= request.length_limit or not request.ends.isdisjoint(tokens) or request.watched:
-                ending = self._cut(request, len(tokens))
+                ending = cut(request, len(tokens))
             if ending is not None:
                 new_tokens.append((request, tokens[: len(tokens) + request.num_tokens - total]))
                 self._just_ended[request.request_id] = request
@@ -261,8 +264,8 @@ class Scheduler:
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
-        budget, size, most_drafts = self.config.max_num_batched_tokens, self.block_size, self._most_drafts
-        at = 0
+        budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
+        possible, most_drafts = self._drafting.most, self._drafting.now(self._running)
         while budget > 0 and at < len(self._running):
             request = self._running[at]
             at += 1
@@ -274,11 +277,11 @@ class Scheduler:
             start = request.num_computed_tokens
             end = last = min(total, start + budget)
             drafts = 0
-            if most_drafts:
-                if start + 1 == total and not request.controls:  # which restrict one token at a time
+            if possible:
+                if most_drafts and start + 1 == total:
                     # a token of the budget is left for each request behind it
                     room = min(budget - 1 - len(self._running) + at, request.length_limit - 1 - total)
-                    drafts = max(0, min(most_drafts, room))
+                    drafts = max(0, min(most_drafts, request.num_drafts, room))
                 last = min(end + request.num_possible_tokens + drafts, request.length_limit - 1)
             if last > len(request.block_ids) * size:  # one step of a request in `size`
                 needed = self._blocks_for(last) - len(request.block_ids)
@@ -287,6 +290,9 @@ class Scheduler:
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last itself: those before it are scheduled, and none is left behind it
                 request.block_ids += self.pool.allocate_many(needed)
+                if request.tail is not None:
+                    self._copies.append((request.tail, request.block_ids[-needed]))
+                    request.tail = None
             scheduled.append(self._advance(request, end, total, drafts))
             budget -= end - start + drafts
         return scheduled
@@ -304,28 +310,45 @@ class Scheduler:
             self.prefix_cache.insert(request)
         return ScheduledRequest(request, start, end - start + drafts, samples, pending > 0, drafts)
 
-    def _admit(self, scheduled: list[ScheduledRequest]) -> None:
-        """Start waiting requests, in order, until one does not fit; append their first chunks to ``scheduled``."""
+    def _admit(self, scheduled: list[ScheduledRequest]) -> dict[Request, list[ScheduledRequest]]:
+        """Start waiting requests, in order, until one does not fit; append their first chunks to ``scheduled``.
+
+        Returns:
+            For requests in ``scheduled`` those that share all that they have computed, and sample from the same row.
+        """
         budget = self.config.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
-        while budget > 0 and len(self._running) < self.config.max_num_seqs:
+        forks: dict[Request, list[ScheduledRequest]] = {}
+        while len(self._running) < self.config.max_num_seqs:
             request = self._waiting.first()
-            if request is None or not request.may_start(budget) or not self._allocate_known(request):
-                return
+            if request is None or request.num_pending_tokens:
+                break
+            parent = parent_in(scheduled, request) if request.siblings else None
+            if parent is not None:
+                if self.pool.num_free <= len(self._running):
+                    break
+                fork(parent, request, self.pool, self.block_size)
+            elif budget <= 0 or not request.may_start(budget) or not self._allocate_known(request):
+                break
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING
             request.seat, request.admission = self._free_seats.pop(), next(self._admissions)
             insort(self._running, request, key=_ORDER)
             total = request.num_tokens
-            end = min(total, request.num_computed_tokens + budget)
-            scheduled.append(self._advance(request, end, total))
-            budget -= scheduled[-1].num_tokens
+            item = self._advance(request, min(total, request.num_computed_tokens + budget), total)
+            budget -= item.num_tokens
+            (scheduled if parent is None else forks.setdefault(parent, [])).append(item)
+        return forks
 
     def _allocate_known(self, request: Request) -> bool:
-        """Give a waiting request the blocks of all its known tokens, cached ones first; false if they are too few."""
+        """Give a waiting request the blocks of all its known tokens, cached ones first; false if they are too few, or
+        if its siblings would not fit beside it (unless it is alone: then it need not wait for more)."""
         total, spare = self._blocks_for(request.num_tokens), self.pool.num_free - len(self._running)
+        if request.siblings and self._running:
+            seats, blocks = room_for(request, self.block_size)
+            spare = spare - blocks if seats <= len(self._free_seats) else 0
         if spare < 1:  # at least one block is never a cached one: no need to look
             return False
-        cached = self.prefix_cache.match(request) if self.prefix_cache else []
+        cached = self.prefix_cache.match(request) if self.prefix_cache else prompt_blocks(request, self.block_size)
         shared = self.pool.count_used(cached)  # the other cached ones are in the free list
         if total - shared > spare:
             return False
@@ -339,6 +362,27 @@ class Scheduler:
                 self.prefix_cache.count(request)
         return True
 
+    def _preempt_gangs(self) -> list[Request]:
+        """If the blocks will not last for this step, preempt whole gangs from the back, and single requests between
+        them; the only one that is left is preempted by its members, where it must."""
+        preempted: list[Request] = []
+        if self.pool.num_free >= self._most_new_blocks * len(self._running) or not any(
+            request.siblings for request in self._running
+        ):
+            return preempted
+        while self.pool.num_free < sum(map(self._new_blocks, self._running)):
+            count = last_gang(self._running)
+            if count == len(self._running):
+                break
+            preempted += [self._preempt_last() for _ in range(count)]
+        return preempted
+
+    def _new_blocks(self, request: Request) -> int:
+        """Blocks that a running request may need for its next step."""
+        known = request.num_tokens + request.num_pending_tokens
+        last = min(known + request.num_possible_tokens + self._drafting.most, request.length_limit - 1)
+        return max(0, self._blocks_for(last) - len(request.block_ids))
+
     def _preempt_last(self) -> Request:
         request = self._running.pop()
         self._free(request)
@@ -351,33 +395,6 @@ class Scheduler:
         self._preemptions += 1
         return request
 
-    def _cut(self, request: Request, new: int) -> tuple[RequestStatus, int | str | None] | None:
-        """Find the first of the ``new`` last tokens of an output that ends it, and drop those behind it; returns the
-        status and the stop reason, ``None`` if there is none."""
-        output = request.output_token_ids
-        for length in range(len(output) - new + 1, len(output) + 1):
-            ending = self._ending(request, length)
-            if ending is not None:
-                del output[length:]
-                return ending
-        return None
-
-    def _ending(self, request: Request, length: int) -> tuple[RequestStatus, int | str | None] | None:
-        """How an output that is ``length`` tokens long ends, if it does. An end-of-sequence or stop token, or a
-        repetition, counts from ``min_tokens`` on; where it meets the length limit, it is the reason."""
-        params, token = request.params, request.output_token_ids[length - 1]
-        if length >= params.min_tokens:
-            if token in request.eos_token_ids and not params.ignore_eos:
-                return RequestStatus.FINISHED_STOPPED, None
-            if params.stop_token_ids and token in params.stop_token_ids:
-                return RequestStatus.FINISHED_STOPPED, token
-            repeats = params.repetition_detection
-            if repeats is not None and repeats.found(request.output_token_ids, length):
-                return RequestStatus.FINISHED_REPETITION, "repetition_detected"
-        if len(request.prompt_token_ids) + length >= request.length_limit:
-            return RequestStatus.FINISHED_LENGTH, None
-        return None
-
     def _end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
         runs = request.status is RequestStatus.RUNNING
         request.status, request.stop_reason = status, stop_reason
@@ -389,9 +406,7 @@ class Scheduler:
             self._waiting.count_ended()
 
     def _free(self, request: Request) -> None:
-        self.pool.release(reversed(request.block_ids))  # so that a sequence's tail is evicted before its head
-        request.block_ids = []
-        request.num_labelled_blocks = 0
+        free(request, self.pool)
         assert request.seat is not None  # it runs
         self._free_seats.append(request.seat)
         request.seat = None

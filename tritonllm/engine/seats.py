@@ -23,6 +23,7 @@ class SeatTable:
     Attributes:
         tables: ``[seats, max_blocks]`` int32, block tables. Beyond a request's blocks they hold what was there before.
         parameters: what sampling wants, each ``[seats]``.
+        limits: ``[seats]`` int32: how many tokens of a sequence may have their keys and values stored.
         changed: some of it since :meth:`take_parameters`.
         edits: ``[seats]`` bool: logits are edited at every token.
         edited_lens: ``[seats]`` int64: they are edited while the sequence is shorter.
@@ -38,6 +39,7 @@ class SeatTable:
         self.tables = np.zeros((seats, max_blocks), dtype=np.int32)
         self.parameters = SamplingParameters(**{n: np.zeros(seats, dtype=c.dtype) for n, c in PARAMETERS.items()})
         self.changed = False
+        self.limits = np.ones(seats, dtype=np.int32)
         self.edited_lens = np.zeros(seats, dtype=np.int64)
         self.logprobs = np.full(seats, -1, dtype=np.int64)
         self.edits, self.edits_told = np.zeros((2, seats), dtype=bool)
@@ -80,6 +82,7 @@ class SeatTable:
         self._admissions[seat] = request.admission
         self._num_blocks[seat] = 0
         self._admitted.append(request)
+        self.limits[seat] = max(1, request.length_limit - 1)  # the last token is never computed
         mine.temperature[seat] = 0.0 if params.greedy else params.temperature
         mine.top_k[seat] = max(params.top_k, 0)
         mine.top_p[seat] = params.top_p

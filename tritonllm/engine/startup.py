@@ -19,6 +19,7 @@ from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.precompile import BackgroundCompiler, Target
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.speculation import Drafting, most_verified
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.kernels.compile.cache_folder import read_kernels_from
 from tritonllm.kernels.compile.monitor import MONITOR
@@ -289,6 +290,14 @@ def log_ready(
     )
 
 
+def drafting_of(config: EngineConfig) -> Drafting:
+    """What the scheduler is told of drafts."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return Drafting()
+    return Drafting(speculative.num_speculative_tokens, most_verified(speculative), adaptive=True)
+
+
 class Parts(NamedTuple):
     """What an engine is made of."""
 
@@ -356,7 +365,7 @@ def load_parts(config: EngineConfig) -> Parts:
         scheduler=resolve_async(config.scheduler, device.type),
     )
     runner.start(num_blocks, max_model_len)
-    scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len)
+    scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len, drafting_of(config))
     eos = end_tokens(spec, generation_config, tokenizer)
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed, defaults),

@@ -15,7 +15,7 @@ import numpy as np
 
 from tritonllm.engine.edits import SeatEdits
 from tritonllm.engine.pooled_spans import PooledSpan
-from tritonllm.layers.segments import Segment, Segments, decodes
+from tritonllm.layers.segments import Segment, Segments
 from tritonllm.sampling_params import SamplingParams
 
 ALIGNMENT = 16  # bytes: kernels are compiled for pointers that are multiples of it
@@ -28,9 +28,10 @@ class Per(enum.Enum):
     TOKEN = enum.auto()
     SEQUENCE = enum.auto()
     DECODE = enum.auto()
+    VERIFY = enum.auto()  # each verified sequence
     VERIFY_START = enum.auto()  # each verified sequence, and one more
     CHUNK_START = enum.auto()  # each prompt chunk, and one more
-    ROW = enum.auto()  # each token that is sampled from
+    ROW = enum.auto()  # each sequence that is sampled from
     SEAT = enum.auto()  # each request that may run at once
 
 
@@ -55,17 +56,19 @@ class StepInputs(Generic[Array]):
     """The inputs of one forward pass and of the draw that follows it.
 
     Of decodes the host sends what it decides; the device derives the rest from their seats
-    (:func:`~tritonllm.kernels.advance_seats`).
+    (:func:`~tritonllm.kernels.advance_seats`), and so it does of verified sequences, which are decodes with drafts.
 
     Attributes:
-        input_ids: -1 for a decode whose last token only the device knows.
+        input_ids: -1 for a decode whose last token only the device knows, and for drafts that the device makes.
         positions: each token's place in its sequence; of decodes derived.
         slot_mapping: where its key and value go; of decodes derived.
-        logit_rows: the tokens that are sampled from, in their order.
+        logit_rows: the tokens that are sampled from, in their order; of a verified sequence the first one.
         seats: whose they are.
         starts: their positions; -1 for a decode of which only the device knows it.
+        limits: so many positions of a decode may get a slot; the device may be further than the host knows.
         seq_lens: keys of a sequence, this step's tokens included; of decodes at least so many, and derived.
         decode_order: the decodes from the longest to the shortest.
+        drafts: how many a verified sequence may have.
         verify_starts, cu_seqlens_q: see :class:`~tritonllm.layers.metadata.AttentionMetadata`.
     """
 
@@ -75,10 +78,12 @@ class StepInputs(Generic[Array]):
     input_ids: Array = field(metadata=_column(np.int32, Per.TOKEN))
     seq_lens: Array = field(metadata=_column(np.int32, Per.SEQUENCE))
     decode_order: Array = field(metadata=_column(np.int32, Per.DECODE))
+    drafts: Array = field(metadata=_column(np.int32, Per.VERIFY))
     verify_starts: Array = field(metadata=_column(np.int32, Per.VERIFY_START))
     cu_seqlens_q: Array = field(metadata=_column(np.int32, Per.CHUNK_START))
     seats: Array = field(metadata=_column(np.int32, Per.ROW, padding=-1))
     starts: Array = field(metadata=_column(np.int32, Per.ROW, padding=-1))
+    limits: Array = field(metadata=_column(np.int32, Per.ROW, padding=1))
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class Room(NamedTuple):
 
     Attributes:
         segments: sequences and tokens.
-        rows: tokens that are sampled from.
+        rows: sequences that are sampled from.
     """
 
     segments: Segments
@@ -126,6 +131,7 @@ class Room(NamedTuple):
             Per.TOKEN: segments.tokens,
             Per.SEQUENCE: segments.sequences,
             Per.DECODE: segments.decode.sequences,
+            Per.VERIFY: segments.verify.sequences,
             Per.VERIFY_START: segments.verify.sequences + 1,
             Per.CHUNK_START: segments.chunk.sequences + 1,
             Per.ROW: self.rows,
@@ -230,6 +236,20 @@ class SeatedRequest(NamedTuple):
     output: list[int]
 
 
+class SeatTokens(NamedTuple):
+    """The tokens of a request that takes a seat, for drafters that look back.
+
+    Attributes:
+        seat: whose.
+        token_ids: int32.
+        past: the output of the request that had the seat before, if that has ended and the drafter remembers it.
+    """
+
+    seat: int
+    token_ids: np.ndarray
+    past: np.ndarray | None = None
+
+
 class PromptSpan(NamedTuple):
     """Prompt tokens whose log-probabilities a request wants of this step.
 
@@ -250,7 +270,7 @@ class PromptSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What a device must know to run a step of B sequences, T tokens and R rows that are sampled from.
+    """What a device must know to run a step of B sequences and T tokens, of which R sequences are sampled from.
 
     Attributes:
         segments: of its sequences.
@@ -269,6 +289,9 @@ class Step:
         admitted: requests that are new to their seats, if processors of whole batches want to know.
         prompt_spans: prompt tokens to report on.
         pooled: the tokens of prompts that are pooled.
+        copies: ``[N, 2]`` int64, blocks and those that they are copied to before anything is written; ``None`` for
+            none.
+        tokens: of requests that are new to their seats, if a drafter wants to know.
     """
 
     segments: Segments
@@ -287,6 +310,8 @@ class Step:
     admitted: tuple[SeatedRequest, ...] = ()
     prompt_spans: tuple[PromptSpan, ...] = ()
     pooled: tuple[PooledSpan, ...] = ()
+    copies: np.ndarray | None = None
+    tokens: tuple[SeatTokens, ...] = ()
 
     @property
     def wants_all(self) -> bool:
@@ -300,8 +325,14 @@ class Step:
 
     @property
     def num_rows(self) -> int:
-        """R, the tokens that are sampled from."""
+        """R, the sequences that are sampled from."""
         return len(self.inputs.logit_rows)
+
+    @property
+    def all_sampled(self) -> bool:
+        """The rows are the tokens, in their order. (Not so if some rows are of one token.)"""
+        rows = self.inputs.logit_rows
+        return len(rows) == self.segments.tokens and bool((rows == np.arange(len(rows))).all())
 
     @property
     def plain(self) -> bool:
@@ -318,7 +349,8 @@ def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:
     """Write every element of the arrays of a step that ``room`` holds: each segment, and padding up to the next one.
 
     The padded prompt tokens are dealt out to the chunks that are not there, at least one: they read whatever lies in
-    block 0 and store nothing, so every row of the step is an ordinary, finite one. A padded decode has length 0.
+    block 0 and store nothing, so every row of the step is an ordinary, finite one. So are padded drafts dealt out. A
+    padded decode has length 0.
     """
     have, rows = step.segments, step.num_rows
     exact = have == room.segments
@@ -335,10 +367,12 @@ def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:
         return
     n, held = have.decode.sequences, room.segments.decode.sequences
     into.decode_order[n:] = np.arange(n, held)
-    into.verify_starts[have.verify.sequences + 1 :] = have.verify.tokens
-    if room.segments.chunk.tokens:
+    _, verify, chunk = room.segments
+    if verify.tokens or chunk.tokens:
         into.logit_rows[:rows] = _moved(step.inputs.logit_rows, have, room.segments)
-        _deal_out(into, have.chunk, room.segments)
+        lens = into.seq_lens[held:]
+        _deal_out(into.verify_starts, lens[: verify.sequences], have.verify, verify)
+        _deal_out(into.cu_seqlens_q, lens[verify.sequences :], have.chunk, chunk)
 
 
 def _spread(values: np.ndarray, out: np.ndarray, padding: float, have: list[int], room: list[int]) -> None:
@@ -359,47 +393,8 @@ def _moved(tokens: np.ndarray, have: Segments, room: Segments) -> np.ndarray:
     return tokens + np.where(behind, chunks, np.where(tokens >= have.decode.tokens, drafts, 0))
 
 
-def _deal_out(into: StepInputs[np.ndarray], have: Segment, room: Segments) -> None:
-    """Give the padding's prompt tokens to the padding's chunks."""
-    count, held = have.sequences, room.chunk.sequences
-    starts = into.cu_seqlens_q
-    starts[count:] = np.linspace(have.tokens, room.chunk.tokens, held + 1 - count).astype(np.int32)
-    into.seq_lens[room.sequences - held + count :] = np.diff(starts[count:])
-
-
-def dummy_step(
-    num_decodes: int,
-    chunks: list[int],
-    *,
-    rows: int,
-    width: int,
-    shared: bool = False,
-    longest: int = 1,
-) -> Step:
-    """A step for the warm-up: decodes of empty sequences, and prompt chunks of so many tokens, without a past.
-
-    It stores nothing and reads no weights' values.
-
-    Args:
-        rows: tokens that are sampled from.
-        width: of the block table.
-        shared: with a plan for a shared prefix, which nobody shares.
-        longest: what the step says of its decodes' lengths.
-    """
-    segments = Segments(decodes(num_decodes), chunk=Segment(len(chunks), sum(chunks), max(chunks, default=0)))
-    room = Room(segments, rows)
-    arrays = {n: np.full(room.count(c.per), c.padding, dtype=c.dtype) for n, c in COLUMNS.items()}
-    inputs = StepInputs(**arrays)
-    inputs.decode_order[:] = np.arange(num_decodes)
-    inputs.cu_seqlens_q[1:] = np.cumsum(chunks)
-    inputs.seq_lens[num_decodes:] = chunks
-    inputs.positions[num_decodes:] = np.concatenate([np.arange(n) for n in chunks]) if chunks else 0
-    inputs.logit_rows[:] = np.arange(rows)
-    return Step(
-        segments,
-        inputs,
-        block_tables=np.zeros((segments.sequences, width), dtype=np.int32),
-        samples=np.zeros(segments.sequences, dtype=bool),
-        longest=longest,
-        shared=SharedPrefix(width, np.zeros(num_decodes, dtype=bool)) if shared else None,
-    )
+def _deal_out(starts: np.ndarray, lens: np.ndarray, have: Segment, room: Segment) -> None:
+    """Give the padding's tokens of a segment to the padding's sequences."""
+    count = have.sequences
+    starts[count:] = np.linspace(have.tokens, room.tokens, room.sequences + 1 - count).astype(np.int32)
+    lens[count:] = np.diff(starts[count:])

@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import torch
 
+from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import Batch, upload_step
-from tritonllm.engine.step import Step, dummy_step
+from tritonllm.engine.step import Step
 from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import Segments, decodes
 
@@ -31,6 +32,7 @@ class WarmUp:
     Args:
         forward: ``(batch, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
         sample: ``hidden[R, hidden]`` to tokens: logits and every kind of sampling that requests may ask for.
+        copy: copies blocks of the cache.
         device: where the steps run.
         block_size: tokens of a cache block.
         max_model_len: the longest sequence that may come.
@@ -39,12 +41,16 @@ class WarmUp:
         padded: tokens of larger steps, which captured ones have by their padding.
         may_share: whether a step of so many decodes can come with a plan for their shared prefix.
         regimes: of the lengths.
+        verify: of hidden states, as ``sample``, for steps with drafts.
+        drafts: of each sequence in such a step; 0 if there never are any.
+        verified: most sequences of such a step.
     """
 
     def __init__(
         self,
         forward: Forward,
         sample: Callable[[torch.Tensor], object],
+        copy: Callable[[], object],
         *,
         device: torch.device,
         block_size: int,
@@ -54,9 +60,13 @@ class WarmUp:
         padded: Sequence[int],
         may_share: Callable[[int], bool],
         regimes: Regimes,
+        verify: Callable[[torch.Tensor], object],
+        drafts: int = 0,
+        verified: int = 0,
     ) -> None:
         self._forward = forward
         self._sample = sample
+        self._copy = copy
         self._device = device
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -65,9 +75,13 @@ class WarmUp:
         self._padded = padded
         self._may_share = may_share
         self._regimes = regimes
+        self._verify = verify
+        self._drafts = drafts
+        self._verified = verified
 
     def run(self) -> None:
         """Every step."""
+        self._copy()
         widest = -(-self._max_model_len // self._block_size)
         widths = sorted({*warm_up_sizes(widest)[::2], widest})  # every width: 0.2 s more, for no more kernels
         for tokens in (*warm_up_sizes(self._max_num_batched_tokens), *self._padded):
@@ -83,6 +97,10 @@ class WarmUp:
                 self.decode_step(sequences, width, prompt_token=True)
                 for longest in bounds if self._may_share(sequences) else []:
                     self.decode_step(sequences, width, longest=longest, shared=True)
+        for sequences in warm_up_sizes(self._verified) if self._drafts else []:
+            for width in widths:
+                if width * self._block_size > self._drafts:
+                    self.verify_step(sequences, width)
 
     def prefill_step(self, tokens: int, width: int = 1, *, sample: bool = True) -> None:
         """``tokens`` prompt tokens, with logits for as many seats as they could fill.
@@ -119,6 +137,11 @@ class WarmUp:
         """
         step = dummy_step(sequences, [1] * prompt_token, rows=0, width=width, shared=shared, longest=longest)
         self._forward(self._upload(step), None)
+
+    def verify_step(self, sequences: int, width: int) -> None:
+        """Decodes of empty sequences with drafts, and the verdict on these."""
+        step = dummy_step(sequences, [], rows=sequences, width=width, drafts=self._drafts)
+        self._verify(self._forward(self._upload(step), None))
 
     def _upload(self, step: Step) -> Batch:
         bound = self._regimes.bound(step.segments, step.longest)

@@ -40,17 +40,22 @@ _HOME = {
     "apply_token_bitmask": "sampling.bitmask",
     "sample": "sampling.sample",
     "count_tokens": "sampling.edits",
+    "propose_ngrams": "speculative.ngram",
     "rejection_sample": "speculative.rejection",
     "rejection_sample_tree": "speculative.rejection",
     "token_logprobs": "sampling.logprobs",
 }
 
 _HELPERS = {  # what arguments of these operations are made of, or with; no kernels, so no twins
+    "BoundLayer": "attention.bound",
     "CascadePlan": "attention.cascade",
+    "DecodeStep": "attention.bound",
     "Entry": "sampling.edits",
     "LogitEdits": "sampling.edits",
     "Unnormed": "dense.medium",
     "WORKSPACE_SIZE": "attention.decode",
+    "Weight": "dense.weight",
+    "bind_layer": "attention.bound",
     "build_cos_sin_cache": "elementwise.rope_cache",
     "cascade_parts": "attention.cascade",
     "decode_short_keys": "attention.decode",

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from tritonllm.kernels import (
+    BoundLayer,
     apply_rope,
+    bind_layer,
     cascade_decode_attention,
-    fused_decode_attention,
     paged_decode_attention,
     paged_verify_attention,
     qk_norm_rope_store,
@@ -95,6 +96,9 @@ class Attention(nn.Module):
         if spec.qk_norm is not None:
             self.q_norm = Norm(self._norm_shape(spec.num_heads), spec.qk_norm, dtype=dtype, device=device)
             self.k_norm = Norm(self._norm_shape(spec.num_kv_heads), spec.qk_norm, dtype=dtype, device=device)
+        over, after = spec.qk_norm_over, spec.qk_norm_after_rope
+        self._normed_with_rope = spec.qk_norm is not None and normalises_heads(spec.qk_norm.kind, over, after)
+        self._bound: BoundLayer | None = None
         self.sinks = empty_parameter(spec.num_heads, dtype=dtype, device=device) if spec.sinks else None
         slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, device=device)
         self.register_buffer("alibi_slopes", slopes, persistent=False)
@@ -135,45 +139,52 @@ class Attention(nn.Module):
         """What lies between the two projections: ``qkv[T, (H + 2 K) D]``, overwritten, -> ``[T, H D]``."""
         if self.spec.clip_qkv is not None:
             qkv.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
-        cache = kv_cache.k, kv_cache.v
-        rope = (None if cos_sin_cache is None else positions, cos_sin_cache)
-        heads = {"interleaved": self.spec.rope is not None and self.spec.rope.interleaved}
         if self.spec.qk_norm_after_rope:
-            assert cos_sin_cache is not None
-            q, k = self._queries_and_keys(qkv)
-            apply_rope(q, k, positions, cos_sin_cache, **heads)
-            rope = None, None
-        heads |= self._norm_weights(qkv)
-        options: dict[str, Any] = {
-            "scale": self.spec.scale,
-            "window": self.spec.window,
-            "softcap": self.spec.softcap,
-            "sinks": self.sinks,
-            "alibi_slopes": self.alibi_slopes,
-        }
+            assert cos_sin_cache is not None and self.spec.rope is not None
+            apply_rope(*self._queries_and_keys(qkv), positions, cos_sin_cache, interleaved=self.spec.rope.interleaved)
+            cos_sin_cache = None
+        if not self._normed_with_rope:
+            self._normalize_heads(qkv)
         if decodes_at_once(metadata):
-            tables = metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
-            # settled: within a step only qkv is new to a layer
-            state = {"workspace": kv_cache.workspace, "settled": True, **_known(metadata)}
-            out = fused_decode_attention(qkv, *cache, *tables, *rope, **heads, **options, **state)
-        else:
-            constant = "q_weight" in heads
-            q = qk_norm_rope_store(qkv, *cache, metadata.slot_mapping, *rope, **heads, constant_weight=constant)
-            out = paged_attention(q, metadata, kv_cache, causal=self.spec.causal, **options)
-        return out.flatten(1)
+            layer = self._bind(cos_sin_cache, kv_cache)
+            return metadata.decode_step(positions).attend(qkv, layer).flatten(1)
+        turned = None if cos_sin_cache is None else positions
+        heads = {**self._heads(cos_sin_cache), "constant_weight": self._normed_with_rope}
+        q = qk_norm_rope_store(qkv, kv_cache.k, kv_cache.v, metadata.slot_mapping, turned, **heads)
+        return paged_attention(q, metadata, kv_cache, causal=self.spec.causal, **self._options()).flatten(1)
 
-    def _norm_weights(self, qkv: torch.Tensor) -> dict[str, Any]:
-        """The q/k norm as the fused kernel takes it; one that it does not know is done here, in place."""
-        if self.q_norm is None or self.k_norm is None:
-            return {}
+    def _bind(self, cos_sin_cache: torch.Tensor | None, kv_cache: KVCacheView) -> BoundLayer:
+        """This layer with an engine's cache: bound in the first step."""
+        bound = self._bound
+        if bound is None or bound.k_cache is not kv_cache.k or bound.heads.cos_sin_cache is not cos_sin_cache:
+            heads = {**self._heads(cos_sin_cache), **self._options(), "workspace": kv_cache.workspace}
+            bound = bind_layer(self.spec.num_heads, self.qkv.weight.dtype, kv_cache.k, kv_cache.v, **heads)
+            self._bound = bound
+        return bound
+
+    def _options(self) -> dict[str, Any]:
+        """What the kernels of attention take."""
+        spec = self.spec
+        numbers = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap}
+        return {**numbers, "sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+
+    def _heads(self, cos_sin_cache: torch.Tensor | None) -> dict[str, Any]:
+        """How the kernel before attention turns queries and keys, and normalises them if it knows their norm."""
+        interleaved = self.spec.rope is not None and self.spec.rope.interleaved
+        heads = {"cos_sin_cache": cos_sin_cache, "interleaved": interleaved}
+        if not self._normed_with_rope or self.q_norm is None or self.k_norm is None:
+            return heads
         norm = self.q_norm.spec
-        if normalises_heads(norm.kind, self.spec.qk_norm_over, self.spec.qk_norm_after_rope):
-            weights = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
-            return {**weights, "eps": norm.eps, "weight_offset": norm.weight_offset}
+        weights = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
+        return {**heads, **weights, "eps": norm.eps, "weight_offset": norm.weight_offset}
+
+    def _normalize_heads(self, qkv: torch.Tensor) -> None:
+        """The norms that this kernel does not know, in place."""
+        if self.q_norm is None or self.k_norm is None:
+            return
         for module, x in zip((self.q_norm, self.k_norm), self._queries_and_keys(qkv), strict=True):
             x = x.view(x.shape[0], -1) if self.spec.qk_norm_over == "all" else x
             module.normalize(x, out=x)
-        return {}
 
     def _queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of them: ``[T, H, D]`` and ``[T, K, D]``."""

@@ -12,28 +12,34 @@ from torch import nn
 from torch.nn import functional as F
 
 from tritonllm.kernels import apply_activation, linear
+from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.dense.cpu import pack_weight, product
-from tritonllm.kernels.dense.linear import linear_workspace_size
+from tritonllm.kernels.dense.linear import linear_workspace_size, multiply
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
-from tritonllm.kernels.elementwise.activation import act_and_mul
+from tritonllm.kernels.dense.weight import PLAIN, Weight, elements
+from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, cpu
+from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.fusion import few_rows
-from tritonllm.layers.norm import BlockInput, Norm
+from tritonllm.layers.norm import BlockInput, Norm, NormSpec
 from tritonllm.layers.parameters import empty_parameter
 
+_NO_NORM = NormSpec(kind="rms", eps=0.0)
 
-def linear_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x[N, in] @ weight[out, in].T + bias[out]`` -> ``[N, out]`` float32, whatever the dtype of the arguments.
+
+def linear_float32(x: torch.Tensor, of: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x[N, in] @ of[out, in].T + bias[out]`` -> ``[N, out]`` float32, whatever the dtype of the arguments.
 
     On CUDA the product itself writes float32: rounded to bfloat16 first, logits near 16 would be 1/8 apart, and an
     argmax would meet ties that the model does not have.
     """
+    weight = of.data
     if few_rows(x):
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-        return linear(x, weight, bias, out=out, constant_weight=True)
+        return linear(x, of, bias, out=out, constant_weight=True)
     if x.is_cuda and x.dtype != torch.float32:
         out = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return out if bias is None else out.add_(bias)
-    return product(x, weight, bias).float()
+    return product(x, of, bias).float()
 
 
 class Linear(nn.Module):
@@ -50,9 +56,15 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self._format = PLAIN
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
         workspace = torch.zeros(linear_workspace_size(out_features), dtype=torch.int32, device=device)
         self.register_buffer("workspace", workspace, persistent=False)
+
+    @property
+    def operand(self) -> Weight:
+        """The weight as products take it."""
+        return Weight(self.weight, None, self._format)
 
     def forward(
         self,
@@ -79,39 +91,38 @@ class Linear(nn.Module):
             assert norm is not None and residual is None
             begun = Unnormed(x, squares, norm.spec.eps)
             return linear_unnormed(
-                begun, self.weight, self.bias, activation=activation, gated=gated, constant_weight=True
+                begun, self.operand, self.bias, activation=activation, gated=gated, constant_weight=True
             )
-        if x.is_cpu and norm is None and (residual is None or self.weight.is_mkldnn):
+        if x.is_cpu and norm is None and (residual is None or self._format != PLAIN):
             return self._on_cpu(x, activation, gated, residual, scale)
         if activation is None and norm is None and residual is None and not few_rows(x):
             return F.linear(x, self.weight, self.bias)
-        return linear(
-            x,
-            self.weight,
-            self.bias,
-            norm_weight=None if norm is None else norm.weight,
-            norm_eps=1e-6 if norm is None else norm.spec.eps,
-            norm_weight_offset=0.0 if norm is None else norm.spec.weight_offset,
-            activation=activation,
-            gated=gated,
-            residual=residual,
-            scale=scale,
-            workspace=self.workspace,
-            constant_weight=True,
-        )
+        # without the checks of `linear`: what a layer multiplies fits in every step
+        columns = self.weight.shape[0] // 2 if gated else self.weight.shape[0]
+        out = x.new_empty(x.shape[0], columns) if residual is None else residual
+        norm_weight, spec = (None, _NO_NORM) if norm is None else (norm.weight, norm.spec)
+        numbers = spec.eps, spec.weight_offset, activation, gated, residual is not None, scale, True
+        operands = Operands(x, elements("weight", self.operand), self.bias, norm_weight, out, self.workspace)
+        return multiply(operands, Fused(*numbers))
 
     def _on_cpu(
         self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
         """There the reference of `linear` would convert a 16-bit weight each time."""
-        y = product(x, self.weight, self.bias)
+        y = product(x, self.operand, self.bias)
         if activation is not None:
-            y = act_and_mul(y, activation) if gated else apply_activation(y, activation, out=y)
+            if not gated:
+                y = apply_activation(y, activation, out=y)
+            elif runs_in_torch(y):
+                y = cpu.act_and_mul(y, ACTIVATIONS[activation])
+            else:
+                y = act_and_mul(y, activation)
         return y if residual is None else residual.add_(y, alpha=scale)
 
     def pack(self) -> None:
         """The weight is final: on the CPU, lay it out as products read it. Nothing else can read it from here on."""
-        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
+        data, _, self._format = pack_weight(self.weight)
+        self.weight = nn.Parameter(data, requires_grad=False)
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
@@ -125,7 +136,7 @@ class Linear(nn.Module):
         assert norm.weight is not None
         begun = add_linear(
             x,
-            self.weight,
+            self.operand,
             self.bias,
             stream,
             norm.weight,
@@ -143,12 +154,11 @@ class Embedding(nn.Module):
     def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = empty_parameter(num_embeddings, size, dtype=dtype, device=device)
-        self._packed: torch.Tensor | None = None
+        self._packed: Weight | None = None
 
     def pack(self) -> None:
         """As :meth:`Linear.pack`, for :meth:`logits`; rows are looked up in the table itself, which stays."""
-        packed = pack_weight(self.weight)
-        self._packed = packed if packed.is_mkldnn else None
+        self._packed = pack_weight(self.weight)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids[T]`` int32 or int64 -> ``[T, size]``."""
@@ -156,4 +166,4 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, size] @ weight.T`` -> ``[N, num_embeddings]`` float32."""
-        return linear_float32(hidden, self.weight if self._packed is None else self._packed)
+        return linear_float32(hidden, Weight(self.weight) if self._packed is None else self._packed)

@@ -1,16 +1,16 @@
 """What attention needs to know of a step: built once by the runner, passed as an argument through every layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from tritonllm.kernels import CascadePlan
+from tritonllm.kernels import CascadePlan, DecodeStep
 from tritonllm.layers.segments import Segments
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One step's batch, or the room that a captured step has for one.
+    """One step's batch, or the room that a captured step has for one: its tensors are settled when attention begins.
 
     Shapes: T tokens, B sequences, D of them decodes, V verified, C chunks, M blocks per sequence. A batch padded for a
     CUDA graph has ``seq_lens`` 0 and ``slot_mapping`` -1 in its padding.
@@ -38,6 +38,16 @@ class AttentionMetadata:
     decode_order: torch.Tensor | None = None
     cascade: CascadePlan | None = None
     max_decode_len: int | None = None
+    _bound: list[DecodeStep] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def decode_step(self, positions: torch.Tensor) -> DecodeStep:
+        """The step's decodes, at ``positions[D]``, for all layers: bound when the first one asks. All tokens decode."""
+        if not self._bound:
+            # settled: within a step only the projection's rows are new to a layer
+            limits = {"order": self.decode_order, "max_seqlen_k": self.max_decode_len}
+            tables = self.slot_mapping, self.block_tables, self.seq_lens
+            self._bound.append(DecodeStep(*tables, positions, settled=True, **limits))
+        return self._bound[0]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from tritonllm.kernels import moe_from_logits, moe_logits
+from tritonllm.kernels import Weight, moe_from_logits, moe_logits
 from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.norm import BlockInput, Norm
@@ -103,9 +103,9 @@ class MoE(nn.Module):
 
         The router's logits are in float32: two experts that bfloat16 takes for equal would be chosen by their number.
         """
-        rows, weight, bias = x.rows, self.router.weight, self.router.bias
+        rows, weight, bias = x.rows, self.router.operand, self.router.bias
         if x.norm is None:
-            return Addend(self, Routed(rows, linear_float32(rows.to(weight.dtype), weight, bias)))
+            return Addend(self, Routed(rows, linear_float32(rows.to(weight.data.dtype), weight, bias)))
         norm, spec = x.norm, x.norm.spec
         assert norm.weight is not None
         numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
@@ -138,8 +138,8 @@ class MoE(nn.Module):
         return moe_from_logits(
             x.rows,
             x.logits,
-            self.gate_up,
-            self.down,
+            Weight(self.gate_up),
+            Weight(self.down),
             spec.top_k,
             renormalize=spec.renormalize,
             scoring=spec.scoring,

@@ -9,7 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from tritonllm.kernels import fused_add_layer_norm, fused_add_rms_norm, layer_norm, rms_norm
+from tritonllm.kernels import elementwise as kernels
+from tritonllm.kernels.elementwise import cpu
+from tritonllm.kernels.elementwise.norm import add_and_normalize, normalize
+from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.parameters import empty_parameter
 
 
@@ -51,6 +54,7 @@ class Norm(nn.Module):
         self.spec = spec
         self.weight = empty_parameter(*shape, dtype=dtype, device=device) if spec.weight else None
         self.bias = empty_parameter(*shape, dtype=dtype, device=device) if spec.bias else None
+        self._of_rows = len(shape) == 1
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, x_scale: float = 1.0
@@ -67,17 +71,23 @@ class Norm(nn.Module):
         """
         if residual is None:
             return self.normalize(x), x
-        if self.weight is None or self.spec.kind == "layer":
-            return fused_add_layer_norm(x, residual, self.weight, self.bias, self.spec.eps, x_scale=x_scale)
-        return fused_add_rms_norm(
-            x, residual, self.weight, self.spec.eps, weight_offset=self.spec.weight_offset, x_scale=x_scale
-        )
+        if runs_in_torch(x) and self._of_rows:
+            return self._in_torch(residual.add_(x, alpha=x_scale)), residual
+        return add_and_normalize(x, residual, self._arguments(), x_scale)
 
     def normalize(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Normalise ``x[..., *shape]`` without a residual, into ``out`` (which may be ``x``) or a new tensor."""
-        if self.weight is None or self.spec.kind == "layer":
-            return layer_norm(x, self.weight, self.bias, self.spec.eps, out=out)
-        return rms_norm(x, self.weight, self.spec.eps, weight_offset=self.spec.weight_offset, out=out)
+        if out is None and self._of_rows and runs_in_torch(x):
+            return self._in_torch(x)
+        return normalize(x, self._arguments(), out)
+
+    def _arguments(self) -> kernels.Norm:
+        spec = self.spec
+        return kernels.Norm(self.weight, self.bias, spec.eps, spec.weight_offset, spec.kind == "layer")
+
+    def _in_torch(self, x: torch.Tensor) -> torch.Tensor:
+        norm = self._arguments()
+        return (cpu.layer_normalized(x, norm) if norm.mean else cpu.normalized(x, norm)).to(x.dtype)
 
 
 class BlockInput(NamedTuple):

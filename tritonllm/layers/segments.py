@@ -56,3 +56,8 @@ class Segments:
 
 def decodes(count: int) -> Segment:
     return Segment(count, count, 1) if count else EMPTY
+
+
+def verified(count: int, tokens: int) -> Segment:
+    """Sequences of so many tokens each: the last known one and drafts."""
+    return Segment(count, count * tokens, tokens) if count else EMPTY

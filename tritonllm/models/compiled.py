@@ -35,6 +35,8 @@ from tritonllm.models.interface import CausalLM, LayerWork, ModelFacts
 
 logger = logging.getLogger(__name__)
 MOST_TOKENS = 2048  # plans for more are those for as many
+# With it torch 2.11 stops at OLMo of transformers on a GPU: "CantSplit: 2048 not divisible by 2048*s23".
+INDUCTOR: dict[str, str | int | bool | Callable[..., Any]] = {"loop_ordering_after_fusion": False}
 MOST_GRAPHS = 64  # torch's own limit, 8, is against programs that compile for ever
 
 
@@ -184,7 +186,8 @@ class CompiledModel:
 
         # Dynamo keeps what it compiled with the code: another engine's model must not be in the way
         step.__code__ = step.__code__.replace()
-        self._step = torch.compile(step, fullgraph=True, backend=backend)
+        options = INDUCTOR if backend == "inductor" else None
+        self._step = torch.compile(step, fullgraph=True, backend=backend, options=options)
         graphs = counters["stats"]["unique_graphs"]
         for tokens, rows in self._sizes(max_num_batched_tokens, max_num_seqs):
             self._compile(tokens, rows)

@@ -195,9 +195,10 @@ def load_fallback(
         if not allow_nan and (bad := not_finite(parameters)):
             refuse(f"{folder}: ", ((name, parameters[name]) for name in parameters if name in bad))
     decoder = TransformersDecoder(lm.requires_grad_(False), spec, dtype=dtype, max_model_len=max_model_len)
+    graphs = "" if decoder.supports_graphs else " and takes no CUDA graphs"
     warnings.warn(
-        f"{spec.architecture} is not a native family: transformers computes it, with our attention. This is slower and "
-        "takes no CUDA graphs; see docs/models.md",
+        f"{spec.architecture} is not a native family: transformers computes it, with our attention. This is slower"
+        f"{graphs}; see docs/models.md",
         stacklevel=2,
     )
     return decoder

@@ -67,7 +67,7 @@ class TransformersDecoder(nn.Module):
         ValueError: the model cannot be served, and why.
     """
 
-    supports_graphs = False
+    supports_graphs = False  # until the probe has captured a step
     classifier = None
     work = ()  # nobody asks what its layers compute
 
@@ -146,23 +146,58 @@ class TransformersDecoder(nn.Module):
         spans = (range(1), range(1, tokens - 1), range(tokens - 1, tokens))
         parts = [self._span(ids, span, tokens, cache) for span in spans if span]
         _compare(torch.cat(parts, dim=1), expected, PROBE_ERROR[self.dtype])
+        if device.type == "cuda":
+            self.supports_graphs = self._capturable(ids, tokens, cache)
         return dataclasses.replace(spec, num_kv_heads=heads, head_size=head_size)
 
     def _span(self, ids: torch.Tensor, span: range, tokens: int, cache: Sequence[KVCacheView]) -> torch.Tensor:
         """Logits ``[2, len(span), vocab]`` of these positions of ``ids[2, tokens]``; the last runs as a decode."""
-        device = ids.device
-        positions = torch.arange(span.start, span.stop, device=device)
-        decode = span.stop == tokens
-        starts = [0] if decode else [0, len(span), 2 * len(span)]
-        metadata = AttentionMetadata(
-            slot_mapping=torch.cat([positions, positions + 16]),
-            block_tables=torch.tensor([[0], [1]], dtype=torch.int32, device=device),
-            seq_lens=torch.full((2,), span.stop, dtype=torch.int32, device=device),
-            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
-            segments=Segments(decodes(2)) if decode else Segments(chunk=Segment(2, 2 * len(span), len(span))),
-        )
-        hidden = self(ids[:, span.start : span.stop].flatten(), positions.repeat(2), metadata, cache)
+        positions, metadata = _probe_step(span, ids.device, decode=span.stop == tokens)
+        hidden = self(ids[:, span.start : span.stop].flatten(), positions, metadata, cache)
         return self.compute_logits(hidden).unflatten(0, (2, len(span)))
+
+    def _capturable(self, ids: torch.Tensor, tokens: int, cache: Sequence[KVCacheView]) -> bool:
+        """Whether a CUDA graph can hold a step.
+
+        It cannot where a layer looks at values on the host (experts in a Python loop, frequencies that the longest
+        position decides): that waits for the device, which is an error here. What was captured as the last tokens'
+        decode must then give the first tokens' result for their ids, positions and slots.
+        """
+        device = ids.device
+        inputs = ids[:, tokens - 1].clone()
+        positions, metadata = _probe_step(range(tokens - 1, tokens), device, decode=True)
+        first_positions, first = _probe_step(range(1), device, decode=True)
+        expected = self(ids[:, 0], first_positions, first, cache)
+        graph, mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self(inputs, positions, metadata, cache)  # before the capture, which an error in its middle would spoil
+            with torch.cuda.graph(graph):
+                replayed = self(inputs, positions, metadata, cache)
+        except RuntimeError:
+            return False
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        inputs.copy_(ids[:, 0])
+        positions.copy_(first_positions)
+        metadata.slot_mapping.copy_(first.slot_mapping)
+        metadata.seq_lens.copy_(first.seq_lens)
+        graph.replay()
+        return bool((replayed - expected).float().norm() <= PROBE_ERROR[self.dtype] * expected.float().norm())
+
+
+def _probe_step(span: range, device: torch.device, decode: bool) -> tuple[torch.Tensor, AttentionMetadata]:
+    """Positions and metadata of the probe's two sequences at these positions."""
+    positions = torch.arange(span.start, span.stop, device=device)
+    starts = [0] if decode else [0, len(span), 2 * len(span)]
+    metadata = AttentionMetadata(
+        slot_mapping=torch.cat([positions, positions + 16]),
+        block_tables=torch.tensor([[0], [1]], dtype=torch.int32, device=device),
+        seq_lens=torch.full((2,), span.stop, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
+        segments=Segments(decodes(2)) if decode else Segments(chunk=Segment(2, 2 * len(span), len(span))),
+    )
+    return positions.repeat(2), metadata
 
 
 @dataclasses.dataclass

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_body
+from tritonllm.serve.parsing.choose import TOOL_PARSERS, choose
 from tritonllm.serve.replies import DONE, as_json, event
 
 T = TypeVar("T")
@@ -29,11 +30,21 @@ class Service:
     Args:
         llm: the engine.
         config: of the server.
+
+    Raises:
+        ValueError: a parser of the configuration is unknown, or there is none where one must be.
     """
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm = llm
         self.config = config
+        tokenizer = llm.inputs.tokenizer
+        self.formats = choose(tokenizer, config.chat_template, config.tool_call_parser, config.reasoning_parser)
+        if config.enable_auto_tool_choice and self.formats.tools is None:
+            raise ValueError(
+                "--enable-auto-tool-choice: the chat template does not tell how this model writes calls: give "
+                f"--tool-call-parser, one of {', '.join(TOOL_PARSERS)}"
+            )
 
     def check_model(self, name: str | None) -> str:
         """The name that answers carry.
@@ -159,19 +170,36 @@ async def respond(request: Request, answer: Awaitable[dict[str, Any]]) -> Respon
     return Response(as_json(await unless_disconnected(request, answer)), media_type="application/json")
 
 
-async def stream(request: Request, chunks: AsyncGenerator[bytes, None]) -> Response:
-    """Server-sent events. The status is sent with the first event: what goes wrong before has its own."""
+def _error_event(error: APIError) -> bytes:
+    return event(error_body(error))
+
+
+async def stream(
+    request: Request,
+    chunks: AsyncGenerator[bytes, None],
+    failed: Callable[[APIError], bytes] = _error_event,
+    done: bytes = DONE,
+) -> Response:
+    """Server-sent events. The status is sent with the first event: what goes wrong before has its own.
+
+    Args:
+        failed: makes the event of what goes wrong later.
+        done: the last event.
+    """
     first = await unless_disconnected(request, anext(chunks))
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_events(first, chunks), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_events(first, chunks, failed, done), media_type="text/event-stream", headers=headers)
 
 
-async def _events(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+async def _events(
+    first: bytes, chunks: AsyncGenerator[bytes, None], failed: Callable[[APIError], bytes], done: bytes
+) -> AsyncIterator[bytes]:
     async with aclosing(chunks):
         yield first
         try:
             async for chunk in chunks:
                 yield chunk
         except Exception as error:
-            yield event(error_body(as_api_error(error)))
-        yield DONE
+            yield failed(as_api_error(error))
+        if done:
+            yield done

@@ -18,17 +18,25 @@ from tritonllm.serve.completions_api import complete
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_response, validation_error
 from tritonllm.serve.guard import Guard
+from tritonllm.serve.messages_api import count_tokens, message
+from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.metrics import Metrics
 from tritonllm.serve.pooling_api import add_pooling
 from tritonllm.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tritonllm.serve.replies import now
+from tritonllm.serve.responses_api import respond_to
+from tritonllm.serve.responses_protocol import ResponsesRequest
 from tritonllm.version import __version__
 
 logger = logging.getLogger(__name__)
 
 
-def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
-    """The application over a started engine."""
+def make_app(llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None) -> FastAPI:
+    """The application over a started engine.
+
+    Args:
+        metrics_folder: where several processes with this application count together.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -37,7 +45,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="tritonllm", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.draining = False
-    service, metrics = Service(llm, config), Metrics(llm, config.model_names[0])
+    service, metrics = Service(llm, config), Metrics(llm, config.model_names[0], metrics_folder)
     _add_errors(app)
     _add_status(app, llm, metrics)
     _add_models(app, service)
@@ -52,25 +60,38 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         return await chat(service, request, body)
 
+    @app.post("/v1/responses")
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        return await respond_to(service, request, body)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        return await message(service, request, body)
+
+    @app.post("/v1/messages/count_tokens")
+    async def messages_count_tokens(body: CountRequest) -> Response:
+        return await count_tokens(service, body)
+
     app.add_middleware(Guard, config=config)
     return app
 
 
 def _add_errors(app: FastAPI) -> None:
     async def expected(request: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error))
+        return error_response(as_api_error(error), request.url.path)
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("request %s failed", getattr(request.state, "request_id", "?"), exc_info=error)
-        return error_response(as_api_error(error))
+        return error_response(as_api_error(error), request.url.path)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(validation_error(error))
+        return error_response(validation_error(error), request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = error_response(APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        path = request.url.path
+        response = error_response(APIError(error.status_code, f"{request.method} {path}: {error.detail}"), path)
         response.headers.update(error.headers or {})  # of 405: what is allowed
         return response
 

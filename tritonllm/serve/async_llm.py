@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from tritonllm.config import EngineConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.chat import ChatOptions, Message, render
+from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
 from tritonllm.engine.pooling import AS_SAMPLING
@@ -18,8 +19,8 @@ from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
-from tritonllm.serve.collector import Collector
-from tritonllm.serve.engine_client import EngineClient, EngineDeadError
+from tritonllm.serve.collector import Collector, Texts
+from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink
 from tritonllm.serve.messages import Abort, Add, News, Ready, Stats, Update, pack_params, unpack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
 from tritonllm.vllm_arguments import no_adapter
@@ -56,17 +57,25 @@ class AsyncLLM:
         config: of the engine.
         max_queue: sequences that may wait for a seat.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
+        link: to an engine that another process has started; by default one is started here.
 
     Raises:
         ValueError: a bad value, or a model that cannot be loaded.
         RuntimeError: the engine process failed to start.
     """
 
-    def __init__(self, config: EngineConfig, *, max_queue: int = MAX_QUEUE, log_level: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        max_queue: int = MAX_QUEUE,
+        log_level: int | None = None,
+        link: EngineLink | None = None,
+    ) -> None:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
             raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
         self.config = config
-        self._client = EngineClient(config, log_level, meanwhile=_import_tokenizers)
+        self._client = EngineClient(config, log_level, meanwhile=_import_tokenizers) if link is None else link
         try:
             self.inputs = _input_processor(self._client.ready)
         except BaseException:
@@ -256,8 +265,9 @@ class AsyncLLM:
 
     def _add(self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> Collector:
         """Send the request to the engine. Nothing is awaited between the checks and the sending."""
-        collector = Collector(prompt.text, prompt.token_ids, params.output_kind)
-        wire = copy.copy(params)
+        wire, texts = copy.copy(params), self._texts(prompt.token_ids, params)
+        wire.detokenize = params.detokenize and texts is None
+        collector = Collector(prompt.text, prompt.token_ids, params.output_kind, texts)
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             wire.output_kind = RequestOutputKind.DELTA
         message = Add(request_id, prompt.text, prompt.token_ids, prompt.cache_salt, pack_params(wire), priority)
@@ -274,6 +284,17 @@ class AsyncLLM:
         self._sequences += params.n
         if self.observer is not None:
             self.observer.added(request_id, len(message.prompt_token_ids), params)
+
+    def _texts(self, prompt: Sequence[int], params: SamplingParams) -> Texts | None:
+        """What makes the text in this process; ``None`` if the engine does, which has to find stop strings in it."""
+        tokenizer = self.inputs.tokenizer
+        if tokenizer is None or not params.detokenize or params.stop_strings:
+            return None
+        options = {
+            "skip_special_tokens": params.skip_special_tokens,
+            "spaces_between_special_tokens": params.spaces_between_special_tokens,
+        }
+        return Texts(lambda: IncrementalDetokenizer(tokenizer, prompt, **options))
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests; their generators end with ``finish_reason="abort"``. Unknown ids are ignored."""

@@ -1,6 +1,6 @@
 """``POST /v1/chat/completions``."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -9,8 +9,10 @@ from fastapi.responses import Response
 
 from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
+from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, Content, Piece, Reader, Reasoning, read
 from tritonllm.serve.protocol import ChatRequest, TokenizeRequest
 from tritonllm.serve.replies import Usage, chat_logprobs, ending, event, now, prompt_logprobs
+from tritonllm.serve.turn import Turn, prepare
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -18,18 +20,13 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
     """
     model = service.check_model(body.model)
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(service.llm.inputs.default_params, body.new_tokens(), top)
-    options = body.options(service.config.chat_template, service.config.trust_request_chat_template)
-    prompt: Any = await service.llm.render_chat(body.messages, options)
-    if body.cache_salt is not None:
-        prompt["cache_salt"] = body.cache_salt
+    turn = await prepare(service, body, (body.top_logprobs or 0) if body.logprobs else None)
     name = answer_id("chatcmpl", request, body.request_id)
-    outputs = service.run(name, [prompt], params, body.priority)
+    outputs = service.run(name, [turn.prompt], turn.params, body.priority)
     head = {"id": name, "object": "chat.completion", "created": now(), "model": model}
     if body.stream:
-        return await stream(request, _chunks({**head, "object": "chat.completion.chunk"}, body, outputs))
-    return await respond(request, _whole(head, body, outputs))
+        return await stream(request, _chunks({**head, "object": "chat.completion.chunk"}, body, turn, outputs))
+    return await respond(request, _whole(head, body, turn, outputs))
 
 
 def _role(body: ChatRequest) -> str:
@@ -37,14 +34,14 @@ def _role(body: ChatRequest) -> str:
     return str(body.messages[-1].get("role", "assistant")) if body.continue_final_message else "assistant"
 
 
-async def _whole(head: dict[str, Any], body: ChatRequest, outputs: Outputs) -> dict[str, Any]:
+async def _whole(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: Outputs) -> dict[str, Any]:
     usage, last = Usage(), None
     async with aclosing(outputs):
         async for index, output in outputs:
             usage.add(index, output)
             last = output
     assert last is not None
-    answer = {**head, "choices": [_choice(body, part) for part in last.outputs], "usage": usage.as_dict()}
+    answer = {**head, "choices": [_choice(body, turn, part) for part in last.outputs], "usage": usage.as_dict()}
     if body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs(last)
     if body.return_token_ids:
@@ -52,20 +49,91 @@ async def _whole(head: dict[str, Any], body: ChatRequest, outputs: Outputs) -> d
     return answer
 
 
-def _choice(body: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:
+def _choice(body: ChatRequest, turn: Turn, completion: CompletionOutput) -> dict[str, Any]:
+    answer = read(turn.new_reader(), completion.text)
     choice = {
         "index": completion.index,
-        "message": {"role": _role(body), "content": completion.text},
+        "message": {"role": _role(body), **_message(answer, turn)},
         "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0),
-        **ending(completion),
+        **_ending(completion, turn, bool(answer.calls)),
     }
     if body.return_token_ids:
         choice["token_ids"] = completion.token_ids
     return choice
 
 
-async def _chunks(head: dict[str, Any], body: ChatRequest, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-    usage, ended = Usage(), set[int]()
+def _message(answer: Answer, turn: Turn) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": answer.content}
+    if answer.reasoning:
+        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [
+            {"id": turn.new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    return message
+
+
+def _ending(completion: CompletionOutput, turn: Turn, calls: bool) -> dict[str, Any]:
+    end = ending(completion)
+    if calls and turn.ends_with_calls and completion.finish_reason == "stop":
+        end["finish_reason"] = "tool_calls"
+    return end
+
+
+class _Deltas:
+    """Makes the entries of ``choices`` of one stream."""
+
+    def __init__(self, body: ChatRequest, turn: Turn) -> None:
+        self._body, self._turn = body, turn
+        self._readers: dict[int, Reader] = {}
+        self._calls: set[int] = set()  # choices that have some
+
+    def choice(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """What is new; ``None`` if that cannot be told yet."""
+        index, body = completion.index, self._body
+        reader = self._readers.get(index) or self._readers.setdefault(index, self._turn.new_reader())
+        pieces = reader.feed(completion.text)
+        if completion.finished:
+            pieces += reader.finish()
+        elif not pieces and not (completion.token_ids and (body.logprobs or body.return_token_ids)):
+            return None  # half a character, or the beginning of a stop string or of a call, perhaps
+        if any(isinstance(piece, Call) for piece in pieces):
+            self._calls.add(index)
+        choice = {
+            "index": index,
+            "delta": delta(pieces, self._turn.new_call_id),
+            "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0),
+            **_ending(completion, self._turn, index in self._calls),
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+
+def delta(pieces: Sequence[Piece], new_call_id: Callable[[], str]) -> dict[str, Any]:
+    """Pieces as one delta of a chat completion."""
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if isinstance(piece, Call):
+            function = {"name": piece.name, "arguments": ""}
+            calls[piece.index] = {"index": piece.index, "id": new_call_id(), "type": "function", "function": function}
+        elif isinstance(piece, Arguments):
+            call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += piece.text
+    result: dict[str, Any] = {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
+    if content:
+        result["content"] = content
+    if calls:
+        result["tool_calls"] = list(calls.values())
+    return result
+
+
+async def _chunks(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+    usage, ended, deltas = Usage(), set[int](), _Deltas(body, turn)
     asked = body.stream_options
     always = asked is not None and asked.continuous_usage_stats
     begun = False
@@ -81,9 +149,9 @@ async def _chunks(head: dict[str, Any], body: ChatRequest, outputs: Outputs) -> 
                     continue
                 if completion.finished:
                     ended.add(completion.index)
-                elif not completion.text and not (completion.token_ids and (body.logprobs or body.return_token_ids)):
-                    continue  # half a character, or what may be the beginning of a stop string
-                yield event({**head, "choices": [_delta(body, completion)], **extra})
+                choice = deltas.choice(completion)
+                if choice is not None:
+                    yield event({**head, "choices": [choice], **extra})
     if asked is not None and asked.include_usage:
         yield event({**head, "choices": [], "usage": usage.as_dict()})
 
@@ -91,18 +159,6 @@ async def _chunks(head: dict[str, Any], body: ChatRequest, outputs: Outputs) -> 
 def _first(body: ChatRequest, output: RequestOutput) -> list[dict[str, Any]]:
     delta = {"role": _role(body), "content": ""}
     return [{"index": part.index, "delta": delta, "logprobs": None, "finish_reason": None} for part in output.outputs]
-
-
-def _delta(body: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:
-    choice = {
-        "index": completion.index,
-        "delta": {"content": completion.text} if completion.text or not completion.finished else {},
-        "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0),
-        **ending(completion),
-    }
-    if body.return_token_ids:
-        choice["token_ids"] = completion.token_ids
-    return choice
 
 
 async def tokens_of_chat(service: Service, body: TokenizeRequest) -> list[int]:

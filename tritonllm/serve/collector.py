@@ -1,8 +1,9 @@
 """What has arrived for one request and was not read yet: one output at most, however slow its reader is."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind
 from tritonllm.serve.messages import Update, unpack_output
@@ -34,15 +35,46 @@ def join(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     return second
 
 
+class Texts:
+    """Makes the text of a request's outputs here, so that the engine's steps need not.
+
+    Only for requests without stop strings: those the engine has to find.
+
+    Args:
+        new: makes a detokenizer for one continuation.
+    """
+
+    def __init__(self, new: Callable[[], IncrementalDetokenizer]) -> None:
+        self._new = new
+        self._detokenizers: dict[int, IncrementalDetokenizer] = {}
+
+    def add(self, update: Update) -> None:
+        """Fill in what the new tokens say; one that ends the output is no part of its text."""
+        for completion in update.outputs:
+            detokenizer = self._detokenizers.get(completion.index)
+            if detokenizer is None:
+                detokenizer = self._detokenizers[completion.index] = self._new()
+            tokens = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+            completion.text = "".join([detokenizer.append(token) for token in tokens])
+
+
 class Collector:
     """Between the task that receives from the engine and the one that serves a request.
 
     Args:
         prompt, prompt_token_ids: of the request.
         kind: what :meth:`get` returns; the engine sends deltas, or only the end.
+        texts: makes the text; ``None`` if it comes with the updates, or there is none.
     """
 
-    def __init__(self, prompt: str | None, prompt_token_ids: Sequence[int], kind: RequestOutputKind) -> None:
+    def __init__(
+        self,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        kind: RequestOutputKind,
+        texts: Texts | None = None,
+    ) -> None:
+        self._texts = texts
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._kind = kind
@@ -52,6 +84,8 @@ class Collector:
         self._arrived = asyncio.Event()
 
     def put(self, update: Update) -> None:
+        if self._texts is not None:
+            self._texts.add(update)
         new = unpack_output(update, self._prompt, self._prompt_token_ids)
         self._unread = new if self._unread is None else join(self._unread, new)
         self._arrived.set()

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from tritonllm.serve.parsing.choose import check_names
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -11,11 +13,15 @@ class ServerConfig:
         uds: a Unix socket to listen on instead.
         api_keys: one of them must come as ``Authorization: Bearer``; none: everybody may ask.
         chat_template: a Jinja template to use instead of the tokenizer's.
+        tool_call_parser, reasoning_parser: how calls of tools and thoughts are read out of answers, by name; ``"none"``
+            leaves them in the text, ``None`` goes by the chat template.
+        enable_auto_tool_choice: there must be a parser for calls.
         trust_request_chat_template: a request may bring its own template.
         max_body_bytes: of a request.
         max_concurrency: requests that may be answered at once.
         drain_seconds: how long running requests may take after SIGTERM.
         ssl_certfile, ssl_keyfile: for TLS.
+        api_server_count: processes that speak HTTP, in front of one engine.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.
 
     Raises:
@@ -28,10 +34,14 @@ class ServerConfig:
     uds: str | None = None
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    enable_auto_tool_choice: bool = False
     trust_request_chat_template: bool = False
     max_body_bytes: int = 16 << 20
     max_concurrency: int = 4096
     drain_seconds: float = 30.0
+    api_server_count: int = 1
     request_timeout: float | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -41,9 +51,15 @@ class ServerConfig:
             raise ValueError("--served-model-name must not be empty")
         if not all(self.api_keys):
             raise ValueError("--api-key must not be empty: leave it out to let everybody ask")
+        check_names(self.tool_call_parser, self.reasoning_parser)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
-        for name, value in (("max-body-bytes", self.max_body_bytes), ("max-concurrency", self.max_concurrency)):
+        least_one = (
+            ("max-body-bytes", self.max_body_bytes),
+            ("max-concurrency", self.max_concurrency),
+            ("api-server-count", self.api_server_count),
+        )
+        for name, value in least_one:
             if value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from tritonllm.config import EngineConfig
 from tritonllm.serve.engine_process import run_engine
-from tritonllm.serve.messages import Failed, News, Ready, Stop, ToEngine
+from tritonllm.serve.messages import Abort, Failed, News, Ready, Stop, ToEngine
 
 logger = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that the engine process has to end by itself
@@ -38,7 +38,76 @@ def _end(process: BaseProcess, folder: str, owner: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class EngineClient:
+class EngineLink:
+    """An API process's connection to a ready engine process.
+
+    Args:
+        folder: where the engine's socket lies.
+        ready: what the engine has told.
+    """
+
+    def __init__(self, folder: str, ready: Ready) -> None:
+        self.failure: str | None = None  # why the engine cannot be used any more
+        self.ready = ready
+        self._folder = folder
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(News).decode
+        self._context: Any = None
+        self._socket: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, if this process has started it."""
+        return None
+
+    def attach(self, on_news: Callable[[News], None], on_death: Callable[[str], None]) -> None:
+        """Begin to receive, in the running event loop. Both are called in it, ``on_death`` once."""
+        loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)  # bounded by the number of requests, which the caller bounds
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IDENTITY, f"api-{os.getpid()}".encode())
+        self._socket.connect(f"ipc://{self._folder}/engine")
+        self._socket.send(self._encode(Abort([])))  # from the first message on the engine sends its statistics
+        self._tasks = [
+            loop.create_task(self._receive(on_news)),
+            loop.create_task(self._watch(on_death)),
+        ]
+
+    async def _receive(self, on_news: Callable[[News], None]) -> None:
+        while True:
+            on_news(self._decode(await self._socket.recv()))
+
+    async def _watch(self, on_death: Callable[[str], None]) -> None:
+        """Call ``on_death`` when the engine has died."""
+        raise NotImplementedError
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message; never waits.
+
+        Raises:
+            EngineDeadError: there is no engine any more.
+        """
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+        self._socket.send(self._encode(message))
+
+    def close(self) -> None:
+        """End the connection. May be called again."""
+        for task in self._tasks:
+            if not task.get_loop().is_closed():
+                task.cancel()
+        self._tasks = []
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._context.term()
+            self._socket = None
+        self.failure = self.failure or "the engine was shut down"
+
+
+class EngineClient(EngineLink):
     """An engine in a process of its own (started with ``spawn``), ready when this is made.
 
     Sockets lie in a folder that only this user can read. It is removed when either process ends, however it ends.
@@ -56,30 +125,34 @@ class EngineClient:
     def __init__(
         self, config: EngineConfig, log_level: int | None = None, meanwhile: Callable[[], object] = lambda: None
     ) -> None:
-        self.failure: str | None = None  # why the engine cannot be used any more
-        self._folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
+        folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
         spawn = multiprocessing.get_context("spawn")
         self._reports, theirs = spawn.Pipe(duplex=False)
         self._process = spawn.Process(
-            target=run_engine, args=(config, self._folder, theirs, log_level), name="tritonllm-engine"
+            target=run_engine, args=(config, folder, theirs, log_level), name="tritonllm-engine"
         )
         self._process.start()
         theirs.close()
         # At exit before multiprocessing joins its children: it would wait for an engine that nobody has stopped.
         self._finalizer = multiprocessing.util.Finalize(
-            self, _end, args=(self._process, self._folder, os.getpid()), exitpriority=100
+            self, _end, args=(self._process, folder, os.getpid()), exitpriority=100
         )
         try:
             meanwhile()
-            self.ready = self._await_ready()
+            ready = self._await_ready()
         except BaseException:
             self._finalizer()
             raise
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(News).decode
-        self._context: Any = None
-        self._socket: Any = None
-        self._tasks: list[asyncio.Task[None]] = []
+        super().__init__(folder, ready)
+
+    @property
+    def folder(self) -> str:
+        return self._folder
+
+    @property
+    def sentinel(self) -> int:
+        """Is readable when the engine process has ended."""
+        return self._process.sentinel
 
     @property
     def pid(self) -> int | None:
@@ -96,24 +169,6 @@ class EngineClient:
             raise RuntimeError(f"the engine process ended while it started, with status {self._process.exitcode}")
         raise ValueError(report.message) if report.is_value_error else RuntimeError(report.message)
 
-    def attach(self, on_news: Callable[[News], None], on_death: Callable[[str], None]) -> None:
-        """Begin to receive, in the running event loop. Both are called in it, ``on_death`` once."""
-        loop = asyncio.get_running_loop()
-        self._context = zmq.asyncio.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)  # bounded by the number of requests, which the caller bounds
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IDENTITY, f"api-{os.getpid()}".encode())
-        self._socket.connect(f"ipc://{self._folder}/engine")
-        self._tasks = [
-            loop.create_task(self._receive(on_news)),
-            loop.create_task(self._watch(on_death)),
-        ]
-
-    async def _receive(self, on_news: Callable[[News], None]) -> None:
-        while True:
-            on_news(self._decode(await self._socket.recv()))
-
     async def _watch(self, on_death: Callable[[str], None]) -> None:
         loop, died = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._process.sentinel, died.set)
@@ -121,6 +176,10 @@ class EngineClient:
             await died.wait()
         finally:
             loop.remove_reader(self._process.sentinel)
+        on_death(self.bury())
+
+    def bury(self) -> str:
+        """Take note of the engine process's end; returns why it ended."""
         self._process.join()
         report = _read(self._reports)
         status = self._process.exitcode
@@ -128,32 +187,19 @@ class EngineClient:
         why = f": {report.message}" if isinstance(report, Failed) else ""
         self.failure = f"the engine process {how}{why}"
         shutil.rmtree(self._folder, ignore_errors=True)
-        on_death(self.failure)
-
-    def send(self, message: ToEngine) -> None:
-        """Queue a message; never waits.
-
-        Raises:
-            EngineDeadError: there is no engine any more.
-        """
-        if self.failure is not None:
-            raise EngineDeadError(self.failure)
-        self._socket.send(self._encode(message))
+        return self.failure
 
     def close(self) -> None:
         """End the engine process: kindly, then not. May be called again."""
-        for task in self._tasks:
-            if not task.get_loop().is_closed():
-                task.cancel()
-        self._tasks = []
-        if self._socket is not None:
-            if self.failure is None:
-                zmq.Socket.shadow(self._socket).send(self._encode(Stop()))  # the event loop may be closed
-                self._process.join(GRACE)
-            self._socket.close(linger=0)
-            self._context.term()
-            self._socket = None
-        self.failure = self.failure or "the engine was shut down"
+        if self.failure is None:
+            context = zmq.Context()  # not the one of the event loop, which may be closed
+            socket = context.socket(zmq.DEALER)
+            socket.connect(f"ipc://{self._folder}/engine")
+            socket.send(self._encode(Stop()))
+            self._process.join(GRACE)
+            socket.close(linger=0)
+            context.term()
+        super().close()
         self._finalizer()
         self._reports.close()
 

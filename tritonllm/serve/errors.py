@@ -51,14 +51,35 @@ def _text(text: str | None) -> str | None:
     return text and text.encode("utf-8", "backslashreplace").decode()
 
 
+ANTHROPIC_PATHS = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: APIError) -> dict[str, Any]:
+    """The body in the shape of Anthropic's API."""
+    kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": _text(error.message)}}
+
+
 def error_headers(error: APIError) -> Mapping[str, str]:
     if error.status == 429 or error.status == 503:
         return {"Retry-After": str(RETRY_AFTER)}
     return {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
 
 
-def error_response(error: APIError) -> JSONResponse:
-    return JSONResponse(error_body(error), error.status, headers=error_headers(error))
+def error_response(error: APIError, path: str = "") -> JSONResponse:
+    """Args:
+    path: that was asked; it says whose API this is.
+    """
+    body = anthropic_error(error) if path.startswith(ANTHROPIC_PATHS) else error_body(error)
+    return JSONResponse(body, error.status, headers=error_headers(error))
 
 
 def validation_error(error: RequestValidationError) -> APIError:

@@ -73,7 +73,7 @@ class Guard:
             if self._running >= self._config.max_concurrency:
                 raise APIError(429, f"{self._running} requests are being answered: try again later", code="busy")
         except APIError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         self._running += 1
         try:
@@ -84,7 +84,7 @@ class Guard:
             if body is not None:
                 await self._app(scope, _replay(body, receive), send)
         except APIError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         finally:
             self._running -= 1
 
@@ -95,9 +95,11 @@ class Guard:
         if not self._keys:
             return
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            token = headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
         given = _digest(token.strip())
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # all of them, whichever fits
-        if scheme.lower() != b"bearer" or not any(matches):
+        if not any(matches):
             raise APIError(401, "the API key is missing or wrong: send Authorization: Bearer", code="invalid_api_key")
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:

@@ -81,6 +81,8 @@ class Update(msgspec.Struct, array_like=True):
     error: str | None = None
     prompt_logprobs: list[PackedLogprobs | None] | None = None
     refused: str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     pooled: tuple[list[int], bytes] | None = None
 
 
@@ -98,6 +100,9 @@ class Stats(msgspec.Struct, array_like=True):
     num_waiting: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class News(msgspec.Struct, array_like=True):
@@ -206,6 +211,7 @@ def pack_output(output: RequestOutput) -> Update:
     if times is not None:
         update.arrival_time, update.first_token_time = times.arrival_time, times.first_token_time
         update.finished_time = times.finished_time
+        update.num_draft_tokens, update.num_accepted_tokens = times.num_draft_tokens, times.num_accepted_tokens
     if output.finished and output.prompt_logprobs is not None:
         update.prompt_logprobs = [p if p is None else _pack_logprobs([p])[0] for p in output.prompt_logprobs]
     return update
@@ -234,7 +240,10 @@ def unpack_output(update: Update, prompt: str | None, prompt_token_ids: Sequence
         prompt_logprobs=None if scores is None else [p if p is None else unpack_logprobs(p) for p in scores],
         outputs=[unpack_completion(completion) for completion in update.outputs],
         finished=update.finished,
-        metrics=RequestMetrics(update.arrival_time, update.first_token_time, update.finished_time),
+        metrics=RequestMetrics(
+            *(update.arrival_time, update.first_token_time, update.finished_time),
+            *(update.num_draft_tokens, update.num_accepted_tokens),
+        ),
         num_cached_tokens=update.num_cached_tokens,
         error=update.error,
     )

@@ -6,6 +6,7 @@ from time import monotonic
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from tritonllm.sampling_params import SamplingParams
@@ -64,6 +65,9 @@ class EngineStatsCollector(Collector):
             ("vllm:num_preemptions", "Preemptions by the engine.", stats.preemptions),
             ("vllm:prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens),
             ("vllm:generation_tokens", "Generated tokens.", stats.generated_tokens),
+            ("vllm:spec_decode_num_drafts", "Sequences of steps that had drafts.", stats.num_drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", stats.num_draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", stats.num_accepted_tokens),
             ("tritonllm:steps", "Steps that were launched.", stats.steps),
             ("tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready),
         )
@@ -95,12 +99,16 @@ class Metrics:
     Args:
         llm: whose requests; :attr:`AsyncLLM.observer` is set.
         model_name: a label of every metric.
+        folder: where several API processes count together; ``None``: there is one.
     """
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: AsyncLLM, model_name: str, folder: str | None = None) -> None:
+        self._folder = folder
         self.registry = CollectorRegistry(auto_describe=True)
         labels = (model_name, "0")
-        self.registry.register(EngineStatsCollector(llm, labels))
+        self._engine = EngineStatsCollector(llm, labels)
+        if folder is None:
+            self.registry.register(self._engine)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(*labels)
@@ -123,7 +131,12 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of them in Prometheus' format."""
-        return generate_latest(self.registry)
+        if self._folder is None:
+            return generate_latest(self.registry)
+        together = CollectorRegistry()
+        MultiProcessCollector(together, self._folder)
+        together.register(self._engine)
+        return generate_latest(together)
 
     def added(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> None:
         self._requests[request_id] = _Times(monotonic(), params.n, prompt_tokens)

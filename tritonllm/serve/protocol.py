@@ -1,13 +1,18 @@
 """The bodies of requests: OpenAI's fields, and vLLM's beside them. Unknown fields are refused by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tritonllm.engine.chat import ChatOptions
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tritonllm.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 MAX_N = 128  # as at OpenAI
 MAX_TOP_LOGPROBS = 20
@@ -33,6 +38,7 @@ SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
+    "thinking_token_budget",
 )
 
 
@@ -100,6 +106,8 @@ class SamplingBody(Body):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -131,7 +139,7 @@ class SamplingBody(Body):
         }
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        form = {"structured_outputs": self._form()}
+        form = {"structured_outputs": self._form(), "repetition_detection": self._repetition()}
         values = {
             **inherited,
             **given,
@@ -142,6 +150,14 @@ class SamplingBody(Body):
             **more,
         }
         return SamplingParams.from_optional(**values)
+
+    def _repetition(self) -> RepetitionDetectionParams | None:
+        if self.repetition_detection is None:
+            return None
+        known = [field.name for field in fields(RepetitionDetectionParams)]
+        if unknown := sorted(self.repetition_detection.keys() - known):
+            raise ValueError(f"repetition_detection must have some of {', '.join(known)}, got {unknown[0]!r}")
+        return RepetitionDetectionParams(**self.repetition_detection)
 
     def _form(self) -> StructuredOutputsParams | None:
         """What the output must look like, by OpenAI's field, then without free whitespace, or by vLLM's.
@@ -203,6 +219,7 @@ class ChatRequest(SamplingBody):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool = True
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -212,12 +229,55 @@ class ChatRequest(SamplingBody):
     def _check_chat(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
-            raise ValueError(
-                "tool_choice: this server does not read tool calls out of the text yet: leave it out, or take none or "
-                "auto, with which the model is shown the tools and its calls come as text"
-            )
+        self.tool_names()
+        if self.forced and self._form() is not None:
+            raise ValueError("tool_choice and response_format both say what the answer looks like: give one of them")
         return self
+
+    def tool_names(self) -> dict[str, Mapping[str, Any]]:
+        """The functions that may be called, by name; none with ``tool_choice="none"``.
+
+        Raises:
+            ValueError: a tool that is no function, or a choice that is not among them.
+        """
+        functions: dict[str, Mapping[str, Any]] = {}
+        for index, tool in enumerate(self.tools or ()):
+            function = tool.get("function")
+            if tool.get("type", "function") != "function" or not isinstance(function, dict):
+                raise ValueError(
+                    f'tools[{index}] must be {{"type": "function", "function": {{"name": ..., "parameters": {{...}}}}}}'
+                )
+            if not isinstance(function.get("name"), str) or not function["name"]:
+                raise ValueError(f"tools[{index}]: function.name must be a string that is not empty")
+            functions[function["name"]] = function
+        if self.forced and not functions:
+            raise ValueError("tool_choice asks for a call, but there are no tools: add tools, or leave it out")
+        chosen = self.named_tool()
+        if chosen is not None and chosen not in functions:
+            raise ValueError(f"tool_choice names the function {chosen!r}, which is not one of tools")
+        return {} if self.tool_choice == "none" else functions
+
+    @property
+    def forced(self) -> bool:
+        """A call must be made."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
+
+    def named_tool(self) -> str | None:
+        """The function that must be called.
+
+        Raises:
+            ValueError: a choice that has not OpenAI's form.
+        """
+        if not isinstance(self.tool_choice, dict):
+            return None
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise ValueError(
+                'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}, got '
+                f"{self.tool_choice!r}"
+            )
+        return name
 
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -242,6 +302,21 @@ class ChatRequest(SamplingBody):
             tools=None if self.tool_choice == "none" else self.tools,
             chat_template_kwargs=variables,
         )
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """The body of a chat completion that says the same as one of another API.
+
+    Raises:
+        ValueError: the first thing that is wrong with it.
+    """
+    try:
+        return ChatRequest(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{place}: {message}" if place else message) from error
 
 
 class TokenizeRequest(Body):

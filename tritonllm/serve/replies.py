@@ -24,6 +24,11 @@ def event(value: Any) -> bytes:
     return b"data: " + _ENCODER.encode(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """One server-sent event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 def now() -> int:
     return int(time.time())
 

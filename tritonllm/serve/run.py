@@ -7,30 +7,27 @@ import os
 import signal
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import uvicorn
-
 from tritonllm.config import EngineConfig
+from tritonllm.serve.api_process import NEWS_OF_DEATH, StoppableServer, settings_of
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.engine_client import EngineClient
+from tritonllm.serve.several import run_several
 
 logger = logging.getLogger(__name__)
 DONE, FAILED = 0, 1
-NEWS_OF_DEATH = 1.0  # seconds in which clients and probes still get an answer after the engine has died
 
 
-class Server(uvicorn.Server):
+class Server(StoppableServer):
     """Ends with a status instead of the signal that ended it; a second signal does not wait for the requests."""
-
-    def __init__(self, config: uvicorn.Config, app: Any) -> None:
-        super().__init__(config)
-        self._app = app
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,9 +39,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._app.state.draining = True
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        self.stop()
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -109,7 +104,12 @@ def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_lev
     """
     sock = bind(config)
     try:
-        with _sigterm_interrupts():
+        if config.api_server_count > 1:
+            with _sigterm_ends():
+                client = EngineClient(engine, log_level)
+            where = address_of(config, sock)
+            return run_several(client, engine, config, sock, where, max_queue=max_queue, log_level=log_level)
+        with _sigterm_ends():
             llm = AsyncLLM(engine, max_queue=max_queue, log_level=log_level)
         try:
             return _serve(llm, config, sock)
@@ -122,9 +122,14 @@ def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_lev
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Inside the block SIGTERM is as Ctrl-C: an engine that is starting is ended, too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _sigterm_ends() -> Iterator[None]:
+    """Inside the block SIGTERM ends the process with status 0, and an engine that is starting with it."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        logger.info("stopped while the model was loaded")
+        sys.exit(DONE)
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
@@ -133,17 +138,7 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket) -> int:
     app = make_app(llm, config)
-    settings = uvicorn.Config(
-        app,
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=round(config.drain_seconds),
-        ssl_certfile=config.ssl_certfile,
-        ssl_keyfile=config.ssl_keyfile,
-    )
-    server = Server(settings, app)
+    server = Server(settings_of(app, config), app)
 
     def died(why: str) -> None:
         logger.error("%s: the server ends", why)

@@ -4,7 +4,7 @@ from support.aot import ARCHS, assert_resources
 
 from tritonllm.kernels import advance_seats
 from tritonllm.kernels.compile.aot import compile_kernels
-from tritonllm.kernels.sampling.seat_state import Decodes, SamplingRows, SeatState, StepRows
+from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
 
 DTYPES = {"top_k": torch.int32, "seeds": torch.int64, "steps": torch.int64}
 
@@ -33,15 +33,21 @@ def test_compiles_once_for_all_sizes_of_steps(arch, seats):
     assert len({kernel.asm["llir"] for kernel in kernels}) == 1
 
 
-def test_compiles_with_drafts_and_limits():
+@pytest.mark.parametrize("each", [1, 5])
+def test_compiles_with_drafts_and_limits(each):
     state, parameters = SeatState(*zeros(64, *[torch.int32] * 3)), rows_of(64)
-    step, batch = (
-        StepRows(*zeros(8, torch.int32, torch.int32, torch.int64)),
-        zeros(8, torch.int32, torch.int64, torch.int64, torch.int32),
-    )
-    optional = {"counts": zeros(64, torch.int32)[0], "limits": zeros(8, torch.int32)[0]}
+    step = StepRows(*zeros(8, torch.int32, torch.int32, torch.int64))
+    places = zeros(8 * each, torch.int32, torch.int64, torch.int64)
+    batch = Decodes(*places, *zeros(8, torch.int32), torch.zeros(8, 4, dtype=torch.int32))
+    limits, drafts = zeros(8, torch.int32, torch.int32)
+    verdict = Verdict(torch.zeros(64, 5, dtype=torch.int64), torch.zeros(64, dtype=torch.int64))
+    optional = {
+        "verdict": verdict,
+        "limits": limits,
+        "drafts": drafts,
+        "history": torch.zeros(64, 99, dtype=torch.int32),
+    }
     with compile_kernels(90) as kernels:
-        drawn = torch.zeros(64, 5, dtype=torch.int64)
-        tables = torch.zeros(8, 4, dtype=torch.int32)
-        advance_seats(state, parameters, step, rows_of(8), Decodes(*batch, tables), drawn, block_size=16, **optional)
+        drawn = torch.zeros(64, dtype=torch.int64)
+        advance_seats(state, parameters, step, rows_of(8), batch, drawn, block_size=16, **optional)
     assert_resources(kernels)

@@ -35,13 +35,13 @@ class Pages(NamedTuple):
 class Options(NamedTuple):
     """What a layer asks of attention, as the public functions take it; see ``paged_decode_attention``."""
 
-    scale: float | None
-    window: int | None
-    softcap: float
-    sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    k_scale: float | torch.Tensor | None
-    v_scale: float | torch.Tensor | None
+    scale: float | None = None
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    k_scale: float | torch.Tensor | None = None
+    v_scale: float | torch.Tensor | None = None
 
 
 class AttentionArgs(NamedTuple):

@@ -198,6 +198,13 @@ def check_caches(
     )
 
 
+def check_head_size(name: str, head_size: int) -> None:
+    require(
+        16 <= head_size <= 512 and head_size % 8 == 0,
+        f"{name} must have a head size that is a multiple of 8 from 16 to 512, got {head_size}",
+    )
+
+
 def check_cache_dtype(k_cache: torch.Tensor, name: str, x: torch.Tensor) -> None:
     if k_cache.dtype != torch.float8_e4m3fn:
         check_same_dtype("k_cache (unless it is torch.float8_e4m3fn)", k_cache, name, x)
@@ -251,13 +258,9 @@ def check_attention(
         ValueError: a wrong shape, dtype, device or number; the message names the argument.
     """
     k_cache, v_cache, block_tables, seq_lens = pages
-    scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale = options
     check_tensor("q", q, ("T", "H", "D"))
     rows, heads, head_size = q.shape
-    require(
-        16 <= head_size <= 512 and head_size % 8 == 0,
-        f"q must have a head size that is a multiple of 8 from 16 to 512, got {head_size}",
-    )
+    check_head_size("q", head_size)
     check_caches(k_cache, v_cache, "K", head_size, like=q)
     check_cache_dtype(k_cache, "q", q)
     kv_heads = k_cache.shape[2]
@@ -265,22 +268,33 @@ def check_attention(
         kv_heads > 0 and heads > 0 and heads % kv_heads == 0,
         f"q must have a multiple of k_cache's {kv_heads} heads, got {heads}: {CACHE_ORDER}",
     )
-    check_tensor("seq_lens", seq_lens, (batch,), dtype=torch.int32, like=q)
-    check_tensor("block_tables", block_tables, (batch, "M"), dtype=torch.int32, like=q)
+    check_sequences(block_tables, seq_lens, batch, like=q)
+    if out is None:
+        out = torch.empty((rows, heads, head_size), dtype=q.dtype, device=q.device)
+    check_tensor("out", out, q.shape, dtype=q.dtype, like=q)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device) if return_lse else None
+    return check_options(options, heads, kv_heads, out, lse)
 
-    scale = head_size**-0.5 if scale is None else scale
+
+def check_sequences(block_tables: torch.Tensor, seq_lens: torch.Tensor, batch: int, *, like: torch.Tensor) -> None:
+    check_tensor("seq_lens", seq_lens, (batch,), dtype=torch.int32, like=like)
+    check_tensor("block_tables", block_tables, (batch, "M"), dtype=torch.int32, like=like)
+
+
+def check_options(
+    options: Options, heads: int, kv_heads: int, out: torch.Tensor, lse: torch.Tensor | None
+) -> AttentionArgs:
+    """Check what a layer asks of attention; with the outputs, as operators take it. ``out`` has heads of its size."""
+    scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale = options
+    scale = out.shape[-1] ** -0.5 if scale is None else scale
     check_positive("scale", scale)
     require(window is None or window >= 1, f"window must be None or at least 1 (the current key), got {window}")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
     for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if t is not None:
-            check_tensor(name, t, (heads,), dtype=FLOATS, like=q)
-    scales = check_scales(k_scale, v_scale, kv_heads, q)
-    if out is None:
-        out = torch.empty((rows, heads, head_size), dtype=q.dtype, device=q.device)
-    check_tensor("out", out, q.shape, dtype=q.dtype, like=q)
-    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device) if return_lse else None
+            check_tensor(name, t, (heads,), dtype=FLOATS, like=out)
+    scales = check_scales(k_scale, v_scale, kv_heads, out)
     return AttentionArgs(
         *(out, lse, sinks, alibi_slopes, scales.k_scale, scales.v_scale),
         *(scale * scales.k_factor, scales.v_factor, window or 0, float(softcap)),

@@ -3,11 +3,13 @@
 What that cannot compute (softcap, sinks, ALiBi, the denominator, float8 caches, scales of heads) is the references'.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional as F
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Heads, Hints, Pages, Queries, Scales, Slots
-from tritonllm.kernels.elementwise import normalized, turned
+from tritonllm.kernels.elementwise import Norm, Turn, normalized, turn_of, turned
 from tritonllm.kernels.runtime.checks import FLOATS
 
 MASK_ELEMENTS = 2**22  # queries times keys of a prompt's chunk whose mask, or logits, are made at once
@@ -23,62 +25,108 @@ def decode(q: torch.Tensor, pages: Pages, hints: Hints, args: AttentionArgs) -> 
     """The operator ``paged_decode_attention``."""
     if not takes(pages.k_cache, args):
         return False
-    lens = pages.seq_lens.tolist()
-    longest = max(lens, default=0)
-    if longest == 0:
-        args.out.zero_()
-    elif 2 * sum(lens) >= longest * len(lens):
-        _decode_together(q, pages, min(lens), longest, args)
-    else:  # a batch is padded to its longest sequence: rather one after the other than more than twice the work
-        for i, length in enumerate(lens):
-            one = slice(i, i + 1)
-            mine = args._replace(out=args.out[one])
-            if length:
-                alone = pages._replace(block_tables=pages.block_tables[one], seq_lens=pages.seq_lens[one])
-                _decode_together(q[one], alone, length, length, mine)
-            else:
-                mine.out.zero_()
+    decodes = Decodes(pages.block_tables, pages.seq_lens, pages.k_cache.shape[1])
+    args.out.copy_(decodes.attend(q, pages.k_cache, pages.v_cache, args))
     return True
 
 
-def _decode_together(q: torch.Tensor, pages: Pages, shortest: int, longest: int, args: AttentionArgs) -> None:
-    """``q[B, H, D]`` of sequences of about the same length; heads that share keys are rows of one product."""
-    k_cache, v_cache, block_tables, seq_lens = pages
-    batch, size, (kv_heads, head_size) = len(q), k_cache.shape[1], k_cache.shape[2:]
-    window = args.window or longest
-    begin = max(0, shortest - window) // size  # no query sees a block before this one
-    blocks = block_tables[:, begin : -(-longest // size)]
-    first, last = max(0, shortest - window) - begin * size, longest - begin * size
-    mask = unseen = None
-    if shortest == longest:
-        seen = slice(first, last)
-    else:
-        seen = slice(0, blocks.shape[1] * size)
-        key = torch.arange(begin * size, begin * size + seen.stop)
-        visible = key < seq_lens[:, None]
-        if args.window:
-            visible &= key >= seq_lens[:, None] - args.window
+class Group(NamedTuple):
+    """Sequences of about the same length, which attend together: a batch is padded to its longest."""
+
+    rows: slice  # of the batch
+    blocks: slice | torch.Tensor  # of the cache: their blocks one after the other
+    seen: slice  # keys of a sequence's blocks that some query sees
+    mask: torch.Tensor | None  # [N, 1, 1, keys]; None: all queries see them all
+    unseen: torch.Tensor | None  # keys of these blocks that may hold anything, and read as 0
+    empty: torch.Tensor | None  # [N, 1, 1], where a sequence has length 0
+
+
+class Decodes:
+    """What the CPU's attention finds out about a step's decodes: the same for every layer.
+
+    Args:
+        block_tables, seq_lens: see ``paged_decode_attention``.
+        block_size: of the cache.
+    """
+
+    def __init__(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> None:
+        self._tables = block_tables
+        self._seq_lens = seq_lens
+        self._lens: list[int] = seq_lens.tolist()
+        self._size = block_size
+        self._groups: dict[int, list[Group]] = {}  # by window
+
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, args: AttentionArgs
+    ) -> torch.Tensor:
+        """``q[B, H, D]`` -> a new tensor of that shape."""
+        groups = self._groups.get(args.window)
+        if groups is None:
+            groups = self._groups[args.window] = self._grouped(args.window)
+        parts = [_attend(group, q[group.rows], k_cache, v_cache, args) for group in groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros_like(q)
+
+    def _grouped(self, window: int) -> list[Group]:
+        lens = self._lens
+        longest = max(lens, default=0)
+        if longest == 0:
+            return []
+        if 2 * sum(lens) >= longest * len(lens):
+            return [self._group(slice(0, len(lens)), window)]
+        # rather one after the other than more than twice the work
+        return [self._group(slice(i, i + 1), window) for i in range(len(lens))]
+
+    def _group(self, rows: slice, window: int) -> Group:
+        size, lens = self._size, self._lens[rows]
+        shortest, longest = min(lens), max(lens)
+        before = max(0, shortest - (window or longest))  # no query sees these keys
+        begin = before // size
+        blocks = self._tables[rows, begin : -(-longest // size)]
+        if shortest == longest:
+            seen = slice(before - begin * size, longest - begin * size)
+            return Group(rows, _consecutive(blocks), seen, None, None, None)
+        count = blocks.shape[1] * size
+        seq_lens = self._seq_lens[rows, None]
+        key = torch.arange(begin * size, begin * size + count)
+        visible = key < seq_lens
+        if window:
+            visible &= key >= seq_lens - window
         blocks = blocks.masked_fill(~visible.unflatten(1, (-1, size)).any(-1), 0)
-        mask = visible[:, None, None]
         unseen = (~visible).flatten().nonzero().flatten()
-    k, v = (_rows(cache, blocks, unseen)[:, seen].transpose(1, 2) for cache in (k_cache, v_cache))  # [B, K, L, D]
-    grouped = q.view(batch, kv_heads, -1, head_size)
-    out = F.scaled_dot_product_attention(grouped, k, v, mask, scale=args.scale)
-    if shortest == 0:
-        out.masked_fill_((seq_lens == 0)[:, None, None, None], 0.0)
-    _write(args.out.view(grouped.shape), out, args.v_factor)
+        empty = (seq_lens == 0)[:, None] if shortest == 0 else None
+        return Group(rows, blocks.flatten(), slice(0, count), visible[:, None, None], unseen, empty)
 
 
-def _rows(cache: torch.Tensor, blocks: torch.Tensor, unseen: torch.Tensor | None = None) -> torch.Tensor:
-    """Keys or values of ``blocks[B, M]``: ``[B, M S, K, D]``; 0 in the rows at ``unseen``, which may hold anything."""
-    x = cache.index_select(0, blocks.flatten()).view(len(blocks), -1, *cache.shape[2:])
-    if unseen is not None:
-        x.flatten(0, 1).index_fill_(0, unseen, 0.0)
-    return x
+def _consecutive(blocks: torch.Tensor) -> slice | torch.Tensor:
+    """``blocks[N, M]`` one after the other; as a slice, of which no key need be copied, if they lie so."""
+    flat = blocks.flatten()
+    ids = flat.tolist() if len(blocks) == 1 else []
+    together = ids and ids == list(range(ids[0], ids[0] + len(ids)))
+    return slice(ids[0], ids[0] + len(ids)) if together else flat
 
 
-def _write(target: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-    torch.mul(out, factor, out=target) if factor != 1.0 else target.copy_(out)
+def _attend(
+    group: Group, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, args: AttentionArgs
+) -> torch.Tensor:
+    """``q[N, H, D]`` of the group -> a new tensor; heads that share keys are rows of one product."""
+    if group.seen.stop == 0:
+        return torch.zeros_like(q)
+    k, v = (_seen_rows(cache, group, len(q)) for cache in (k_cache, v_cache))  # [N, K, L, D]
+    grouped = q.view(len(q), k.shape[1], -1, q.shape[2])
+    out = F.scaled_dot_product_attention(grouped, k, v, group.mask, scale=args.scale).reshape(q.shape)
+    if args.v_factor != 1.0:
+        out *= args.v_factor
+    return out if group.empty is None else out.masked_fill_(group.empty, 0.0)
+
+
+def _seen_rows(cache: torch.Tensor, group: Group, count: int) -> torch.Tensor:
+    """Keys or values ``[N, K, L, D]``."""
+    blocks = group.blocks
+    x = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
+    x = x.reshape(count, -1, *cache.shape[2:])
+    if group.unseen is not None:
+        x.flatten(0, 1).index_fill_(0, group.unseen, 0.0)
+    return x[:, group.seen].transpose(1, 2)
 
 
 def prefill(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> bool:
@@ -117,14 +165,17 @@ def _prefill_one(
             mask &= key > pos - window
             if not causal:
                 mask &= key < pos + window
-    k, v = (_rows(cache, blocks)[0, first - begin : end - begin] for cache in (pages.k_cache, pages.v_cache))
+    seen = Group(slice(0, 1), _consecutive(blocks), slice(first - begin, end - begin), None, None, None)
+    k, v = (_seen_rows(cache, seen, 1)[0].transpose(0, 1) for cache in (pages.k_cache, pages.v_cache))
     grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [K, G, N, D]
     if q.dtype == torch.float32:
         out = _exact(grouped, k, v, mask if mask is not None else _causal(count), args.scale)
     else:  # keys and values are repeated by strides: [K, G, L, D]
         k, v = (x.transpose(0, 1).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for x in (k, v))
         out = F.scaled_dot_product_attention(grouped, k, v, mask, is_causal=square, scale=args.scale)
-    _write(args.out, out.permute(2, 0, 1, 3).flatten(1, 2), args.v_factor)
+    args.out.copy_(out.permute(2, 0, 1, 3).flatten(1, 2))
+    if args.v_factor != 1.0:
+        args.out.mul_(args.v_factor)
 
 
 def _causal(count: int) -> torch.Tensor:
@@ -140,38 +191,61 @@ def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     return torch.bmm(weights.flatten(1, 2), v.transpose(0, 1)).view(q.shape)
 
 
-def project_and_store(qkv: torch.Tensor, slots: Slots, heads: Heads, scales: Scales) -> torch.Tensor | None:
-    """Normalise, turn and store the rows' heads; the queries ``[T, H, D]``. ``None``: nothing was done."""
-    k_cache, v_cache, slot_mapping = slots
-    weights = heads.q_weight, heads.k_weight
-    if scales.given or k_cache.dtype not in FLOATS or any(w is not None and w.dim() != 1 for w in weights):
+class Store(NamedTuple):
+    """A layer's cache for :func:`project_and_store`: ``[P S, K, D]`` each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def store_of(k_cache: torch.Tensor, v_cache: torch.Tensor, heads: Heads, scales: Scales) -> Store | None:
+    """``None``: a kind of cache, or of norm, that :func:`project_and_store` does not know."""
+    known = k_cache.dtype in FLOATS and not scales.given
+    if not known or any(w is not None and w.dim() != 1 for w in (heads.q_weight, heads.k_weight)):
         return None
-    flat = _slots(k_cache), _slots(v_cache)
-    if flat[0] is None or flat[1] is None or (len(qkv) and int(slot_mapping.min()) < 0):
+    if any(cache.stride(0) != cache.shape[1] * cache.stride(1) for cache in (k_cache, v_cache)):
         return None
-    kv_heads, head_size = k_cache.shape[2:]
+    return Store(k_cache.flatten(0, 1), v_cache.flatten(0, 1))
+
+
+def all_stored(slot_mapping: torch.Tensor) -> bool:
+    """No token is to be left out."""
+    return not len(slot_mapping) or int(slot_mapping.min()) >= 0
+
+
+def project_and_store(
+    qkv: torch.Tensor, slot_mapping: torch.Tensor, store: Store, heads: Heads, turn: Turn | None
+) -> torch.Tensor:
+    """Normalise, turn and store the rows' heads; the queries ``[T, H, D]``, a new tensor if they changed."""
+    kv_heads, head_size = store.k.shape[1:]
     x = qkv.unflatten(1, (-1, head_size))
     v = x[:, -kv_heads:]
     x = x[:, :-kv_heads]
     if heads.q_weight is not None and heads.k_weight is not None:
         parts = (x[:, :-kv_heads], heads.q_weight), (x[:, -kv_heads:], heads.k_weight)
-        x = torch.cat([normalized(part, w, heads.eps, heads.weight_offset).to(qkv.dtype) for part, w in parts], dim=1)
-    if heads.positions is not None and heads.cos_sin_cache is not None:
-        x = turned(x, heads.positions, heads.cos_sin_cache, heads.interleaved)
-    flat[0].index_copy_(0, slot_mapping, x[:, -kv_heads:])
-    flat[1].index_copy_(0, slot_mapping, v)
+        norms = [normalized(part, Norm(w, None, heads.eps, heads.weight_offset)) for part, w in parts]
+        x = torch.cat([part.to(qkv.dtype) for part in norms], dim=1)
+    if turn is not None:
+        x = turned(x, turn)
+    store.k.index_copy_(0, slot_mapping, x[:, -kv_heads:])
+    store.v.index_copy_(0, slot_mapping, v)
     return x[:, :-kv_heads]
 
 
-def _slots(cache: torch.Tensor) -> torch.Tensor | None:
-    """The cache as ``[P S, K, D]``, if its slots lie so."""
-    fits = cache.stride(0) == cache.shape[1] * cache.stride(1)
-    return cache.flatten(0, 1) if fits else None
+def _project(qkv: torch.Tensor, slots: Slots, heads: Heads, scales: Scales) -> torch.Tensor | None:
+    """:func:`project_and_store` of arguments as the operators have them. ``None``: nothing was done."""
+    store = store_of(slots.k_cache, slots.v_cache, heads, scales)
+    if store is None or not all_stored(slots.slot_mapping):
+        return None
+    turn = None
+    if heads.positions is not None and heads.cos_sin_cache is not None:
+        turn = turn_of(heads.positions, heads.cos_sin_cache, heads.interleaved)
+    return project_and_store(qkv, slots.slot_mapping, store, heads, turn)
 
 
 def qk_norm_rope_store(qkv: torch.Tensor, constant_weight: bool, slots: Slots, heads: Heads, scales: Scales) -> bool:
     """The operator of this name."""
-    q = project_and_store(qkv, slots, heads, scales)
+    q = _project(qkv, slots, heads, scales)
     if q is None:
         return False
     mine = qkv[:, : q.shape[1] * q.shape[2]].unflatten(1, q.shape[1:])
@@ -193,5 +267,5 @@ def fused_decode(
     if not takes(pages.k_cache, args):
         return False
     scales = Scales(None, None, k_factor, args.v_factor)
-    q = project_and_store(qkv, Slots(pages.k_cache, pages.v_cache, slot_mapping), heads, scales)
+    q = _project(qkv, Slots(pages.k_cache, pages.v_cache, slot_mapping), heads, scales)
     return q is not None and decode(q, pages, hints, args)

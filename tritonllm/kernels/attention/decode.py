@@ -6,6 +6,7 @@ Four kernels compute it. :mod:`tritonllm.kernels.attention.sm90.decode`, for Hop
 :mod:`tritonllm.kernels.attention.portable.few`, which does with one launch. A configuration's ``kernel`` says which.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ SM90_ROWS = 32  # more leave its accumulators too few registers
 FEW_PAIRS, FEW_KEYS, FEW_WORK = 64, 2560, 28_672  # of decode_short_keys: most pairs, most keys, most of both multiplied
 
 
+@functools.cache
 def decode_short_keys(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, sequences: int) -> int:
     """Up to how many keys decode attention of so many sequences is a matter of latency: the few kernel's, which is one
     launch with what prepares it. 0: it never is.

@@ -11,7 +11,13 @@ import triton.language as tl
 
 from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import Heads, Scales, Slots
-from tritonllm.kernels.attention.common import check_cache_dtype, check_caches, check_scales, require_float8
+from tritonllm.kernels.attention.common import (
+    check_cache_dtype,
+    check_caches,
+    check_head_size,
+    check_scales,
+    require_float8,
+)
 from tritonllm.kernels.attention.kv_cache import inverse_scale
 from tritonllm.kernels.attention.prepare_heads import load_weights, prepare_heads
 from tritonllm.kernels.elementwise import apply_rope, check_rope, rms_norm
@@ -271,19 +277,15 @@ def check_projection(
 ) -> Scales:
     """Check everything; the scales as the operator takes them."""
     k_cache, v_cache, slot_mapping = slots
-    positions, cos_sin_cache, q_weight, k_weight, *_ = heads
+    positions, cos_sin_cache, *_ = heads
     check_tensor("qkv", qkv, ("T", "(H + 2 K) * D"))
     check_caches(k_cache, v_cache, "K", "D", like=qkv)
     check_cache_dtype(k_cache, "qkv", qkv)
     tokens, columns = qkv.shape
     kv_heads, head_size = k_cache.shape[2:]
+    check_head_size("k_cache", head_size)
     require(
-        16 <= head_size <= 512 and head_size % 8 == 0,
-        f"k_cache must have a head size that is a multiple of 8 from 16 to 512, got {head_size}",
-    )
-    q_heads = columns // head_size - 2 * kv_heads
-    require(
-        columns % head_size == 0 and q_heads > 0,
+        columns % head_size == 0 and columns // head_size > 2 * kv_heads,
         f"qkv must have (H + 2 * {kv_heads}) * {head_size} columns for H query heads, got {columns}",
     )
     check_tensor("slot_mapping", slot_mapping, (tokens,), dtype=torch.int64, like=qkv)
@@ -292,10 +294,16 @@ def check_projection(
     )
     if positions is not None and cos_sin_cache is not None:
         check_rope(positions, cos_sin_cache, qkv, head_size)
+    check_head_weights(heads, columns // head_size - 2 * kv_heads, kv_heads, head_size, like=qkv)
+    return check_scales(k_scale, v_scale, kv_heads, qkv)
+
+
+def check_head_weights(heads: Heads, q_heads: int, kv_heads: int, head_size: int, *, like: torch.Tensor) -> None:
+    """Check the weights of the heads' norms."""
+    q_weight, k_weight = heads.q_weight, heads.k_weight
     require((q_weight is None) == (k_weight is None), "q_weight and k_weight must both be given, or neither")
     if q_weight is not None and k_weight is not None:
         per_head = isinstance(q_weight, torch.Tensor) and q_weight.dim() == 2
         for name, weight, count in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
-            check_tensor(name, weight, (count, head_size) if per_head else (head_size,), like=qkv)
+            check_tensor(name, weight, (count, head_size) if per_head else (head_size,), like=like)
             require(weight.is_contiguous(), f"{name} must be contiguous, got strides {tuple(weight.stride())}")
-    return check_scales(k_scale, v_scale, kv_heads, qkv)

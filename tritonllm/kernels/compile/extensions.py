@@ -144,8 +144,14 @@ def _libcuda_folders() -> tuple[str, ...]:
 
 @cache
 def _stand_in_for_libcuda() -> tuple[str, ...]:
-    """A folder with an empty library of that name, which satisfies the linker."""
-    folder = tempfile.mkdtemp(prefix="tritonllm-libcuda-")
-    command = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", "-x", "c", os.devnull]
-    subprocess.run(command, check=True)
-    return (folder,)
+    """A folder with an empty library of that name, which satisfies the linker: in Triton's cache, one for all."""
+    name = "libcuda.so.1"
+    manager = get_cache_manager(hashlib.sha256(f"stand-in {name} {build.platform_key()}".encode()).hexdigest())
+    path = manager.get_file(name)
+    if path is None:
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / name
+            command = ["gcc", "-shared", f"-Wl,-soname,{name}", "-o", str(library), "-x", "c", os.devnull]
+            subprocess.run(command, check=True)
+            path = manager.put(library.read_bytes(), name, binary=True)
+    return (str(Path(path).parent),)

@@ -8,16 +8,20 @@ read them at half of what the memory gives and less: of Zen 4 (one core, 3072 x 
 import torch
 from torch.nn import functional as F
 
+from tritonllm.kernels.dense.weight import ONEDNN, Weight
+
 # Rows for which the packed layout is chosen; it serves any number (1 to 512 rows: chosen for 8 to 512, the same within
 # 5%, for one row twice as slow with more of them).
 PACKED_FOR = 64
-# Fewer rows are slower than as many as these: one of 49152 x 576 in float32 9.3 ms, four 5.4.
+# In float32, and of a large weight, fewer rows are slower than as many as these: one of 49152 x 576 in float32 7.2 ms,
+# four 5.5 (bfloat16 3.5 and 2.8); of 3072 x 576 458 us and 342, but in bfloat16 192 and 183, and to pad takes 8.
 LEAST_ROWS = 4
+LARGE = 2**22  # elements of a weight
 
 
 def can_pack(weight: torch.Tensor) -> bool:
     """oneDNN multiplies this dtype here, and there is something to multiply."""
-    if not weight.is_cpu or weight.is_mkldnn or weight.dim() != 2 or not weight.numel():
+    if not weight.is_cpu or weight.dim() != 2 or not weight.numel():
         return False
     if not torch.backends.mkldnn.is_available():
         return False
@@ -29,16 +33,20 @@ def multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+def pack_weight(weight: torch.Tensor) -> Weight:
     """``weight[N, K]`` in oneDNN's own layout, for :func:`product` alone; or as it is, where that is of no use."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if can_pack(weight) else weight
+    if not can_pack(weight):
+        return Weight(weight)
+    return Weight(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR), format=ONEDNN)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x[T, K] @ weight[N, K].T + bias[N]`` -> ``[T, N]``, of a packed weight or of one that is not."""
-    if not weight.is_mkldnn:
+def product(x: torch.Tensor, of: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x[T, K] @ weight[N, K].T + bias[N]`` -> ``[T, N]``, of a weight in either format."""
+    weight = of.data
+    if of.format != ONEDNN:
         return F.linear(x, weight, bias)
     rows = x.shape[0]
-    if 0 < rows < LEAST_ROWS:
+    if 0 < rows < LEAST_ROWS and (weight.dtype == torch.float32 or weight.numel() > LARGE):
         x = F.pad(x, (0, 0, 0, LEAST_ROWS - rows))
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")[:rows]
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")[:rows]
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")

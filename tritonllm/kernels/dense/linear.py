@@ -15,6 +15,7 @@ from tritonllm import env
 from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
+from tritonllm.kernels.dense.weight import Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul, apply_activation, rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
@@ -206,6 +207,12 @@ def _checked(
     return x.reshape(math.prod(x.shape[:-1]), k), out
 
 
+def multiply(operands: Operands, fused: Fused) -> torch.Tensor:
+    """:func:`linear` of matrices that are known to fit, as a layer's do in every step; returns what is written."""
+    _linear(*operands, *fused)
+    return operands.out
+
+
 def linear_workspace_size(rows: int) -> int:
     """Elements of the ``workspace`` of a weight with so many rows."""
     return triton.cdiv(rows, MIN_BLOCK_N)
@@ -213,7 +220,7 @@ def linear_workspace_size(rows: int) -> int:
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weight,
     bias: torch.Tensor | None = None,
     *,
     norm_weight: torch.Tensor | None = None,
@@ -235,7 +242,7 @@ def linear(
 
     Args:
         x: ``[..., K]`` float16, bfloat16 or float32; contiguous in the last dimension.
-        weight: ``[N, K]`` with the dtype of ``x``; contiguous in the last dimension.
+        weight: ``[N, K]`` with the dtype of ``x``; contiguous in the last dimension. A tensor or a :class:`Weight`.
         bias: ``[N]`` with the dtype of ``x``.
         norm_weight: ``[K]`` float16, bfloat16 or float32; ``x`` is normalised first, as by :func:`rms_norm`.
         norm_eps: added to the mean square.
@@ -260,6 +267,7 @@ def linear(
         ValueError: a shape, dtype or device that does not fit, another activation, both ``residual`` and ``out``, a
             ``scale`` without ``residual``.
     """
+    weight = elements("weight", weight)
     check_scaled(scale, residual)
     rows, target = _checked(x, weight, bias, norm_weight, activation, gated, residual, out, workspace)
     written = target.view(len(rows), target.shape[-1])

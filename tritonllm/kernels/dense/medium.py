@@ -16,6 +16,7 @@ import torch
 from tritonllm.kernels.dense.arguments import Fused, NextNorm, Operands
 from tritonllm.kernels.dense.linear import GATED, linear
 from tritonllm.kernels.dense.sm90.tile import Tile, fits
+from tritonllm.kernels.dense.weight import Weight, elements
 from tritonllm.kernels.elementwise import ACTIVATIONS
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor, require
 from tritonllm.kernels.runtime.chip import on_sm90
@@ -161,7 +162,7 @@ def _outputs(
 
 def add_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weight,
     bias: torch.Tensor | None,
     stream: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -177,7 +178,7 @@ def add_linear(
 
     Args:
         x: ``[M, K]`` float16, bfloat16 or float32; contiguous in the last dimension.
-        weight: ``[N, K]``, and ``bias``: ``[N]`` or None, with the dtype of ``x``.
+        weight: ``[N, K]``, a tensor or a :class:`Weight`, and ``bias``: ``[N]`` or None, with the dtype of ``x``.
         stream: ``[M, N]``; must not overlap ``x``.
         norm_weight: ``[N]``; ``norm_weight_offset`` is added to it, ``norm_eps`` to the mean square.
         constant_weight: as in :func:`tritonllm.kernels.linear`.
@@ -185,6 +186,7 @@ def add_linear(
     Raises:
         ValueError: a shape, dtype or device that does not fit.
     """
+    weight = elements("weight", weight)
     scaled, squares = _outputs(x, weight, bias, stream, norm_weight)
     _add_linear(
         *Operands(x, weight, bias, None, stream, None),
@@ -217,7 +219,7 @@ def _output(x: Unnormed, weight: torch.Tensor, bias: torch.Tensor | None, act: s
 
 def linear_unnormed(
     x: Unnormed,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: str | None = None,
@@ -229,6 +231,7 @@ def linear_unnormed(
     Raises:
         ValueError: a shape, dtype or device that does not fit, or another activation.
     """
+    weight = elements("weight", weight)
     out = _output(x, weight, bias, activation, gated)
     operands = Operands(x.scaled, weight, bias, None, out, None)
     _linear_unnormed(x.squares, *operands, *Fused(x.eps, 0.0, activation, gated, False, 1.0, constant_weight))

@@ -9,20 +9,33 @@ from tritonllm.kernels.elementwise.activation import (
     activate,
     apply_activation,
 )
-from tritonllm.kernels.elementwise.cpu import normalized, turned
+from tritonllm.kernels.elementwise.arguments import Norm
+from tritonllm.kernels.elementwise.cpu import Turn, normalized, turn_of, turned
 from tritonllm.kernels.elementwise.gated_activation import GATED_ACTIVATIONS, gated, gated_reference
 from tritonllm.kernels.elementwise.logits import tanh_series
 from tritonllm.kernels.elementwise.norm import check_affine, rms_norm
-from tritonllm.kernels.elementwise.rope import apply_rope, check_rope, load_angles, load_pairs, store_pairs
+from tritonllm.kernels.elementwise.rope import (
+    apply_rope,
+    check_angles,
+    check_positions,
+    check_rope,
+    load_angles,
+    load_pairs,
+    store_pairs,
+)
 
 __all__ = [
     "ACTIVATIONS",
     "GATED_ACTIVATIONS",
+    "Norm",
+    "Turn",
     "act_and_mul",
     "activate",
     "apply_activation",
     "apply_rope",
     "check_affine",
+    "check_angles",
+    "check_positions",
     "check_rope",
     "gated",
     "gated_reference",
@@ -32,5 +45,6 @@ __all__ = [
     "rms_norm",
     "store_pairs",
     "tanh_series",
+    "turn_of",
     "turned",
 ]

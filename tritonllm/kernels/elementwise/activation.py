@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from tritonllm.kernels.elementwise import cpu
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
@@ -79,6 +80,12 @@ def default_config(n: int, tokens: int) -> tuning.Config:
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
 
+def _on_cpu(x: torch.Tensor, out: torch.Tensor, activation: str, gated: bool) -> bool:
+    if gated:
+        out.copy_(cpu.act_and_mul(x, ACTIVATIONS[activation]))
+    return gated
+
+
 def _reference(x: torch.Tensor, out: torch.Tensor, activation: str, gated: bool) -> None:
     if gated:
         gate, up = x.float().chunk(2, dim=-1)
@@ -87,7 +94,7 @@ def _reference(x: torch.Tensor, out: torch.Tensor, activation: str, gated: bool)
         out.copy_(ACTIVATIONS[activation](x.float()))
 
 
-@register_op(mutates=("out",), reference=_reference)
+@register_op(mutates=("out",), reference=_reference, cpu=_on_cpu)
 def _activation(x: torch.Tensor, out: torch.Tensor, activation: str, gated: bool) -> None:
     tokens, n = out.shape
     op = "act_and_mul" if gated else "apply_activation"

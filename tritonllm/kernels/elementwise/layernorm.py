@@ -12,8 +12,7 @@ from tritonllm.kernels.runtime.checks import check_tensor
 from tritonllm.kernels.runtime.registry import with_reference
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-    check_input(x)
+def _check_affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
     if weight is not None:
         check_affine("weight", weight, x)
     if bias is not None:
@@ -50,7 +49,8 @@ def layer_norm(
     Raises:
         ValueError: a wrong shape, dtype or device, or rows that are not contiguous.
     """
-    _check(x, weight, bias)
+    check_input(x, out)
+    _check_affine(x, weight, bias)
     return normalize(x, Norm(weight, bias, eps, mean=True), out)
 
 
@@ -87,7 +87,9 @@ def fused_add_layer_norm(
         ValueError: a wrong shape, dtype or device, rows that are not contiguous, or a tensor of more than three
             dimensions that is not contiguous.
     """
-    _check(x, weight, bias)
+    check_input(x)
+    check_tensor("residual", residual, x.shape, like=x)
+    _check_affine(x, weight, bias)
     return add_and_normalize(x, residual, Norm(weight, bias, eps, mean=True), x_scale)
 
 

@@ -233,8 +233,10 @@ def _as_rows(name: str, t: torch.Tensor) -> torch.Tensor:
     return t.view(-1, *t.shape[-2:])
 
 
-def check_input(x: torch.Tensor) -> None:
+def check_input(x: torch.Tensor, out: torch.Tensor | None = None) -> None:
     check_tensor("x", x, [None] * max(x.dim(), 1))
+    if out is not None:
+        check_tensor("out", out, x.shape, like=x)
 
 
 def check_affine(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
@@ -244,12 +246,10 @@ def check_affine(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
     require(not per_head or t.is_contiguous(), f"{name} must be contiguous if it has a row for each head")
 
 
-def normalize(x: torch.Tensor, norm: Norm, out: torch.Tensor | None) -> torch.Tensor:
-    """The norm of ``x`` in ``out`` or a new tensor; checks ``out``, the caller the rest."""
+def normalize(x: torch.Tensor, norm: Norm, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The norm of ``x`` in ``out`` or a new tensor. Checks nothing: a layer's tensors fit in every step."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    else:
-        check_tensor("out", out, x.shape, like=x)
     rows = x if x.dim() <= 3 else x.reshape(-1, *x.shape[-2:])
     _norm(rows, None, _as_rows("out", out), None, 1.0, *norm)
     return out
@@ -262,8 +262,7 @@ def add_and_normalize(
     x_scale: float,
     quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``residual += x * x_scale`` and its norm in ``x``, or quantized; checks ``residual``, the caller the rest."""
-    check_tensor("residual", residual, x.shape, like=x)
+    """``residual += x * x_scale`` and its norm in ``x``, or quantized. Checks nothing, as :func:`normalize`."""
     rows = _as_rows("x", x)
     out, scale = (rows, None) if quantized is None else (_as_rows("q", quantized[0]), quantized[1].view(-1))
     _norm(rows, _as_rows("residual", residual), out, scale, x_scale, *norm)
@@ -300,7 +299,7 @@ def rms_norm(
     Raises:
         ValueError: a wrong shape, dtype or device, or rows that are not contiguous.
     """
-    check_input(x)
+    check_input(x, out)
     check_affine("weight", weight, x)
     return normalize(x, Norm(weight, None, eps, weight_offset), out)
 
@@ -339,6 +338,7 @@ def fused_add_rms_norm(
             dimensions that is not contiguous.
     """
     check_input(x)
+    check_tensor("residual", residual, x.shape, like=x)
     check_affine("weight", weight, x)
     return add_and_normalize(x, residual, Norm(weight, None, eps, weight_offset), x_scale)
 

@@ -117,8 +117,8 @@ silu_and_mul_quantize_ref = with_reference(silu_and_mul_quantize)
 
 def _check_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
     norm.check_input(x)
-    norm.check_affine("weight", weight, x)
     check_tensor("residual", residual, x.shape, like=x)
+    norm.check_affine("weight", weight, x)
     limit = norm.MAX_BLOCK
     require(0 < x.shape[-1] <= limit, f"x must have rows of 1 to {limit} elements to be quantized, got {x.shape[-1]}")
 

@@ -156,7 +156,16 @@ def _apply_rope(
 
 def check_rope(positions: torch.Tensor, cos_sin_cache: torch.Tensor, x: torch.Tensor, head_size: int) -> None:
     """Check the positions of the tokens of ``x[T, ...]`` and their table."""
+    check_positions(positions, x)
+    check_angles(cos_sin_cache, x, head_size)
+
+
+def check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
     check_tensor("positions", positions, (len(x),), dtype=(torch.int32, torch.int64), like=x)
+
+
+def check_angles(cos_sin_cache: torch.Tensor, x: torch.Tensor, head_size: int) -> None:
+    """Check a table for heads of this size."""
     check_tensor("cos_sin_cache", cos_sin_cache, ("max_position", "rotary"), like=x)
     rotary = cos_sin_cache.shape[1]
     require(

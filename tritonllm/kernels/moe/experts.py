@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dense import Weight, elements
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, check_affine, gated_reference, rms_norm
 from tritonllm.kernels.moe.arguments import Choice, Experts, Result
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
@@ -211,8 +212,8 @@ def _check_choice(x: torch.Tensor, choice: Choice) -> None:
 
 def fused_moe(
     x: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
+    w_gate_up: torch.Tensor | Weight,
+    w_down: torch.Tensor | Weight,
     weights: torch.Tensor,
     ids: torch.Tensor,
     *,
@@ -233,8 +234,9 @@ def fused_moe(
 
     Args:
         x: ``[T, N]`` float16, bfloat16 or float32; contiguous in the last dimension, as all arguments.
-        w_gate_up: ``[E, 2I, N]`` of the dtype of ``x``: the gate projection's rows, then the up projection's.
-        w_down: ``[E, N, I]`` of the dtype of ``x``.
+        w_gate_up: ``[E, 2I, N]`` of the dtype of ``x``: the gate projection's rows, then the up projection's. A tensor
+            or a :class:`Weight`.
+        w_down: ``[E, N, I]`` of the dtype of ``x``, as ``w_gate_up``.
         weights: ``[T, k]`` of a float dtype, usually from :func:`moe_route`.
         ids: ``[T, k]`` int32 or int64 experts of each token.
         activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, or ``"swigluoai"`` (GPT-OSS): with the gate limited
@@ -256,7 +258,8 @@ def fused_moe(
         ValueError: a wrong shape, dtype or device, or another activation.
     """
     check_scaled(scale, residual)
-    experts = Experts(w_gate_up, w_down, gate_up_bias, down_bias, activation)
+    weights_of = elements("w_gate_up", w_gate_up), elements("w_down", w_down)
+    experts = Experts(*weights_of, gate_up_bias, down_bias, activation)
     choice = Choice(weights, ids, expert_map)
     check_experts(x, experts, residual)
     _check_choice(x, choice)

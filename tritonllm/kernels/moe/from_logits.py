@@ -7,6 +7,7 @@ cannot be asked for before.
 
 import torch
 
+from tritonllm.kernels.dense import Weight, elements
 from tritonllm.kernels.moe.arguments import Choice, Experts, Result, Rule
 from tritonllm.kernels.moe.experts import check_experts, make_result, normalise
 from tritonllm.kernels.moe.portable import direct
@@ -64,8 +65,8 @@ def _moe_from_logits(
 def moe_from_logits(
     x: torch.Tensor,
     logits: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
+    w_gate_up: torch.Tensor | Weight,
+    w_down: torch.Tensor | Weight,
     top_k: int,
     *,
     renormalize: bool = True,
@@ -99,10 +100,11 @@ def moe_from_logits(
         ValueError: as those two do.
     """
     check_scaled(scale, residual)
-    experts = Experts(w_gate_up, w_down, gate_up_bias, down_bias, activation)
+    weights_of = elements("w_gate_up", w_gate_up), elements("w_down", w_down)
+    experts = Experts(*weights_of, gate_up_bias, down_bias, activation)
     rule = Rule(renormalize, scoring, num_groups, top_k_groups, routing_scale)
     check_experts(x, experts, residual)
-    check_tensor("logits", logits, (len(x), len(w_down)), like=x)
+    check_tensor("logits", logits, (len(x), len(experts.w_down)), like=x)
     check_routing(logits, top_k, correction_bias, rule)
     result = make_result(x, residual, scale, norm_weight, norm_eps, norm_weight_offset)
     _moe_from_logits(x, logits, correction_bias, top_k, *rule, *experts, *result)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dense import Weight, elements, load_tile, tile_at
 from tritonllm.kernels.elementwise import rms_norm
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_tensor
@@ -42,14 +43,14 @@ def _router_kernel(
     token = tl.program_id(0).to(tl.int64)  # the first axis: the others end at 65,535
     b_expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
-    p_weight = weight_ptr + tl.minimum(b_expert, E - 1).to(tl.int64)[:, None] * stride_weight + k
+    p_weight = tile_at(weight_ptr, tl.minimum(b_expert, E - 1), k, stride_weight)
     if not EARLY:
         wait_for_previous(PDL)
     weights = ()  # type: tuple
     norms = ()  # type: tuple
     for step in tl.static_range(STEPS):
         m_k = step * BLOCK_K + k < K
-        weights += (tl.load(p_weight + step * BLOCK_K, mask=m_k, other=0.0),)
+        weights += (load_tile(p_weight, step * BLOCK_K, m_k, ""),)
         norms += (tl.load(norm_ptr + step * BLOCK_K + k, mask=m_k, other=0.0),)
     if EARLY:
         wait_for_previous(PDL)
@@ -124,7 +125,7 @@ def _moe_logits(router: Router) -> None:
 
 def moe_logits(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weight,
     norm_weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -139,7 +140,7 @@ def moe_logits(
 
     Args:
         x: ``[T, K]`` float16, bfloat16 or float32; contiguous in the last dimension.
-        weight: ``[E, K]`` of the dtype of ``x``, a row for each expert.
+        weight: ``[E, K]`` of the dtype of ``x``, a row for each expert: a tensor or a :class:`Weight`.
         norm_weight: ``[K]`` of a float dtype.
         bias: ``[E]`` of a float dtype.
         norm_eps: added to the mean square.
@@ -154,6 +155,7 @@ def moe_logits(
     Raises:
         ValueError: a wrong shape, dtype or device.
     """
+    weight = elements("weight", weight)
     check_tensor("x", x, ("T", "K"))
     tokens, k = x.shape
     check_tensor("weight", weight, ("E", k), like=x)

@@ -2,15 +2,15 @@
 
 A step may be launched before the host knows which tokens the last one drew, and with drafts even how many. So the
 device keeps, for the seat that a request holds while it runs, its last token and position and what sampling wants of
-it. One launch first settles what the step before drew, and then derives the next step's inputs from the seats: a
-decode's token, position, slot and length, and every row's sampling parameters.
+it, and for drafters that look back all of its tokens. One launch first settles what the step before drew, and then
+derives the next step's inputs from the seats: a decode's token, position, slot and length (with drafts to verify, the
+places of these as well), and every row's sampling parameters.
 
 Some kilobytes, all of them latency: one program, whose loads wait together as far as they can, so that the cost is the
 launch and some trips to memory.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,88 +18,56 @@ import triton.language as tl
 
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.registry import register_op, with_reference
+from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
 
 
-class SamplingRows(NamedTuple):
-    """Parameters of `sample`, a row each; or of S seats.
-
-    Attributes:
-        temperature, top_p, min_p: float32.
-        top_k: int32.
-        seeds: int64.
-        steps: int64, the index of the token that is about to be drawn; of a seat that index less the sequence's
-            length, which is minus the length of its prompt.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
-    steps: torch.Tensor
-
-
-class SeatState(NamedTuple):
-    """What the device knows of S seats.
-
-    Attributes:
-        last_tokens: ``[S]`` int32, drawn last.
-        positions: ``[S]`` int32, of the token that was sampled from last; once settled, of the one to compute next.
-        row_seats: ``[S]`` int32, the seat of each row of the step before; -1 for none.
-    """
-
-    last_tokens: torch.Tensor
-    positions: torch.Tensor
-    row_seats: torch.Tensor
+@triton.jit
+def _note_tokens(
+    history_ptr,
+    b_before,
+    b_position,
+    b_count,
+    b_drawn,
+    ids_ptr,
+    m_verified,
+    stride,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the new tokens behind the ones before them; what lies beyond the end of the history is left out."""
+    b_row = tl.arange(0, BLOCK)
+    for i in tl.static_range(MOST):
+        b_at = b_position + 1 + i
+        m_new = (b_before >= 0) & (i < b_count)
+        b_token = b_drawn
+        if ids_ptr is not None:
+            b_id = tl.load(ids_ptr + b_row * MOST + i, mask=m_new & m_verified, other=0)
+            b_token = tl.where(m_verified, b_id, b_drawn)
+        p_history = history_ptr + b_before.to(tl.int64) * stride + b_at
+        tl.store(p_history, b_token.to(tl.int32), mask=m_new & (b_at < stride))
 
 
-class StepRows(NamedTuple):
-    """The R rows that a step samples from.
-
-    Attributes:
-        seats: ``[R]`` int32, no seat twice; -1 for padding.
-        starts: ``[R]`` int32, the position of the token that is sampled from; -1 takes the seat's, and is replaced.
-        tokens: ``[R]`` int64, which of the step's tokens it is; those below D are decodes.
-    """
-
-    seats: torch.Tensor
-    starts: torch.Tensor
-    tokens: torch.Tensor
-
-
-class Decodes(NamedTuple):
-    """The D decodes of a step, its first tokens and sequences.
-
-    Attributes:
-        ids: ``[D]`` int32; -1 takes the seat's last token, and is replaced.
-        positions, slots: ``[D]`` int64, written.
-        lengths: ``[D]`` int32, written.
-        tables: ``[D, M]`` int32, blocks.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    lengths: torch.Tensor
-    tables: torch.Tensor
-
-
-@triton.jit(do_not_specialize=["S", "R", "D", "drawn_rows", "stride_table"])
+@triton.jit(do_not_specialize=["S", "R", "D", "drawn_rows", "stride_table", "stride_history"])
 def _advance_seats_kernel(
     state,  # SeatState
     parameters,  # SamplingRows of seats
     rows,  # StepRows
     out,  # SamplingRows of rows
     decodes,  # Decodes
-    drawn_ptr,  # [drawn_rows, MOST]
-    counts_ptr,  # [drawn_rows] or None
+    drawn_ptr,  # [drawn_rows]
+    ids_ptr,  # [drawn_rows, MOST] or None
+    accepted_ptr,  # [drawn_rows] or None
+    history_ptr,  # [S, stride_history] or None
     limits_ptr,  # [R] or None
+    drafts_ptr,  # [R] or None
     S,
     R,
     D,
     drawn_rows,
     stride_table,
+    stride_history,
     MOST: tl.constexpr,
+    TOKENS: tl.constexpr,  # of each decode
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # at least S
 ):
@@ -110,7 +78,7 @@ def _advance_seats_kernel(
     m_seat = b_seat >= 0
     b_start = tl.load(rows.starts + b_row, mask=m_seat, other=0)
     b_token = tl.load(rows.tokens + b_row, mask=m_seat, other=0)
-    m_decode = m_seat & (b_token < D)
+    m_decode = m_seat & (b_token < D * TOKENS)
     b_id = tl.load(decodes.ids + b_token, mask=m_decode, other=0)
     b_temperature = tl.load(parameters.temperature + b_seat, mask=m_seat, other=0.0)
     b_top_k = tl.load(parameters.top_k + b_seat, mask=m_seat, other=0)
@@ -122,13 +90,24 @@ def _advance_seats_kernel(
     # What the step before drew.
     m_before = b_before >= 0
     b_count = b_before * 0 + 1
-    if counts_ptr is not None:
-        b_count = tl.load(counts_ptr + b_row, mask=m_before, other=1)
-    b_drawn = tl.load(drawn_ptr + b_row * MOST + b_count - 1, mask=m_before, other=0)
-    b_position = tl.load(state.positions + b_before, mask=m_before, other=0) + b_count
+    m_verified = b_before < -1
+    b_drawn = tl.load(drawn_ptr + b_row, mask=m_before, other=0)
+    if ids_ptr is not None:
+        b_accepted = tl.load(accepted_ptr + b_row, mask=m_before, other=-1).to(tl.int32)
+        m_verified = b_accepted >= 0
+        b_count = tl.maximum(b_accepted, 0) + 1
+        b_last_id = tl.load(ids_ptr + b_row * MOST + b_accepted, mask=m_verified, other=0)
+        b_drawn = tl.where(m_verified, b_last_id, b_drawn)
+    b_position = tl.load(state.positions + b_before, mask=m_before, other=0)
+    if history_ptr is not None:
+        _note_tokens(
+            history_ptr, b_before, b_position, b_count, b_drawn, ids_ptr, m_verified, stride_history, MOST, BLOCK
+        )
     tl.store(state.last_tokens + b_before, b_drawn.to(tl.int32), mask=m_before)
-    tl.store(state.positions + b_before, b_position, mask=m_before)
+    tl.store(state.positions + b_before, b_position + b_count, mask=m_before)
     tl.debug_barrier()  # all threads see all seats, and have read whose they were
+    if accepted_ptr is not None:
+        tl.store(accepted_ptr + b_row, b_row.to(tl.int64) * 0 - 1, mask=b_row < drawn_rows)
 
     # This step's rows. What is taken from a seat is also written to the inputs, so that the same step can run again.
     b_place = tl.load(state.positions + b_seat, mask=m_seat & (b_start < 0), other=0)
@@ -144,16 +123,49 @@ def _advance_seats_kernel(
     tl.store(out.min_p + b_row, b_min_p, mask=m_row)
     tl.store(out.seeds + b_row, b_seed, mask=m_row)
     tl.store(out.steps + b_row, tl.where(m_seat, b_step + b_start + 1, 0), mask=m_row)
-    m_slot = m_decode
+    b_limit, b_stored = b_start + TOKENS, b_row * 0 + TOKENS
     if limits_ptr is not None:
         b_limit = tl.load(limits_ptr + b_row, mask=m_decode, other=1)
-        m_slot = m_decode & (b_start < b_limit)
-        b_start = tl.minimum(b_start, b_limit - 1)
-    p_block = decodes.tables + b_token * stride_table + b_start // BLOCK_SIZE
-    b_slot = tl.load(p_block, mask=m_slot, other=0).to(tl.int64) * BLOCK_SIZE + b_start % BLOCK_SIZE
-    tl.store(decodes.positions + b_token, b_start.to(tl.int64), mask=m_decode)
-    tl.store(decodes.slots + b_token, tl.where(m_slot, b_slot, -1), mask=m_decode)
-    tl.store(decodes.lengths + b_token, b_start + 1, mask=m_decode)
+    if drafts_ptr is not None:
+        b_drafts = tl.load(drafts_ptr + b_row, mask=m_decode, other=0)
+        b_drafts = tl.maximum(tl.minimum(b_drafts, b_limit - 1 - b_start), 0)
+        tl.store(drafts_ptr + b_row, b_drafts, mask=m_decode)
+        b_stored = b_drafts + 1
+    p_table = decodes.tables + (b_token // TOKENS) * stride_table
+    for i in tl.static_range(TOKENS):
+        b_at = tl.minimum(b_start + i, b_limit - 1)
+        m_slot = m_decode & (b_start + i < b_limit) & (i < b_stored)
+        b_block = tl.load(p_table + b_at // BLOCK_SIZE, mask=m_slot, other=0).to(tl.int64)
+        b_slot = b_block * BLOCK_SIZE + b_at % BLOCK_SIZE
+        tl.store(decodes.positions + b_token + i, b_at.to(tl.int64), mask=m_decode)
+        tl.store(decodes.slots + b_token + i, tl.where(m_slot, b_slot, -1), mask=m_decode)
+    b_length = tl.minimum(b_start, b_limit - 1) + TOKENS
+    tl.store(decodes.lengths + b_token // TOKENS, b_length, mask=m_decode)
+
+
+def _settle_ref(
+    state: Sequence[torch.Tensor],
+    drawn: torch.Tensor,
+    ids: torch.Tensor | None,
+    accepted: torch.Tensor | None,
+    history: torch.Tensor | None,
+) -> None:
+    last_tokens, positions, row_seats = state
+    before = (row_seats[: len(drawn)] >= 0).nonzero()[:, 0]
+    at = row_seats[before].long()
+    tokens, extra = drawn[before, None], torch.zeros_like(before)
+    if ids is not None and accepted is not None:
+        verified = accepted[before, None] >= 0
+        tokens = torch.where(verified, ids[before], tokens.expand(-1, ids.shape[1]))
+        extra = accepted[before].clamp_min(0)
+        accepted.fill_(-1)
+    if history is not None:
+        offset = torch.arange(tokens.shape[1], device=drawn.device)
+        place = positions[at].long()[:, None] + 1 + offset
+        new = (offset <= extra[:, None]) & (place < history.shape[1])
+        history[at[:, None].expand_as(place)[new], place[new]] = tokens[new].int()
+    last_tokens[at] = tokens.gather(1, extra[:, None])[:, 0].int()
+    positions[at] += extra.int() + 1
 
 
 def _reference(
@@ -163,18 +175,17 @@ def _reference(
     out: Sequence[torch.Tensor],
     decodes: Sequence[torch.Tensor],
     drawn: torch.Tensor,
-    counts: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    accepted: torch.Tensor | None,
+    history: torch.Tensor | None,
     limits: torch.Tensor | None,
+    drafts: torch.Tensor | None,
     block_size: int,
 ) -> None:
     last_tokens, positions, row_seats = state
     seats, starts, tokens = rows
-    ids, places, slots, lengths, tables = decodes
-    before = (row_seats[: len(drawn)] >= 0).nonzero()[:, 0]
-    count = torch.ones_like(before) if counts is None else counts[before].long()
-    at = row_seats[before].long()
-    last_tokens[at] = drawn[before, count - 1].int()
-    positions[at] += count.int()
+    given, places, slots, lengths, tables = decodes
+    _settle_ref(state, drawn, ids, accepted, history)
 
     row = (seats >= 0).nonzero()[:, 0]
     seat = seats[row].long()
@@ -187,20 +198,24 @@ def _reference(
         target[row] = source[seat]
     out[-1][row] += start + 1
 
-    decode = tokens[row] < len(ids)
+    each = max(1, len(given) // max(1, len(lengths)))
+    decode = tokens[row] < len(given)
     row, seat, start, token = row[decode], seat[decode], start[decode].long(), tokens[row[decode]]
-    ids[token] = torch.where(ids[token] < 0, last_tokens[seat], ids[token])
-    inside = torch.ones_like(start, dtype=torch.bool)
-    if limits is not None:
-        inside = start < limits[row]
-        start = torch.minimum(start, limits[row].long() - 1)
-    block = tables[token, torch.where(inside, start // block_size, 0)].long()
-    slots[token] = torch.where(inside, block * block_size + start % block_size, -1)
-    places[token] = start
-    lengths[token] = start.int() + 1
+    given[token] = torch.where(given[token] < 0, last_tokens[seat], given[token])
+    limit = start + each if limits is None else limits[row].long()
+    stored = torch.full_like(start, each)
+    if drafts is not None:
+        drafts[row] = torch.minimum(drafts[row], (limit - 1 - start).int()).clamp_min(0)
+        stored = drafts[row] + 1
+    for i in range(each):
+        inside, at = (start + i < limit) & (i < stored), torch.minimum(start + i, limit - 1)
+        block = tables[token // each, torch.where(inside, at // block_size, 0)].long()
+        slots[token + i] = torch.where(inside, block * block_size + at % block_size, -1)
+        places[token + i] = at
+    lengths[token // each] = torch.minimum(start, limit - 1).int() + each
 
 
-@register_op(mutates=("state", "rows", "out", "decodes"), reference=_reference)
+@register_op(mutates=("state", "rows", "out", "decodes", "accepted", "history", "drafts"), reference=_reference)
 def _advance_seats(
     state: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
@@ -208,17 +223,23 @@ def _advance_seats(
     out: Sequence[torch.Tensor],
     decodes: Sequence[torch.Tensor],
     drawn: torch.Tensor,
-    counts: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    accepted: torch.Tensor | None,
+    history: torch.Tensor | None,
     limits: torch.Tensor | None,
+    drafts: torch.Tensor | None,
     block_size: int,
 ) -> None:
     at, of_rows, of_decodes = SeatState(*state), StepRows(*rows), Decodes(*decodes)
-    seats = len(at.row_seats)
+    seats, count = len(at.row_seats), len(of_decodes.lengths)
     block = max(32, triton.next_power_of_2(seats))
     _advance_seats_kernel[(1,)](
-        *(at, SamplingRows(*parameters), of_rows, SamplingRows(*out), of_decodes, drawn, counts, limits),
-        *(seats, len(of_rows.seats), len(of_decodes.ids), len(drawn), of_decodes.tables.stride(0)),
-        MOST=drawn.shape[1],
+        *(at, SamplingRows(*parameters), of_rows, SamplingRows(*out), of_decodes),
+        *(drawn, ids, accepted, history, limits, drafts),
+        *(seats, len(of_rows.seats), count, len(drawn), of_decodes.tables.stride(0)),
+        0 if history is None else history.shape[1],
+        MOST=1 if ids is None else ids.shape[1],
+        TOKENS=max(1, len(of_decodes.ids) // max(1, count)),
         BLOCK_SIZE=block_size,
         BLOCK=block,
         num_warps=min(8, max(1, block // 32)),
@@ -242,14 +263,23 @@ def _check(
         for name, t in zip(SamplingRows._fields, table, strict=True):
             dtype = {"top_k": torch.int32, "seeds": torch.int64, "steps": torch.int64}.get(name, torch.float32)
             check_tensor(f"{which}.{name}", t, (size,), dtype=dtype, like=like)
-    check_tensor("decodes.ids", decodes.ids, ("D",), dtype=torch.int32, like=like)
-    tokens = len(decodes.ids)
-    for name, dtype in (("positions", torch.int64), ("slots", torch.int64), ("lengths", torch.int32)):
-        check_tensor(f"decodes.{name}", getattr(decodes, name), (tokens,), dtype=dtype, like=like)
-    check_tensor("decodes.tables", decodes.tables, (tokens, "M"), dtype=torch.int32, like=like)
-    check_tensor("drawn", drawn, ("N", "G"), dtype=torch.int64, like=like)
+    check_tensor("decodes.lengths", decodes.lengths, ("D",), dtype=torch.int32, like=like)
+    check_tensor("decodes.ids", decodes.ids, ("T",), dtype=torch.int32, like=like)
+    count, tokens = len(decodes.lengths), len(decodes.ids)
+    even = tokens % count == 0 if count else tokens == 0
+    require(even, f"decodes.ids must be equally many for each of {count} decodes, got {tokens}")
+    for name in ("positions", "slots"):
+        check_tensor(f"decodes.{name}", getattr(decodes, name), (tokens,), dtype=torch.int64, like=like)
+    check_tensor("decodes.tables", decodes.tables, (count, "M"), dtype=torch.int32, like=like)
+    check_tensor("drawn", drawn, ("N",), dtype=torch.int64, like=like)
     require(drawn.shape[0] <= seats, f"drawn must have at most {seats} rows, got {drawn.shape[0]}")
-    require(drawn.shape[1] >= 1 and drawn.is_contiguous(), "drawn must be contiguous, with at least one column")
+
+
+def _check_verdict(verdict: Verdict, drawn: torch.Tensor) -> None:
+    check_tensor("verdict.ids", verdict.ids, (len(drawn), "G"), dtype=torch.int64, like=drawn)
+    contiguous = verdict.ids.is_contiguous() and verdict.ids.shape[1] >= 1
+    require(contiguous, "verdict.ids must be contiguous, with at least one column")
+    check_tensor("verdict.accepted", verdict.accepted, (len(drawn),), dtype=torch.int64, like=drawn)
 
 
 def advance_seats(
@@ -261,16 +291,18 @@ def advance_seats(
     drawn: torch.Tensor,
     *,
     block_size: int,
-    counts: torch.Tensor | None = None,
+    verdict: Verdict | None = None,
+    history: torch.Tensor | None = None,
     limits: torch.Tensor | None = None,
+    drafts: torch.Tensor | None = None,
 ) -> None:
     """Settle what the step before drew, and derive this step's inputs from the seats, all in place.
 
     First the seat of each row of the step before gets its last new token, and its position moves on by as many as there
     were. Then each row takes the parameters of its seat (padding: temperature, top_k, min_p, seed and step 0, top_p 1),
-    and each decode its token and position, if the host did not know them, and the slot and length that follow.
+    and each decode its token and position, if the host did not know them, and the slots and length that follow.
 
-    To run it twice for the same step changes nothing, whatever has been drawn in between.
+    To run it twice for the same step changes nothing that counts, whatever has been drawn in between.
 
     Args:
         state: of S seats.
@@ -278,24 +310,32 @@ def advance_seats(
         rows: at most S.
         out: the rows' parameters.
         decodes: D of them.
-        drawn: ``[N]`` or ``[N, G]`` int64, N at most S: the new tokens of each row of the step before.
+        drawn: ``[N]`` int64, N at most S: the new token of each row of the step before.
         block_size: tokens of a block.
-        counts: ``[N]`` int32, from 1 to G: how many there were; ``None``: one each.
+        verdict: the new tokens of each row, if the step before verified drafts; ``None``: none ever does.
+        history: ``[S, L]`` int32, the tokens of each seat's sequence by their positions, to which the new ones are
+            written; ``None``: nobody wants them.
         limits: ``[R]`` int32, at least 1: so many positions of a decode have a slot in its table; what lies beyond is
             computed at the last of them, and not stored. ``None``: they all have.
+        drafts: ``[R]`` int32, how many drafts a row may have: lowered to the positions that have a slot, and of the
+            others nothing is stored. ``None``: all have ``G - 1``.
 
     Raises:
         ValueError: a wrong shape, dtype or device.
     """
-    drawn = drawn[:, None] if drawn.dim() == 1 else drawn
     _check(state, parameters, rows, out, decodes, drawn)
     require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
-    if counts is not None:
-        check_tensor("counts", counts, (len(drawn),), dtype=torch.int32, like=drawn)
-    if limits is not None:
-        check_tensor("limits", limits, (len(rows.seats),), dtype=torch.int32, like=drawn)
+    ids, accepted = (None, None) if verdict is None else verdict
+    if verdict is not None:
+        _check_verdict(verdict, drawn)
+    if history is not None:
+        check_tensor("history", history, (len(state.row_seats), "L"), dtype=torch.int32, like=drawn)
+        require(history.is_contiguous(), "history must be contiguous")
+    for name, column in (("limits", limits), ("drafts", drafts)):
+        if column is not None:
+            check_tensor(name, column, (len(rows.seats),), dtype=torch.int32, like=drawn)
     lists = [list(tensors) for tensors in (state, parameters, rows, out, decodes)]
-    _advance_seats(*lists, drawn, counts, limits, block_size)
+    _advance_seats(*lists, drawn, ids, accepted, history, limits, drafts, block_size)
 
 
 advance_seats_ref = with_reference(advance_seats)

@@ -105,6 +105,7 @@ def rejection_sample(
     *,
     min_p: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept or reject draft tokens, and add one token of the target's own.
 
@@ -125,6 +126,7 @@ def rejection_sample(
         top_k, top_p, min_p: ``[B]``, limits of the target's distribution as in :func:`sample`, or ``None``.
         seeds, steps: ``[B]`` int64; a step is the number of the sequence's token at position 0.
         workspace: at least ``[B * (G + 1)]`` int32 zeros, as of :func:`sample`.
+        out: tensors to write the results into, contiguous; by default new ones.
 
     Returns:
         ``ids [B, G + 1]`` int64: the accepted drafts, one token more, then -1; ``accepted [B]`` int64: how many
@@ -139,8 +141,13 @@ def rejection_sample(
         check_tensor("draft_probs", draft_probs, (batch, positions - 1, vocab), dtype=FLOATS, like=target_logits)
     parameters = Parameters(temperature, top_k, top_p, min_p, seeds, steps)
     check_parameters(batch, target_logits, parameters)
-    ids = torch.empty(batch, positions, dtype=torch.int64, device=target_logits.device)
-    accepted = torch.empty(batch, dtype=torch.int64, device=target_logits.device)
+    if out is None:
+        ids = torch.empty(batch, positions, dtype=torch.int64, device=target_logits.device)
+        out = ids, torch.empty(batch, dtype=torch.int64, device=target_logits.device)
+    ids, accepted = out
+    check_tensor("out[0]", ids, (batch, positions), dtype=torch.int64, like=target_logits)
+    check_tensor("out[1]", accepted, (batch,), dtype=torch.int64, like=target_logits)
+    require(ids.is_contiguous() and accepted.is_contiguous(), "out must be contiguous")
     _rejection_sample(draft_ids, draft_probs, target_logits, workspace, ids, accepted, *parameters)
     return ids, accepted
 

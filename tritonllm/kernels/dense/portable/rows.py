@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense.arguments import Fused, Operands
+from tritonllm.kernels.dense.weight import load_tile, tile_at
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
@@ -60,7 +61,7 @@ def linear_rows_kernel(
     else:
         b_row = tl.minimum(b_col, N - 1)
     b_k = tl.arange(0, BLOCK_K)[None, :]
-    p_weight = weight_ptr + b_row.to(tl.int64)[:, None] * stride_weight + b_k
+    p_weight = tile_at(weight_ptr, b_row, b_k, stride_weight)
     if not EARLY:
         wait_for_previous(PDL)
     weights: tl.tuple = ()
@@ -69,9 +70,9 @@ def linear_rows_kernel(
         at = t * BLOCK_K + b_k
         # each weight is used once: other lines shall stay in the cache rather than these
         if EVEN_K or t < TILES - 1:
-            weights += (tl.load(p_weight + t * BLOCK_K, eviction_policy="evict_first"),)
+            weights += (load_tile(p_weight, t * BLOCK_K, None, "evict_first"),)
         else:
-            weights += (tl.load(p_weight + t * BLOCK_K, mask=at < K, other=0.0, eviction_policy="evict_first"),)
+            weights += (load_tile(p_weight, t * BLOCK_K, at < K, "evict_first"),)
         if norm_ptr is not None:
             norms += (tl.load(norm_ptr + at, mask=at < K, other=0.0),)
     if LATE:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense.arguments import Fused, Operands
+from tritonllm.kernels.dense.weight import load_tile, tile_at
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
@@ -55,7 +56,7 @@ def linear_tiles_kernel(
     else:
         b_row = tl.minimum(b_col, N - 1)
     at = tl.arange(0, BLOCK_K)[None, :]
-    p_weight = weight_ptr + b_row.to(tl.int64)[:, None] * stride_weight + at
+    p_weight = tile_at(weight_ptr, b_row, at, stride_weight)
     p_x = x_ptr + b_m * stride_x + at
     m_m = b_m < M
     steps = tl.cdiv(K, BLOCK_K)
@@ -64,11 +65,11 @@ def linear_tiles_kernel(
     for step in tl.range(steps * part // SPLIT_K, steps * (part + 1) // SPLIT_K, num_stages=STAGES):
         start = step * BLOCK_K
         if EVEN_K:
-            b_weight = tl.load(p_weight + start, eviction_policy="evict_first")
+            b_weight = load_tile(p_weight, start, None, "evict_first")
             b_x = tl.load(p_x + start, mask=m_m, other=0.0)
         else:
             m_k = at + start < K
-            b_weight = tl.load(p_weight + start, mask=m_k, other=0.0, eviction_policy="evict_first")
+            b_weight = load_tile(p_weight, start, m_k, "evict_first")
             b_x = tl.load(p_x + start, mask=m_m & m_k, other=0.0)
         acc = tl.dot(b_x, tl.trans(b_weight), acc, input_precision="ieee")
     last = True

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dense import load_tile, tile_at
 from tritonllm.kernels.elementwise import gated
 from tritonllm.kernels.moe.arguments import Choice, Experts, Result
 from tritonllm.kernels.moe.grouping import expert_of_pairs
@@ -50,11 +51,11 @@ def _load_step(p_weight, here, step: tl.constexpr, k, K: tl.constexpr):
     """
     BLOCK_K: tl.constexpr = k.shape[1]
     if here is None and (step + 1) * BLOCK_K <= K:
-        b_w = tl.load(p_weight + step * BLOCK_K, eviction_policy="evict_first")
+        b_w = load_tile(p_weight, step * BLOCK_K, None, "evict_first")
     else:
         m_k = step * BLOCK_K + k < K
         mask = m_k if here is None else m_k & here
-        b_w = tl.load(p_weight + step * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
+        b_w = load_tile(p_weight, step * BLOCK_K, mask, "evict_first")
     return b_w
 
 
@@ -113,8 +114,7 @@ def _direct_gate_up_kernel(
     m_column = column < I
     k = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
     # a column beyond the last reads that one again: no mask, which would be an instruction for each load
-    p_row = w_ptr + expert.to(tl.int64) * stride_we + tl.minimum(column, I - 1).to(tl.int64)[:, None] * stride_w
-    p_gate = p_row + k
+    p_gate = tile_at(w_ptr + expert.to(tl.int64) * stride_we, tl.minimum(column, I - 1), k, stride_w)
     p_up = p_gate + tl.cast(I, tl.int64) * stride_w
     ahead = ()  # type: tuple
     for step in tl.static_range(min(AHEAD, STEPS)):
@@ -187,7 +187,7 @@ def _direct_down_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_column = column < N
     k = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
-    p_column = w_ptr + tl.minimum(column, N - 1).to(tl.int64)[:, None] * stride_w + k
+    p_column = tile_at(w_ptr, tl.minimum(column, N - 1), k, stride_w)
     chosen = ()  # type: tuple
     p_pair = ()  # type: tuple
     here = ()  # type: tuple

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dense import load_tile, tile_at
 from tritonllm.kernels.elementwise import gated
 from tritonllm.kernels.moe.arguments import Experts
 from tritonllm.kernels.moe.grouping import ExpertBlocks
@@ -29,7 +30,7 @@ def _tile(num_blocks, n_tiles, GROUP_M: tl.constexpr):
 @triton.jit
 def _product(
     p_a,  # [BLOCK_M, 1] rows of the left operand
-    p_b,  # [BLOCK_N, 1] rows of the right operand, which is transposed
+    p_b,  # [BLOCK_N, BLOCK_K] the first tile of the weights, which are transposed
     m_a,
     m_b,
     K,
@@ -41,10 +42,10 @@ def _product(
     for start in range(0, K, BLOCK_K):
         if FULL_K:
             b_a = tl.load(p_a + start + k, mask=m_a, other=0.0)
-            b_b = tl.load(p_b + start + k, mask=m_b, other=0.0)
+            b_b = load_tile(p_b, start, m_b, "")
         else:
             b_a = tl.load(p_a + start + k, mask=m_a & (k < K - start), other=0.0)
-            b_b = tl.load(p_b + start + k, mask=m_b & (k < K - start), other=0.0)
+            b_b = load_tile(p_b, start, m_b & (k < K - start), "")
         b_sum = tl.dot(b_a, b_b.T, b_sum, input_precision="ieee")
     return b_sum
 
@@ -89,9 +90,9 @@ def _gate_up_kernel(
     HALF: tl.constexpr = BLOCK_N // 2
     w_row = tl.arange(0, BLOCK_N)
     w_column = n_tile * HALF + w_row % HALF
-    p_w = w_ptr + expert * stride_we + (w_column + w_row // HALF * I).to(tl.int64) * stride_w
+    p_w = tile_at(w_ptr + expert * stride_we, w_column + w_row // HALF * I, tl.arange(0, BLOCK_K)[None, :], stride_w)
     p_x = x_ptr + token * stride_x
-    b_both = _product(p_x[:, None], p_w[:, None], m_row[:, None], (w_column < I)[:, None], N, FULL_K, BLOCK_K)
+    b_both = _product(p_x[:, None], p_w, m_row[:, None], (w_column < I)[:, None], N, FULL_K, BLOCK_K)
     # a thread holds whole rows of the product, so gate and up are taken apart in registers
     b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (BLOCK_M, 2, HALF)), (0, 2, 1)))
     column = n_tile * HALF + tl.arange(0, HALF)
@@ -142,8 +143,8 @@ def _down_kernel(
     column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m_column = column < N
     p_h = h_ptr + (first + row) * I
-    p_w = w_ptr + expert * stride_we + column.to(tl.int64) * stride_w
-    b_y = _product(p_h[:, None], p_w[:, None], m_row[:, None], m_column[:, None], I, FULL_K, BLOCK_K)
+    p_w = tile_at(w_ptr + expert * stride_we, column, tl.arange(0, BLOCK_K)[None, :], stride_w)
+    b_y = _product(p_h[:, None], p_w, m_row[:, None], m_column[:, None], I, FULL_K, BLOCK_K)
     if bias_ptr is not None:
         b_y += tl.load(bias_ptr + expert * stride_bias + column, mask=m_column, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order_ptr + first + row, mask=m_row, other=0).to(tl.int64)

@@ -1,0 +1,122 @@
+"""Speculation on a GPU: verified drafts in captured steps, planned ahead, give what plain decoding gives."""
+
+import json
+
+import pytest
+import torch
+from support.engines import greedy, tiny_llm, token_ids
+from support.real_configs import QWEN3_0_6B
+from support.tiny_models import random_tokens
+
+from bench.known_texts import drafter_of
+from tritonllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 700, 33, 128, 2, 511, 90, 300)
+PROMPTS = [random_tokens(n, 10000, seed=n) for n in LENGTHS]
+KNOWN = {"method": "bench.known_texts:make", "num_speculative_tokens": 4}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    (folder / "config.json").write_text(json.dumps({**QWEN3_0_6B, "num_hidden_layers": 6}))
+    return str(folder)
+
+
+def make(folder, **kwargs):
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 2048}
+    return LLM(folder, **{**settings, "num_blocks": 2048, "max_num_seqs": 16, **kwargs})
+
+
+def know(llm, expected, acceptance=0.7):
+    texts = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, expected, strict=True)]
+    drafter_of(llm).know(texts, acceptance)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {},
+        {"enforce_eager": True},
+        {"async_scheduling": False},
+        {"max_num_batched_tokens": 100},
+        {"num_blocks": 130},
+        {"block_size": 64, "num_blocks": 512},
+        {"enable_prefix_caching": False, "max_num_seqs": 3},
+    ],
+    ids=str,
+)
+def test_drafts_do_not_change_greedy_tokens(folder, engine):
+    """float32, where verification and decoding differ by rounding far below the gap between tokens."""
+    expected = token_ids(make(folder).generate(PROMPTS, greedy(60), use_tqdm=False))
+    llm = make(folder, speculative_config=KNOWN, **engine)
+    know(llm, expected)
+    for _ in range(2):  # the second time from the prefix cache
+        assert token_ids(llm.generate(PROMPTS, greedy(60), use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    assert stats.num_accepted_tokens > 0.4 * stats.num_draft_tokens > 100
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_ngrams_do_not_change_greedy_tokens(folder):
+    """Prompts that say a beginning again: there is something to find, right or wrong."""
+    prompts = [prompt * 2 + prompt[:3] for prompt in PROMPTS]
+    expected = token_ids(make(folder).generate(prompts, greedy(60), use_tqdm=False))
+    llm = make(folder, speculative_config=NGRAM)
+    assert token_ids(llm.generate(prompts, greedy(60), use_tqdm=False)) == expected
+    assert llm.engine.stats.num_draft_tokens > 0
+
+
+def test_drafts_change_no_kind_of_request(folder):
+    """Seeds draw what they draw without drafts; penalties and min_tokens count accepted drafts."""
+    kinds = [
+        greedy(40),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=2, max_tokens=40, stop_token_ids=list(range(0, 151936, 16))),
+        SamplingParams(temperature=0.5, seed=3, max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.2),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=35, min_tokens=20, logit_bias={7: 5.0}),
+        SamplingParams(temperature=0, max_tokens=1),
+        SamplingParams(temperature=1.0, seed=6, max_tokens=33, allowed_token_ids=list(range(500))),
+    ]
+    plain = make(folder).generate(PROMPTS, kinds, use_tqdm=False)
+    expected = [(list(o.outputs[0].token_ids), o.outputs[0].finish_reason) for o in plain]
+    for engine in ({}, {"async_scheduling": False}, {"enforce_eager": True}):
+        llm = make(folder, speculative_config=KNOWN, **engine)
+        know(llm, token_ids(plain))
+        found = llm.generate(PROMPTS, kinds, use_tqdm=False)
+        assert [(list(o.outputs[0].token_ids), o.outputs[0].finish_reason) for o in found] == expected
+        for mine, other in zip(found[4].outputs[0].logprobs, plain[4].outputs[0].logprobs, strict=True):
+            assert {t: e.logprob for t, e in mine.items()} == pytest.approx(
+                {t: e.logprob for t, e in other.items()}, abs=1e-3
+            )
+        assert llm.engine.stats.num_accepted_tokens > 0
+
+
+def test_captured_steps_and_kernels_come_before_the_first_request(folder):
+    """Nothing is compiled, loaded or captured in service, and no pinned memory is new."""
+    llm = make(folder, dtype="bfloat16", max_num_seqs=100, speculative_config=KNOWN)
+    runner = llm.engine._runner
+    captured = runner.num_graphs
+    plain = make(folder, dtype="bfloat16", max_num_seqs=100)
+    know(llm, token_ids(plain.generate(PROMPTS, greedy(20), use_tqdm=False)), acceptance=0.9)
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    kinds = [greedy(19), greedy(14, logprobs=3), SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=13)]
+    llm.generate(PROMPTS * 12, kinds * 32, use_tqdm=False)
+    llm.generate(PROMPTS, greedy(20, frequency_penalty=0.5), use_tqdm=False)
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+    assert llm.engine.stats.compilations_after_ready == 0
+    assert runner.num_graphs == captured > 20
+    assert llm.engine.stats.num_accepted_tokens > 0
+
+
+def test_the_same_tokens_as_on_the_cpu():
+    """A tiny model: Triton kernels against the references, through whole requests with n-grams."""
+    prompts = [random_tokens(n, 300, seed=n) * 2 for n in (1, 3, 17, 20, 5, 30, 9)]
+    options = {"speculative_config": NGRAM, "max_model_len": 128}
+    on_cpu = token_ids(tiny_llm(device="cpu", **options).generate(prompts, greedy(), use_tqdm=False))
+    llm = tiny_llm(device="cuda", dtype="float32", **options)
+    assert token_ids(llm.generate(prompts, greedy(), use_tqdm=False)) == on_cpu

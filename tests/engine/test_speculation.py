@@ -1,0 +1,184 @@
+"""Whether a step verifies drafts: what acceptance, batch and neighbours decide."""
+
+import pytest
+from support.scheduling import add, make
+
+from tritonllm.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
+from tritonllm.engine.control import ReadsOutput
+from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.speculation import MOST_ROWS, PAUSE, DraftCounts, Drafting, most_verified, relative_cost
+
+
+def make_scheduler(drafting, seats=8, num_blocks=1000):
+    config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=512)
+    return Scheduler(config, CacheConfig(block_size=4), num_blocks, 4000, drafting)
+
+
+def run(scheduler, steps, accepts):
+    """Steps of which drafts are accepted as ``accepts(request_id)`` says; returns the drafts of each."""
+    found = []
+    for _ in range(steps):
+        plan = scheduler.schedule()
+        found.append(sum(item.drafts for item in plan.scheduled))
+        sampled = [
+            [7] * (1 + min(item.drafts, accepts(item.request.request_id)) if item.samples else 0)
+            for item in plan.scheduled
+        ]
+        scheduler.update(plan, sampled)
+    return found
+
+
+def test_drafts_that_are_never_right_stop():
+    """After some steps, but for one in a hundred."""
+    scheduler = make_scheduler(Drafting(4, adaptive=True))
+    add(scheduler, "r", 3, 3000)
+    found = run(scheduler, 1000, lambda name: 0)
+    assert found[:2] == [0, 4]  # the prompt, and the first drafts
+    verified = [step for step, drafts in enumerate(found) if drafts]
+    assert verified[-1] > 800
+    early = [step for step in verified if step < 50]
+    assert 5 <= len(early) <= 20 and early == list(range(1, 1 + len(early)))
+    assert len(verified) - len(early) <= 1000 // PAUSE
+
+
+def test_drafts_come_back_when_they_are_right():
+    scheduler = make_scheduler(Drafting(4, adaptive=True))
+    add(scheduler, "r", 3, 3000)
+    run(scheduler, 60, lambda name: 0)
+    assert run(scheduler, 30, lambda name: 4) == [0] * 30
+    found = run(scheduler, PAUSE, lambda name: 4)
+    first = next(step for step, drafts in enumerate(found) if drafts)
+    assert found[first:] == [4] * (PAUSE - first)
+
+
+@pytest.mark.parametrize(("right", "goes_on"), [(1, False), (6, True)])
+def test_a_batch_drafts_where_it_pays_in_sum(right, goes_on):
+    """So many of eight requests have drafts that are right."""
+    scheduler = make_scheduler(Drafting(4, adaptive=True))
+    for index in range(8):
+        add(scheduler, f"{index}", 3, 3000)
+    found = run(scheduler, 90, lambda name: 2 if int(name) < right else 0)
+    assert (found[-1] > 0) == goes_on
+    assert found[1] == 32
+
+
+def test_a_new_request_begins_with_what_others_had():
+    scheduler = make_scheduler(Drafting(4, adaptive=True))
+    first = add(scheduler, "a", 3, 3000)
+    assert first.expected_accepts == 2.0
+    run(scheduler, 3 * PAUSE, lambda name: 0)
+    assert add(scheduler, "b", 3, 3000).expected_accepts < 1.5
+
+
+def test_the_cost_grows_with_the_batch():
+    costs = [relative_cost(count, 4) for count in (1, 8, 64, 256)]
+    assert costs == sorted(costs) and 1.05 < costs[0] < 1.12 and 2 < costs[2] < 2.5
+    assert relative_cost(8, 1) < relative_cost(8, 4)
+
+
+def test_more_requests_than_a_step_verifies():
+    config = SpeculativeConfig(num_speculative_tokens=4)
+    assert most_verified(config) == MOST_ROWS // 5 and most_verified(None) == 0
+    assert most_verified(SpeculativeConfig(num_speculative_tokens=4, disable_by_batch_size=3)) == 3
+    scheduler = make_scheduler(Drafting(4, 3))
+    for index in range(3):
+        add(scheduler, f"{index}", 3, 3000)
+    assert run(scheduler, 3, lambda name: 0) == [0, 12, 12]
+    add(scheduler, "3", 3, 3000)
+    assert run(scheduler, 4, lambda name: 0) == [0, 0, 0, 0]
+
+
+def test_a_step_with_a_prompt_has_no_drafts():
+    """What was reserved for them stays; the next step has them again."""
+    scheduler = make_scheduler(Drafting(3))
+    request = add(scheduler, "a", 3, 3000)
+    run(scheduler, 1, lambda name: 0)
+    add(scheduler, "b", 600, 3000)
+    plan = scheduler.schedule()
+    assert [(i.request.request_id, i.num_tokens, i.drafts) for i in plan.scheduled] == [("a", 1, 0), ("b", 508, 0)]
+    assert request.num_possible_tokens == 0 and len(request.block_ids) == 2
+    scheduler.update(plan, [[7], []])
+    assert run(scheduler, 3, lambda name: 0) == [0, 6, 6]
+
+
+def test_who_goes_a_token_at_a_time():
+    drafting = Drafting(4)
+    for params, controls, drafts in (({}, (), 4), ({"logprobs": 3}, (), 4), ({"logprobs": -1}, (), 0)):
+        request = make("r", 3, **params)
+        request.controls = controls
+        drafting.begin(request)
+        assert request.num_drafts == drafts
+    request = make("r", 3)
+    request.controls = (ReadsOutput(),)
+    drafting.begin(request)
+    assert request.num_drafts == 0
+
+
+def test_counts():
+    counts = DraftCounts()
+    counts.add(4, 3)
+    counts.add(2, 0)
+    assert counts == DraftCounts(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("ngram:4", SpeculativeConfig(num_speculative_tokens=4)),
+        ('{"method": "ngram", "num_speculative_tokens": 2}', SpeculativeConfig(num_speculative_tokens=2)),
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": None},
+         SpeculativeConfig(num_speculative_tokens=2)),
+        ("some.module:make:3", SpeculativeConfig(method="some.module:make", num_speculative_tokens=3)),
+    ],
+)  # fmt: skip
+def test_ways_to_say_it(value, expected):
+    assert SpeculativeConfig.of(value) == expected
+    assert EngineConfig.from_kwargs(model="m", speculative_config=value).speculative_config == expected
+    assert EngineConfig.from_kwargs(model="m").speculative_config is None
+
+
+@pytest.mark.parametrize(
+    ("given", "lookup"),
+    [({}, (2, 5)), ({"prompt_lookup_min": 3}, (3, 3)), ({"prompt_lookup_max": 4}, (4, 4)),
+     ({"prompt_lookup_min": 1, "prompt_lookup_max": 4}, (1, 4))],
+)  # fmt: skip
+def test_lookup(given, lookup):
+    assert SpeculativeConfig(num_speculative_tokens=1, **given).lookup == lookup
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("ngram", "a method and a number, as ngram:4"),
+        ("{ngram}", "is no JSON"),
+        (4, "must be a dict"),
+        ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        ({"num_speculative_tokens": 4}, "method is missing"),
+        ({"method": "medusa", "num_speculative_tokens": 4}, "method must be one of ngram, suffix or 'module:name'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer of at least 1"),
+        ({"method": "ngram", "num_speculative_tokens": 32}, "num_speculative_tokens must be at most 31, got 32"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "draft": 1}, "'draft' is not supported; there are method"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 6, "prompt_lookup_max": 4},
+         r"prompt_lookup_min \(6\) must be at most prompt_lookup_max \(4\)"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 40}, "at most 32"),
+        ({"method": "suffix", "num_speculative_tokens": 2, "suffix_decoding_max_tree_depth": 40},
+         "suffix_decoding_max_tree_depth must be at most 32"),
+        ({"method": "suffix", "num_speculative_tokens": 2, "suffix_decoding_max_spec_factor": 0},
+         "suffix_decoding_max_spec_factor must be greater than 0"),
+    ],
+)  # fmt: skip
+def test_bad_configurations_are_named(value, message):
+    with pytest.raises(ValueError, match=f"speculative_config.*{message}"):
+        EngineConfig.from_kwargs(model="m", speculative_config=value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 4}, "must fit into a step of max_num_batched_tokens=4"),
+        ({"max_model_len": 5}, "must be less than max_model_len=5 by 2"),
+    ],
+)
+def test_drafts_that_do_not_fit_are_named(more, message):
+    with pytest.raises(ValueError, match=f"num_speculative_tokens=4.*{message}"):
+        EngineConfig.from_kwargs(model="m", speculative_config="ngram:4", **more)

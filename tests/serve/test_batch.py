@@ -1,0 +1,124 @@
+"""``tritonllm batch``: every request is answered once, whatever happens on the way."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.server import MODEL, ROOT, eventually
+
+from tritonllm import SamplingParams
+from tritonllm.cli import main
+from tritonllm.serve.batch import open_answers, read_lines
+
+COUNT = 24
+
+
+GREEDY = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+def write_requests(path, count=COUNT):
+    requests = [
+        {
+            "custom_id": f"number-{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": MODEL, "prompt": f"{i} + {i} =", **GREEDY},
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
+
+
+def command(folder, *options):
+    files = ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
+    return [sys.executable, "-m", "tritonllm", "batch", *files, "--served-model-name", MODEL, *options]
+
+
+def answers(folder):
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def test_killed_and_started_again(tmp_path, llm):
+    write_requests(tmp_path / "in.jsonl")
+    out = tmp_path / "out.jsonl"
+    process = subprocess.Popen(command(tmp_path, "--max-concurrency", "3"), cwd=ROOT, stderr=subprocess.DEVNULL)
+    eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 4)
+    process.kill()
+    process.wait()
+    finished = out.read_bytes().rpartition(b"\n")[0].splitlines()
+    assert 4 <= len(finished) < COUNT, "it was killed on its way"
+    with out.open("ab") as file:
+        file.write(b'{"id": "batch-half')  # as if killed in the middle of a line
+    again = subprocess.run(command(tmp_path), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert again.returncode == 0, again.stderr
+    assert f"{len(finished)} of {COUNT} requests are answered already" in again.stderr
+    assert out.read_bytes().splitlines()[: len(finished)] == finished, "nothing is redone"
+    found = {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in answers(tmp_path)}
+    assert len(answers(tmp_path)) == len(found) == COUNT
+    expected = llm.generate([f"{i} + {i} =" for i in range(COUNT)], SamplingParams(**GREEDY), use_tqdm=False)
+    assert [found[f"number-{i}"] for i in range(COUNT)] == [output.outputs[0].text for output in expected]
+    third = subprocess.run(command(tmp_path), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (third.returncode, len(answers(tmp_path))) == (0, COUNT)
+
+
+def test_answers_of_all_kinds(tmp_path):
+    ask = [{"role": "user", "content": "What is 47 + 66?"}]
+    bodies = {
+        "chat": ("/v1/chat/completions", {"messages": ask, "max_tokens": 9}),
+        "responses": ("/v1/responses", {"input": "What is 47 + 66?", "max_output_tokens": 9}),
+        "refused": ("/v1/chat/completions", {"messages": ask, "max_tokens": 0}),
+        "lost": ("/v1/nothing", {}),
+    }
+    lines = [{"custom_id": name, "url": url, "body": body} for name, (url, body) in bodies.items()]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = subprocess.run(command(tmp_path), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "2 of them with an error" in done.stderr
+    found = {answer["custom_id"]: answer["response"] for answer in answers(tmp_path)}
+    assert {name: answer["status_code"] for name, answer in found.items()} == {
+        "chat": 200,
+        "responses": 200,
+        "refused": 400,
+        "lost": 404,
+    }
+    assert found["chat"]["body"]["object"] == "chat.completion"
+    assert "max_tokens" in found["refused"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not valid JSON"),
+        ("[]", "must be an object"),
+        ('{"custom_id": "a"}', "needs custom_id and url"),
+        ('{"custom_id": "number-0", "url": "/v1/completions", "body": {}}', "is there twice"),
+        ('{"custom_id": "a", "url": "/metrics", "body": {}}', "/v1/"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "cannot be streamed"),
+    ],
+)
+def test_a_bad_line_is_found_before_a_model_is_loaded(tmp_path, line, message, capsys):
+    write_requests(tmp_path / "in.jsonl", count=1)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write(line)
+    with pytest.raises(SystemExit) as caught:
+        main(command(tmp_path)[3:])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_file_is_not_overwritten(tmp_path, capsys):
+    write_requests(tmp_path / "in.jsonl", count=1)
+    for text, message in (("my thesis\n", "is no answer of a batch"), ('{"custom_id": "x"}\n', "answers 'x', which")):
+        (tmp_path / "out.jsonl").write_text(text)
+        with pytest.raises(SystemExit):
+            main(command(tmp_path)[3:])
+        assert message in capsys.readouterr().err
+        assert (tmp_path / "out.jsonl").read_text() == text
+
+
+def test_two_do_not_write_to_one_file(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with open_answers(path), pytest.raises(ValueError, match="another process"), open_answers(path):
+        pass
+    write_requests(tmp_path / "in.jsonl", count=2)
+    assert [line.custom_id for line in read_lines(tmp_path / "in.jsonl")] == ["number-0", "number-1"]

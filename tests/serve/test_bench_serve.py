@@ -1,0 +1,102 @@
+"""``tritonllm bench serve``: when requests are sent, what is counted, and a run against a server."""
+
+import argparse
+import json
+import random
+import statistics
+
+import pytest
+from support.server import MODEL, eventually
+
+from tritonllm.cli import main
+from tritonllm.cli.bench_serve import Ask, Told, arrivals, read_trace, results
+
+
+def arguments(**more):
+    given = {"num_prompts": 4000, "input_len": 100, "output_len": 10, "random_range_ratio": 0.0}
+    return argparse.Namespace(**{**given, "request_rate": 20.0, "burstiness": 1.0, **more})
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_arrivals_have_the_rate_and_the_shape(burstiness):
+    """A gamma distribution of shape s has a coefficient of variation of 1 / sqrt(s)."""
+    asks = arrivals(arguments(burstiness=burstiness), random.Random(0))
+    gaps = [b.at - a.at for a, b in zip(asks, asks[1:], strict=False)]  # noqa: RUF007
+    mean = statistics.fmean(gaps)
+    assert mean == pytest.approx(1 / 20, rel=0.1)
+    assert statistics.pstdev(gaps) / mean == pytest.approx(burstiness**-0.5, rel=0.1)
+    assert arrivals(arguments(burstiness=burstiness), random.Random(0)) == asks
+
+
+def test_all_at_once_and_lengths_that_vary():
+    asks = arrivals(arguments(request_rate=float("inf"), random_range_ratio=0.5), random.Random(0))
+    assert {ask.at for ask in asks} == {0.0}
+    lengths = [ask.input_len for ask in asks]
+    assert (min(lengths), max(lengths)) == (50, 150)
+
+
+def test_a_trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 1500, "input_length": 7, "output_length": 3, "hash_ids": [1]}\n\n'
+        '{"timestamp": 0, "input_length": 5, "output_length": 2}\n'
+    )
+    assert read_trace(path) == [Ask(0.0, 5, 2), Ask(1.5, 7, 3)]
+    for text, message in (("{}", "line 1 needs"), ("", "has no requests"), ("[", "line 1 needs")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_trace(path)
+
+
+def test_what_is_counted():
+    fast = Told(Ask(0, 10, 3), sent=1.0, arrivals=[1.1, 1.2, 1.4], output_tokens=3)
+    slow = Told(Ask(0, 20, 2), sent=1.0, arrivals=[2.0, 3.0], output_tokens=2)
+    lost = Told(Ask(0, 5, 2), sent=1.0, arrivals=[1.5], error="broke off")
+    report = results([fast, slow, lost], 2.0, {"ttft": 200.0, "tpot": 500.0})
+    assert (report["num_requests"], report["failed_requests"]) == (2, 1)
+    assert (report["prompt_tokens"], report["output_tokens"]) == (30, 5)
+    assert report["requests_per_second"] == 1.0
+    assert report["goodput"]["requests_per_second"] == 0.5, "the slow one keeps neither limit"
+    assert report["time_to_first_token_ms"]["mean"] == pytest.approx(550)
+    assert report["time_per_output_token_ms"]["mean"] == pytest.approx((150 + 1000) / 2)
+    assert report["inter_token_latency_ms"]["mean"] == pytest.approx((100 + 200 + 1000) / 3)
+    assert report["end_to_end_latency_ms"]["mean"] == pytest.approx((400 + 2000) / 2)
+
+
+def test_a_run(server, tmp_path, capsys):
+    path = tmp_path / "result.json"
+    options = ["--num-prompts", "12", "--input-len", "20", "--output-len", "8", "--request-rate", "200"]
+    options += ["--burstiness", "0.5", "--max-concurrency", "4", "--goodput", "ttft:1e9", "e2el:1e9"]
+    assert main(["bench", "serve", "--base-url", server.url, *options, "--output-json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert (report["benchmark"], report["model"], report["num_requests"]) == ("serve", MODEL, 12)
+    assert (report["prompt_tokens"], report["output_tokens"]) == (240, 96)
+    assert report["goodput"]["requests_per_second"] == report["requests_per_second"]
+    assert report["arguments"]["burstiness"] == 0.5 and report["versions"]["tritonllm"]
+    assert "inter-token latency, ms, 99%" in capsys.readouterr().out
+    eventually(server.is_idle)
+
+
+def test_a_server_that_refuses(server, capsys):
+    assert main(["bench", "serve", "gpt-9", "--base-url", server.url, "--num-prompts", "1"]) == 1
+    assert "'gpt-9' is not served" in capsys.readouterr().err
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--num-prompts", "1"]) == 1
+    assert "--base-url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--request-rate", "0"], "--request-rate must be greater"),
+        (["--burstiness", "-1"], "--burstiness must be greater"),
+        (["--num-prompts", "0"], "--num-prompts must be"),
+        (["--max-concurrency", "0"], "--max-concurrency must be"),
+        (["--goodput", "ttft"], "--goodput must be one of"),
+        (["--goodput", "itl:5"], "--goodput must be one of"),
+    ],
+)
+def test_a_mistake_is_wrong_usage(options, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "serve", *options])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

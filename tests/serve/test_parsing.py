@@ -1,0 +1,298 @@
+"""Reading answers: each format, and that it does not matter how the text is cut."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonllm.serve.parsing.choose import Formats, check_names, choose, reasoning_parser_of, tool_parser_of
+from tritonllm.serve.parsing.pieces import Answer, ToolCall, read
+from tritonllm.serve.parsing.source import SourceReader
+from tritonllm.serve.parsing.tools import named, required
+
+DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+DEEPSEEK_31_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+HARMONY_CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+
+
+def hermes(calls):
+    return "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {args}}}\n</tool_call>' for name, args in calls)
+
+
+def llama(calls):
+    return "; ".join(f'{{"name": "{name}", "parameters": {args}}}' for name, args in calls)
+
+
+def mistral_list(calls):
+    objects = (f'{{"name": "{name}", "arguments": {args}}}' for name, args in calls)
+    return f"[TOOL_CALLS] [{', '.join(objects)}]"
+
+
+def mistral_plain(calls):
+    return "".join(f"[TOOL_CALLS]{name}{args}" for name, args in calls)
+
+
+def mistral_args(calls):
+    return "".join(f"[TOOL_CALLS]{name}[CALL_ID]a1b2c3d4e[ARGS]{args}" for name, args in calls)
+
+
+def deepseek(calls):
+    return DEEPSEEK.format("\n".join(DEEPSEEK_CALL.format(*call) for call in calls))
+
+
+def deepseek_31(calls):
+    return DEEPSEEK.format("".join(DEEPSEEK_31_CALL.format(*call) for call in calls))
+
+
+def harmony(calls):
+    return "<|call|><|start|>assistant".join(HARMONY_CALL.format(*call) for call in calls)
+
+
+WRITERS = {
+    "hermes": [hermes],
+    "llama3_json": [llama],
+    "mistral": [mistral_list, mistral_plain, mistral_args],
+    "deepseek_v3": [deepseek, deepseek_31],
+    "deepseek_v31": [deepseek_31],
+    "openai": [harmony],
+}
+PAIRS = [(parser, writer) for parser, writers in WRITERS.items() for writer in writers]
+NAMES = ["get_weather", "add", "files.read-2"]
+CALLS = [("get_weather", '{"city": "Köln \\"}]\\" <b>", "days": [1, 2, {"x": null}]}'), ("add", "{}")]
+MARKERS = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>", "<|python_tag|>"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    *("<|channel|>", "<|message|>", "analysis", "commentary", "to=functions.add", "<|end|>", "<|start|>", "<|call|>"),
+    *(
+        '{"name": "add"',
+        '"name"',
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        ":",
+        ",",
+        ";",
+        "\\",
+        '"arguments": ',
+        "null",
+        "add",
+        " ",
+        "\n",
+    ),
+    *("```json\n", "é", "<", "a"),
+]
+NOISE = st.lists(st.sampled_from(MARKERS), max_size=25).map("".join)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+ARGUMENTS = st.dictionaries(st.text(max_size=8), JSON, max_size=3).map(
+    lambda value: json.dumps(value, ensure_ascii=False)
+)
+
+
+def reader(parser, reasoning=None, prompt=""):
+    return Formats(parser, reasoning).reader(prompt, NAMES)
+
+
+def cut(text, places):
+    ends = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[begin:end] for begin, end in pairwise(ends)]
+
+
+@pytest.mark.parametrize(("parser", "writer"), PAIRS)
+def test_calls_of_each_format(parser, writer):
+    answer = read(reader(parser), writer(CALLS))
+    assert answer == Answer(calls=[ToolCall(*call) for call in CALLS])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    calls=st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3),
+    places=st.lists(st.integers(0, 5000)),
+)
+@pytest.mark.parametrize(("parser", "writer"), PAIRS)
+def test_any_arguments_come_back_however_the_text_is_cut(parser, writer, calls, places):
+    answer = read(reader(parser), *cut(writer(calls), places))
+    assert answer == Answer(calls=[ToolCall(*call) for call in calls])
+
+
+READERS = [(parser, None) for parser in WRITERS] + [
+    (None, "qwen3"),
+    (None, "deepseek_r1"),
+    (None, "openai_gptoss"),
+    ("hermes", "qwen3"),
+    ("deepseek_v3", "deepseek_r1"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=NOISE, places=st.lists(st.integers(0, 5000), max_size=12))
+@pytest.mark.parametrize(("parser", "reasoning"), READERS)
+def test_any_text_reads_the_same_however_it_is_cut(parser, reasoning, text, places):
+    whole = read(reader(parser, reasoning), text)
+    assert read(reader(parser, reasoning), *cut(text, places)) == whole
+    assert read(reader(parser, reasoning), *text) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=NOISE, places=st.lists(st.integers(0, 500), max_size=5))
+def test_forced_calls_read_the_same_however_they_are_cut(text, places):
+    for body, *args in ((required,), (named, "add")):
+        assert read(SourceReader(body, *args), *cut(text, places)) == read(SourceReader(body, *args), text)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "llama3_json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "Hello.\n",
+            "  two  \n\n spaces ",
+            "<tool_call",
+            "a <tool_call> b",
+            "<tool_call>{}</tool_call> ok",
+            "[TOOL_CALLS]",
+        ),
+        *(
+            '{"a": 1}',
+            '{"name": "Bob", "age": 3}',
+            '{"name": 5}',
+            "[TOOL_CALLS] so to speak",
+            "[TOOL_CALLS][]",
+            "{",
+            "; x",
+        ),
+        *(
+            '<tool_call>{"arguments": {"a": [',
+            "<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>",
+            "<｜tool▁calls▁begin｜>",
+        ),
+    ],
+)
+def test_what_is_no_call_stays_to_the_letter(parser, text):
+    assert read(reader(parser), text) == Answer(content=text)
+
+
+def test_text_around_calls():
+    text = f"Let me look.\n\n{hermes(CALLS)}\nDone."
+    answer = read(reader("hermes"), text)
+    assert (answer.content, [call.name for call in answer.calls]) == ("Let me look.\nDone.", ["get_weather", "add"])
+    answer = read(reader("mistral"), f"Let me look. {mistral_plain(CALLS)}\n")
+    assert (answer.content, len(answer.calls)) == ("Let me look.", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": "x', '{"a": "x'),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', '{"a": 1}'),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}'),
+        ('<tool_call>{"name": "add", "arguments": null}</tool_call>', "{}"),
+        ('<tool_call>{"name": "add"}</tool_call>', "{}"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}}</tool_call>', '{"a": 1}'),
+        ('<tool_call>{"id": "7", "name": "add", "arguments": {"a": 1}, "more": [1]}', '{"a": 1}'),
+    ],
+)
+def test_calls_that_are_not_as_they_should_be(text, arguments):
+    assert read(reader("hermes"), text) == Answer(calls=[ToolCall("add", arguments)])
+
+
+def test_arguments_are_sent_as_they_come():
+    streamed = reader("hermes")
+    head = streamed.feed('<tool_call>{"name": "add", "arguments": {"a": ')
+    assert read_all(head) == Answer(calls=[ToolCall("add", '{"a": ')])
+    assert read_all([*head, *streamed.feed("12")]).calls[0].arguments == '{"a": 12'
+
+
+def read_all(pieces):
+    return Answer().add(pieces)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "text", "expected"),
+    [
+        ("qwen3", "", "<think>\nHm.\n</think>\n\nHi.\n", Answer("Hm.", "Hi.\n")),
+        ("qwen3", "", "Hi.", Answer("", "Hi.")),
+        ("qwen3", "<think>\n", "Hm.\n</think>\n\nHi.", Answer("Hm.", "Hi.")),
+        ("qwen3", "<think>\n\n</think>\n\n", "Hi.", Answer("", "Hi.")),
+        ("qwen3", "", "<think>\nHm, and", Answer("Hm, and", "")),
+        ("deepseek_r1", "<｜Assistant｜>", "Hm.</think>Hi.", Answer("Hm.", "Hi.")),
+        ("deepseek_r1", "<think>\n", "<think>Hm.</think>Hi.", Answer("Hm.", "Hi.")),
+        ("deepseek_r1", "</think>", "Hi.", Answer("", "Hi.")),
+        (
+            "openai_gptoss",
+            "",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.",
+            Answer("Hm.", "Hi."),
+        ),
+        ("openai_gptoss", "", "<|channel|>final<|message|>Hi.<|return|>", Answer("", "Hi.")),
+        ("openai_gptoss", "", " no format at all", Answer("", " no format at all")),
+    ],
+)
+def test_thoughts(reasoning, prompt, text, expected):
+    formats = Formats(None, reasoning)
+    assert read(formats.reader(prompt, ()), text) == expected
+
+
+def test_thoughts_and_calls():
+    answer = read(reader("hermes", "qwen3"), f"<think>\nI need it.\n</think>\n\n{hermes(CALLS)}")
+    assert answer == Answer("I need it.", "", [ToolCall(*call) for call in CALLS])
+    mixed = "<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant" + harmony(CALLS)
+    assert read(reader("openai", "openai_gptoss"), mixed) == answer
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("<tool_call> {name, arguments} </think>", "hermes", "qwen3"),
+        ("<tool_call><function=f><parameter=a> arguments", None, None),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral", None),
+        ("<｜tool▁calls▁begin｜></think>", "deepseek_v3", "qwen3"),
+        ("<|channel|>analysis", "openai", "openai_gptoss"),
+        ('<|start_header_id|> {"name": function name, "parameters": dictionary of it}', "llama3_json", None),
+        ("<|im_start|>", None, None),
+    ],
+)
+def test_the_template_tells_the_format(template, tools, reasoning):
+    assert (tool_parser_of(template), reasoning_parser_of(template)) == (tools, reasoning)
+
+
+def test_a_long_text_without_end_is_read_in_linear_time():
+    """Nothing is read again and again: with quadratic time this would take minutes."""
+    for parser in WRITERS:
+        one = reader(parser)
+        for _ in range(20_000):
+            one.feed('<tool_call>{"a": [')
+        one.finish()
+
+
+class Token(str):
+    special = True
+
+
+class Tokenizer:
+    chat_template = "[TOOL_CALLS] </think>"
+    added_tokens_decoder = {5: Token("[TOOL_CALLS]")}  # noqa: RUF012
+
+
+def test_special_tokens_are_kept_where_they_begin_a_call():
+    formats = choose(Tokenizer(), None, None, None)
+    assert (formats.tools, formats.reasoning) == ("mistral", "qwen3")
+    assert formats.needs_special_tokens(True) and not formats.needs_special_tokens(False)
+    assert not choose(Tokenizer(), None, "hermes", None).needs_special_tokens(True)
+    assert choose(Tokenizer(), "own template", None, "none") == Formats(None, None, frozenset({"[TOOL_CALLS]"}))
+    with pytest.raises(ValueError, match=r"--tool-call-parser must be one of hermes.* or none, got 'hermit'"):
+        check_names("hermit", None)

@@ -1,0 +1,139 @@
+"""``/v1/responses`` with the official client, against chat completions of the same model."""
+
+import json
+
+import openai
+import pytest
+from support.answers import TEXT
+from support.server import MODEL
+
+ASK = "What is 47 + 66?"
+MESSAGES = [{"role": "user", "content": ASK}]
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "name": "add", "parameters": ADD, "strict": True},
+    {"type": "function", "name": "greet", "parameters": {"type": "object", "properties": {}}, "strict": False},
+]
+
+
+@pytest.fixture(scope="module")
+def client(tools_server):
+    with openai.OpenAI(base_url=f"{tools_server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def saying(text, **more):
+    form = {"structured_outputs": {"choice": [text]}}
+    return {"model": MODEL, "input": ASK, "temperature": 0, "extra_body": form, **more}
+
+
+def test_text(client):
+    chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
+    reply = client.responses.create(model=MODEL, input=ASK, temperature=0, store=False)
+    assert reply.output_text == chat.choices[0].message.content
+    assert (reply.status, reply.error, reply.incomplete_details) == ("completed", None, None)
+    assert reply.usage.input_tokens == chat.usage.prompt_tokens
+    assert reply.usage.output_tokens == chat.usage.completion_tokens
+    assert reply.id.startswith("resp-")
+    cut = client.responses.create(model=MODEL, input=ASK, temperature=0, max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[0].status == "incomplete"
+
+
+def test_thoughts_text_and_calls(client):
+    reply = client.responses.create(**saying(TEXT), tools=TOOLS)
+    assert [item.type for item in reply.output] == ["reasoning", "message", "function_call", "function_call"]
+    thought, said, add, greet = reply.output
+    assert (thought.content[0].text, said.content[0].text) == ("I add.", "Let me see.")
+    assert (add.name, json.loads(add.arguments)) == ("add", {"a": 47, "b": 6})
+    assert (greet.name, json.loads(greet.arguments)) == ("greet", {"loud": True})
+    assert add.call_id != greet.call_id
+
+
+@pytest.mark.parametrize("text", [TEXT, "Just text.", "<think>only a thought"])
+def test_a_stream_says_the_same(client, text):
+    whole = client.responses.create(**saying(text), tools=TOOLS)
+    with client.responses.stream(**saying(text), tools=TOOLS) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+
+    def without_ids(items):
+        return [item.model_dump(exclude={"id", "call_id", "parsed", "parsed_arguments"}) for item in items]
+
+    bare = [{k: v for k, v in item.items() if k != "content"} for item in without_ids(final.output)]
+    assert bare == [{k: v for k, v in item.items() if k != "content"} for item in without_ids(whole.output)]
+    assert final.output_text == whole.output_text
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.id for item in done] == [item.id for item in final.output]
+    added = [event.item for event in events if event.type == "response.output_item.added"]
+    assert not any(getattr(item, "arguments", "") or getattr(item, "content", []) for item in added)
+    parts = [event.part for event in events if event.type == "response.content_part.added"]
+    assert all(part.text == "" for part in parts)
+    texts = {}
+    for event in events:
+        if event.type.endswith(".delta"):
+            texts[event.output_index] = texts.get(event.output_index, "") + event.delta
+    spoken = [item.arguments if item.type == "function_call" else item.content[0].text for item in final.output]
+    assert [texts[index] for index in sorted(texts)] == spoken
+
+
+def test_a_forced_call_and_a_schema(client):
+    body = {"model": MODEL, "input": ASK, "temperature": 0}
+    reply = client.responses.create(**body, tools=TOOLS, tool_choice={"type": "function", "name": "add"})
+    assert [item.type for item in reply.output] == ["function_call"]
+    assert set(json.loads(reply.output[0].arguments)) == {"a"}
+    form = {"format": {"type": "json_schema", "name": "sum", "schema": ADD, "strict": True}}
+    assert set(json.loads(client.responses.create(**body, text=form).output_text)) == {"a"}
+
+
+def test_items_become_messages(client, tools_server):
+    """What a conversation of items costs is what the same one of messages costs, so they are one prompt."""
+    call = {"name": "add", "arguments": '{"a": 47}'}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": ASK}]},
+        {"type": "reasoning", "id": "rs-1", "summary": [], "content": [{"type": "reasoning_text", "text": "I add."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+        {"type": "function_call", "call_id": "call-1", **call},
+        {"type": "function_call_output", "call_id": "call-1", "output": "113"},
+    ]
+    message = {"role": "assistant", "content": "Let me see.", "reasoning_content": "I add."}
+    message["tool_calls"] = [{"id": "call-1", "type": "function", "function": call}]
+    messages = [
+        {"role": "system", "content": "Be brief.\n\nBe kind."},
+        *MESSAGES,
+        message,
+        {"role": "tool", "tool_call_id": "call-1", "content": "113"},
+    ]
+    expected = tools_server.client.post("/tokenize", json={"messages": messages}).json()["count"]
+    items = [{"role": "developer", "content": "Be kind."}, *items]
+    reply = client.responses.create(model=MODEL, instructions="Be brief.", input=items, max_output_tokens=1)
+    assert reply.usage.input_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"previous_response_id": "resp-1"}, "keeps no responses"),
+        ({"conversation": "c"}, "keeps no responses"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "keeps no responses"),
+        ({"input": []}, "input is empty"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
+        ({"tools": [{"type": "web_search"}]}, "only functions"),
+        ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice must be"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format must be"),
+        ({"background": True}, "background"),
+        ({"temperature": -1}, "temperature must be"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_here_is_refused(client, more, message, stream):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.responses.create(**{"model": MODEL, "input": ASK, "stream": stream, **more})

@@ -1,0 +1,166 @@
+"""Calls of tools and thoughts in chat completions, with the official client. A grammar makes the model write them."""
+
+import json
+
+import openai
+import pytest
+from support.answers import TEXT
+from support.server import MODEL
+
+ASK = [{"role": "user", "content": "What is 47 + 66?"}]
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"$ref": "#/$defs/digit"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+GREET = {
+    "type": "object",
+    "properties": {"loud": {"type": "boolean"}},
+    "required": ["loud"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD, "strict": True}},
+    {"type": "function", "function": {"name": "greet", "parameters": GREET}},
+]
+
+
+@pytest.fixture(scope="module")
+def client(tools_server):
+    with openai.OpenAI(base_url=f"{tools_server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def saying(*texts, **more):
+    """Arguments with which the model says one of these."""
+    form = {"structured_outputs": {"choice": list(texts)}}
+    return {"model": MODEL, "messages": ASK, "max_tokens": 400, "temperature": 0, "extra_body": form, **more}
+
+
+def whole(client, **body):
+    reply = client.chat.completions.create(**body)
+    return reply.choices[0].message, reply.choices[0].finish_reason
+
+
+def joined(client, **body):
+    """The message and the reason of a stream, put together from its deltas."""
+    reasoning, content, calls, reason = "", "", {}, None
+    for chunk in client.chat.completions.create(**body, stream=True):
+        for choice in chunk.choices:
+            assert reason is None, "nothing comes after the end"
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            content += choice.delta.content or ""
+            for part in choice.delta.tool_calls or ():
+                call = calls.setdefault(part.index, {"id": part.id, "name": part.function.name, "arguments": ""})
+                call["arguments"] += part.function.arguments
+            reason = choice.finish_reason
+    assert all(call["id"] for call in calls.values())
+    return reasoning, content, [(calls[i]["name"], calls[i]["arguments"]) for i in sorted(calls)], reason
+
+
+def test_calls_and_thoughts(client):
+    message, reason = whole(client, **saying(TEXT), tools=TOOLS)
+    assert (message.content, reason) == ("Let me see.", "tool_calls")
+    assert message.reasoning_content == message.reasoning == "I add."
+    assert [call.function.name for call in message.tool_calls] == ["add", "greet"]
+    assert json.loads(message.tool_calls[0].function.arguments) == {"a": 47, "b": 6}
+    assert len({call.id for call in message.tool_calls}) == 2
+    assert joined(client, **saying(TEXT), tools=TOOLS) == (
+        "I add.",
+        "Let me see.",
+        [(call.function.name, call.function.arguments) for call in message.tool_calls],
+        "tool_calls",
+    )
+
+
+def test_the_clients_own_stream_helper(client):
+    """It puts deltas together, and is strict about their form."""
+    body = saying(TEXT)
+    with client.chat.completions.stream(**body, tools=TOOLS) as stream:
+        kinds = {event.type for event in stream}
+        message = stream.get_final_completion().choices[0].message
+    assert {"content.delta", "tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    assert [call.function.name for call in message.tool_calls] == ["add", "greet"]
+
+
+def test_one_call_at_a_time(client):
+    message, _ = whole(client, **saying(TEXT), tools=TOOLS, parallel_tool_calls=False)
+    assert [call.function.name for call in message.tool_calls] == ["add"]
+    assert joined(client, **saying(TEXT), tools=TOOLS, parallel_tool_calls=False)[2] == [("add", '{"a": 47, "b": 6}')]
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_calls_are_text(client, more):
+    message, reason = whole(client, **saying(TEXT), **more)
+    assert message.content == TEXT.partition("</think>\n\n")[2]
+    assert (message.tool_calls, reason) == (None, "stop")
+
+
+def test_thoughts_can_be_left_out(client):
+    body = saying(TEXT)
+    body["extra_body"]["include_reasoning"] = False
+    message, _ = whole(client, **body)
+    assert message.content.startswith("Let me see.")
+    assert not hasattr(message, "reasoning_content")
+
+
+def test_a_call_that_breaks_off(client):
+    message, reason = whole(client, **{**saying(TEXT[TEXT.index("<tool_call>") :]), "max_tokens": 40}, tools=TOOLS)
+    assert reason == "length"
+    assert '{"a": 47, "b": 6}'.startswith(message.tool_calls[0].function.arguments)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_required_call(client, seed):
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 300, "seed": seed, "tools": TOOLS, "tool_choice": "required"}
+    message, reason = whole(client, **body, parallel_tool_calls=False)
+    (call,) = message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name in ("add", "greet")
+    assert set(arguments) == ({"a", "b"} if call.function.name == "add" else {"loud"})
+    assert (message.content, reason) == (None, "tool_calls")
+    _, content, calls, reason = joined(client, **body, parallel_tool_calls=False)
+    assert (content, calls, reason) == ("", [(call.function.name, call.function.arguments)], "tool_calls")
+
+
+def test_a_named_call(client):
+    choice = {"type": "function", "function": {"name": "add"}}
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 300, "temperature": 0, "tools": TOOLS, "tool_choice": choice}
+    message, reason = whole(client, **body)
+    (call,) = message.tool_calls
+    assert (call.function.name, set(json.loads(call.function.arguments)), reason) == ("add", {"a", "b"}, "stop")
+    assert joined(client, **body)[2:] == ([("add", call.function.arguments)], "stop")
+
+
+def test_calls_and_results_reach_the_template(client, tools_server):
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 47, "b": 66}'}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "reasoning": "I add.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "113"},
+    ]
+    reply = tools_server.client.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()
+    prompt = tools_server.client.post("/detokenize", json={"tokens": reply["tokens"]}).json()["prompt"]
+    assert '"arguments": {"a": 47, "b": 66}' in prompt, "a template wants them decoded"
+    assert '"reasoning_content": "I add."' in prompt
+    assert '"content": "113"' in prompt and '"tool_call_id": "call_1"' in prompt
+    assert '"description": "Adds."' in prompt
+    assert client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=3).choices
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "'sub', which is not"),
+        ({"tools": TOOLS, "tool_choice": {"name": "add"}}, "tool_choice must be"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\] must be"),
+        ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\]: function.name"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "give one of them"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(client, more, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.chat.completions.create(model=MODEL, messages=ASK, **more)

@@ -1,0 +1,367 @@
+"""``tritonllm bench serve``: requests to a running server, as users would send them. Options have vLLM's names.
+
+Every time is taken where the client reads, so the network and the server's API process are in it.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tritonllm import env
+from tritonllm.cli.bench_runs import spread
+from tritonllm.version import __version__
+
+DESCRIPTION = """\
+Send requests to a running server and measure what its users see. Prompts are random token ids and outputs have exactly
+the length that is asked for. Without --request-rate all requests are sent at once."""
+EPILOG = """\
+results, each with mean and percentiles:
+  time to first token: from sending a request to its first token (ms)
+  time per output token: from a request's first token to its last, over the tokens after the first (ms)
+  inter-token latency: between two events of a stream (ms)
+  end-to-end latency: from sending a request to its last token (ms)
+  goodput: requests/s that kept every limit of --goodput"""
+EXTRA = "tritonllm bench serve needs aiohttp ({}): pip install 'tritonllm[bench]'"
+LIMITS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2el": "e2el_ms"}
+NUMBERS: dict[str, tuple[Any, float, str]] = {  # option: default, least value, help
+    "num-prompts": (100, 1, "requests"),
+    "input-len": (128, 1, "tokens of a prompt"),
+    "output-len": (64, 1, "tokens to generate for each"),
+    "vocab-size": (1000, 1, "prompts are of the ids below this"),
+    "seed": (0, 0, "of prompts, lengths and arrivals"),
+}
+
+
+def add_parser(kinds: Any) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(
+        "serve",
+        help="requests to a running server: latencies and goodput",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        usage="tritonllm bench serve [MODEL] [options]",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=120),
+    )
+    parser.set_defaults(run=run, wrong_usage=parser.error, names_of_servers=True)
+    group = parser.add_argument_group("server", "MODEL is a name that it serves (default: its first)")
+    group.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="default: %(default)s")
+    group.add_argument("--api-key", metavar="KEY", help="default: TRITONLLM_API_KEY")
+    group = parser.add_argument_group("requests")
+    for name, (default, _, what) in NUMBERS.items():
+        group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} ({default})")
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary by this share (0)"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: the most likely token (0.0)")
+    group = parser.add_argument_group("arrivals")
+    group.add_argument(
+        "--request-rate", type=float, default=math.inf, metavar="X", help="requests/s (default: all at once)"
+    )
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="shape of the gamma distribution between arrivals: 1 is Poisson (default), less comes in bursts",
+    )
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines with timestamp (ms), input_length and output_length say when to send what",
+    )
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="most requests at once; others wait")
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits of ttft, tpot and e2el that count as good"
+    )
+    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the results there too, see docs/cli.md")
+    return parser
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: when to send it (seconds after the beginning), and how long it is."""
+
+    at: float
+    input_len: int
+    output_len: int
+
+
+@dataclass
+class Told:
+    """What came of a request; times are the client's, in seconds."""
+
+    ask: Ask
+    sent: float = 0.0
+    arrivals: list[float] = field(default_factory=list)  # of events with tokens
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * (self.arrivals[0] - self.sent)
+
+    @property
+    def e2el_ms(self) -> float:
+        return 1e3 * (self.arrivals[-1] - self.sent)
+
+    @property
+    def tpot_ms(self) -> float:
+        """0 of one token."""
+        return (self.e2el_ms - self.ttft_ms) / max(self.output_tokens - 1, 1)
+
+    def gaps_ms(self) -> Iterator[float]:
+        return (1e3 * (b - a) for a, b in zip(self.arrivals, self.arrivals[1:], strict=False))
+
+
+def check(args: argparse.Namespace) -> tuple[list[Ask], dict[str, float]]:
+    """The requests, and the limits of goodput.
+
+    Raises:
+        ValueError: a bad value.
+        OSError: the trace cannot be read.
+    """
+    for name, (_, least, _) in NUMBERS.items():
+        if getattr(args, name.replace("-", "_")) < least:
+            raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name.replace('-', '_'))}")
+    if not 0 <= args.random_range_ratio <= 1:
+        raise ValueError(f"--random-range-ratio must be from 0 to 1, got {args.random_range_ratio}")
+    for name in ("request_rate", "burstiness"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {getattr(args, name)}")
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ValueError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
+    limits = dict(_limit(text) for text in args.goodput)
+    chance = random.Random(args.seed)
+    return read_trace(args.trace) if args.trace is not None else arrivals(args, chance), limits
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, value = text.partition(":")
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = -1.0
+    if name not in LIMITS or not limit > 0:
+        raise ValueError(f"--goodput must be one of {', '.join(LIMITS)} with milliseconds, as ttft:200, got {text!r}")
+    return name, limit
+
+
+def arrivals(args: argparse.Namespace, chance: random.Random) -> list[Ask]:
+    """Gaps are of a gamma distribution with mean 1 / rate; its shape is the burstiness."""
+    asks, at = [], 0.0
+
+    def vary(length: int) -> int:
+        ratio = args.random_range_ratio
+        return max(1, chance.randint(round(length * (1 - ratio)), round(length * (1 + ratio))))
+
+    for _ in range(args.num_prompts):
+        asks.append(Ask(at, vary(args.input_len), vary(args.output_len)))
+        if math.isfinite(args.request_rate):
+            at += chance.gammavariate(args.burstiness, 1 / (args.request_rate * args.burstiness))
+    return asks
+
+
+def read_trace(path: Path) -> list[Ask]:
+    """Raises:
+    ValueError: a line that is not as it should be; the message names it.
+    """
+    asks = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            ask = Ask(entry["timestamp"] / 1e3, int(entry["input_length"]), int(entry["output_length"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"--trace: line {number} needs timestamp, input_length and output_length") from error
+        if min(ask.input_len, ask.output_len) < 1 or ask.at < 0:
+            raise ValueError(f"--trace: line {number}: lengths must be at least 1, and timestamp not negative")
+        asks.append(ask)
+    if not asks:
+        raise ValueError(f"--trace: {path} has no requests")
+    return sorted(asks, key=lambda ask: ask.at)
+
+
+def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
+    try:
+        asks, limits = check(args)
+    except ValueError as error:
+        args.wrong_usage(str(error))
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise ImportError(EXTRA.format(error)) from error
+    model, told, seconds = asyncio.run(_measure(args, asks))
+    report = {**_about(args, model), **results(told, seconds, limits)}
+    print(table(report))
+    if args.output_json is not None:
+        args.output_json.parent.mkdir(parents=True, exist_ok=True)
+        args.output_json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    failed = [one for one in told if one.error is not None]
+    if failed:
+        print(
+            f"error: {len(failed)} of {len(told)} requests failed, the first with: {failed[0].error}", file=sys.stderr
+        )
+    return 1 if failed else 0
+
+
+async def _measure(args: argparse.Namespace, asks: Sequence[Ask]) -> tuple[str, list[Told], float]:
+    import aiohttp
+
+    chance = random.Random(args.seed)
+    prompts = [chance.choices(range(args.vocab_size), k=ask.input_len) for ask in asks]
+    key = args.api_key or env.API_KEY
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    base = args.base_url.rstrip("/").removesuffix("/v1")
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=60)
+    room = asyncio.Semaphore(args.max_concurrency or len(asks))
+    async with aiohttp.ClientSession(
+        base, headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
+        model = args.model or await _first_model(session)
+        body = {"model": model, "temperature": args.temperature, "ignore_eos": True, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}  # an event for every token
+        first = await _send(session, {**body, "prompt": prompts[0], "max_tokens": 2}, Ask(0, len(prompts[0]), 2))
+        if first.error is not None:  # and whatever happens only once has happened
+            raise RuntimeError(f"the server does not answer: {first.error}")
+        begin = time.perf_counter()
+
+        async def one(ask: Ask, prompt: list[int]) -> Told:
+            await asyncio.sleep(begin + ask.at - time.perf_counter())
+            async with room:
+                return await _send(session, {**body, "prompt": prompt, "max_tokens": ask.output_len}, ask)
+
+        told = await asyncio.gather(*(one(*pair) for pair in zip(asks, prompts, strict=True)))
+    ends = [one.arrivals[-1] for one in told if one.arrivals]
+    return model, list(told), max(ends, default=begin) - begin
+
+
+async def _first_model(session: Any) -> str:
+    import aiohttp
+
+    try:
+        async with session.get("/v1/models") as response:
+            answer = await response.json()
+            return answer["data"][0]["id"]
+    except (aiohttp.ClientError, ValueError, KeyError, IndexError) as error:
+        raise RuntimeError(f"--base-url: the server does not tell its models: {error}") from error
+
+
+async def _send(session: Any, body: dict[str, Any], ask: Ask) -> Told:
+    import aiohttp
+
+    told = Told(ask, sent=time.perf_counter())
+    try:
+        async with session.post("/v1/completions", json=body) as response:
+            if response.status != 200:
+                told.error = f"status {response.status}: {(await response.text())[:300]}"
+                return told
+            async for line in response.content:
+                arrived = time.perf_counter()
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    told.error = str(event["error"].get("message"))
+                elif event["choices"]:
+                    told.arrivals.append(arrived)
+                if event.get("usage"):
+                    told.output_tokens = event["usage"]["completion_tokens"]
+    except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
+        told.error = f"{type(error).__name__}: {error}"
+    if told.error is None and told.output_tokens != ask.output_len:
+        told.error = f"{told.output_tokens} tokens came instead of {ask.output_len}"
+    return told
+
+
+def results(told: Sequence[Told], seconds: float, limits: dict[str, float]) -> dict[str, Any]:
+    """The report's fields; of failed requests only their number is in it."""
+    done = [one for one in told if one.error is None]
+    prompt, output = sum(one.ask.input_len for one in done), sum(one.output_tokens for one in done)
+    span = max(seconds, 1e-9)
+    good = [one for one in done if all(getattr(one, LIMITS[name]) <= limit for name, limit in limits.items())]
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(done),
+        "failed_requests": len(told) - len(done),
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "total_num_tokens": prompt + output,
+        "requests_per_second": len(done) / span,
+        "output_tokens_per_second": output / span,
+        "tokens_per_second": (prompt + output) / span,
+        "goodput": {"limits_ms": limits, "requests_per_second": len(good) / span} if limits else None,
+        "time_to_first_token_ms": spread([one.ttft_ms for one in done]),
+        "time_per_output_token_ms": spread([one.tpot_ms for one in done if one.output_tokens > 1]),
+        "inter_token_latency_ms": spread([gap for one in done for gap in one.gaps_ms()]),
+        "end_to_end_latency_ms": spread([one.e2el_ms for one in done]),
+    }
+
+
+def _about(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    names = [*(name.replace("-", "_") for name in NUMBERS), "random_range_ratio", "temperature", "burstiness"]
+    arguments = {name: getattr(args, name) for name in [*names, "max_concurrency", "base_url", "goodput"]}
+    arguments["request_rate"] = args.request_rate if math.isfinite(args.request_rate) else None
+    arguments["trace"] = None if args.trace is None else str(args.trace)
+    return {
+        "benchmark": "serve",
+        "model": model,
+        "device": _device(),
+        "versions": {"tritonllm": __version__, "torch": _version("torch"), "python": platform.python_version()},
+        "arguments": arguments,
+    }
+
+
+def _device() -> str:
+    """Of this machine; the server's may be another."""
+    try:
+        import torch
+    except ImportError:
+        return "cpu"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as plain text."""
+    lines = [f"bench serve: {report['model']} at {report['arguments']['base_url']}"]
+    for key, name in (
+        ("elapsed_time", "seconds"),
+        ("num_requests", "requests"),
+        ("failed_requests", "failed requests"),
+        ("output_tokens", "output tokens"),
+        ("requests_per_second", "requests/s"),
+        ("output_tokens_per_second", "output tokens/s"),
+        ("tokens_per_second", "total tokens/s"),
+    ):
+        lines.append(f"{name:<36}{report[key]:>14,.4g}")
+    if report["goodput"] is not None:
+        lines.append(f"{'goodput, requests/s':<36}{report['goodput']['requests_per_second']:>14,.4g}")
+    for key, name in (
+        ("time_to_first_token_ms", "time to first token, ms"),
+        ("time_per_output_token_ms", "time per output token, ms"),
+        ("inter_token_latency_ms", "inter-token latency, ms"),
+        ("end_to_end_latency_ms", "end-to-end latency, ms"),
+    ):
+        if report[key] is not None:
+            values = [("mean", report[key]["mean"])]
+            values += [(label, report[key]["percentiles"][at]) for at, label in (("50", "median"), ("99", "99%"))]
+            lines += [f"{f'{name}, {label}':<36}{value:>14,.4g}" for label, value in values]
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""Who answers ``tritonllm chat`` and ``tritonllm complete``: an engine in this process, or a server."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+
+Message = Mapping[str, str]
+
+
+class Talker(Protocol):
+    """Answers in parts. A generator that is closed ends its request."""
+
+    def chat(self, messages: Sequence[Message]) -> Iterator[str]: ...
+
+    def complete(self, prompt: str) -> Iterator[str]: ...
+
+
+class LocalTalker:
+    """Args:
+    llm: an :class:`LLM`.
+    params: of all answers.
+    """
+
+    def __init__(self, llm: Any, params: SamplingParams) -> None:
+        self._llm, self._params = llm, params.clone()
+        self._params.output_kind = RequestOutputKind.DELTA
+        self._count = 0
+
+    def chat(self, messages: Sequence[Message]) -> Iterator[str]:
+        return self._answer(self._llm.render_chat(list(messages)))
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        return self._answer(prompt)
+
+    def _answer(self, prompt: Any) -> Iterator[str]:
+        engine = self._llm.engine
+        self._count += 1
+        request_id = str(self._count)
+        engine.add_request(request_id, prompt, self._params)
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.error is not None:
+                        raise RuntimeError(output.error)
+                    yield output.outputs[0].text
+        finally:
+            engine.abort_request([request_id])
+
+
+class RemoteTalker:
+    """A server with OpenAI's API.
+
+    Args:
+        url: with or without ``/v1``.
+        model: a name that it serves; ``None``: its first.
+        key: an API key, if it wants one.
+        fields: of all requests.
+
+    Raises:
+        RuntimeError: it does not answer.
+    """
+
+    def __init__(self, url: str, model: str | None, key: str | None, fields: Mapping[str, Any]) -> None:
+        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        if model is None:
+            with self._open("/models") as response:
+                model = json.load(response)["data"][0]["id"]
+        self._fields = {"model": model, "stream": True, **fields}
+
+    def chat(self, messages: Sequence[Message]) -> Iterator[str]:
+        for choice in self._choices("/chat/completions", {"messages": list(messages)}):
+            yield choice["delta"].get("content") or ""
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        for choice in self._choices("/completions", {"prompt": prompt}):
+            yield choice["text"]
+
+    def _choices(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+        with self._open(path, {**self._fields, **body}) as response:
+            for line in response:
+                data = line.removeprefix(b"data: ").strip()
+                if not line.startswith(b"data: ") or data == b"[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise RuntimeError(f"the server: {event['error'].get('message')}")
+                yield from event["choices"]
+
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Raises:
+        RuntimeError: no server, or an answer that is an error.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, self._headers)
+        try:
+            return urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"the server: {_message(error.read())} (status {error.code})") from error
+        except (urllib.error.URLError, ValueError) as error:
+            raise RuntimeError(f"--url: {self._base} does not answer: {getattr(error, 'reason', error)}") from error
+
+
+def _message(body: bytes) -> str:
+    try:
+        return json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

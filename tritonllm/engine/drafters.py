@@ -1,0 +1,137 @@
+"""What proposes the tokens that a step verifies, on the device and without the host.
+
+A step is planned and launched before the host knows what the one before it drew. A drafter on the host would either
+guess that, too, or let the device wait for it: 0.3 to 1 ms of a step of 1 to 7 ms. So drafts are made on the device, at
+the beginning of the step that verifies them, from what the device knows of each seat: its tokens, the newest included.
+They are a part of the captured step.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tritonllm.config import SpeculativeConfig
+from tritonllm.kernels import propose_ngrams
+
+REMEMBERED = 1 << 16  # tokens of past outputs: 256 KB, which one program of the kernel reads in some microseconds
+
+
+class Drafter(Protocol):
+    """Proposes what may follow B sequences. Can be captured in a graph, and must not wait for the device.
+
+    ``speculative_config={"method": "module:name", ...}`` takes one of the user's: ``name(max_model_len, vocab_size,
+    device)`` makes it.
+
+    Attributes:
+        remembers: outputs of past requests, of which it wants to be told.
+    """
+
+    remembers: bool
+
+    def remember(self, output: torch.Tensor) -> None:
+        """The output ``[N]`` int32 of a request that has ended."""
+
+    def propose(
+        self,
+        history: torch.Tensor,
+        seats: torch.Tensor,
+        ends: torch.Tensor,
+        counts: torch.Tensor,
+        ids: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        """Arguments are those of :func:`~tritonllm.kernels.propose_ngrams`, which says what to write."""
+
+
+class NgramDrafter:
+    """Looks for an earlier occurrence of a sequence's last tokens.
+
+    Args:
+        shortest, longest: tokens to look for.
+    """
+
+    remembers = False
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._lengths = {"shortest": shortest, "longest": longest}
+
+    def propose(
+        self,
+        history: torch.Tensor,
+        seats: torch.Tensor,
+        ends: torch.Tensor,
+        counts: torch.Tensor,
+        ids: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        propose_ngrams(history, seats, ends, counts, ids, drafts, **self._lengths)
+
+    def remember(self, output: torch.Tensor) -> None:
+        """It does not."""
+
+
+class SuffixDrafter:
+    """Looks in the outputs of past requests, too: the last ``REMEMBERED`` tokens of them.
+
+    Args:
+        longest: tokens to look for.
+        factor: drafts for each token that was found.
+        device: where steps run.
+    """
+
+    remembers = True
+
+    def __init__(self, longest: int, factor: float, device: torch.device) -> None:
+        self._options = {"shortest": 1, "longest": longest, "factor": factor}
+        self._past = torch.full((REMEMBERED,), -1, dtype=torch.int32, device=device)
+        self._end = 0
+
+    def remember(self, output: torch.Tensor) -> None:
+        """Write it behind the last one, or from the beginning on where there is no room. A -1 stands behind each."""
+        output = output[-REMEMBERED + 1 :]
+        if self._end + len(output) + 1 > REMEMBERED:
+            self._end = 0
+        end = self._end + len(output)
+        self._past[self._end : end].copy_(output)
+        self._past[end] = -1
+        self._end = end + 1
+
+    def propose(
+        self,
+        history: torch.Tensor,
+        seats: torch.Tensor,
+        ends: torch.Tensor,
+        counts: torch.Tensor,
+        ids: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        propose_ngrams(history, seats, ends, counts, ids, drafts, past=self._past, **self._options)
+
+
+Maker = Callable[[int, int, torch.device], Drafter]
+
+
+def make_drafter(
+    config: SpeculativeConfig | None, max_model_len: int, vocab_size: int, device: torch.device
+) -> Drafter | None:
+    """What a configuration names.
+
+    Raises:
+        ValueError: ``module:name`` that cannot be imported.
+    """
+    if config is None:
+        return None
+    if config.method == "ngram":
+        return NgramDrafter(*config.lookup)
+    if config.method == "suffix":
+        return SuffixDrafter(config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor, device)
+    module, _, name = config.method.partition(":")
+    try:
+        maker: Maker = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"speculative_config: method={config.method!r} cannot be imported ({error}): use 'module:name'"
+        ) from error
+    return maker(max_model_len, vocab_size, device)

@@ -1,0 +1,82 @@
+"""The sequences of one user's request: they share what they have in common, and they come and go together. No torch.
+
+They share blocks by reference counts. :func:`fork` gives a sequence what another one has computed: the full blocks,
+which nobody writes any more, and a reference to the block behind them (its *tail*), which is partly filled. Before the
+sequence writes into that block it takes one of its own, and the step begins by copying the tail into it
+(copy-on-write: Kwon et al., "PagedAttention", SOSP 2023, section 4.4). The sequence that owns the tail goes on writing
+into it, behind what is shared: the others never read that, and what they copy of it they overwrite.
+
+They are admitted and preempted together (section 4.5), as long as that is possible: if a gang is more than the pool or
+the seats can hold, its sequences run as if they were on their own.
+"""
+
+from collections.abc import Sequence
+
+from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.plan import ScheduledRequest
+from tritonllm.engine.request import Request, RequestStatus
+
+
+def fork(parent: Request, child: Request, pool: BlockPool, block_size: int) -> None:
+    """Let ``child``, which holds no blocks, share all that ``parent`` has computed, by reference."""
+    full, rest = divmod(parent.num_computed_tokens, block_size)
+    child.block_ids = parent.block_ids[:full]
+    if rest:
+        child.tail = parent.block_ids[full] if full < len(parent.block_ids) else parent.tail
+    pool.retain(child.block_ids if child.tail is None else [*child.block_ids, child.tail])
+    child.num_computed_tokens = parent.num_computed_tokens
+    child.block_hashes = parent.block_hashes[:full]
+    child.num_labelled_blocks = min(parent.num_labelled_blocks, full)
+    if child.num_cached_tokens is None:
+        child.num_cached_tokens = child.num_computed_tokens
+
+
+def free(request: Request, pool: BlockPool) -> None:
+    """Give back its blocks, so that a sequence's tail is evicted before its head."""
+    if request.tail is not None:
+        pool.release([request.tail])
+        request.tail = None
+    pool.release(reversed(request.block_ids))
+    request.block_ids = []
+    request.num_labelled_blocks = 0
+
+
+def parent_in(scheduled: Sequence[ScheduledRequest], request: Request) -> Request | None:
+    """The sibling whose prompt ends in this step, if ``request`` can take its first token from the same logits."""
+    if request.output_token_ids:
+        return None
+    for item in reversed(scheduled):
+        parent = item.request
+        if parent.siblings is request.siblings and item.samples and not item.pending and not item.drafts:
+            return parent if item.output_index == 0 else None
+    return None
+
+
+def room_for(request: Request, block_size: int) -> tuple[int, int]:
+    """Seats that ``request`` and its siblings need, and blocks that the siblings need beside its own.
+
+    Once one of them runs, the others follow as they fit.
+    """
+    full = len(request.prompt_token_ids) // block_size
+    others = [s for s in request.siblings if s is not request and not s.status.is_finished]
+    if not others or any(s.status is RequestStatus.RUNNING for s in others):
+        return 1, 0
+    return 1 + len(others), 1 + sum(s.num_tokens // block_size + 1 - full for s in others)
+
+
+def prompt_blocks(request: Request, block_size: int) -> list[int]:
+    """Full blocks of the prompt that a running sibling has; what stands for the prefix cache where there is none."""
+    for sibling in request.siblings:
+        if sibling.status is RequestStatus.RUNNING:
+            shared = min(sibling.num_computed_tokens, len(request.prompt_token_ids), request.num_tokens - 1)
+            return sibling.block_ids[: shared // block_size]
+    return []
+
+
+def last_gang(running: Sequence[Request]) -> int:
+    """How many of the last running requests belong together."""
+    siblings, count = running[-1].siblings, 1
+    if siblings:
+        while count < len(running) and running[-1 - count].siblings is siblings:
+            count += 1
+    return count

@@ -1,0 +1,122 @@
+"""Who gets drafts in a step, and how many. No torch.
+
+A step verifies drafts of all its sequences or of none, with as many tokens of each, so that it has one of few shapes,
+all of them captured. A sequence with fewer drafts, or with none, is padded: in a step that verifies, one more draft
+costs nothing. A step with prompt tokens verifies none: it is bound by computing, where a draft costs as much as a
+token.
+
+So what is decided is whether a step verifies. It does where the tokens that are likely to come outweigh what it takes
+longer than a plain step. Each request's acceptance is followed by itself; the batch's is their sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tritonllm.config import SpeculativeConfig
+from tritonllm.engine.plan import ScheduledRequest
+from tritonllm.engine.request import Request
+from tritonllm.sampling_params import ALL
+
+# Tokens that a step verifies at most. With several times the tokens that a GPU computes while it reads the weights,
+# drafts cost what plain tokens do. They also bound the memory of the logits: 512 rows of 152,000 in float32 are 311 MB.
+MOST_ROWS = 512
+# How much longer a step takes that verifies: what it launches beside a plain one's, and tokens with which computing
+# takes as long as reading the weights (an H200 reads a bfloat16 in 0.42 ps, and computes with it in 3 fs at best).
+LAUNCHES, ROWS = 1.06, 150
+WEIGHT = 0.25  # of a step's acceptance in the average: drafts that are never accepted stop after some ten steps
+PAUSE = 100  # plain steps after which one step tries again: at most 1.5% of the time, where that step takes 2.5 plain
+
+
+def most_verified(config: SpeculativeConfig | None) -> int:
+    """Most sequences of a step that verifies drafts."""
+    if config is None:
+        return 0
+    fits = MOST_ROWS // (1 + config.num_speculative_tokens)
+    return fits if config.disable_by_batch_size is None else config.disable_by_batch_size
+
+
+def relative_cost(sequences: int, drafts: int) -> float:
+    """Of a step that verifies so many drafts of each of so many sequences, in plain steps."""
+    return LAUNCHES * (ROWS + sequences * (1 + drafts)) / (ROWS + sequences)
+
+
+@dataclass
+class DraftCounts:
+    """Totals since the start.
+
+    Attributes:
+        num_drafts: sequences of steps that had drafts to verify.
+        num_draft_tokens: those drafts.
+        num_accepted_tokens: of them, the ones that were right.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """What one sequence of a step had, at least one."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+
+
+class Drafting:
+    """What a scheduler asks.
+
+    Args:
+        most: drafts of a sequence in a step; 0 turns all of this off.
+        verified: most sequences of a step that verifies.
+        adaptive: plain steps where drafts do not pay; otherwise every step verifies that may.
+    """
+
+    def __init__(self, most: int = 0, verified: int = 1 << 30, *, adaptive: bool = False) -> None:
+        self.most = most
+        self._verified = verified
+        self._adaptive = adaptive
+        self._typical = most / 2  # accepted drafts of a request of which nothing is known yet
+        self._plain = 0  # steps since one verified
+
+    def begin(self, request: Request) -> None:
+        """Tell a new request how many drafts it may have."""
+        restricted = request.controls or request.params.logprobs == ALL  # those go a token at a time
+        request.num_drafts = 0 if restricted else self.most
+        request.expected_accepts = 0.0 if restricted else self._typical
+
+    def now(self, running: Sequence[Request]) -> int:
+        """Drafts of each of these requests in the next step."""
+        if not self.most or len(running) > self._verified:
+            return 0
+        if not self._adaptive or self._plain >= PAUSE:
+            return self.most
+        count = len(running)
+        likely = sum([request.expected_accepts for request in running])
+        return self.most if count + likely > count * relative_cost(count, self.most) else 0
+
+    def fit(self, scheduled: list[ScheduledRequest]) -> list[ScheduledRequest]:
+        """What a step does of what was planned: no drafts beside prompts. What these were to be stored in stays with
+        their requests."""
+        if not self.most:
+            return scheduled
+        if len(scheduled) > self._verified or _has_prompts(scheduled):
+            scheduled = [_without_drafts(item) if item.drafts else item for item in scheduled]
+        elif scheduled:
+            self._plain = 0 if any(item.drafts for item in scheduled) else self._plain + 1
+        return scheduled
+
+    def learn(self, request: Request, accepted: int) -> None:
+        """A step has verified drafts of a request, and accepted so many."""
+        request.expected_accepts += WEIGHT * (accepted - request.expected_accepts)
+        self._typical += WEIGHT / 8 * (accepted - self._typical)
+
+
+def _has_prompts(scheduled: Sequence[ScheduledRequest]) -> bool:
+    """Some request computes more than its last token and drafts behind it, or has a prompt that is pooled."""
+    return any(
+        not item.samples or item.num_tokens - item.drafts > 1 or item.request.pooling is not None for item in scheduled
+    )
+
+
+def _without_drafts(item: ScheduledRequest) -> ScheduledRequest:
+    item.request.num_possible_tokens -= item.drafts
+    return item._replace(num_tokens=item.num_tokens - item.drafts, drafts=0)

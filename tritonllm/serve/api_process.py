@@ -1,0 +1,136 @@
+"""A process that speaks HTTP: the only one, or one of several in front of one engine (``--api-server-count``).
+
+One of several ignores signals; the process that started it says through a pipe when to stop, and that the engine died.
+"""
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from tritonllm.config import EngineConfig
+from tritonllm.serve.app import make_app
+from tritonllm.serve.async_llm import AsyncLLM
+from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.engine_client import EngineLink
+from tritonllm.serve.engine_process import end_with_parent, log_to_stderr
+from tritonllm.serve.messages import Ready
+
+logger = logging.getLogger(__name__)
+NEWS_OF_DEATH = 1.0  # seconds in which clients and probes still get an answer after the engine has died
+STOP, STOP_NOW, LISTENING = "stop", "stop now", "listening"  # orders, and the only answer; else: why the engine died
+
+
+class StoppableServer(uvicorn.Server):
+    """Args:
+    config: of uvicorn.
+    app: learns that it is draining.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: Any) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def stop(self, now: bool = False) -> None:
+        """Let the requests end; called again, or with ``now``, do not wait for them."""
+        self._app.state.draining = True
+        self.force_exit = now or self.should_exit
+        self.should_exit = True
+
+
+class _Quiet(StoppableServer):
+    """Leaves signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def settings_of(app: Any, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(config.drain_seconds),
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+
+
+class PipedLink(EngineLink):
+    """A link whose engine is another process's child: orders and the news of its death come through a pipe."""
+
+    def __init__(self, folder: str, ready: Ready, pipe: Connection) -> None:
+        super().__init__(folder, ready)
+        self._pipe = pipe
+        self.on_order: Callable[[str], None] = lambda order: None
+
+    async def _watch(self, on_death: Callable[[str], None]) -> None:
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pipe.fileno(), came.set)
+        self._pipe.send_bytes(LISTENING.encode())
+        try:
+            while self.failure is None:
+                await came.wait()
+                came.clear()
+                while self._pipe.poll():
+                    order = self._pipe.recv_bytes().decode()
+                    if order in (STOP, STOP_NOW):
+                        self.on_order(order)
+                    else:
+                        self.failure = order
+        finally:
+            loop.remove_reader(self._pipe.fileno())
+        on_death(self.failure)
+
+
+def run_api(
+    config: ServerConfig,
+    engine: EngineConfig,
+    ready: bytes,
+    folder: str,
+    sock: socket.socket,
+    pipe: Connection,
+    max_queue: int,
+    log_level: int | None,
+) -> None:
+    """The process's main function.
+
+    Args:
+        config, engine: of the server and of its engine, which runs.
+        ready: what the engine told, as MessagePack.
+        folder: where its socket lies, and what the API processes count.
+        sock: to accept connections from, together with the others.
+        pipe: to the process that started this one.
+        max_queue: of this process's sequences.
+        log_level: of messages on stderr; ``None``: none.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent(folder)
+    if log_level is not None:
+        log_to_stderr(log_level)
+    link = PipedLink(folder, msgspec.msgpack.decode(ready, type=Ready), pipe)
+    llm = AsyncLLM(engine, max_queue=max_queue, link=link)
+    app = make_app(llm, config, metrics_folder=folder)
+    server = _Quiet(settings_of(app, config), app)
+    link.on_order = lambda order: server.stop(now=order == STOP_NOW)
+    llm.on_death = lambda why: _end_soon(server)
+    gc.collect()
+    gc.freeze()
+    server.run(sockets=[sock])
+    llm.shutdown()
+
+
+def _end_soon(server: StoppableServer) -> None:
+    asyncio.get_running_loop().call_later(NEWS_OF_DEATH, server.stop)

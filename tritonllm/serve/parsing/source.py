@@ -1,0 +1,229 @@
+"""Text that arrives in parts, for readers that are written as if it were all there.
+
+A reader is a generator over a :class:`Source`. It yields pieces, and ``None`` where it has to wait for more text, so
+that what it decides depends on the text alone and not on where the text was cut.
+"""
+
+import re
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from tritonllm.serve.parsing.pieces import Content, Piece
+
+T = TypeVar("T")
+Steps = Generator[Piece | None, None, T]
+_BRACKET = re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r'["\\]')
+_SPACE = re.compile(r"\s*")
+
+
+class Source:
+    """The text that nobody has read yet."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.ended = False
+        self._taken: list[str] = []
+
+    def mark(self, before: str = "") -> None:
+        """From here on, remember what is taken; ``before`` counts as taken, too."""
+        self._taken = [before]
+
+    @property
+    def taken(self) -> str:
+        """What was taken since the mark."""
+        return "".join(self._taken)
+
+    def take(self, count: int) -> str:
+        taken, self.text = self.text[:count], self.text[count:]
+        self._taken.append(taken)
+        return taken
+
+    def more(self) -> Steps[bool]:
+        """Wait for text; false if there will be none."""
+        if self.ended:
+            return False
+        yield None
+        return True
+
+    def peek(self) -> Steps[str]:
+        """The next character, or ``""`` at the end."""
+        while not self.text and (yield from self.more()):
+            pass
+        return self.text[:1]
+
+    def skip(self, characters: str = "") -> Steps[str]:
+        """Pass over whitespace, and these characters; returns the next one, as :meth:`peek`."""
+        while True:
+            rest = len(self.text.lstrip()) if not characters else len(self.text.lstrip(" \t\r\n" + characters))
+            self.take(len(self.text) - rest)
+            if self.text or not (yield from self.more()):
+                return self.text[:1]
+
+    def accept(self, marker: str) -> Steps[bool]:
+        """Take the marker and the whitespace before it, if they come next; else take nothing."""
+        while True:
+            space = _SPACE.match(self.text).end()  # type: ignore[union-attr]
+            if self.text.startswith(marker, space):
+                self.take(space + len(marker))
+                return True
+            if not marker.startswith(self.text[space:]) or not (yield from self.more()):
+                return False
+
+    def matching(self, pattern: "re.Pattern[str]") -> Steps[str]:
+        """Take the characters that match the pattern, one by one."""
+        part = ""
+        while True:
+            end = next((i for i, c in enumerate(self.text) if not pattern.match(c)), len(self.text))
+            part += self.take(end)
+            if self.text or not (yield from self.more()):
+                return part
+
+    def until(self, *markers: str) -> Steps[str | None]:
+        """Take the text before a marker, and the marker; returns the text. ``None`` if none comes: all is taken."""
+        searched = 0
+        while True:
+            found = _earliest(self.text, markers, searched)
+            if found is not None:
+                text = self.take(found[0])
+                self.take(len(found[1]))
+                return text
+            searched = max(0, len(self.text) - max(map(len, markers)))
+            if not (yield from self.more()):
+                self.take(len(self.text))
+                return None
+
+    def drop(self, end: str, *before: str) -> Steps[None]:
+        """Leave out the text up to the marker ``end``, and it, or up to one of ``before``."""
+        while True:
+            found = _earliest(self.text, (end, *before), 0)
+            if found is not None:
+                self.take(found[0] + (len(end) if found[1] == end else 0))
+                return
+            self.take(len(self.text) - _held(self.text, (end, *before)))
+            if not (yield from self.more()):
+                self.take(len(self.text))
+                return
+
+    def run(
+        self, piece: Callable[[str], Piece], *markers: str, trim: bool = True
+    ) -> Generator[Piece | None, None, tuple[str, str]]:
+        """Yield the text before a marker as it comes.
+
+        With ``trim``, whitespace before the marker is not yielded.
+
+        Returns:
+            That whitespace, and the marker. The marker is ``""`` if none comes.
+        """
+        while True:
+            found = _earliest(self.text, markers, 0)
+            safe = len(self.text) - _held(self.text, markers) if found is None else found[0]
+            sure = len(self.text[:safe].rstrip()) if trim else safe
+            if sure:
+                yield piece(self.take(sure))
+            if found is not None:
+                return self.take(safe - sure), self.take(len(found[1]))
+            if not (yield from self.more()):
+                return self.take(len(self.text)), ""
+
+    def rest(self, piece: Callable[[str], Piece]) -> Steps[None]:
+        """Yield all text that comes."""
+        while True:
+            if self.text:
+                yield piece(self.take(len(self.text)))
+            if not (yield from self.more()):
+                return
+
+    def value(self, piece: Callable[[str], Piece] | None = None) -> Steps[str]:
+        """Take one JSON value, if one begins here, or what there is of it; yield it as it comes if ``piece`` is given.
+
+        Brackets and quotes are counted; whether what is between them is valid does not matter.
+        """
+        first = yield from self.peek()
+        if first not in ("{", "[", '"'):
+            return (yield from self.matching(_SCALAR))
+        nesting, parts = _Nesting(), []
+        while True:
+            end = nesting.end(self.text)
+            part = self.take(len(self.text) if end is None else end)
+            parts.append(part)
+            if piece is not None and part:
+                yield piece(part)
+            if end is not None or not (yield from self.more()):
+                return "".join(parts)
+
+
+_SCALAR = re.compile(r"[^\s,:{}\[\]\"]")
+
+
+class _Nesting:
+    """Finds where a JSON value ends whose text comes in parts."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def end(self, text: str) -> int | None:
+        """How many characters of the next part belong to the value; ``None`` if all do, and it has not ended."""
+        at = 1 if self._escaped and text else 0
+        self._escaped = self._escaped and not text
+        while match := (_IN_STRING if self._in_string else _BRACKET).search(text, at):
+            at = match.end()
+            character = match.group()
+            if character == "\\":
+                self._escaped = at == len(text)
+                at += 1
+            elif character == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if character in "{[" else -1
+            if self._depth <= 0 and not self._in_string:
+                return at
+        return None
+
+
+def _earliest(text: str, markers: tuple[str, ...], begin: int) -> tuple[int, str] | None:
+    found = [(at, marker) for marker in markers if (at := text.find(marker, begin)) >= 0]
+    return min(found, default=None)
+
+
+def _held(text: str, markers: tuple[str, ...]) -> int:
+    """Length of the longest end of the text with which a marker may begin."""
+    longest = max(map(len, markers), default=1) - 1
+    for count in range(min(longest, len(text)), 0, -1):
+        end = text[-count:]
+        if any(marker.startswith(end) for marker in markers):
+            return count
+    return 0
+
+
+class SourceReader:
+    """A :class:`~tritonllm.serve.parsing.pieces.Reader` made of a generator.
+
+    Args:
+        body: the generator function; what it leaves unread at the end is content.
+    """
+
+    def __init__(self, body: Callable[..., Steps[None]], *args: Any) -> None:
+        self._source = Source()
+        self._steps = self._all(body, *args)
+
+    def _all(self, body: Callable[..., Steps[None]], *args: Any) -> Steps[None]:
+        yield from body(self._source, *args)
+        yield from self._source.rest(Content)
+
+    def feed(self, text: str) -> list[Piece]:
+        self._source.text += text
+        return self._advance()
+
+    def finish(self) -> list[Piece]:
+        self._source.ended = True
+        return self._advance()
+
+    def _advance(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        for piece in self._steps:  # goes on where it waited
+            if piece is None:
+                break
+            pieces.append(piece)
+        return pieces

@@ -1,0 +1,181 @@
+"""How families of models write calls of tools.
+
+What begins like a call and is none stays content, to the letter. A call whose text breaks off, for instance at
+``max_tokens``, has the arguments that came. Between a call's arguments and its end nothing is content.
+"""
+
+import json
+import re
+from collections.abc import Collection
+from functools import partial
+
+from tritonllm.serve.parsing.pieces import Arguments, Call, Content
+from tritonllm.serve.parsing.source import Source, Steps
+
+_NAME = re.compile(r'[^\s{}\[\]"<>]')
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+def call_object(text: Source, index: int, known: Collection[str] | None = None) -> Steps[bool]:
+    """A call as a JSON object, ``{"name": ..., "arguments": {...}}`` or with ``parameters``.
+
+    Args:
+        index: of the call.
+        known: names that may be called; ``None``: any.
+
+    Returns:
+        Whether it is one. What was taken may be more than the object's beginning in any case.
+    """
+    name, arguments = None, None
+    if (yield from text.skip()) != "{":
+        return False
+    text.take(1)
+    while (yield from text.skip(",")) == '"':
+        key = _text_of((yield from text.value()))
+        if (yield from text.skip()) != ":":
+            break
+        text.take(1)
+        first = yield from text.skip()
+        if key == "name" and name is None:
+            name = _text_of((yield from text.value()))
+            if not name or (known is not None and name not in known):
+                return False
+            yield Call(index, name)
+            if arguments is not None:
+                yield Arguments(index, arguments)
+        elif key in ARGUMENT_KEYS and arguments is None:
+            streamed = name is not None and first == "{"
+            value = yield from text.value(partial(Arguments, index) if streamed else None)
+            arguments = _as_arguments(value)
+            if name is not None and not streamed:
+                yield Arguments(index, arguments)
+        else:
+            yield from text.value()
+    if name is None:
+        return False
+    if text.text[:1] == "}":
+        text.take(1)
+        if arguments is None:
+            yield Arguments(index, "{}")
+    return True
+
+
+def _text_of(value: str) -> str | None:
+    """The JSON string; ``None`` if it is none."""
+    try:
+        decoded = json.loads(value)
+    except ValueError:
+        return None
+    return decoded if isinstance(decoded, str) else None
+
+
+def _as_arguments(value: str) -> str:
+    """As OpenAI has them: some models write them as a string that holds JSON, or none as null."""
+    decoded = _text_of(value) if value.startswith('"') else None
+    return decoded if decoded is not None else "{}" if value in ("null", "") else value
+
+
+def _content(text: Source, start: str, calls: int) -> Steps[bool]:
+    """Yield what is said before the next calls begin; false if none do. Whitespace around calls is nobody's."""
+    space, marker = yield from text.run(Content, start)
+    if not marker and space and (space.strip() or not calls):
+        yield Content(space)
+    text.mark(space + marker)
+    return bool(marker)
+
+
+def hermes(text: Source) -> Steps[None]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen2.5 and Qwen3."""
+    start, end, count = "<tool_call>", "</tool_call>", 0
+    while (yield from _content(text, start, count)):
+        if (yield from call_object(text, count)):
+            count += 1
+            yield from text.drop(end, start)  # a brace too many, for instance
+        else:
+            yield Content(text.taken)
+
+
+def llama3_json(text: Source, known: Collection[str]) -> Steps[None]:
+    """An answer that is nothing but ``{"name": ..., "parameters": {...}}``, or several with ``;`` between: Llama 3.
+
+    Args:
+        known: the tools; only their names make a JSON object a call.
+    """
+    count = 0
+    text.mark()
+    yield from text.accept("<|python_tag|>")
+    while (yield from text.skip(";" if count else "")) == "{":
+        if not (yield from call_object(text, count, known)):
+            break
+        count += 1
+        text.mark()
+    said = text.taken.replace("<|python_tag|>", "", 1)
+    if said and not (count and not said.strip("; \t\r\n")):
+        yield Content(said)
+    yield from text.rest(Content)
+
+
+def mistral(text: Source) -> Steps[None]:
+    """``[TOOL_CALLS]`` with a list of objects, or with ``name{...}``, ``name[ARGS]{...}`` and
+    ``name[CALL_ID]id[ARGS]{...}``: Mistral's tokenizers before version 11, of 11, and later ones."""
+    count = 0
+    while (yield from _content(text, "[TOOL_CALLS]", count)):
+        before = count
+        if (yield from text.skip()) == "[":
+            text.take(1)
+            while (yield from text.skip(",")) == "{" and (yield from call_object(text, count)):
+                count += 1
+                text.mark()
+            if text.text[:1] == "]":
+                text.take(1)
+        else:
+            name = yield from text.matching(_NAME)
+            if (yield from text.accept("[CALL_ID]")):
+                yield from text.matching(_NAME)
+            yield from text.accept("[ARGS]")
+            if name and (yield from text.skip()) == "{":
+                yield Call(count, name)
+                yield from text.value(partial(Arguments, count))
+                count += 1
+        if count == before:
+            yield Content(text.taken)
+
+
+def deepseek(text: Source) -> Steps[None]:
+    """Calls between ``<｜tool▁calls▁begin｜>`` and its end, each ``function<｜tool▁sep｜>name`` and a block of JSON
+    (DeepSeek-V3, R1), or ``name<｜tool▁sep｜>{...}`` (V3.1)."""
+    begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    last, count = "<｜tool▁calls▁end｜>", 0
+    while (yield from _content(text, "<｜tool▁calls▁begin｜>", count)):
+        before = count
+        while (yield from text.accept(begin)):
+            name = ((yield from text.until(separator)) or "").strip()
+            if (yield from text.skip()) != "{":
+                name = yield from text.matching(_NAME)
+                yield from text.accept("```json")
+            if not name or (yield from text.skip()) != "{":
+                break
+            yield Call(count, name)
+            yield from text.value(partial(Arguments, count))
+            yield from text.drop(end, begin, last)
+            count += 1
+            text.mark()
+        yield from text.accept(last)
+        if count == before:
+            yield Content(text.taken)
+
+
+def required(text: Source) -> Steps[None]:
+    """A list of call objects, which a grammar has made of the answer."""
+    count = 0
+    if (yield from text.skip()) == "[":
+        text.take(1)
+    while (yield from text.skip(",")) == "{" and (yield from call_object(text, count)):
+        count += 1
+    yield from text.drop("]")
+
+
+def named(text: Source, name: str) -> Steps[None]:
+    """The arguments of one call, which a grammar has made of the answer."""
+    yield Call(0, name)
+    yield from text.rest(partial(Arguments, 0))

@@ -1,0 +1,165 @@
+"""The body of ``POST /v1/responses``, and the conversation that it holds."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tritonllm.serve.protocol import Body, ChatRequest, chat_request
+
+STATELESS = "this server keeps no responses: send the whole conversation in input"
+SAME = (  # in chat completions
+    *("temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty", "ignore_eos", "parallel_tool_calls"),
+    *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "request_id", "stream", "model"),
+)
+
+
+class ResponsesRequest(Body):
+    """OpenAI's fields, and some of vLLM's."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = False
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    # Of the next four, any value will do: nothing is stored, and nothing can be included.
+    include: list[str] | None = None
+    max_tool_calls: int | None = None
+    store: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_state(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in ("previous_response_id", "conversation", "prompt"):
+                if data.get(name) is not None:
+                    raise ValueError(f"{name}: {STATELESS}")
+        return data
+
+    @model_validator(mode="after")
+    def _check_input(self) -> Self:
+        if not self.input:
+            raise ValueError("input is empty: it needs at least one message")
+        return self
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat completion.
+
+        Raises:
+            ValueError: an item, a tool or a format that there is not here.
+        """
+        fields = {name: getattr(self, name) for name in SAME if getattr(self, name) is not None}
+        fields["messages"] = messages_of(self.instructions, self.input)
+        if self.max_output_tokens is not None:
+            fields["max_tokens"] = self.max_output_tokens
+        if self.tools:
+            fields["tools"] = [_tool(index, tool) for index, tool in enumerate(self.tools)]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = _choice(self.tool_choice)
+        effort = (self.reasoning or {}).get("effort")
+        if effort is not None:
+            fields["reasoning_effort"] = effort
+        form = (self.text or {}).get("format")
+        if form is not None:
+            fields["response_format"] = _form(form)
+        return chat_request(fields)
+
+
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise ValueError(f"tools[{index}] has type {tool.get('type')!r}: only functions can be called here")
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _choice(choice: str | Mapping[str, Any]) -> Any:
+    if isinstance(choice, str):
+        return choice
+    if choice.get("type") != "function":
+        raise ValueError(
+            f'tool_choice must be none, auto, required or {{"type": "function", "name": ...}}, got {choice!r}'
+        )
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _form(form: Any) -> dict[str, Any]:
+    if not isinstance(form, Mapping):
+        raise ValueError(f"text.format must be an object, got {form!r}")
+    if form.get("type") != "json_schema":
+        return dict(form)
+    return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
+
+
+def messages_of(instructions: str | None, given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages: a thought and calls go with the assistant's message that they belong to.
+
+    Raises:
+        ValueError: an item of a kind that there is not here; the message names it.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for index, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            _add_message(messages, index, item)
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            _assistant(messages)["reasoning_content"] = "\n".join(str(part.get("text", "")) for part in parts)
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = item.get("output")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        else:
+            more = f": {STATELESS}" if kind == "item_reference" else ""
+            raise ValueError(f"input[{index}] has type {kind!r}, which is not supported{more}")
+    return messages
+
+
+def _add_message(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) -> None:
+    role, content = item.get("role"), item.get("content")
+    if not isinstance(role, str):
+        raise ValueError(f"input[{index}] needs a role")
+    if role == "developer":  # the newer name, which few templates know
+        role = "system"
+    if role == "assistant":
+        _assistant(messages)["content"] = content
+    elif role == "system" and messages and messages[-1]["role"] == "system" and isinstance(content, str):
+        messages[-1]["content"] += f"\n\n{content}"
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that is being put together."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]

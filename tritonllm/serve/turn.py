@@ -1,0 +1,125 @@
+"""The assistant's next turn in a conversation: its prompt, how to sample it, and how to read it."""
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tritonllm.inputs import Prompt
+from tritonllm.sampling_params import SamplingParams, StructuredOutputsParams
+from tritonllm.serve.answering import Service
+from tritonllm.serve.parsing.pieces import Arguments, Call, Kept, Piece, Reader, Reasoning
+from tritonllm.serve.parsing.source import SourceReader
+from tritonllm.serve.parsing.tools import named, required
+from tritonllm.serve.protocol import ChatRequest
+
+Schema = Mapping[str, Any]
+_ANYTHING = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Args:
+    prompt, params: what to run.
+    new_reader: makes a reader for one answer.
+    new_call_id: makes an id for a call, in the form that the model's template takes.
+    ends_with_calls: ``finish_reason`` is ``tool_calls`` if there are any.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    new_reader: Callable[[], Reader]
+    new_call_id: Callable[[], str]
+    ends_with_calls: bool
+
+
+async def prepare(service: Service, body: ChatRequest, logprobs: int | None = None) -> Turn:
+    """Raises:
+    ValueError: the body asks for what does not go together, or its messages cannot be rendered.
+    """
+    config, formats = service.config, service.formats
+    functions = body.tool_names()
+    form = forced_form(body, functions)
+    more: dict[str, Any] = {}
+    if form is not None:
+        more["structured_outputs"] = form
+    elif body.skip_special_tokens is None and formats.needs_special_tokens(bool(functions)):
+        more["skip_special_tokens"] = False
+    params = body.sampling_params(service.llm.inputs.default_params, body.new_tokens(), logprobs, **more)
+    options = body.options(config.chat_template, config.trust_request_chat_template)
+    prompt: Any = await service.llm.render_chat(body.messages, options)
+    if body.cache_salt is not None:
+        prompt["cache_salt"] = body.cache_salt
+
+    def new_reader() -> Reader:
+        chosen = body.named_tool()
+        if chosen is not None:
+            reader: Reader = SourceReader(named, chosen)
+        elif form is not None:
+            reader = SourceReader(required)
+        else:
+            reader = formats.reader(prompt["prompt"], list(functions))
+        return Kept(reader, _wanted(body))
+
+    ids = _nine_characters if formats.tools == "mistral" else _call_id
+    return Turn(prompt, params, new_reader, ids, ends_with_calls=not isinstance(body.tool_choice, dict))
+
+
+def _wanted(body: ChatRequest) -> Callable[[Piece], bool]:
+    several = body.parallel_tool_calls is not False
+
+    def keep(piece: Piece) -> bool:
+        if isinstance(piece, Call | Arguments):
+            return several or piece.index == 0
+        return body.include_reasoning or not isinstance(piece, Reasoning)
+
+    return keep
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _nine_characters() -> str:
+    """What Mistral's templates insist on."""
+    return secrets.token_hex(5)[:9]
+
+
+def forced_form(body: ChatRequest, functions: Mapping[str, Schema]) -> StructuredOutputsParams | None:
+    """The form of an answer that must be a call; ``None`` if it need not be.
+
+    The answer is then the arguments of the named function, or a list of ``{"name", "parameters"}``.
+
+    Raises:
+        ValueError: two functions define different schemas under one name.
+    """
+    if not body.forced:
+        return None
+    chosen = body.named_tool()
+    if chosen is not None:
+        schema: Schema = functions[chosen].get("parameters") or _ANYTHING
+    else:
+        schema = _list_of_calls(functions, 1 if body.parallel_tool_calls is False else None)
+    return StructuredOutputsParams(json=json.dumps(schema), disable_any_whitespace=True)
+
+
+def _list_of_calls(functions: Mapping[str, Schema], most: int | None) -> dict[str, Any]:
+    definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
+    calls = []
+    for name, function in functions.items():
+        parameters = dict(function.get("parameters") or _ANYTHING)
+        for key, known in definitions.items():  # references begin at the root, so the definitions must be there
+            for own, schema in parameters.pop(key, {}).items():
+                if known.setdefault(own, schema) != schema:
+                    raise ValueError(f"tools: two functions have different schemas {key}/{own}: rename one of them")
+        call = {
+            "type": "object",
+            "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        calls.append(call)
+    limits = {"minItems": 1} if most is None else {"minItems": 1, "maxItems": most}
+    items = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {"type": "array", "items": items, **limits, **{key: known for key, known in definitions.items() if known}}
