@@ -22,6 +22,7 @@ LAYER = {
     "events": 0,
     "config": 0,
     "pooling_params": 0,
+    "beam_search_params": 0,
     "sampling_params": 0,
     "inputs": 0,
     "vllm_arguments": 0,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tritonllm.version import __version__
 
 if TYPE_CHECKING:
+    from tritonllm.beam_search_params import BeamSearchParams
     from tritonllm.engine.arg_utils import EngineArgs
     from tritonllm.engine.engine import LLMEngine
     from tritonllm.engine.llm import LLM
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
+    "BeamSearchParams": "beam_search_params",
+    "BeamSearchOutput": "engine.outputs",
+    "BeamSearchSequence": "engine.outputs",
     "LLM": "engine.llm",
     "SamplingParams": "sampling_params",
     "RepetitionDetectionParams": "sampling_params",
@@ -55,6 +59,9 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",

@@ -90,7 +90,8 @@ MODULES: dict[str, dict[str, Any]] = {
             )
         },
     },
-    "vllm.sampling_params": {"SamplingParams": f"{_ENGINE}:SamplingParams"},
+    "vllm.sampling_params": {name: f"{_ENGINE}:{name}" for name in ("SamplingParams", "BeamSearchParams")},
+    "vllm.beam_search": {name: f"{_ENGINE}:{name}" for name in ("BeamSearchOutput", "BeamSearchSequence")},
     "vllm.pooling_params": {"PoolingParams": f"{_ENGINE}:PoolingParams"},
     "vllm.config": {"PoolerConfig": f"{_ENGINE}:PoolerConfig"},
     "vllm.outputs": {name: f"{_ENGINE}:{name}" for name in ("RequestOutput", "CompletionOutput", *_POOLED)},

@@ -271,6 +271,15 @@ def test_sampling_options(llm, options, expected):
     assert seen == [SamplingParams(**expected, output_kind=RequestOutputKind.FINAL_ONLY)]
 
 
+@pytest.mark.parametrize(
+    "option",
+    [["--speculative", "ngram:4"], ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']],
+)
+def test_drafts_reach_the_engine(llm, option):
+    assert main(["generate", "m", "--prompt", "a", *option], make_llm=llm) == 0
+    assert llm.options == {"speculative_config": option[1]}
+
+
 def test_a_priority_for_each_prompt(llm):
     llm.before_step = lambda: seen.append([request["priority"] for request in llm.requests.values()])
     seen = []
@@ -291,6 +300,8 @@ def test_a_priority_for_each_prompt(llm):
         (["--stop", ""], "stop"),
         (["--num-blocks", "0"], "num_blocks"),
         (["--dtype", "int3"], "dtype"),
+        (["--speculative", "medusa:3"], "method must be one of ngram"),
+        (["--speculative-config", "{}"], "method is missing"),
         (["--device", "frob"], "device must be auto, cpu, cuda or cuda:N"),
         (["--max-num-batched-tokens", "10"], "max_num_batched_tokens"),
         (["--logprobs", "2"], "--logprobs needs --json"),

@@ -1,6 +1,7 @@
 """Whatever mix of requests, generated or pooled, aborts, priorities and memory pressure: each output is the one it
 would have alone."""
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -11,7 +12,8 @@ from support.engines import tiny_llm
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
-from tritonllm import LLM, PoolingParams, SamplingParams
+from tritonllm import LLM, BeamSearchParams, PoolingParams, SamplingParams
+from tritonllm.engine.input_processor import derive_seed
 
 BLOCK_SIZE = 4
 MAX_LEN = 52  # the longest prompt and output together need 50
@@ -23,14 +25,20 @@ PROMPTS = [
 
 
 @cache
-def _alone_engine() -> LLM:
-    return tiny_llm(num_blocks=64, max_num_seqs=1, max_model_len=MAX_LEN, enable_prefix_caching=False)
+def _alone_engine(seats: int = 1) -> LLM:
+    return tiny_llm(num_blocks=64, max_num_seqs=seats, max_model_len=MAX_LEN, enable_prefix_caching=False)
 
 
 @cache
 def alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
     (output,) = _alone_engine().generate([list(prompt)], params, use_tqdm=False)
     return tuple(output.outputs[0].token_ids)
+
+
+@cache
+def beams(prompt: tuple[int, ...], params: BeamSearchParams) -> list[tuple[int, ...]]:
+    (output,) = _alone_engine(params.beam_width).beam_search({"prompt_token_ids": list(prompt)}, params)
+    return [tuple(sequence.tokens[len(prompt) :]) for sequence in output.sequences]
 
 
 @cache
@@ -82,12 +90,25 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([1, 3, 20]),
         temperature=st.sampled_from([0.0, 1.0]),
         priority=st.integers(-1, 1),
+        n=st.sampled_from([1, 1, 2, 4]),
     )
-    def add(self, prompt, max_tokens, temperature, priority):
+    def add(self, prompt, max_tokens, temperature, priority, n):
         self.count += 1
         params = params_of(max_tokens, temperature, self.count % 3)
-        self.engine.add_request(f"r{self.count}", list(prompt), params, priority=priority)
-        self.live[f"r{self.count}"] = prompt, params
+        self.engine.add_request(f"r{self.count}", list(prompt), replace(params, n=n), priority=priority)
+        seeds = [params.seed, *(derive_seed(params.seed, i) for i in range(1, n))]
+        self.live[f"r{self.count}"] = prompt, [replace(params, seed=seed) for seed in seeds]
+
+    @rule(prompt=st.sampled_from(PROMPTS), max_tokens=st.sampled_from([3, 14]), priority=st.integers(-1, 1))
+    def search(self, prompt, max_tokens, priority):
+        self.count += 1
+        params = BeamSearchParams(2, max_tokens)
+        try:
+            self.engine.add_request(f"r{self.count}", list(prompt), params, priority=priority)
+        except ValueError as error:
+            assert "beam_width=2" in str(error)
+        else:
+            self.live[f"r{self.count}"] = prompt, params
 
     @rule(
         prompt=st.sampled_from(PROMPTS),
@@ -109,9 +130,9 @@ class EngineMachine(RuleBasedStateMachine):
         prompt, params = self.live.pop(name)
         if isinstance(params, PoolingParams):
             assert output.error == "the request was aborted"
-            return
-        assert output.outputs[0].finish_reason == "abort"
-        self.check_prefix(output, prompt, params)
+        elif not isinstance(params, BeamSearchParams):
+            assert "abort" in {completion.finish_reason for completion in output.outputs}
+            self.check_prefix(output, prompt, params)
 
     @rule(times=st.integers(1, 5))
     def step(self, times):
@@ -123,11 +144,11 @@ class EngineMachine(RuleBasedStateMachine):
             prompt, params = self.live[output.request_id]
             if isinstance(params, PoolingParams):
                 self.check_pooled(output, prompt, params)
-                del self.live[output.request_id]
-                continue
-            self.check_prefix(output, prompt, params)
+            elif isinstance(params, BeamSearchParams):
+                assert [tuple(completion.token_ids) for completion in output.outputs] == beams(prompt, params)
+            else:
+                self.check_prefix(output, prompt, params)
             if output.finished:
-                assert len(output.outputs[0].token_ids) == params.max_tokens
                 del self.live[output.request_id]
 
     def check_pooled(self, output, prompt, params):
@@ -137,14 +158,16 @@ class EngineMachine(RuleBasedStateMachine):
         torch.testing.assert_close(output.outputs.data, expected, rtol=1e-4, atol=1e-4)
 
     def check_prefix(self, output, prompt, params):
-        tokens = tuple(output.outputs[0].token_ids)
-        assert tokens == alone(prompt, params)[: len(tokens)]
+        for completion, mine in zip(output.outputs, params, strict=True):
+            tokens = tuple(completion.token_ids)
+            assert tokens == alone(prompt, mine)[: len(tokens)]
+            assert completion.finish_reason != "length" or len(tokens) == mine.max_tokens
 
     @invariant()
     def counts_agree(self):
         if hasattr(self, "engine"):
             stats = self.engine.stats
-            assert stats.num_running + stats.num_waiting == len(self.live)
+            assert stats.num_running + stats.num_waiting >= len(self.live)
             assert 0 <= stats.num_free_blocks <= stats.num_blocks
 
     def teardown(self):

@@ -38,6 +38,7 @@ def alone(n, **kwargs):
         {"num_blocks": 14, "max_model_len": 54},  # preemption
         {"num_blocks": 14, "max_model_len": 54, "enable_prefix_caching": False},
         {"max_num_seqs": 3},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
         {"max_num_seqs": 20, "block_size": 1, "num_blocks": 400},
     ],
     ids=str,

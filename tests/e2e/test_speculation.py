@@ -12,6 +12,7 @@ from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_configs import ALL_FAMILIES
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.known_texts import drafter_of
 from tritonllm import LLM, SamplingParams
@@ -86,6 +87,23 @@ def test_greedy_text_is_that_of_plain_decoding(family, ahead):
     assert stats.steps - steps < 20  # 24 and a step of prompts without
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 20
     assert (stats.num_free_blocks, stats.compilations_after_ready) == (stats.num_blocks, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+def test_a_model_of_transformers(tmp_path):
+    """Whose attention reads a window, and which knows of no drafts."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 9, "max_position_embeddings": 256}
+    config = AutoConfig.for_model("starcoder2", **sizes, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    prompts = [[*range(3, 21)], [9], [5, 6] * 4]
+    options = {"max_model_len": 128, "skip_tokenizer_init": True}
+    expected = tiny_llm(tmp_path, **options).generate(prompts_of(prompts), greedy(20))
+    llm = tiny_llm(tmp_path, **options, speculative_config="ngram:3")
+    know(llm, prompts, expected, errs=0.0)  # what it errs with are tokens of a larger vocabulary
+    assert_same(llm.generate(prompts_of(prompts), greedy(20)), expected)
+    assert llm.engine.stats.num_accepted_tokens > 15
 
 
 KINDS = st.sampled_from(

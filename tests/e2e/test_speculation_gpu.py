@@ -70,6 +70,17 @@ def test_ngrams_do_not_change_greedy_tokens(folder):
     assert llm.engine.stats.num_draft_tokens > 0
 
 
+def test_past_outputs_are_found_again(folder):
+    config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 4.0}
+    expected = token_ids(make(folder).generate(PROMPTS, greedy(60), use_tqdm=False))
+    llm = make(folder, speculative_config=config, max_num_seqs=8)
+    accepted = []
+    for _ in range(3):
+        assert token_ids(llm.generate(PROMPTS, greedy(60), use_tqdm=False)) == expected
+        accepted.append(llm.engine.stats.num_accepted_tokens)
+    assert accepted[2] - accepted[1] > 8 * 60 / 2
+
+
 def test_drafts_change_no_kind_of_request(folder):
     """Seeds draw what they draw without drafts; penalties and min_tokens count accepted drafts."""
     kinds = [
@@ -98,11 +109,11 @@ def test_drafts_change_no_kind_of_request(folder):
 
 def test_captured_steps_and_kernels_come_before_the_first_request(folder):
     """Nothing is compiled, loaded or captured in service, and no pinned memory is new."""
+    plain = make(folder, dtype="bfloat16", max_num_seqs=100).generate(PROMPTS, greedy(20), use_tqdm=False)
     llm = make(folder, dtype="bfloat16", max_num_seqs=100, speculative_config=KNOWN)
     runner = llm.engine._runner
     captured = runner.num_graphs
-    plain = make(folder, dtype="bfloat16", max_num_seqs=100)
-    know(llm, token_ids(plain.generate(PROMPTS, greedy(20), use_tqdm=False)), acceptance=0.9)
+    know(llm, token_ids(plain), acceptance=0.9)
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
     kinds = [greedy(19), greedy(14, logprobs=3), SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=13)]
     llm.generate(PROMPTS * 12, kinds * 32, use_tqdm=False)

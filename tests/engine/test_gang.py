@@ -6,6 +6,7 @@ import torch
 from support.scheduling import add, has_unfinished, make, make_scheduler, step
 
 from tritonllm.engine.block_copies import BlockCopies
+from tritonllm.engine.control import ReadsOutput
 from tritonllm.engine.request import RequestStatus
 
 
@@ -155,6 +156,55 @@ def test_siblings_come_back_to_the_prompt_without_a_prefix_cache():
     plan = run(scheduler)
     assert [item.num_tokens for item in plan.scheduled[1:]] == [10, 2, 2]
     assert len({tuple(r.block_ids[:2]) for r in requests}) == 1
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_no_drafts_beside_continuations_that_begin(length):
+    """A prompt whose last token alone is left is a chunk if several sample from it."""
+    scheduler = make_scheduler(drafts=3)
+    add(scheduler, "a", 4, 100)
+    run(scheduler)
+    assert scheduler.schedule().segments.verify.tokens == 4
+    requests = add_siblings(scheduler, "r", length, 3)
+    plan = scheduler.schedule()
+    assert plan.segments.verify.tokens == 0 and plan.segments.chunk.sequences == 3
+    assert [item.request for item in plan.scheduled[1:]] == list(requests)
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_a_fork_goes_on_from_where_its_parent_is(length):
+    scheduler = make_scheduler()
+    first, second, third = add_siblings(scheduler, "r", length - 1, 3)
+    run(scheduler)
+    run(scheduler)  # all have computed `length` tokens
+    admission = third.admission
+    scheduler.fork(first, third)
+    assert third.num_computed_tokens == length and third.admission > admission and third.seat is not None
+    third.output_token_ids[:] = [*first.output_token_ids[:-1], 99]
+    assert used(scheduler) == len({*first.block_ids, *second.block_ids})
+    tail = first.block_ids[length // 4 :]
+    plan = run(scheduler)
+    assert [item.start for item in plan.scheduled] == [length] * 3
+    assert list(plan.copies) == ([(tail[0], third.block_ids[-1])] if tail else [])
+    full = length // 4
+    assert first.block_ids[:full] == third.block_ids[:full] and first.block_ids[-1] != third.block_ids[-1]
+    for request in (first, second, third):
+        scheduler.abort(request.request_id)
+    assert used(scheduler) == 0
+
+
+def test_when_all_wait_for_siblings_the_last_give_way():
+    scheduler = make_scheduler(seats=4)
+    gangs = [add_siblings(scheduler, name, 6, 2) for name in "ab"]
+    waiting = add(scheduler, "c", 4)
+    run(scheduler)
+    for request in (*gangs[0], *gangs[1]):
+        request.held, request.controls = True, (ReadsOutput(),)
+    plan = scheduler.schedule()
+    assert list(plan.preempted) == list(gangs[1][::-1]) and not plan.scheduled
+    assert [request.held for request in (*gangs[0], *gangs[1])] == [True, True, False, False]
+    assert len(scheduler.schedule().scheduled) == 2
+    assert waiting.status is RequestStatus.WAITING
 
 
 def test_only_the_first_one_reports_the_prompt():

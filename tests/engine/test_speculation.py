@@ -77,9 +77,11 @@ def test_the_cost_grows_with_the_batch():
 
 
 def test_more_requests_than_a_step_verifies():
-    config = SpeculativeConfig(num_speculative_tokens=4)
-    assert most_verified(config) == MOST_ROWS // 5 and most_verified(None) == 0
-    assert most_verified(SpeculativeConfig(num_speculative_tokens=4, disable_by_batch_size=3)) == 3
+    config, limits = SpeculativeConfig(num_speculative_tokens=4), SchedulerConfig()
+    assert most_verified(config, limits) == MOST_ROWS // 5 and most_verified(None, limits) == 0
+    assert most_verified(config, SchedulerConfig(max_num_seqs=9)) == 9
+    assert most_verified(config, SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=42)) == 8
+    assert most_verified(SpeculativeConfig(num_speculative_tokens=4, disable_by_batch_size=3), limits) == 3
     scheduler = make_scheduler(Drafting(4, 3))
     for index in range(3):
         add(scheduler, f"{index}", 3, 3000)

@@ -150,14 +150,16 @@ def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, draf
                 keys=st.integers(1, length),
                 kind=st.sampled_from(["verify", "verify", "decode", "mixed"]),
                 logprobs=st.sampled_from([None, None, 2]),
+                edited=st.booleans(),
             )
-            def launches_nothing_else(n, keys, kind, logprobs):
+            def launches_nothing_else(n, keys, kind, logprobs, edited):
                 found.clear()
                 verify = {"drafts": drafts} if kind == "verify" else {}
                 chunks = [5] if kind == "mixed" and n < seats else []
                 width = -(-max(keys, 5) // 16) + 1
                 step = dummy_step(n, chunks, rows=n, width=width, longest=keys, **verify)
-                runner.run(dataclasses.replace(step, logprobs=logprobs))
+                edits = np.arange(n, dtype=np.int32) if edited else None
+                runner.run(dataclasses.replace(step, logprobs=logprobs, edited=edits))
                 assert {described(kernel) for kernel in found} <= loaded
 
             launches_nothing_else()

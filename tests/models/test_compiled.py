@@ -12,7 +12,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.known_texts import drafter_of
 from tritonllm import LLM
+from tritonllm.engine.speculation import Drafting
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.layers.attention import Attention
 from tritonllm.models.compiled import CompiledModel
@@ -83,6 +85,19 @@ def test_greedy_tokens_are_the_same(must_fit, family):
     assert alone == expected
     assert counters["stats"]["unique_graphs"] == ready
     assert llm.engine.stats.compilations_after_ready == 0
+
+
+def test_drafts_are_verified_in_the_compiled_graph(must_fit, monkeypatch):
+    monkeypatch.setattr(Drafting, "now", lambda self, running: self.most)
+    folder, settings = str(tiny_checkpoint("llama")), {"block_size": 4, "num_blocks": 64, "max_num_seqs": 3}
+    settings |= {"max_num_batched_tokens": 16, "skip_tokenizer_init": True}
+    expected = token_ids(LLM(folder, **settings).generate(PROMPTS, greedy(20), use_tqdm=False))
+    llm = LLM(folder, **settings, **eager(), speculative_config="bench.known_texts:make:3")
+    drafter_of(llm).know([[*p, *ids] for p, ids in zip(PROMPTS, expected, strict=True)], 0.7)
+    ready = counters["stats"]["unique_graphs"]
+    assert token_ids(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == expected
+    assert llm.engine.stats.num_accepted_tokens > 20
+    assert counters["stats"]["unique_graphs"] == ready
 
 
 @pytest.mark.parametrize("options", [{"prompt_logprobs": 2}, {"logprobs": 2}])

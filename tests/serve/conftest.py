@@ -13,7 +13,8 @@ TEMPLATE = """\
 {% if m.role == 'user' %}{{ m.content }}{% else %}{{ m | tojson }}{% endif %}<|im_end|>
 {% endfor -%}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif -%}"""
+{% if think %}<think>
+{% endif %}{% endif -%}"""
 
 
 @pytest.fixture(scope="package")

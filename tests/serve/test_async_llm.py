@@ -71,6 +71,24 @@ def test_outputs_are_those_of_the_offline_engine(llm, loop):
     assert lengths[0] < 12, "the first output is not the last"
 
 
+def test_drafts_in_the_engines_process(llm, loop):
+    """The second time another request's output is what follows; a step may bring a reader several tokens."""
+    config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 4.0}
+    args = AsyncEngineArgs(model=str(tiny_checkpoint()), **(ENGINE | {"max_num_seqs": 1}), speculative_config=config)
+    drafting = AsyncLLM.from_engine_args(args)
+    try:
+        expected = loop.run(collected(llm, "plain", max_tokens=24))[-1].outputs[0]
+        for name in ("first", "second"):
+            outputs = loop.run(collected(drafting, name, max_tokens=24))
+            found = outputs[-1].outputs[0]
+            assert (list(found.token_ids), found.text) == (list(expected.token_ids), expected.text)
+        metrics, stats = outputs[-1].metrics, drafting.stats
+        assert 0 < metrics.num_accepted_tokens <= metrics.num_draft_tokens <= stats.num_draft_tokens
+        assert metrics.num_accepted_tokens <= stats.num_accepted_tokens
+    finally:
+        drafting.shutdown()
+
+
 def test_what_a_reader_keeps_does_not_change(llm, loop):
     outputs = loop.run(collected(llm, "kept"))
     assert [len(output.outputs[0].token_ids) for output in outputs] == sorted(

@@ -37,6 +37,7 @@ def error_of(response):
         ("completions", {**STORY, "logit_bias": {"x": 1.0}}, "logit_bias"),
         ("completions", {**STORY, "logit_bias": {str(i): 1.0 for i in range(1500)}}, "1024"),
         ("completions", {**STORY, "priority": 3}, "priority"),
+        ("completions", {**STORY, "priority": -(2**63) - 1}, "64 bits"),
         ("completions", {**STORY, "temprature": 1}, "unknown field 'temprature'"),
         ("completions", {**STORY, "\ud800": 1}, "unicode string"),
         ("completions", {**STORY, "response_format": {"type": "xml"}}, "response_format"),
@@ -151,6 +152,9 @@ def test_metrics_count_what_happened(server):
         "vllm:e2e_request_latency_seconds_count": 1,
         "vllm:prefix_cache_queries_total": 5,
         "tritonllm:compilations_after_ready_total": 0,
+        "vllm:spec_decode_num_drafts_total": 0,
+        "vllm:spec_decode_num_draft_tokens_total": 0,
+        "vllm:spec_decode_num_accepted_tokens_total": 0,
     }
     prompt = {**STORY, "prompt": [100, 101, 102, 103, 104], "ignore_eos": True, "stream": True}
     eventually(server.is_idle)

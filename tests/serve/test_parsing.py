@@ -247,6 +247,13 @@ def test_thoughts(reasoning, prompt, text, expected):
     assert read(formats.reader(prompt, ()), text) == expected
 
 
+def test_an_answer_with_a_form_does_not_go_on_with_a_thought():
+    for name in ("qwen3", "deepseek_r1"):
+        text = '{"a": 1}'
+        assert read(Formats(None, name).reader("<think>\n", (), has_form=True), text) == Answer("", text)
+        assert read(Formats(None, name).reader("<think>\n", ()), text) == Answer(text, "")
+
+
 def test_thoughts_and_calls():
     answer = read(reader("hermes", "qwen3"), f"<think>\nI need it.\n</think>\n\n{hermes(CALLS)}")
     assert answer == Answer("I need it.", "", [ToolCall(*call) for call in CALLS])

@@ -112,6 +112,20 @@ def test_a_call_that_breaks_off(client):
     assert '{"a": 47, "b": 6}'.startswith(message.tool_calls[0].function.arguments)
 
 
+def test_a_form_where_the_template_has_begun_a_thought(tools_server, client):
+    """The grammar holds from the first token on, so what comes is the answer."""
+    form = {"type": "json_schema", "json_schema": {"name": "greeting", "schema": GREET}}
+    body = {"model": MODEL, "messages": ASK, "response_format": form, "temperature": 0}
+    body["extra_body"] = {"chat_template_kwargs": {"think": True}}
+    message, _ = whole(client, **body)
+    assert set(json.loads(message.content)) == {"loud"}
+    assert joined(client, **body)[:2] == ("", message.content)
+    asked = {"messages": ASK, "chat_template_kwargs": {"think": True}}
+    tokens = tools_server.client.post("/tokenize", json=asked).json()["tokens"]
+    prompt = tools_server.client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert prompt.endswith("<think>\n"), "else this would show nothing"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_required_call(client, seed):
     body = {"model": MODEL, "messages": ASK, "max_tokens": 300, "seed": seed, "tools": TOOLS, "tool_choice": "required"}

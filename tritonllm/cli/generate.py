@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.cli.prompts import read_prompts
 from tritonllm.config import COMPILATION, DTYPES, LOAD_FORMATS, EngineConfig
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 DONE, FAILED = 0, 1
+STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
 
 DESCRIPTION = """\
 Continue prompts or, with --chat, answer them. A single prompt's text is printed as it is generated. The last line,
@@ -53,6 +55,17 @@ SAMPLING: dict[str, dict[str, Any]] = {
         "help": "report the N most likely tokens at each position, -1 for all; needs --json",
     },
 }
+# ... or of BeamSearchParams, which takes these three of the others, too...
+BEAMS: dict[str, dict[str, Any]] = {
+    "beam-width": {"type": int, "metavar": "N", "help": "search for the N most likely continuations of each prompt"},
+    "length-penalty": {
+        "type": float,
+        "metavar": "X",
+        "help": "above 0 favours long ones, below short ones (default: 1)",
+    },
+    "early-stopping": {"choices": list(STOPPING), "help": "when a search ends, see docs/decoding.md (default: false)"},
+}
+WITH_BEAMS = {"max_tokens", "ignore_eos", "temperature"}
 # ... or of StructuredOutputsParams; at most one of them...
 STRUCTURE: dict[str, dict[str, Any]] = {
     "json-schema": {"metavar": "SCHEMA", "help": "JSON that fits SCHEMA: its text, or a file's name"},
@@ -123,6 +136,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--priority", type=int, action="append", metavar="N", help="lower runs first; once for all prompts, or for each"
     )
     add_options(parser.add_argument_group("sampling"), SAMPLING)
+    add_options(parser.add_argument_group("beam search"), BEAMS)
     structure = parser.add_argument_group("what the output must look like (needs tritonllm[structured])")
     add_options(structure.add_mutually_exclusive_group(), STRUCTURE)
     add_options(parser.add_argument_group("engine"), ENGINE)
@@ -149,7 +163,7 @@ class Job:
 
     texts: list[str]
     priorities: list[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     engine_options: dict[str, Any]
     stream: bool
 
@@ -165,24 +179,47 @@ def check(args: argparse.Namespace) -> Job:
     if args.priority:
         engine_options["policy"] = "priority"
     EngineConfig.from_kwargs(model=args.model, **engine_options)
-    params = SamplingParams(
-        **{"max_tokens": 256, "temperature": 0.0, **given(args, SAMPLING)}, structured_outputs=structure_of(args)
-    )
-    if params.logprobs is not None and not args.json:
-        raise ValueError("--logprobs needs --json")
+    params = params_of(args)
     texts = read_prompts(args)
     priorities = args.priority or [0]
     if len(priorities) not in (1, len(texts)):
         raise ValueError(f"--priority: {len(priorities)} values for {len(texts)} prompts; give one, or one for each")
-    stream = len(texts) == 1 and params.n == 1 and not (args.json or args.no_stream)
-    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    stream = False
+    if isinstance(params, SamplingParams):
+        stream = len(texts) == 1 and params.n == 1 and not (args.json or args.no_stream)
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        params = dataclasses.replace(params, output_kind=kind)
     return Job(
         texts=texts,
         priorities=priorities * (len(texts) // len(priorities)),
-        params=dataclasses.replace(params, output_kind=kind),
+        params=params,
         engine_options=engine_options,
         stream=stream,
     )
+
+
+def params_of(args: argparse.Namespace) -> SamplingParams | BeamSearchParams:
+    """How to continue the prompts.
+
+    Raises:
+        ValueError: a bad value, or options that do not go together.
+        OSError: the schema's file cannot be read.
+    """
+    wishes, beams = {"max_tokens": 256, "temperature": 0.0, **given(args, SAMPLING)}, given(args, BEAMS)
+    structure = structure_of(args)
+    if not beams:
+        params = SamplingParams(**wishes, structured_outputs=structure)
+        if params.logprobs is not None and not args.json:
+            raise ValueError("--logprobs needs --json")
+        return params
+    if "beam_width" not in beams:
+        raise ValueError(f"--{next(iter(beams)).replace('_', '-')} needs --beam-width")
+    others = [*(name for name in wishes if name not in WITH_BEAMS), *given(args, STRUCTURE)]
+    if others:
+        raise ValueError(f"--{others[0].replace('_', '-')} does not go with --beam-width")
+    if "early_stopping" in beams:
+        beams["early_stopping"] = STOPPING[beams["early_stopping"]]
+    return BeamSearchParams(**wishes, **beams)
 
 
 def structure_of(args: argparse.Namespace) -> StructuredOutputsParams | None:

@@ -27,6 +27,8 @@ OPTIONS = (
     "max-num-seqs",
     "max-num-batched-tokens",
     "no-prefix-caching",
+    "speculative",
+    "speculative-config",
     "trust-remote-code",
 )
 GPU_WITH_TABLES = {90: "NVIDIA H200"}  # architecture -> the GPU whose tuning tables are in this package

@@ -1,11 +1,9 @@
 """What the device keeps of the requests that run, by seat, from step to step."""
 
-from collections.abc import Sequence
-
 import torch
 
-from tritonllm.engine.inputs import Batch, host_bytes, upload, views
-from tritonllm.engine.step import PARAMETERS, SamplingParameters, SeatTokens, arrays_in, spans_of
+from tritonllm.engine.inputs import Batch, host_bytes, views
+from tritonllm.engine.step import PARAMETERS, SamplingParameters, arrays_in, spans_of
 from tritonllm.kernels import advance_seats
 from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
 
@@ -50,14 +48,11 @@ class DeviceSeats:
             array[:] = getattr(parameters, name)
         self._memory.copy_(host, non_blocking=True)
 
-    def tell_tokens(self, new: Sequence[SeatTokens]) -> None:
-        """Take the tokens of requests that are new to their seats: behind the launch of their first step, which still
-        settles what the seats' last requests drew."""
-        if self.history is None:
-            return
-        for seat, token_ids, _ in new:
-            (there,) = upload([token_ids], self._device)
-            self.history[seat, : len(there)].copy_(there[: self.history.shape[1]])
+    def tell_tokens(self, seat: int, tokens: torch.Tensor) -> None:
+        """Take the tokens ``[N]`` int32 of a request that is new to a seat: behind the launch of its first step, which
+        still settles what the seat's last request drew."""
+        if self.history is not None:
+            self.history[seat, : len(tokens)].copy_(tokens[: self.history.shape[1]])
 
     def advance(self, batch: Batch) -> None:
         """Settle what the step before drew, and write into the batch what follows from its seats.

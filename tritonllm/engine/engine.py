@@ -17,8 +17,10 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.engine.arg_utils import EngineArgs
+from tritonllm.engine.beam_search import beam_state
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
@@ -125,7 +127,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         *,
         lora_request: None = None,
         priority: int = 0,
@@ -135,8 +137,8 @@ class LLMEngine:
         Args:
             request_id: unique among the unfinished ones.
             prompt: text, token ids, or a dict of either.
-            params: how to continue it, by default as the model's ``generation_config.json`` says; or how to pool it.
-                The engine keeps a copy.
+            params: how to continue it, by default as the model's ``generation_config.json`` says; or how to search for
+                its best continuations, or to pool it. The engine keeps a copy.
             lora_request: none; there are no adapters yet.
             priority: lower is earlier, under the ``priority`` policy.
 
@@ -169,14 +171,20 @@ class LLMEngine:
         self._whole = True
 
     def _new_state(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None, priority: int
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None,
+        priority: int,
     ) -> RequestState:
         arrival = next(self._arrivals)
+        place = {"priority": priority, "arrival": arrival}
         if isinstance(params, PoolingParams):
-            place = {"priority": priority, "arrival": arrival}
             return pooling_state(self.pooling, self.inputs, request_id, prompt, params, **place)
         if self.pooling.refuses_generation is not None:
             raise ValueError(self.pooling.refuses_generation)
+        if isinstance(params, BeamSearchParams):
+            return beam_state(self.inputs, self._scheduler, request_id, prompt, params, **place)
         params = self.inputs.take_params(params)
         tokenized = self.inputs.tokenize(prompt, params.truncate_prompt_tokens)
         if tokenized.token_types is not None:

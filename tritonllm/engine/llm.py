@@ -8,11 +8,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
+from tritonllm.engine.beam_search import beam_search_output
 from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.llm_pooling import PoolingMethods, Progress
-from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
+from tritonllm.engine.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from tritonllm.inputs import Prompt, as_list
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.vllm_arguments import no_adapter
@@ -80,6 +82,47 @@ class LLM(PoolingMethods):
         params = self.engine.inputs.default_params if sampling_params is None else sampling_params
         return self._complete(SamplingParams, as_list(prompts), params, use_tqdm, priority)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely continuations of each prompt.
+
+        The result is that of transformers' ``generate(num_beams=..., do_sample=False)``: scores are divided by the
+        length of the continuation alone, not with its prompt.
+
+        Args:
+            prompts, lora_request, use_tqdm: as for :meth:`generate`.
+            params: how to search.
+            concurrency_limit: most prompts that are searched for at the same time; by default as many as fit.
+
+        Returns:
+            One output per prompt, in their order, each with ``beam_width`` sequences, the best first.
+
+        Raises:
+            ValueError: bad input, naming the prompt by its index, or a search that does not fit this engine.
+            RuntimeError: a search was ended by an error.
+        """
+        no_adapter(lora_request)
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be BeamSearchParams, got {type(params).__name__}")
+        if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
+            raise ValueError(f"concurrency_limit must be an integer of at least 1, or None, got {concurrency_limit!r}")
+        batch = as_list(prompts)
+        outputs: list[RequestOutput] = []
+        for begin in range(0, len(batch), concurrency_limit or max(len(batch), 1)):
+            some = batch[begin : begin + (concurrency_limit or len(batch))]
+            outputs += self._complete(BeamSearchParams, some, params, use_tqdm)
+        for index, output in enumerate(outputs):
+            if output.error is not None:
+                raise RuntimeError(f"prompts[{index}] was not searched for: {output.error}")
+        kept = params.include_stop_str_in_output
+        return [beam_search_output(output, self.get_tokenizer(), keep_end=kept) for output in outputs]
+
     def _complete(
         self,
         kind: type,
@@ -89,7 +132,7 @@ class LLM(PoolingMethods):
         priority: Sequence[int] | None = None,
     ) -> list[Any]:
         batch = prompts
-        name = "sampling_params" if kind is SamplingParams else "pooling_params"
+        name = {SamplingParams: "sampling_params", BeamSearchParams: "params"}.get(kind, "pooling_params")
         params = _one_each(name, params, len(batch))
         priorities = [0] * len(batch) if priority is None else _one_each("priority", list(priority), len(batch))
         ids = [str(next(self._ids)) for _ in batch]

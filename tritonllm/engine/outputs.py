@@ -87,6 +87,36 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """A sequence that a beam search has found.
+
+    Attributes:
+        tokens: of the prompt and of its continuation.
+        logprobs: for each token of the continuation the most likely ones that it was chosen from.
+        lora_request: none.
+        cum_logprob: sum of the continuation's log-probabilities.
+        text: of all tokens; ``None`` without a tokenizer.
+        finish_reason: ``"stop"`` or ``"length"``.
+        stop_reason: ``None``: no stop token but the end of sequence ends a beam.
+    """
+
+    tokens: list[int]
+    logprobs: list[Logprobs]
+    lora_request: None = None
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a beam search has found, best first: ``beam_width`` sequences."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
 class PoolingOutput:
     """What a prompt was pooled to.
 

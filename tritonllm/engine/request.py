@@ -67,6 +67,7 @@ class Request:
         bad_words: token sequences that the output may not contain, tokenized.
         controls: decide which tokens may come next.
         pooling: what becomes of the prompt; ``None`` if it is continued.
+        held: its next token is being chosen by others than the scheduler (a beam search), which go on from here.
         siblings: the sequences of one user's request, of the same prompt and parameters, this one among them; all have
             the same tuple. Empty if it is the only one.
         output_token_ids: what was generated so far, as far as the host knows it.
@@ -107,6 +108,7 @@ class Request:
     controls: tuple[Control, ...] = ()
     pooling: Pooling | None = None
     siblings: tuple["Request", ...] = field(default=(), repr=False)
+    held: bool = False
 
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
@@ -146,8 +148,9 @@ class Request:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Its next token cannot be planned before those in flight are known."""
-        return any(control.waits(self.num_pending_tokens) for control in self.controls)
+        """Its next token cannot be planned before those in flight are known, or the last one is chosen."""
+        pending = self.num_pending_tokens
+        return self.held or (pending > 0 and any(control.waits(pending) for control in self.controls))
 
     @property
     def reports_prompt(self) -> bool:

@@ -1,6 +1,6 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from tritonllm.engine.results import LogprobTensors, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.speculation import most_verified
-from tritonllm.engine.step import Step
+from tritonllm.engine.step import SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
 from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
@@ -69,7 +69,7 @@ class ModelRunner:
         self._sampled = graph_sizes(seats)
         speculative = config.speculative_config
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        self._verified = min(seats, most_verified(speculative))
+        self._verified = most_verified(speculative, config.scheduler)
         self.drafter = make_drafter(speculative, max_model_len, model.spec.vocab_size, device)
         history = max_model_len if self._drafts else 0
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self._drafts, history=history)
@@ -285,13 +285,21 @@ class ModelRunner:
                 else self._sampler.sample_drafts(logits, sampling, drafts, step)
             )
             tokens, logprobs, whole, errors = drawn
-        self._seats.tell_tokens(step.tokens)
-        for new in step.tokens:
-            if self.drafter is not None and new.past is not None:
-                self.drafter.remember(upload([new.past], self._device)[0])
+        if step.tokens:
+            self._tell_tokens(step.tokens)
         tokens = None if tokens is None else tokens[:rows]
         scores = logprobs, prompt_logprobs
         return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafts)
+
+    def _tell_tokens(self, new: Sequence[SeatTokens]) -> None:
+        """In one copy: each takes a block of pinned memory, and a step may admit hundreds of requests."""
+        past = [request.past for request in new if request.past is not None]
+        there = upload([*(request.token_ids for request in new), *past], self._device)
+        for request, tokens in zip(new, there, strict=False):
+            self._seats.tell_tokens(request.seat, tokens)
+        for output in there[len(new) :]:
+            assert self.drafter is not None  # it remembers them
+            self.drafter.remember(output)
 
     def _run_eagerly(self, step: Step, batch: Batch) -> torch.Tensor:
         """Hidden states of the tokens that are sampled from (and of padding), or of all."""

@@ -167,6 +167,31 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.push(request)
 
+    def check_together(self, count: int, prompt: int, longest: int) -> None:
+        """Whether so many sequences of a prompt of so many tokens can all run at once until they are ``longest``.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        shared = prompt // self.block_size
+        needed = shared + count * (self._blocks_for(longest) - shared + 1)
+        if count > self.config.max_num_seqs:
+            raise ValueError(
+                f"beam_width={count} needs max_num_seqs of at least as many, not {self.config.max_num_seqs}"
+            )
+        if needed > self.pool.num_blocks:
+            raise ValueError(
+                f"beam_width={count} and max_tokens={longest - prompt} after a prompt of {prompt} tokens may need "
+                f"{needed} blocks of {self.block_size} tokens, but num_blocks is {self.pool.num_blocks}: lower "
+                "beam_width or max_tokens, or raise num_blocks"
+            )
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let a running request go on from where a running sibling is, in the place of what it had itself."""
+        free(child, self.pool)
+        fork(parent, child, self.pool, self.block_size)
+        child.admission = next(self._admissions)  # the runner must look at its blocks anew
+
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state and free its blocks at once; ``None`` if no such request is unfinished."""
         request = self._requests.get(request_id)
@@ -209,10 +234,13 @@ class Scheduler:
         preempted = self._preempt_gangs()
         scheduled = self._serve_running(preempted)
         forks = {} if preempted else self._admit(scheduled)
+        if not scheduled and self._running and all(request.held for request in self._running):
+            # They wait for siblings, and those for blocks or seats: the last give way.
+            preempted += [self._preempt_last() for _ in range(last_gang(self._running))]
         copies, self._copies = tuple(self._copies), []
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
-        return StepPlan.of(self._drafting.fit(scheduled), preempted, forks, copies)
+        return StepPlan.of(self._drafting.fit(scheduled, forks=bool(forks)), preempted, forks, copies)
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
@@ -272,7 +300,7 @@ class Scheduler:
             total = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending_tokens
             if request.num_pending_tokens and total >= request.length_limit:
                 continue  # the token in flight ends it
-            if request.controls and request.num_pending_tokens and request.waits_for_tokens:
+            if request.controls and request.waits_for_tokens:
                 continue
             start = request.num_computed_tokens
             end = last = min(total, start + budget)
@@ -388,6 +416,7 @@ class Scheduler:
         self._free(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        request.held = False
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
         if not self._preemptions:

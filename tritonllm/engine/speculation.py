@@ -12,7 +12,7 @@ longer than a plain step. Each request's acceptance is followed by itself; the b
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tritonllm.config import SpeculativeConfig
+from tritonllm.config import SchedulerConfig, SpeculativeConfig
 from tritonllm.engine.plan import ScheduledRequest
 from tritonllm.engine.request import Request
 from tritonllm.sampling_params import ALL
@@ -27,12 +27,13 @@ WEIGHT = 0.25  # of a step's acceptance in the average: drafts that are never ac
 PAUSE = 100  # plain steps after which one step tries again: at most 1.5% of the time, where that step takes 2.5 plain
 
 
-def most_verified(config: SpeculativeConfig | None) -> int:
+def most_verified(config: SpeculativeConfig | None, limits: SchedulerConfig) -> int:
     """Most sequences of a step that verifies drafts."""
     if config is None:
         return 0
-    fits = MOST_ROWS // (1 + config.num_speculative_tokens)
-    return fits if config.disable_by_batch_size is None else config.disable_by_batch_size
+    each, most = 1 + config.num_speculative_tokens, config.disable_by_batch_size
+    fits = MOST_ROWS // each if most is None else most
+    return min(fits, limits.max_num_seqs, limits.max_num_batched_tokens // each)
 
 
 def relative_cost(sequences: int, drafts: int) -> float:
@@ -93,12 +94,16 @@ class Drafting:
         likely = sum([request.expected_accepts for request in running])
         return self.most if count + likely > count * relative_cost(count, self.most) else 0
 
-    def fit(self, scheduled: list[ScheduledRequest]) -> list[ScheduledRequest]:
+    def fit(self, scheduled: list[ScheduledRequest], *, forks: bool = False) -> list[ScheduledRequest]:
         """What a step does of what was planned: no drafts beside prompts. What these were to be stored in stays with
-        their requests."""
+        their requests.
+
+        Args:
+            forks: siblings sample from some of these, which makes chunks of them, however short they are.
+        """
         if not self.most:
             return scheduled
-        if len(scheduled) > self._verified or _has_prompts(scheduled):
+        if len(scheduled) > self._verified or forks or _has_prompts(scheduled):
             scheduled = [_without_drafts(item) if item.drafts else item for item in scheduled]
         elif scheduled:
             self._plain = 0 if any(item.drafts for item in scheduled) else self._plain + 1

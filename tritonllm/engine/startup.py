@@ -295,7 +295,8 @@ def drafting_of(config: EngineConfig) -> Drafting:
     speculative = config.speculative_config
     if speculative is None:
         return Drafting()
-    return Drafting(speculative.num_speculative_tokens, most_verified(speculative), adaptive=True)
+    verified = most_verified(speculative, config.scheduler)
+    return Drafting(speculative.num_speculative_tokens, verified, adaptive=True)
 
 
 class Parts(NamedTuple):

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -29,6 +30,8 @@ from tritonllm.serve.responses_protocol import ResponsesRequest
 from tritonllm.version import __version__
 
 logger = logging.getLogger(__name__)
+# Of the status page: its own styles and script, and /metrics; nothing from elsewhere.
+PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None) -> FastAPI:
@@ -113,6 +116,12 @@ def _runtime(expected: Any, unexpected: Any) -> Any:
 
 
 def _add_status(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
+    page = (resources.files("tritonllm.serve") / "status.html").read_bytes()
+
+    @app.get("/", include_in_schema=False)
+    async def status() -> Response:
+        return Response(page, media_type="text/html", headers={"Content-Security-Policy": PAGE_MAY})
+
     @app.get("/health")
     async def health() -> Response:
         if llm.errored:

@@ -89,10 +89,15 @@ class EngineLink:
 
         Raises:
             EngineDeadError: there is no engine any more.
+            ValueError: it holds an integer that MessagePack cannot.
         """
         if self.failure is not None:
             raise EngineDeadError(self.failure)
-        self._socket.send(self._encode(message))
+        try:
+            data = self._encode(message)
+        except OverflowError as error:
+            raise ValueError("a number of the request needs more than 64 bits: take a smaller one") from error
+        self._socket.send(data)
 
     def close(self) -> None:
         """End the connection. May be called again."""

@@ -59,7 +59,8 @@ async def prepare(service: Service, body: ChatRequest, logprobs: int | None = No
         elif form is not None:
             reader = SourceReader(required)
         else:
-            reader = formats.reader(prompt["prompt"], list(functions))
+            has_form = params.structured_outputs is not None
+            reader = formats.reader(prompt["prompt"], list(functions), has_form=has_form)
         return Kept(reader, _wanted(body))
 
     ids = _nine_characters if formats.tools == "mistral" else _call_id

@@ -78,12 +78,13 @@ class Formats:
     reasoning: str | None
     special: frozenset[str] = frozenset()
 
-    def reader(self, prompt: str, tools: Collection[str]) -> Reader:
+    def reader(self, prompt: str, tools: Collection[str], *, has_form: bool = False) -> Reader:
         """A reader of one answer.
 
         Args:
             prompt: the text that the answer follows; a thought may have begun at its end.
             tools: names of those that may be called; none: calls are not looked for.
+            has_form: a grammar holds the answer to a form from its first token on: it does not go on with a thought.
         """
         if self.reasoning == "openai_gptoss" or (self.tools == "openai" and tools):
             return SourceReader(harmony)
@@ -94,7 +95,7 @@ class Formats:
             calls = SourceReader(_SIMPLE[self.tools])
         if self.reasoning is None:
             return calls
-        return Chain(SourceReader(think, self._is_inside(prompt.rstrip())), calls)
+        return Chain(SourceReader(think, not has_form and self._is_inside(prompt.rstrip())), calls)
 
     def _is_inside(self, prompt: str) -> bool:
         if self.reasoning == "deepseek_r1":  # its first templates leave the tag to the model, which may leave it out
