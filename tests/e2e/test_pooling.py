@@ -87,23 +87,48 @@ def test_without_normalization():
     check(outputs, [hidden_states(prompt)[-1] for prompt in PROMPTS])
 
 
-def test_the_engine_generates_beside():
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "async_scheduling": True}],
+    ids=["plain", "drafts"],
+)
+def test_the_engine_generates_beside(way, settings):
     """In the same steps; neither kind of request changes what the other one gets."""
-    llm = tiny_llm(max_num_batched_tokens=16, pooler_config={"pooling_type": "MEAN"})
-    alone = token_ids(llm.generate(PROMPTS, greedy(), use_tqdm=False))
+    llm = tiny_llm(max_num_batched_tokens=32, pooler_config={"pooling_type": way}, **settings)
+    alone = token_ids(llm.generate(PROMPTS, greedy(n=2), use_tqdm=False))
     llm.reset_prefix_cache()
     engine = llm.engine
     for index, prompt in enumerate(PROMPTS):
-        engine.add_request(f"g{index}", {"prompt_token_ids": prompt}, greedy())
+        engine.add_request(f"g{index}", {"prompt_token_ids": prompt}, greedy(n=2))
         engine.add_request(f"p{index}", {"prompt_token_ids": prompt}, PoolingParams(task="embed"))
     ended = {}
     while engine.has_unfinished_requests():
         ended |= {output.request_id: output for output in engine.step() if output.finished}
     assert token_ids([ended[f"g{index}"] for index in range(len(PROMPTS))]) == alone
     for index, prompt in enumerate(PROMPTS):
-        vector = F.normalize(hidden_states(prompt).mean(0), dim=-1)
+        vector = F.normalize(WAYS[way](hidden_states(prompt)), dim=-1)
         assert float((ended[f"p{index}"].outputs.data - vector).norm()) < LIMIT
     assert everything_is_free(llm)
+
+
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_prompts_of_one_token_beside_drafts(task):
+    """They look like decodes, but no step verifies drafts beside them."""
+    llm = tiny_llm(speculative_config="ngram:3", pooler_config={"pooling_type": "MEAN"})
+    prompt = [5, 6, 7, 8] * 4
+    alone = token_ids(llm.generate(prompt, greedy(30), use_tqdm=False))
+    engine, ended = llm.engine, {}
+    engine.add_request("g", {"prompt_token_ids": prompt}, greedy(30))
+    for token in range(10):
+        engine.add_request(f"p{token}", [token], PoolingParams(task=task))
+        ended |= {output.request_id: output for output in (*engine.step(), *engine.step()) if output.finished}
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+    assert token_ids([ended["g"]]) == alone
+    for token in range(10):
+        vector = F.normalize(hidden_states([token])[0], dim=-1)
+        assert float((ended[f"p{token}"].outputs.data.flatten() - vector).norm()) < LIMIT
 
 
 def test_the_prefix_cache_serves_last_tokens_only():

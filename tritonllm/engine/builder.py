@@ -6,7 +6,7 @@ import numpy as np
 
 from tritonllm.engine.edits import SeatEdits, edits_of
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
-from tritonllm.engine.pooled_spans import pooled_spans, with_first_tokens
+from tritonllm.engine.pooled_spans import move_to_first_tokens, pooled_spans
 from tritonllm.engine.request import Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
@@ -81,9 +81,9 @@ class StepBuilder:
         tables = seats.tables[at, :width]
         drawing = requests if samples.all() else [item.request for item in items if item.samples]
         rows, row_ends = at[samples], ends[samples]
-        inputs = self._inputs(segments, items, (starts, ends, samples, in_flight), tables, rows)
         pooled = pooled_spans(items) if seats.pooled else ()
-        with_first_tokens(inputs.logit_rows, pooled)
+        inputs = self._inputs(segments, items, (starts, ends, samples, in_flight), tables, rows)
+        move_to_first_tokens(inputs.logit_rows, pooled)
         seq_lens = inputs.seq_lens
         logprobs = int(seats.logprobs[rows].max(initial=-1))
         edited, new_edits = self._edits(drawing, rows, row_ends)

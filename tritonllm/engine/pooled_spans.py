@@ -43,7 +43,7 @@ class PooledSpan(NamedTuple):
 
 
 def pooled_spans(items: Sequence[ScheduledRequest]) -> tuple[PooledSpan, ...]:
-    """Of a step's requests, in their order."""
+    """Of a step's requests, in their order; a step with such prompts has no drafts."""
     spans = []
     token = row = 0
     for item in items:
@@ -54,16 +54,15 @@ def pooled_spans(items: Sequence[ScheduledRequest]) -> tuple[PooledSpan, ...]:
             place = item.start, token, token + item.num_tokens, at
             spans.append(PooledSpan(request.request_id, request.seat, request.pooling, *place))
         token += item.num_tokens
-        row += item.samples * (1 + item.drafts)
+        row += item.samples
     return tuple(spans)
 
 
-def with_first_tokens(logit_rows: np.ndarray, spans: Sequence[PooledSpan]) -> np.ndarray:
-    """The tokens ``[R]`` whose hidden states are wanted: of prompts whose first token is, that instead of the last.
+def move_to_first_tokens(logit_rows: np.ndarray, spans: Sequence[PooledSpan]) -> None:
+    """Change the tokens ``[R]`` whose hidden states are wanted: of prompts whose first token is, it is that.
 
     So a step of classified prompts, say, computes the last layer for few rows, and may be a captured one.
     """
     for span in spans:
         if span.in_row and span.pooling.how == "cls":
             logit_rows[span.row] = span.begin
-    return logit_rows
