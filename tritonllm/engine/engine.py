@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
@@ -32,6 +32,7 @@ from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.speculation import DraftCounts
 from tritonllm.engine.startup import load_parts
+from tritonllm.engine.stats import EngineStats
 from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.pooling_params import PoolingParams
@@ -40,30 +41,6 @@ from tritonllm.vllm_arguments import refuse
 
 EngineOutput = RequestOutput | PoolingRequestOutput
 COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar when nothing else is to do
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since the engine started, and its present load.
-
-    ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
-    made a request wait, so there should be none. The last three: :class:`~tritonllm.engine.speculation.DraftCounts`.
-    """
-
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    preemptions: int
-    compilations_after_ready: int
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 class LLMEngine:
