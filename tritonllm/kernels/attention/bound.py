@@ -4,7 +4,7 @@
 from one step to the next fewer. So a layer's caches, weights and options are bound once (:func:`bind_layer`), a step's
 sequences once for all layers (:class:`DecodeStep`), and what is left is a call with the rows of a projection: plan and
 run, as in FlashInfer (Ye et al., 2025). On a CPU a step's lengths, blocks and angles are looked up once as well, and no
-operator is called: one row of SmolLM2-135M takes 58 us a layer, by the public function 197.
+operator is called: one row of SmolLM2-135M takes 70 us a layer, by the public function 198 (Zen 4, one thread).
 """
 
 from typing import Any, NamedTuple
