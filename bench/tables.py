@@ -49,6 +49,8 @@ def _workload(row: Table, peer: float | None) -> list[str]:
         floor += f", shared {number(row['floor_shared_reads'])} ({row['percent_of_floor_shared_reads']:.0f}%)"
     goal = f"{number(row['goal'])} {'met' if row['goal_met'] else 'missed'}" if "goal" in row else ""
     beside = ["", ""] if peer is None else [number(peer), f"{times_better(row, peer):.2f}x"]
+    if "times_plain" in row:
+        beside = ["", f"{row['times_plain']:.2f}x plain decoding; a step takes {row['step_ratio']:.2f} times as long"]
     return [f"{row['workload']} {row['model']}", value, floor, goal, *beside]
 
 

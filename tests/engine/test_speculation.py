@@ -57,7 +57,7 @@ def test_a_batch_drafts_where_it_pays_in_sum(right, goes_on):
     scheduler = make_scheduler(Drafting(4, adaptive=True))
     for index in range(8):
         add(scheduler, f"{index}", 3, 3000)
-    found = run(scheduler, 90, lambda name: 2 if int(name) < right else 0)
+    found = run(scheduler, 90, lambda name: 1 if int(name) < right else 0)
     assert (found[-1] > 0) == goes_on
     assert found[1] == 32
 
@@ -72,7 +72,7 @@ def test_a_new_request_begins_with_what_others_had():
 
 def test_the_cost_grows_with_the_batch():
     costs = [relative_cost(count, 4) for count in (1, 8, 64, 256)]
-    assert costs == sorted(costs) and 1.05 < costs[0] < 1.12 and 2 < costs[2] < 2.5
+    assert costs == sorted(costs) and 1.1 < costs[0] < 1.16 and 1.8 < costs[2] < 2
     assert relative_cost(8, 1) < relative_cost(8, 4)
 
 
