@@ -1,5 +1,6 @@
 """The engine on a GPU: captured decode steps, memory, and the same tokens as without them."""
 
+import gc
 import json
 import os
 import subprocess
@@ -183,3 +184,18 @@ def test_engines_on_two_gpus_of_one_process(folder):
         for device in ("cuda:1", "cuda:0")
     ]
     assert tokens[0] == tokens[1] and torch.cuda.current_device() == 0
+
+
+def test_an_engine_that_is_dropped_gives_its_memory_back_at_once(folder):
+    """Without the help of Python's search for cycles: whoever makes engine after engine would run out of memory."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        llm = make(folder)
+        llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+        assert torch.cuda.memory_allocated() - before > 1 << 30
+        del llm
+        assert torch.cuda.memory_allocated() - before < 1 << 26
+    finally:
+        gc.enable()

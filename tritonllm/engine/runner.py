@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from weakref import WeakMethod
 
 import torch
 
@@ -231,7 +232,14 @@ class ModelRunner:
                 *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
             )
             capture = GraphCapture(self._model.rehearsal, self._device)
-            self._graphs = StepGraphs(self._captured, limits, self._device, self._may_share, self._regimes, capture)
+            weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
+
+            def work(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+                captured = weak()
+                assert captured is not None  # the runner has the graphs
+                return captured(batch)
+
+            self._graphs = StepGraphs(work, limits, self._device, self._may_share, self._regimes, capture)
 
     def launch(self, plan: StepPlan) -> RunningStep:
         """Build a plan's step, and :meth:`run` it."""
