@@ -1,8 +1,12 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tritonllm.engine.inputs import upload
+from tritonllm.engine.inputs import cascade_arrays, upload
+from tritonllm.engine.step import SharedPrefix
+from tritonllm.kernels import plan_cascade
 
 
 @pytest.mark.gpu
@@ -20,3 +24,22 @@ def test_one_transfer_carries_every_array():
         assert there.data_ptr() % 16 == 0 or not array.size
         np.testing.assert_array_equal(there.cpu().numpy(), array)
         assert there.dtype == torch.from_numpy(array).dtype
+
+
+@given(
+    batch=st.integers(1, 40),
+    width=st.integers(1, 12),
+    shared=st.integers(0, 12),
+    block_size=st.sampled_from([1, 16]),
+    seed=st.integers(0, 99),
+)
+def test_a_plan_for_a_shared_prefix_is_the_kernels_own(batch, width, shared, block_size, seed):
+    generator = np.random.default_rng(seed)
+    shared = min(shared, width)
+    tables = generator.integers(1 << 20, size=(batch, width), dtype=np.int32)
+    lens = generator.integers(shared * block_size, 1 << 20, size=batch, dtype=np.int32)
+    shares = generator.random(batch) < 0.6
+    found = cascade_arrays(SharedPrefix(shared, shares), tables, lens, block_size)
+    expected = plan_cascade(*map(torch.from_numpy, (tables, lens, shares)), shared, block_size)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(mine), theirs, rtol=0, atol=0)

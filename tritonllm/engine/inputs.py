@@ -6,8 +6,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tritonllm.engine.step import ALIGNMENT, COLUMNS, PARAMETERS, Room, Span, Step, StepInputs, layout_of, place
-from tritonllm.kernels import CascadePlan, plan_cascade
+from tritonllm.engine.step import (
+    ALIGNMENT,
+    COLUMNS,
+    PARAMETERS,
+    Room,
+    SharedPrefix,
+    Span,
+    Step,
+    StepInputs,
+    layout_of,
+    place,
+)
+from tritonllm.kernels import CascadePlan
+from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.layers.metadata import AttentionMetadata
 
@@ -110,9 +122,35 @@ def upload_cascade(step: Step, block_size: int, device: torch.device) -> Cascade
     if step.shared is None:
         return None
     n = step.segments.decode.sequences
-    (blocks, shares), tables, lens = step.shared, step.block_tables[:n], step.inputs.seq_lens[:n]
-    plan = plan_cascade(*(torch.from_numpy(array) for array in (tables, lens, shares)), blocks, block_size)
-    return CascadePlan(*upload([part.numpy() for part in plan], device))
+    arrays = cascade_arrays(step.shared, step.block_tables[:n], step.inputs.seq_lens[:n], block_size)
+    return CascadePlan(*upload(arrays, device))
+
+
+def cascade_arrays(
+    shared: SharedPrefix, tables: np.ndarray, seq_lens: np.ndarray, block_size: int
+) -> tuple[np.ndarray, ...]:
+    """What :func:`~tritonllm.kernels.plan_cascade` makes of ``tables[B, M]`` and ``seq_lens[B]``, without torch.
+
+    torch divides tables of 256 x 140 among its threads, which wait for each other: on two busy cores one plan of a
+    hundred took over 4 ms, and takes 0.15 ms so (at the median 0.06 instead of 0.08).
+    """
+    (blocks, shares), (batch, width) = shared, tables.shape
+    parts = cascade_parts(batch)
+    each = -(-blocks // parts)
+    prefix = np.zeros(parts * each, dtype=np.int32)
+    prefix[:blocks] = tables[shares.argmax(), :blocks]
+    before = np.arange(parts, dtype=np.int32) * (each * block_size)
+    suffix, own = tables.copy(), width - blocks
+    suffix[shares, :own] = tables[shares, blocks:]
+    suffix[shares, own:] = 0
+    return (
+        prefix.reshape(parts, each),
+        np.clip(blocks * block_size - before, 0, each * block_size).astype(np.int32),
+        np.arange(parts + 1, dtype=np.int32) * np.int32(batch),
+        suffix,
+        seq_lens - shares.astype(np.int32) * np.int32(blocks * block_size),
+        shares,
+    )
 
 
 def upload_step(
