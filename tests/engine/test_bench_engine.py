@@ -201,7 +201,7 @@ def test_drafts_of_a_set_acceptance(tiny, tmp_path, monkeypatch, capsys):
     code, report = bench(tmp_path, "--workload", "T8,T3")
     assert code == 0 and [c.command[c.command.index("--workloads") + 1] for c in tiny] == ["T8", "T3"]
     row, _ = report["rows"]
-    assert (row["texts_that_changed"], row["plain_steps"], row["kernels_compiled"]) == (0, 22, 0)
+    assert (row["plain_steps"], row["kernels_compiled"]) == (22, 0)
     assert row["steps"] < 18 and row["accepted_a_step"] > 1
     assert row["times_plain"] == pytest.approx(row["plain_value"] / row["value"])
     each = row["plain_value"] * 22 / row["plain_steps"], row["value"] * 22 / row["steps"]
