@@ -1,6 +1,7 @@
 """A transformers model in the place of our decoder, after a probe has shown that it can be there."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -169,11 +170,15 @@ class TransformersDecoder(nn.Module):
         first_positions, first = _probe_step(range(1), device, decode=True)
         expected = self(ids[:, 0], first_positions, first, cache)
         graph, mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # it says that it is a prototype
+                torch.cuda.set_sync_debug_mode("error")
             self(inputs, positions, metadata, cache)  # before the capture, which an error in its middle would spoil
             with torch.cuda.graph(graph):
                 replayed = self(inputs, positions, metadata, cache)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             return False
         finally:

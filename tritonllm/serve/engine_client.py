@@ -7,6 +7,7 @@ import multiprocessing.util
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -38,7 +39,7 @@ def _end(process: BaseProcess, folder: str, owner: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class EngineLink:
+class EngineLink(ABC):
     """An API process's connection to a ready engine process.
 
     Args:
@@ -80,9 +81,9 @@ class EngineLink:
         while True:
             on_news(self._decode(await self._socket.recv()))
 
+    @abstractmethod
     async def _watch(self, on_death: Callable[[str], None]) -> None:
         """Call ``on_death`` when the engine has died."""
-        raise NotImplementedError
 
     def send(self, message: ToEngine) -> None:
         """Queue a message; never waits.
