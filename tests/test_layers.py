@@ -29,6 +29,7 @@ LAYER = {
     "testing": 0,
     "demo": 0,
     "kernels": 1,
+    "dist": 1,
     "layers": 2,
     "models": 3,
     "engine": 4,
