@@ -17,6 +17,7 @@ from tritonllm.vllm_arguments import translate
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 POLICIES = ("fcfs", "priority")
+EXECUTORS = ("uni", "mp", "external_launcher")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
@@ -177,6 +178,36 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Several processes that compute one model (docs/distributed.md).
+
+    Args:
+        tensor_parallel_size: ranks among which heads and intermediate columns are dealt out, one on each GPU.
+        distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank;
+            ``None`` takes the first of them that can hold so many ranks.
+        worker_timeout: seconds that a rank may give no sign of life before the requests end with an error.
+    """
+
+    tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    worker_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        backend = self.distributed_executor_backend
+        if backend is not None:
+            _one_of("distributed_executor_backend", backend, EXECUTORS)
+        if backend == "uni" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"distributed_executor_backend='uni' is one process, but tensor_parallel_size="
+                f"{self.tensor_parallel_size}: leave it out, or take 'mp'"
+            )
+        seconds = self.worker_timeout
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+            raise ValueError(f"worker_timeout must be a number of seconds greater than 0, got {seconds!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
     """``torch.compile`` around the model (docs/start.md).
 
@@ -320,6 +351,14 @@ def _parse_speculative(text: str) -> object:
     return {"method": method, "num_speculative_tokens": int(count)}
 
 
+PARTS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+}  # of EngineConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine needs.
@@ -341,6 +380,7 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
@@ -353,6 +393,17 @@ class EngineConfig:
         _is_a("enforce_eager", self.enforce_eager, bool)
         _is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
         _is_a("compilation_config", self.compilation_config, CompilationConfig)
+        size = self.parallel.tensor_parallel_size
+        if size > 1 and self.compilation_config.mode != NO_COMPILATION:
+            raise ValueError(
+                f"compilation_config: torch.compile does not know the sums over ranks: leave it off with "
+                f"tensor_parallel_size={size}"
+            )
+        if size > 1 and self.model.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(
+                f"device={self.model.device!r} is one device, but tensor_parallel_size={size}: ranks take cuda:0, "
+                "cuda:1 and so on; choose among GPUs with CUDA_VISIBLE_DEVICES"
+            )
         if self.speculative_config is not None:
             _is_a("speculative_config", self.speculative_config, SpeculativeConfig)
             self._check_speculation(self.speculative_config)
@@ -389,7 +440,7 @@ class EngineConfig:
         if "pooler_config" in kwargs:
             kwargs["pooler_config"] = PoolerConfig.of(kwargs["pooler_config"])
         parts: dict[str, Any] = {}
-        for name, part in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
+        for name, part in PARTS.items():
             names = {f.name for f in dataclasses.fields(part)}
             parts[name] = part(**{key: kwargs.pop(key) for key in list(kwargs) if key in names})
         own = {key: kwargs.pop(key) for key in _OWN_KWARGS if key in kwargs}
@@ -401,5 +452,4 @@ class EngineConfig:
 
     @classmethod
     def known_kwargs(cls) -> list[str]:
-        parts = (ModelConfig, CacheConfig, SchedulerConfig)
-        return sorted([*(f.name for part in parts for f in dataclasses.fields(part)), *_OWN_KWARGS])
+        return sorted([*(f.name for part in PARTS.values() for f in dataclasses.fields(part)), *_OWN_KWARGS])

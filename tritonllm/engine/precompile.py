@@ -19,6 +19,7 @@ import torch
 from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.group import Group
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
@@ -51,8 +52,10 @@ def kernels_of(spec: ModelSpec, config: EngineConfig, target: Target) -> list[Sp
     """What an engine with this model and configuration launches. Nothing else may launch kernels meanwhile."""
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
         small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
-        model = Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len)
-        runner = ModelRunner(model, config, META, target.max_model_len)
+        group = Group(0, config.parallel.tensor_parallel_size)
+        length = target.max_model_len
+        model = Decoder(small, dtype=target.dtype, device=META, max_model_len=length, group=group)
+        runner = ModelRunner(model, config, META, length, group=group)
         runner.start(NUM_BLOCKS, target.max_model_len)
         with model.rehearsal():  # as the engine warms up
             runner.warm_up().run()

@@ -1,5 +1,6 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from weakref import WeakMethod
@@ -7,6 +8,7 @@ from weakref import WeakMethod
 import torch
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
@@ -17,7 +19,7 @@ from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.processors import BatchProcessors
-from tritonllm.engine.results import LogprobTensors, RunningStep
+from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.speculation import most_verified
@@ -44,6 +46,7 @@ class ModelRunner:
         device: where the model is.
         max_model_len: the longest sequence that may come.
         pooler: of prompts that are not continued; by default one without a head.
+        group: the ranks that share the model. All run the same steps; rank 0 draws, and the others get its tokens.
 
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
@@ -56,8 +59,10 @@ class ModelRunner:
         device: torch.device,
         max_model_len: int,
         pooler: Pooler | None = None,
+        group: Group = ALONE,
     ) -> None:
         self._model = model
+        self._group = group
         self._dtype = model.dtype
         self._config = config
         self._device = device
@@ -199,12 +204,15 @@ class ModelRunner:
     def sample_hidden(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
         if self._model.spec.logits:
-            self._sampler.warm_up(self._model.compute_logits(hidden))
+            logits = self._model.compute_logits(hidden)
+            if self._group.leads:
+                self._sampler.warm_up(logits)
 
     def verify_hidden(self, hidden: torch.Tensor) -> None:
         """The same of ``hidden[R (G + 1), hidden]``, of R sequences with G drafts each."""
         logits = self._model.compute_logits(hidden)
-        self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._drafts)])
+        if self._group.leads:
+            self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._drafts)])
 
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
@@ -231,7 +239,7 @@ class ModelRunner:
             limits = GraphLimits(
                 *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
             )
-            capture = GraphCapture(self._model.rehearsal, self._device)
+            capture = GraphCapture(self._model.rehearsal, self._device, threads=self._group.size > 1)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
 
             def work(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -243,7 +251,17 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> RunningStep:
         """Build a plan's step, and :meth:`run` it."""
-        return self.run(self._builder.build(plan))
+        return self.run(self.build(plan))
+
+    def build(self, plan: StepPlan) -> Step:
+        """A plan's step, once its new requests are known to processors of whole batches: they say whether they want to
+        change its logits."""
+        step = self._builder.build(plan)
+        if self._processors is not None:
+            self._processors.admit(step.admitted)
+            if self._processors.wanted(step):
+                step = dataclasses.replace(step, redrawn=True)
+        return step
 
     @torch.inference_mode()
     def run(self, step: Step) -> RunningStep:
@@ -256,10 +274,6 @@ class ModelRunner:
         if step.copies is not None:
             assert self._copies is not None  # it has started
             self._copies.run(step.copies)
-        changed = False
-        if self._processors is not None:
-            self._processors.admit(step.admitted)
-            changed = self._processors.wanted(step)
         key = None if self._graphs is None else self._graphs.key_for(step)
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
@@ -278,26 +292,43 @@ class ModelRunner:
             if step.wants_all:
                 prompt_logprobs = self._prompt_logprobs(step, everything)
                 hidden = everything[batch.inputs.logit_rows]
-        pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None) if step.pooled else ()
+        pooled: Sequence[PooledRows] = ()
+        if step.pooled and self._group.leads:
+            pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None)
         rows, drafts = step.num_rows, None
         if step.segments.verify.sequences:
             drafts = self._seats.drafts[:rows]
         if rows and not step.draws:
             tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
-        elif rows and (tokens is None or changed or not step.plain):
+        elif rows and (tokens is None or not step.plain):
             logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
-            sampling = batch.sampling(rows)
-            drawn = (
-                self._sampler.sample(logits, sampling, step)
-                if drafts is None
-                else self._sampler.sample_drafts(logits, sampling, drafts, step)
-            )
-            tokens, logprobs, whole, errors = drawn
+            if self._group.leads:
+                sampling = batch.sampling(rows)
+                drawn = (
+                    self._sampler.sample(logits, sampling, step)
+                    if drafts is None
+                    else self._sampler.sample_drafts(logits, sampling, drafts, step)
+                )
+                _, logprobs, whole, errors = drawn
+            tokens = self._share_drawn(rows, drafts is not None)
         if step.tokens:
             self._tell_tokens(step.tokens)
         tokens = None if tokens is None else tokens[:rows]
         scores = logprobs, prompt_logprobs
         return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafts)
+
+    def _share_drawn(self, rows: int, verified: bool) -> torch.Tensor:
+        """What rank 0 has drawn of so many rows, on every rank: the next step reads it there.
+
+        Returns:
+            ``[rows]`` int64; of a step that ``verified`` drafts ``[rows, G + 1]``.
+        """
+        if not verified:
+            return self._group.broadcast(self._seats.drawn[:rows])
+        verdict = self._seats.verdict
+        assert verdict is not None  # there are drafts
+        self._group.broadcast(verdict.accepted[:rows])
+        return self._group.broadcast(verdict.ids[:rows])
 
     def _tell_tokens(self, new: Sequence[SeatTokens]) -> None:
         """In one copy: each takes a block of pinned memory, and a step may admit hundreds of requests."""
@@ -339,10 +370,13 @@ class ModelRunner:
         hidden = self._advance(batch, None)
         if not self._model.spec.logits:
             return hidden, None
-        if verify.sequences:
-            drafts, sampling = self._seats.drafts[: verify.sequences], batch.sampling(verify.sequences)
-            return hidden, self._sampler.verify(self._model.compute_logits(hidden), sampling, drafts)
-        return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
+        logits, rows = self._model.compute_logits(hidden), verify.sequences or len(hidden)
+        if self._group.leads:
+            if verify.sequences:
+                self._sampler.verify(logits, batch.sampling(rows), self._seats.drafts[:rows])
+            else:
+                self._sampler.draw(logits, batch.sampling(rows))
+        return hidden, self._share_drawn(rows, verify.sequences > 0)
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
         """In parts, each computed when it is asked for."""

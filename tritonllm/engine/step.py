@@ -7,7 +7,7 @@ one to the other and the steps of the warm-up are all made from it.
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -292,6 +292,8 @@ class Step:
         copies: ``[N, 2]`` int64, blocks and those that they are copied to before anything is written; ``None`` for
             none.
         tokens: of requests that are new to their seats, if a drafter wants to know.
+        redrawn: what a captured step draws does not hold, for a reason that the step does not hold: processors of whole
+            batches, or what only rank 0 is told.
     """
 
     segments: Segments
@@ -312,6 +314,12 @@ class Step:
     pooled: tuple[PooledSpan, ...] = ()
     copies: np.ndarray | None = None
     tokens: tuple[SeatTokens, ...] = ()
+    redrawn: bool = False
+
+    def for_followers(self) -> "Step":
+        """The step without what only the rank that draws needs."""
+        nothing: dict[str, Any] = {"masks": None, "processors": (), "admitted": (), "edited": None, "new_edits": ()}
+        return replace(self, logprobs=None, whole_logprobs=(), redrawn=not self.plain, **nothing)
 
     @property
     def wants_all(self) -> bool:
@@ -337,7 +345,7 @@ class Step:
     @property
     def plain(self) -> bool:
         """The draw alone serves all of them: no logits are changed or reported."""
-        return not self.changed and self.logprobs is None
+        return not self.changed and self.logprobs is None and not self.redrawn
 
     @property
     def changed(self) -> bool:
