@@ -17,14 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
 
 from tritonllm.config import EngineConfig
-from tritonllm.dist.group import ALONE, Group, connect
+from tritonllm.dist.group import Group, connect
 from tritonllm.dist.mailbox import Mailbox
 from tritonllm.dist.watch import Watch, WorkerError, kill
 from tritonllm.engine.plan import StepPlan
@@ -46,7 +47,7 @@ class SpawnedRanks(Ranks):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._size = config.parallel.tensor_parallel_size
-        self._group: Group = ALONE
+        self._met: list[Group] = []  # the group, once this rank is in it
         self._finalizer: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
@@ -57,7 +58,7 @@ class SpawnedRanks(Ranks):
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         mailbox, processes, reports = Mailbox(self._size - 1), dict[int, BaseProcess](), {}
-        self._mailbox = mailbox
+        self._mailbox, met = mailbox, self._met
         for rank in range(1, self._size):
             reports[rank], theirs = spawn.Pipe(duplex=False)
             arguments = self._config, Place(rank, self._size, port), mailbox, theirs
@@ -70,7 +71,7 @@ class SpawnedRanks(Ranks):
             mailbox,
             patience=self._config.parallel.worker_timeout,
             step_patience=self._config.step_timeout,
-            on_failure=lambda: self._group.shut(),
+            on_failure=partial(_leave, met),  # without this object: its end ends the watch
         )
         # At exit before multiprocessing joins its children: it would wait for ranks that nobody has stopped.
         self._finalizer = multiprocessing.util.Finalize(
@@ -78,9 +79,9 @@ class SpawnedRanks(Ranks):
         )
 
     def join(self, device: torch.device) -> Group:
-        with self._explained():
-            self._group = connect(self._store, 0, self._size, device, timeout=START_PATIENCE, local=True)
-        return self._group
+        group = connect(self._store, 0, self._size, device, timeout=START_PATIENCE, local=True)
+        self._met.append(group)
+        return group
 
     def lead(self, runner: ModelRunner) -> Executor:
         self.watch.await_ready()
@@ -92,17 +93,19 @@ class SpawnedRanks(Ranks):
     def send(self, message: bytes) -> None:
         self._mailbox.send(message, self.watch.check)
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Of what breaks inside the block, another rank's failure is the reason if there is one."""
-        try:
-            yield
-        except RuntimeError as error:
+    def explain(self, error: BaseException | None) -> None:
+        """Raise what broke a collective here, if that is another rank's failure."""
+        if isinstance(error, RuntimeError) and hasattr(self, "watch"):  # else none were begun
             try:
                 self.watch.settle()
             except (WorkerError, ValueError) as reason:
                 raise reason from error
-            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.explain(error)
+        finally:
+            super().__exit__(kind, error, at)
 
 
 class GroupExecutor:
@@ -131,18 +134,11 @@ class GroupExecutor:
                 running = self._runner.run(step)
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
-                if isinstance(error, RuntimeError):
-                    self._explain(error)
+                self._ranks.explain(error)
                 self._ranks.end()
                 raise
         running.watch(self._ranks.watch.check)
         return running
-
-    def _explain(self, error: RuntimeError) -> None:
-        try:
-            self._ranks.watch.settle()
-        except WorkerError as reason:
-            raise reason from error
 
 
 @contextmanager
@@ -159,6 +155,11 @@ def _later_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if came and callable(before):
             before(*came[0])
+
+
+def _leave(met: list[Group]) -> None:
+    for group in met:
+        group.shut()
 
 
 def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], owner: int) -> None:

@@ -81,7 +81,7 @@ class ModelRunner:
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self._drafts, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
-        if config.logits_processors:
+        if config.logits_processors and group.leads:
             self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
         self._sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict)
         self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
