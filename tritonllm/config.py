@@ -236,6 +236,8 @@ class SpeculativeConfig:
         suffix_decoding_max_spec_factor: ``suffix`` guesses at most so many tokens for each that it found.
         disable_by_batch_size: with more running requests than this, nobody guesses; by default as many as one step
             verifies at the price of little more than one token each (:mod:`tritonllm.engine.speculation`).
+        adaptive: leave drafts out of steps where they are not accepted often enough to pay. Without it every step
+            verifies some that may, which tests and measurements want. vLLM has no such key.
     """
 
     method: str = "ngram"
@@ -245,6 +247,7 @@ class SpeculativeConfig:
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_spec_factor: float = 1.0
     disable_by_batch_size: int | None = None
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         name = "speculative_config: "
@@ -263,6 +266,7 @@ class SpeculativeConfig:
             raise ValueError(f"{name}suffix_decoding_max_tree_depth must be at most {MOST_LOOKUP}, got {depth}")
         if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:
             raise ValueError(f"{name}suffix_decoding_max_spec_factor must be greater than 0, got {factor!r}")
+        _is_a(name + "adaptive", self.adaptive, bool)
         low, high = self.lookup
         if not low <= high <= MOST_LOOKUP:
             raise ValueError(

@@ -324,11 +324,7 @@ class ModelRunner:
         self._seats.advance(batch)
         count = batch.metadata.segments.verify.sequences
         if self.drafter is not None and count:
-            inputs, drafts = batch.inputs, self._seats.drafts
-            assert self._seats.history is not None  # there are drafts
-            ids = inputs.input_ids[: count * (1 + self._drafts)].view(count, -1)
-            rows_of = inputs.seats, inputs.starts, inputs.drafts
-            self.drafter.propose(self._seats.history, *rows_of, ids, drafts[:count])
+            self.drafter.propose(self._seats.draft_step(batch))
         return self._forward(batch, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -296,7 +296,7 @@ def drafting_of(config: EngineConfig) -> Drafting:
     if speculative is None:
         return Drafting()
     verified = most_verified(speculative, config.scheduler)
-    return Drafting(speculative.num_speculative_tokens, verified, adaptive=True)
+    return Drafting(speculative.num_speculative_tokens, verified, adaptive=speculative.adaptive)
 
 
 class Parts(NamedTuple):
