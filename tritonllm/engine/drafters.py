@@ -135,6 +135,8 @@ def make_drafter(
         return NgramDrafter(*config.lookup)
     if config.method == "suffix":
         return SuffixDrafter(config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor, device)
+    if config.method == "draft_model":
+        raise ValueError("speculative_config: method='draft_model' needs its model, which was not loaded")
     module, _, name = config.method.partition(":")
     try:
         maker: Maker = getattr(importlib.import_module(module), name)
