@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_configs import ALL_FAMILIES
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
@@ -138,7 +138,7 @@ WISHES = st.fixed_dictionaries(
 
 @settings(max_examples=25)
 @given(
-    method=st.sampled_from(["ngram", "ngram", "suffix"]),
+    method=st.sampled_from(["ngram", "suffix", "draft_model"]),
     kinds=st.lists(st.tuples(KINDS, WISHES, st.integers(9, 30)), min_size=1, max_size=6),
     drafts=st.integers(1, 5),
     ahead=st.booleans(),
@@ -152,16 +152,19 @@ def test_options_together(plain_llm, method, kinds, drafts, ahead, errs, engine)
     params = [SamplingParams(**kind, **wish, max_tokens=most) for kind, wish, most in kinds]
     prompts = PROMPTS[: len(params)]
     expected = plain_llm.generate(prompts_of(prompts), params, use_tqdm=False)
-    llm = drafting_llm(speculative_config=f"{method}:{drafts}", async_scheduling=ahead, **engine)
+    config = {"method": method, "num_speculative_tokens": drafts}
+    if method == "draft_model":
+        config["model"] = str(similar_checkpoint(noise=0.01 if errs == 0.0 else errs / 8))
+    llm = drafting_llm(speculative_config=config, async_scheduling=ahead, **engine)
     if method == "ngram":
         know(llm, prompts, expected, errs)
-    else:
+    elif method == "suffix":
         llm.generate(prompts_of(prompts), params, use_tqdm=False)  # what it then remembers
     found = llm.generate(prompts_of(prompts), params, use_tqdm=False)
     assert_same(found, expected)
     stats = llm.engine.stats
     assert stats.num_free_blocks == stats.num_blocks
-    assert stats.generated_tokens == sum(map(len, token_ids(expected))) * (1 if method == "ngram" else 2)
+    assert stats.generated_tokens == sum(map(len, token_ids(expected))) * (2 if method == "suffix" else 1)
 
 
 @pytest.fixture(scope="module")
