@@ -13,6 +13,7 @@ import torch
 
 from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig, SchedulerConfig
 from tritonllm.engine.cpu_threads import SINGLE_THREAD_BELOW, granted_cores, threads_for
+from tritonllm.engine.draft_model import load_draft, read_draft_spec
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.pooling import PoolingAbility
@@ -211,10 +212,12 @@ def default_params(source: str, generation_config: dict[str, Any]) -> SamplingPa
         raise ValueError(f"generation_config.json: {error}; pass generation_config='vllm' to ignore it") from error
 
 
-def background_compiler(spec: ModelFacts, config: EngineConfig) -> AbstractContextManager[BackgroundCompiler | None]:
+def background_compiler(
+    spec: ModelFacts, config: EngineConfig, draft: ModelSpec | None
+) -> AbstractContextManager[BackgroundCompiler | None]:
     """For a model whose kernels can be listed, if there may be a GPU."""
     if isinstance(spec, ModelSpec) and torch.version.cuda is not None and config.model.device != "cpu":
-        return BackgroundCompiler(spec, config)
+        return BackgroundCompiler(spec, config, draft)
     return nullcontext()
 
 
@@ -306,13 +309,14 @@ def log_ready(
     )
 
 
-def drafting_of(config: EngineConfig) -> Drafting:
+def drafting_of(config: EngineConfig, draft_cost: float) -> Drafting:
     """What the scheduler is told of drafts."""
     speculative = config.speculative_config
     if speculative is None:
         return Drafting()
     verified = most_verified(speculative, config.scheduler)
-    return Drafting(speculative.num_speculative_tokens, verified, adaptive=True)
+    most, adaptive = speculative.num_speculative_tokens, speculative.adaptive
+    return Drafting(most, verified, adaptive=adaptive, draft_cost=draft_cost)
 
 
 class Parts(NamedTuple):
@@ -344,12 +348,13 @@ def load_parts(config: EngineConfig) -> Parts:
     defaults = default_params(model_config.generation_config, generation_config)
     modules = None if model_config.runner == "generate" else read_modules(folder)
     pooling = PoolingAbility.of(model_config, spec, checkpoint.read_config(folder), modules)
-    with background_compiler(spec, config) as compiler:  # leaving the block waits for it
+    limit = length_limit(model_config, spec, modules)
+    draft_spec = read_draft_spec(config, spec, limit)
+    with background_compiler(spec, config, draft_spec) as compiler:  # leaving the block waits for it
         device = resolve_device(model_config.device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         gains = device.type == "cpu" and gains_from_bfloat16(spec)
         dtype = resolve_dtype(model_config.dtype, device.type, capability, spec.dtype, bfloat16_on_cpu=gains)
-        limit = length_limit(model_config, spec, modules)
         config = for_encoder(config, spec, limit)
         if compiler is not None and device.type == "cuda":
             gpu = gpu_at(device.index or 0)
@@ -369,10 +374,11 @@ def load_parts(config: EngineConfig) -> Parts:
                 trust_remote_code=trusted,
                 allow_nan=model_config.allow_nan,
             )
+        draft = load_draft(config, draft_spec, dtype=dtype, device=device, limit=limit)
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
     pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
-    runner = ModelRunner(model, config, device, limit, pooler)
+    runner = ModelRunner(model, config, device, limit, pooler, draft)
     num_blocks = min(runner.fit_num_blocks(), most_blocks(config, spec))
     max_model_len = length_that_fits(config, limit, num_blocks)
     config = dataclasses.replace(
@@ -382,7 +388,9 @@ def load_parts(config: EngineConfig) -> Parts:
         scheduler=resolve_async(config.scheduler, device.type),
     )
     runner.start(num_blocks, max_model_len)
-    scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len, drafting_of(config))
+    scheduler = Scheduler(
+        config.scheduler, config.cache, num_blocks, max_model_len, drafting_of(config, runner.draft_cost)
+    )
     eos = end_tokens(spec, generation_config, tokenizer)
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed, defaults),
