@@ -161,15 +161,17 @@ class CompilationConfig:
     """``torch.compile`` around the model (docs/start.md).
 
     Args:
-        mode: 3 compiles all layers as one graph before the first request; 0 compiles nothing. vLLM has two more.
+        mode: 3 compiles all layers as one graph before the first request; 0 compiles nothing. ``None`` compiles a model
+            that runs through transformers on a GPU, if torch can: its layers are hundreds of small operations. vLLM has
+            two more modes.
         backend: of ``torch.compile``. All but ``inductor`` compute as without a compiler: they are there for tests.
     """
 
-    mode: int = NO_COMPILATION
+    mode: int | None = None
     backend: str = "inductor"
 
     def __post_init__(self) -> None:
-        if self.mode not in (NO_COMPILATION, COMPILATION) or isinstance(self.mode, bool):
+        if self.mode not in (None, NO_COMPILATION, COMPILATION) or isinstance(self.mode, bool):
             raise ValueError(
                 f"compilation_config: mode must be {NO_COMPILATION} (off) or {COMPILATION} (torch.compile around the "
                 f"model), got {self.mode!r}"

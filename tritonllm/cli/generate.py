@@ -14,7 +14,7 @@ from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.cli.prompts import read_prompts
-from tritonllm.config import COMPILATION, DTYPES, LOAD_FORMATS, EngineConfig
+from tritonllm.config import COMPILATION, DTYPES, LOAD_FORMATS, NO_COMPILATION, EngineConfig
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tritonllm.speculative_config import parse_draft
@@ -100,6 +100,12 @@ ENGINE: dict[str, dict[str, Any]] = {
         "const": COMPILATION,
         "dest": "compilation_config",
         "help": "torch.compile around the model: a longer start, see docs/start.md",
+    },
+    "no-compile": {
+        "action": "store_const",
+        "const": NO_COMPILATION,
+        "dest": "compilation_config",
+        "help": "no torch.compile, which models that run through transformers on a GPU have by default",
     },
     "speculative": {
         "dest": "speculative_config",
