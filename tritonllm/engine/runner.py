@@ -27,6 +27,7 @@ from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
+from tritonllm.kernels.speculative.clock import note_time
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.interface import CausalLM
@@ -275,6 +276,7 @@ class ModelRunner:
                 return captured(batch)
 
             self._graphs = StepGraphs(work, limits, self._device, self._may_share, self._regimes, capture)
+        self._seats.times.zero_()
 
     def launch(self, plan: StepPlan) -> RunningStep:
         """Build a plan's step, and :meth:`run` it."""
@@ -332,7 +334,8 @@ class ModelRunner:
             self._tell_tokens(step.tokens)
         tokens = None if tokens is None else tokens[:rows]
         scores = logprobs, prompt_logprobs
-        return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafts)
+        drafted = None if drafts is None else self._seats.drafted(rows)
+        return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafted)
 
     def _tell_tokens(self, new: Sequence[SeatTokens]) -> None:
         """In one copy: each takes a block of pinned memory, and a step may admit hundreds of requests."""
@@ -359,7 +362,9 @@ class ModelRunner:
         self._seats.advance(batch)
         count = batch.metadata.segments.verify.sequences
         if self.drafter is not None and count:
+            note_time(self._seats.times, end=False)
             self.drafter.propose(self._seats.draft_step(batch))
+            note_time(self._seats.times, end=True)
         elif self._draft is not None:
             self._draft.follow(batch, rows)
         return self._forward(batch, rows)
