@@ -11,11 +11,11 @@ class Trap(NgramDrafter):
         super().__init__(2, 5)
         self._steps = 0
 
-    def propose(self, *arguments):
+    def propose(self, step):
         self._steps += 1
         if self._steps > 3 and multiprocessing.parent_process() is not None:
             self.fail()
-        super().propose(*arguments)
+        super().propose(step)
 
 
 class Raises(Trap):

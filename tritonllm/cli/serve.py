@@ -97,6 +97,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
                 "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
             },
             "seed": {"type": int, "metavar": "N", "help": "of requests that bring none (default: 0)"},
+            "skip-tokenizer-init": {"action": "store_true", "help": "no tokenizer: token ids in and out, no text"},
             **POOLING,
         },
     )
@@ -113,7 +114,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     from tritonllm.serve.config import ServerConfig
 
     options = given(args, ENGINE)
-    more = ("policy", "generation_config", "seed", *(name.replace("-", "_") for name in POOLING))
+    more = ("policy", "generation_config", "seed", "skip_tokenizer_init", *(name.replace("-", "_") for name in POOLING))
     options |= {name: getattr(args, name) for name in more if hasattr(args, name)}
     engine = EngineConfig.from_kwargs(model=args.model, **options)
     if args.max_queue < 0:

@@ -31,7 +31,7 @@ from tritonllm.engine.ranks import Executor
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.speculation import DraftCounts
+from tritonllm.engine.speculation import DraftCounts, count_positions
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
 from tritonllm.inputs import Prompt
@@ -348,6 +348,7 @@ class LLMEngine:
         return touched
 
     def _count_drafts(self, plan: StepPlan, result: StepResult) -> None:
+        self._drafts.draft_seconds = 1e-9 * result.draft_nanoseconds
         for item, drafted, tokens in zip(plan.scheduled, result.drafted, result.sampled, strict=True):
             state, _ = self._sequences.get(item.request.request_id, (None, None))
             if drafted:
@@ -355,6 +356,7 @@ class LLMEngine:
             if drafted and state is not None:
                 state.metrics.num_draft_tokens += drafted
                 state.metrics.num_accepted_tokens += len(tokens) - 1
+                count_positions(state.metrics.num_accepted_tokens_per_pos, drafted, len(tokens) - 1)
 
     @staticmethod
     def _control(request: Request, new: Sequence[int]) -> str | None:
@@ -390,5 +392,5 @@ class LLMEngine:
             num_waiting=self._scheduler.num_waiting + sum(len(s.sequences) for s in self._compiling.values()),
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
-            **asdict(self._drafts),
+            **asdict(self._drafts) | {"num_accepted_tokens_per_pos": tuple(self._drafts.num_accepted_tokens_per_pos)},
         )

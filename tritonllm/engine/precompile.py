@@ -19,8 +19,8 @@ import torch
 from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
-from tritonllm.dist.group import Group
-from tritonllm.engine.runner import ModelRunner
+from tritonllm.dist.group import ALONE, Group
+from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, list_kernels
@@ -48,32 +48,51 @@ class Target(NamedTuple):
     max_model_len: int
 
 
-def kernels_of(spec: ModelSpec, config: EngineConfig, target: Target) -> list[Specialization]:
-    """What an engine with this model and configuration launches. Nothing else may launch kernels meanwhile."""
+def kernels_of(
+    spec: ModelSpec, config: EngineConfig, target: Target, draft: ModelSpec | None = None
+) -> list[Specialization]:
+    """What an engine with this model and configuration launches. Nothing else may launch kernels meanwhile.
+
+    Args:
+        draft: the configuration's draft model.
+    """
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
-        small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
         group = Group(0, config.parallel.tensor_parallel_size)
-        length = target.max_model_len
-        model = Decoder(small, dtype=target.dtype, device=META, max_model_len=length, group=group)
-        runner = ModelRunner(model, config, META, length, group=group)
+        models = [_without_repeats(spec, target, group)]
+        if draft is not None:
+            models.append(_without_repeats(draft, target, ALONE))
+        drafts = None if draft is None else models[1]
+        runner = ModelRunner(models[0], config, META, target.max_model_len, draft=drafts, group=group)
         runner.start(NUM_BLOCKS, target.max_model_len)
-        with model.rehearsal():  # as the engine warms up
+        with rehearsal_of(models):  # as the engine warms up
             runner.warm_up().run()
     return found
 
 
+def _without_repeats(spec: ModelSpec, target: Target, group: Group) -> Decoder:
+    """One layer of each kind, without memory."""
+    small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    return Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len, group=group)
+
+
 def compile_kernels_of(
-    spec: ModelSpec, config: EngineConfig, target: Target, *, jobs: int | None = None
+    spec: ModelSpec,
+    config: EngineConfig,
+    target: Target,
+    draft: ModelSpec | None = None,
+    *,
+    jobs: int | None = None,
 ) -> tuple[int, int]:
     """Put them into Triton's cache; in a process as for :func:`kernels_of`.
 
     Args:
+        draft: as in :func:`kernels_of`.
         jobs: processes; by default one a core.
 
     Returns:
         How many kernels there are, and how many were not there yet.
     """
-    kernels = kernels_of(spec, config, target)
+    kernels = kernels_of(spec, config, target, draft)
     missing = [kernel for kernel in kernels if not kernel.is_cached()]
     compile_in_parallel([*missing, *driver_extensions()], jobs)
     return len(kernels), len(missing)
@@ -89,10 +108,10 @@ class BackgroundCompiler:
     So both processes do that early, this one in a thread.
     """
 
-    def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+    def __init__(self, spec: ModelSpec, config: EngineConfig, draft: ModelSpec | None = None) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, spec, config), name="tritonllm-compiler")
+        self._process = context.Process(target=_serve, args=(theirs, spec, config, draft), name="tritonllm-compiler")
         self._begun = False
         with warnings.catch_warnings():  # of a fork beside other threads: it takes none of their locks
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -123,8 +142,8 @@ class BackgroundCompiler:
         self._pipe.close()
 
 
-def _serve(pipe: Connection, spec: ModelSpec, config: EngineConfig) -> None:
+def _serve(pipe: Connection, spec: ModelSpec, config: EngineConfig, draft: ModelSpec | None) -> None:
     os.setpgrp()  # so that its workers can be ended with it
     torch.set_num_threads(1)  # the parent's threads are not here
     triton_key()  # while the parent asks for the device
-    compile_kernels_of(spec, config, pipe.recv())
+    compile_kernels_of(spec, config, pipe.recv(), draft)
