@@ -31,6 +31,7 @@ _OWN_KWARGS = (
     "speculative_config",
     "kernel_cache",
     "step_timeout",
+    "enable_sleep_mode",
     "logits_processors",
 )  # of EngineConfig itself, not of its parts
 
@@ -334,6 +335,8 @@ class EngineConfig:
         kernel_cache: a folder that ``tritonllm precompile`` made: kernels that are there are not compiled.
         step_timeout: seconds that a GPU may take for a step. If it takes longer, the engine raises an error that names
             the step and its requests, where it would wait for ever.
+        enable_sleep_mode: weights and cache lie where their memory can be taken away and given back
+            (:meth:`tritonllm.LLM.sleep`).
         logits_processors: make what changes the logits of whole steps, as functions or ``"module:name"``
             (:class:`tritonllm.engine.processors.BatchLogitsProcessor`).
     """
@@ -347,11 +350,13 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     kernel_cache: str | None = None
     step_timeout: float = 300.0
+    enable_sleep_mode: bool = False
     logits_processors: Sequence[str | Callable[..., Any]] = ()
 
     def __post_init__(self) -> None:
         _is_a("enforce_eager", self.enforce_eager, bool)
         _is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
+        _is_a("enable_sleep_mode", self.enable_sleep_mode, bool)
         _is_a("compilation_config", self.compilation_config, CompilationConfig)
         if self.speculative_config is not None:
             _is_a("speculative_config", self.speculative_config, SpeculativeConfig)

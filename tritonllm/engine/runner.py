@@ -20,6 +20,7 @@ from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import LogprobTensors, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
@@ -44,6 +45,7 @@ class ModelRunner:
         device: where the model is.
         max_model_len: the longest sequence that may come.
         pooler: of prompts that are not continued; by default one without a head.
+        memory: where the cache's memory is from; by default torch.
 
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
@@ -56,12 +58,14 @@ class ModelRunner:
         device: torch.device,
         max_model_len: int,
         pooler: Pooler | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self._model = model
         self._dtype = model.dtype
         self._config = config
         self._device = device
         self._block_size = config.cache.block_size
+        self._memory = memory
         self._cache: list[KVCacheView] = []
         self._copies: BlockCopies | None = None
         self._graphs: StepGraphs | None = None
@@ -155,11 +159,14 @@ class ModelRunner:
         step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _allocate(self, num_blocks: int) -> None:
+    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
         spec = self._model.spec
         shape = (spec.num_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_size)
         # zeros, not empty: a stale NaN beyond a sequence's length would be multiplied by a probability of zero
-        pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if memory is None:
+            pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        else:
+            pool = memory.zeros(shape, self._dtype)
         workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=self._device)
         self._cache = [KVCacheView(layer[0], layer[1], workspace) for layer in pool]
         self._copies = BlockCopies(pool)
@@ -219,7 +226,7 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        self._allocate(num_blocks)
+        self._allocate(num_blocks, self._memory)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return

@@ -8,7 +8,9 @@ class EngineStats:
     """Counters since the engine started, and its present load.
 
     ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
-    made a request wait, so there should be none. The last three: :class:`~tritonllm.engine.speculation.DraftCounts`.
+    made a request wait, so there should be none. For the three of drafts see
+    :class:`~tritonllm.engine.speculation.DraftCounts`. ``takes_requests``: the engine is awake
+    and has weights.
     """
 
     steps: int
@@ -25,3 +27,5 @@ class EngineStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    takes_requests: bool = True
+    is_sleeping: bool = False

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from tritonllm.serve.admin_api import add_admin
 from tritonllm.serve.answering import Service
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.chat_api import chat, tokens_of_chat
@@ -54,6 +55,8 @@ def make_app(llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = N
     _add_models(app, service)
     _add_tokenizer(app, service)
     add_pooling(app, service)
+    if config.server_dev_mode:
+        add_admin(app, llm, bool(config.api_keys))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -134,6 +137,8 @@ def _add_status(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
             return error_response(as_api_error(llm.dead_error))
         if app.state.draining:
             return error_response(APIError(503, "the server is shutting down", code="draining"))
+        if not llm.stats.takes_requests:
+            return error_response(APIError(503, "the engine sleeps, or has no weights", code="asleep"))
         return JSONResponse({"status": "ready"})
 
     @app.get("/version")

@@ -15,11 +15,13 @@ from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
 from tritonllm.engine.pooling import AS_SAMPLING
+from tritonllm.engine.sleep import AsleepError
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.serve.collector import Collector, Texts
+from tritonllm.serve.engine_calls import EngineCalls
 from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink
 from tritonllm.serve.messages import Abort, Add, News, Ready, Stats, Update, pack_params, unpack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
@@ -47,7 +49,7 @@ class Observer(Protocol):
     def aborted(self, request_id: str) -> None: ...
 
 
-class AsyncLLM:
+class AsyncLLM(EngineCalls):
     """Serves requests of one event loop.
 
     A generator that is closed, or whose task is cancelled, aborts its request. At most ``max_num_seqs + max_queue``
@@ -90,6 +92,7 @@ class AsyncLLM:
             str, tuple[Collector | PoolingCollector, int]
         ] = {}  # and the request's number of sequences
         self._sequences = 0
+        EngineCalls.__init__(self)
         self._loop: asyncio.AbstractEventLoop | None = None
         # One thread: the tokenizer is not made for several, and a long prompt does not hold up the event loop.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -258,6 +261,8 @@ class AsyncLLM:
     def _check_room(self, sequences: int) -> None:
         if self.errored:
             raise self.dead_error
+        if not self.stats.takes_requests:
+            raise AsleepError("the engine sleeps, or has no weights: wake it up, or reload them, and try again")
         if sequences > self.max_sequences:
             raise ValueError(f"n={sequences} is more than this engine queues, {self.max_sequences}: lower it")
         if self._sequences + sequences > self.max_sequences:
@@ -320,6 +325,7 @@ class AsyncLLM:
 
     def _take(self, news: News) -> None:
         self.stats = news.stats
+        self._take_answers(news.answers)
         for update in news.updates:
             if update.request_id not in self._collectors:
                 continue  # it was aborted since
@@ -329,11 +335,12 @@ class AsyncLLM:
             if self.observer is not None:
                 self.observer.updated(update)
             if update.refused is not None:
-                collector.fail(ValueError(update.refused))
+                collector.fail(AsleepError(update.refused) if update.asleep else ValueError(update.refused))
             else:
                 collector.put(update)
 
     def _died(self, why: str) -> None:
+        self._fail_calls(why)
         for request_id in list(self._collectors):
             collector = self._forget(request_id)
             assert collector is not None
