@@ -19,7 +19,7 @@ from tritonllm.serve.chat_api import chat, tokens_of_chat
 from tritonllm.serve.completions_api import complete
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_response, validation_error
-from tritonllm.serve.guard import Guard
+from tritonllm.serve.guard import Guard, Running
 from tritonllm.serve.messages_api import count_tokens, message
 from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.metrics import Metrics
@@ -35,11 +35,14 @@ logger = logging.getLogger(__name__)
 PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-def make_app(llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None) -> FastAPI:
+def make_app(
+    llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None, running: Running | None = None
+) -> FastAPI:
     """The application over a started engine.
 
     Args:
         metrics_folder: where several processes with this application count together.
+        running: counts their requests; by default those of this process.
     """
 
     @asynccontextmanager
@@ -78,7 +81,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = N
     async def messages_count_tokens(body: CountRequest) -> Response:
         return await count_tokens(service, body)
 
-    app.add_middleware(Guard, config=config)
+    app.add_middleware(Guard, config=config, running=running)
     return app
 
 
