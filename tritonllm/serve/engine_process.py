@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.engine.engine import EngineOutput, LLMEngine
 from tritonllm.engine.outputs import RequestOutput
@@ -132,6 +133,15 @@ def describe(engine: LLMEngine) -> Ready:
         stats=stats_of(engine),
         pooling=pooling_facts(engine),
     )
+
+
+def unpack(message: Add) -> SamplingParams | BeamSearchParams | PoolingParams:
+    """Raises:
+    ValueError: a value outside its range.
+    """
+    if message.search is not None:
+        return BeamSearchParams(**message.search)
+    return unpack_params(message.params) if message.pooling is None else PoolingParams(**message.pooling)
 
 
 def stats_of(engine: LLMEngine) -> Stats:
@@ -247,9 +257,8 @@ class EngineLoop:
             prompt["cache_salt"] = message.cache_salt
         if message.token_type_ids is not None:
             prompt["token_type_ids"] = message.token_type_ids
-        params: SamplingParams | PoolingParams
         try:
-            params = unpack_params(message.params) if message.pooling is None else PoolingParams(**message.pooling)
+            params = unpack(message)
             if self._calls:
                 raise AsleepError(f"the engine takes no requests until {self._calls[0][1].method} is done")
             self._engine.add_request(message.request_id, prompt, params, priority=message.priority)  # type: ignore[arg-type]

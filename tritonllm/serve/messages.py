@@ -29,7 +29,8 @@ PackedLogprobs = list[tuple[int, float, int | None, str | None]]  # of one posit
 
 class Add(msgspec.Struct, tag=True, array_like=True):
     """Queue a request; ``params`` are the fields of :class:`SamplingParams` that are not at their defaults, or
-    ``pooling`` those of :class:`~tritonllm.PoolingParams`."""
+    ``pooling`` those of :class:`~tritonllm.PoolingParams`, or ``search`` those of :class:`~tritonllm.BeamSearchParams`.
+    """
 
     request_id: str
     prompt: str | None
@@ -39,6 +40,7 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     priority: int
     pooling: dict[str, Any] | None = None
     token_type_ids: list[int] | None = None
+    search: dict[str, Any] | None = None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
