@@ -30,6 +30,7 @@ from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.sleep import EngineMemory, SleepMethods
 from tritonllm.engine.speculation import DraftCounts, count_positions
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
@@ -43,7 +44,7 @@ EngineOutput = RequestOutput | PoolingRequestOutput
 COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar when nothing else is to do
 
 
-class LLMEngine:
+class LLMEngine(SleepMethods):
     """Schedules, launches and reports; single-threaded, one step per call.
 
     Args:
@@ -52,6 +53,7 @@ class LLMEngine:
         scheduler: over the runner's cache.
         inputs: checks and tokenizes requests.
         pooling: what the model can pool; by default nothing.
+        memory: of weights and cache; by default an engine that cannot sleep.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class LLMEngine:
         scheduler: Scheduler,
         inputs: InputProcessor,
         pooling: PoolingAbility | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self.config = config
         self.inputs = inputs
         self.pooling = pooling or PoolingAbility()
         self._runner = runner
+        self._memory = memory or EngineMemory(None, config.model)
         self._scheduler = scheduler
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
@@ -121,8 +125,10 @@ class LLMEngine:
 
         Raises:
             ValueError: bad input; nothing was queued and nothing else is affected.
+            AsleepError: the engine sleeps.
         """
         self._recover()
+        self._memory.check_usable()
         if lora_request is not None:
             refuse("lora_request", lora_request)
         if not isinstance(request_id, str):
@@ -197,18 +203,6 @@ class LLMEngine:
         """Whether :meth:`step` has something to run, or to report."""
         self._recover()
         return bool(self._states or self._lost)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts (the weights changed, say). ``False``: nothing was forgotten, as a request runs."""
-        self._recover()
-        cache, stats = self._scheduler.prefix_cache, self._scheduler.stats
-        if stats.num_free_blocks != stats.num_blocks:
-            return False
-        self._whole = False
-        if cache is not None:
-            cache.reset()
-        self._whole = True
-        return True
 
     def step(self) -> list[EngineOutput]:
         """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.
@@ -391,5 +385,7 @@ class LLMEngine:
             num_waiting=self._scheduler.num_waiting + sum(len(s.sequences) for s in self._compiling.values()),
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
+            takes_requests=self.takes_requests,
+            is_sleeping=self.is_sleeping,
             **asdict(self._drafts) | {"num_accepted_tokens_per_pos": tuple(self._drafts.num_accepted_tokens_per_pos)},
         )

@@ -23,6 +23,7 @@ from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import LogprobTensors, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
@@ -57,6 +58,7 @@ class ModelRunner:
         max_model_len: the longest sequence that may come.
         pooler: of prompts that are not continued; by default one without a head.
         draft: the draft model, loaded, on ``device``, if the configuration has one.
+        memory: where the cache's memory is from; by default torch.
 
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
@@ -71,12 +73,14 @@ class ModelRunner:
         max_model_len: int,
         pooler: Pooler | None = None,
         draft: CausalLM | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self._model = model
         self._dtype = model.dtype
         self._config = config
         self._device = device
         self._block_size = config.cache.block_size
+        self._memory = memory
         self._cache: list[KVCacheView] = []
         self._copies: list[BlockCopies] = []
         self._graphs: StepGraphs | None = None
@@ -183,10 +187,11 @@ class ModelRunner:
         step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _allocate(self, num_blocks: int) -> None:
-        """Blocks of the same numbers for each model."""
+    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
+        """Blocks of the same numbers for each model; the first one's from ``memory``."""
         sizes = self._dtype, num_blocks, self._block_size, self._device
-        made = [make_cache(model.spec, *sizes) for model in self._models]
+        own = [memory, None]
+        made = [make_cache(model.spec, *sizes, part) for model, part in zip(self._models, own, strict=False)]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
             self._draft.cache = made[1][0]
@@ -255,7 +260,7 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        self._allocate(num_blocks)
+        self._allocate(num_blocks, self._memory)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return

@@ -20,6 +20,7 @@ from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.precompile import BackgroundCompiler, Target
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import Drafting, most_verified
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.kernels.compile.cache_folder import read_kernels_from
@@ -327,6 +328,7 @@ class Parts(NamedTuple):
     scheduler: Scheduler
     inputs: InputProcessor
     pooling: PoolingAbility
+    memory: EngineMemory
 
 
 def load_parts(config: EngineConfig) -> Parts:
@@ -375,10 +377,11 @@ def load_parts(config: EngineConfig) -> Parts:
                 allow_nan=model_config.allow_nan,
             )
         draft = load_draft(config, draft_spec, dtype=dtype, device=device, limit=limit)
+    memory = EngineMemory(model, model_config, device, config.enable_sleep_mode)
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
     pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
-    runner = ModelRunner(model, config, device, limit, pooler, draft)
+    runner = ModelRunner(model, config, device, limit, pooler, draft, memory)
     num_blocks = min(runner.fit_num_blocks(), most_blocks(config, spec))
     max_model_len = length_that_fits(config, limit, num_blocks)
     config = dataclasses.replace(
@@ -398,4 +401,4 @@ def load_parts(config: EngineConfig) -> Parts:
     )
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
-    return Parts(config, runner, scheduler, inputs, pooling)
+    return Parts(config, runner, scheduler, inputs, pooling, memory)

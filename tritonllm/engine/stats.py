@@ -8,7 +8,8 @@ class EngineStats:
     """Counters since the engine started, and its present load.
 
     ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
-    made a request wait, so there should be none. The last five: :class:`~tritonllm.engine.speculation.DraftCounts`.
+    made a request wait, so there should be none. ``takes_requests``: the engine is awake and has
+    weights. Those of drafts: :class:`~tritonllm.engine.speculation.DraftCounts`.
     """
 
     steps: int
@@ -27,3 +28,5 @@ class EngineStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     draft_seconds: float = 0.0
+    takes_requests: bool = True
+    is_sleeping: bool = False
