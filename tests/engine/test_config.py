@@ -8,7 +8,6 @@ from tritonllm.config import CacheConfig, CompilationConfig, EngineConfig, Model
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.speculative_config import SpeculativeConfig
 
-
 DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=2)
 
 

@@ -270,7 +270,8 @@ class ModelRunner:
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             limits = GraphLimits(
-                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
+                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified),
+                vocab=self._model.spec.vocab_size,
             )
             capture = GraphCapture(partial(rehearsal_of, self._models), self._device)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
@@ -306,6 +307,7 @@ class ModelRunner:
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
             batch, tokens = captured.batch, captured.tokens
+            changed = changed or not (step.masks is None or key.masked)  # it has drawn without them
             hidden = captured.hidden
             if not step.segments.verify.sequences:
                 hidden = hidden[: padded(step.num_rows, self._sampled)]
@@ -385,7 +387,8 @@ class ModelRunner:
         if verify.sequences:
             drafts, sampling = self._seats.drafts[: verify.sequences], batch.sampling(verify.sequences)
             return hidden, self._sampler.verify(self._model.compute_logits(hidden), sampling, drafts)
-        return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
+        logits = self._model.compute_logits(hidden)
+        return hidden, self._sampler.draw(logits, batch.sampling(len(hidden)), batch.masks)
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
         """In parts, each computed when it is asked for."""
