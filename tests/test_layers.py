@@ -44,6 +44,7 @@ FOUNDATIONS = {"runtime", "hopper"}  # wings of kernels/ that are open to the ot
 CIRCLES: dict[tuple[str, str], str] = {}
 # The scheduler and what it stands on can be tested, and read, without a tensor.
 NO_TORCH = {
+    "engine.admission",
     "engine.control",
     "engine.block_pool",
     "engine.builder",

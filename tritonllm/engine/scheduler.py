@@ -34,9 +34,7 @@ Why every request ends:
   front request ends.
 - If nothing runs, all blocks are free and the first waiting request fits.
 
-Admission takes the blocks of all known tokens at once, chunked or not, and leaves one free block for each request
-that runs already. Those need at most one each in the next ``block_size`` steps, so a newcomer is not preempted as soon
-as it came. For the same reason a step that preempted admits nobody.
+A step that preempted admits nobody, so that a newcomer (:mod:`tritonllm.engine.admission`) is not preempted at once.
 """
 
 import itertools
@@ -46,9 +44,10 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from tritonllm.config import CacheConfig, SchedulerConfig
+from tritonllm.engine.admission import Admission
 from tritonllm.engine.block_pool import BlockPool
 from tritonllm.engine.endings import cut
-from tritonllm.engine.gang import fork, free, last_gang, parent_in, prompt_blocks, room_for
+from tritonllm.engine.gang import fork, free, last_gang, parent_in
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
@@ -100,6 +99,7 @@ class Scheduler:
         self._forget_requests()
 
     def _forget_requests(self) -> None:
+        self._admission = Admission(self.pool, self.block_size, self.prefix_cache)
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._just_ended: dict[str, Request] = {}  # by the last update
         self._waiting = WaitingQueue()
@@ -336,7 +336,9 @@ class Scheduler:
                 if self.pool.num_free <= len(self._running):
                     break
                 fork(parent, request, self.pool, self.block_size)
-            elif budget <= 0 or not request.may_start(budget) or not self._allocate_known(request):
+            elif budget <= 0 or not request.may_start(budget):
+                break
+            elif not self._admission.allocate(request, len(self._running), len(self._free_seats)):
                 break
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING
@@ -347,29 +349,6 @@ class Scheduler:
             budget -= item.num_tokens
             (scheduled if parent is None else forks.setdefault(parent, [])).append(item)
         return forks
-
-    def _allocate_known(self, request: Request) -> bool:
-        """Give a waiting request the blocks of all its known tokens, cached ones first; false if they are too few, or
-        if its siblings would not fit beside it (unless it is alone: then it need not wait for more)."""
-        total, spare = self._blocks_for(request.num_tokens), self.pool.num_free - len(self._running)
-        if request.siblings and self._running:
-            seats, blocks = room_for(request, self.block_size)
-            spare = spare - blocks if seats <= len(self._free_seats) else 0
-        if spare < 1:  # at least one block is never a cached one: no need to look
-            return False
-        cached = self.prefix_cache.match(request) if self.prefix_cache else prompt_blocks(request, self.block_size)
-        shared = self.pool.count_used(cached)  # the other cached ones are in the free list
-        if total - shared > spare:
-            return False
-        self.pool.retain(cached)  # before anything is allocated, which could evict them
-        request.block_ids = cached + self.pool.allocate_many(total - len(cached))
-        request.num_computed_tokens = len(cached) * self.block_size
-        request.num_labelled_blocks = len(cached)
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
-            if self.prefix_cache:
-                self.prefix_cache.count(request)
-        return True
 
     def _preempt_gangs(self) -> list[Request]:
         """If the blocks will not last for this step, preempt whole gangs from the back, and single requests between
