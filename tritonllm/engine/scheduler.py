@@ -336,9 +336,7 @@ class Scheduler:
                 if self.pool.num_free <= len(self._running):
                     break
                 fork(parent, request, self.pool, self.block_size)
-            elif budget <= 0 or not request.may_start(budget):
-                break
-            elif not self._admission.allocate(request, len(self._running), len(self._free_seats)):
+            elif budget <= 0 or not request.may_start(budget) or not self._give_blocks(request):
                 break
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING
@@ -349,6 +347,9 @@ class Scheduler:
             budget -= item.num_tokens
             (scheduled if parent is None else forks.setdefault(parent, [])).append(item)
         return forks
+
+    def _give_blocks(self, request: Request) -> bool:
+        return self._admission.allocate(request, len(self._running), len(self._free_seats))
 
     def _preempt_gangs(self) -> list[Request]:
         """If the blocks will not last for this step, preempt whole gangs from the back, and single requests between
