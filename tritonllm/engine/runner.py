@@ -12,6 +12,8 @@ from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.drafters import make_drafter
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
+from tritonllm.engine.host_copies import HostCopies, staging_bytes
+from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
@@ -47,6 +49,7 @@ class ModelRunner:
 
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
+        host: the cache's second tier; ``None`` without one, and before the start.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class ModelRunner:
         self._block_size = config.cache.block_size
         self._cache: list[KVCacheView] = []
         self._copies: BlockCopies | None = None
+        self.host: HostCopies | None = None
         self._graphs: StepGraphs | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
@@ -106,6 +110,11 @@ class ModelRunner:
         element = torch.empty(0, dtype=self._dtype).element_size()
         return 2 * spec.num_layers * self._block_size * spec.num_kv_heads * spec.head_size * element
 
+    @property
+    def host_slots(self) -> int:
+        """Blocks that the host's memory keeps."""
+        return slots_for(self._config.cache.kv_offloading_size, self.block_bytes)
+
     @torch.inference_mode()
     def fit_num_blocks(self) -> int:
         """How many cache blocks fit: what the configuration grants, less what is in use once the largest step has run,
@@ -135,6 +144,7 @@ class ModelRunner:
         self._cache, self._copies = [], None
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
+        granted -= staging_bytes(self.block_bytes, self.host_slots)
         if granted < self.block_bytes:
             raise ValueError(
                 f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves {granted / 1e9:.2f} GB for the KV "
@@ -155,7 +165,7 @@ class ModelRunner:
         step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _allocate(self, num_blocks: int) -> None:
+    def _allocate(self, num_blocks: int) -> torch.Tensor:
         spec = self._model.spec
         shape = (spec.num_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_size)
         # zeros, not empty: a stale NaN beyond a sequence's length would be multiplied by a probability of zero
@@ -163,6 +173,7 @@ class ModelRunner:
         workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=self._device)
         self._cache = [KVCacheView(layer[0], layer[1], workspace) for layer in pool]
         self._copies = BlockCopies(pool)
+        return pool
 
     def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of these tokens ``[R]``, or of all."""
@@ -219,7 +230,9 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        self._allocate(num_blocks)
+        pool = self._allocate(num_blocks)
+        if self.host_slots:
+            self.host = HostCopies(pool, self.host_slots)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
@@ -251,6 +264,9 @@ class ModelRunner:
         logprobs = errors = None
         whole: Iterable[tuple[int, LogprobTensors]] = ()
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
+        if step.transfers is not None:
+            assert self.host is not None  # the scheduler knows of it
+            self.host.run(step.transfers)
         if step.parameters is not None:
             self._seats.tell(step.parameters)
         if step.copies is not None:

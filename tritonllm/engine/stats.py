@@ -8,7 +8,8 @@ class EngineStats:
     """Counters since the engine started, and its present load.
 
     ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
-    made a request wait, so there should be none. The last three: :class:`~tritonllm.engine.speculation.DraftCounts`.
+    made a request wait, so there should be none. ``num_host_blocks`` to ``loaded_bytes`` are of the cache's tier in the
+    host's memory, the last three :class:`~tritonllm.engine.speculation.DraftCounts`.
     """
 
     steps: int
@@ -22,6 +23,12 @@ class EngineStats:
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
