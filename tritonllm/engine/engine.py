@@ -21,6 +21,7 @@ from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.beam_search import beam_state
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
@@ -281,6 +282,9 @@ class LLMEngine(SleepMethods):
         return failed + self._run()
 
     def _run(self) -> list[EngineOutput]:
+        tier = self._scheduler.tier
+        if tier is not None:
+            self._follow_copies(tier)
         plan = self._scheduler.schedule()
         if plan.scheduled:
             self._in_flight.append((plan, self._runner.launch(plan)))
@@ -290,9 +294,17 @@ class LLMEngine(SleepMethods):
             return []
         plan, step = self._in_flight.popleft()
         result = step.wait(self.config.step_timeout, lambda: describe(plan))
+        if tier is not None:
+            tier.rates.took(plan.segments.chunk.tokens, time.monotonic())
         touched = self._take(plan, result, self._scheduler.update(plan, result.sampled))
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
+
+    def _follow_copies(self, tier: HostTier) -> None:
+        assert self._runner.host is not None  # it has the tier's memory
+        tier.done = self._runner.host.done
+        if not self._in_flight:
+            tier.rates.idle(time.monotonic())
 
     def _take(self, plan: StepPlan, result: StepResult, new_tokens: list[NewTokens]) -> dict[str, RequestState]:
         """Hand a step's results to their requests; returns the requests that changed, in the plan's order."""
@@ -385,6 +397,7 @@ class LLMEngine(SleepMethods):
             num_waiting=self._scheduler.num_waiting + sum(len(s.sequences) for s in self._compiling.values()),
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
+            **scheduler.tier._asdict(),
             takes_requests=self.takes_requests,
             is_sleeping=self.is_sleeping,
             **asdict(self._drafts) | {"num_accepted_tokens_per_pos": tuple(self._drafts.num_accepted_tokens_per_pos)},

@@ -14,6 +14,8 @@ from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.draft_model import DraftModel, draft_cost
 from tritonllm.engine.drafters import Drafter, make_drafter
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
+from tritonllm.engine.host_copies import HostCopies, staging_bytes
+from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
 from tritonllm.engine.launch_policy import host_bound_tokens
@@ -63,6 +65,7 @@ class ModelRunner:
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
         draft_cost: of a decode step of the draft model, in those of the model; 0 without one.
+        host: the cache's second tier; ``None`` without one, and before the start.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class ModelRunner:
         self._memory = memory
         self._cache: list[KVCacheView] = []
         self._copies: list[BlockCopies] = []
+        self.host: HostCopies | None = None
         self._graphs: StepGraphs | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
@@ -138,6 +142,11 @@ class ModelRunner:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
         return sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
 
+    @property
+    def host_slots(self) -> int:
+        """Blocks that the host's memory keeps."""
+        return slots_for(self._config.cache.kv_offloading_size, self.block_bytes)
+
     @torch.inference_mode()
     def fit_num_blocks(self) -> int:
         """How many cache blocks fit: what the configuration grants, less what is in use once the largest step has run,
@@ -167,6 +176,7 @@ class ModelRunner:
         self._forget_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
+        granted -= staging_bytes(self.block_bytes, self.host_slots)
         if granted < self.block_bytes:
             raise ValueError(
                 f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves {granted / 1e9:.2f} GB for the KV "
@@ -187,14 +197,15 @@ class ModelRunner:
         step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
-        """Blocks of the same numbers for each model; the first one's from ``memory``."""
+    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> torch.Tensor:
+        """Blocks of the same numbers for each model; the first one's, from ``memory``, are returned."""
         sizes = self._dtype, num_blocks, self._block_size, self._device
         own = [memory, None]
         made = [make_cache(model.spec, *sizes, part) for model, part in zip(self._models, own, strict=False)]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
             self._draft.cache = made[1][0]
+        return made[0][1].pool
 
     def _forget_cache(self) -> None:
         self._cache, self._copies = [], []
@@ -260,7 +271,9 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        self._allocate(num_blocks, self._memory)
+        pool = self._allocate(num_blocks, self._memory)
+        if self.host_slots:
+            self.host = HostCopies(pool, self.host_slots)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
@@ -294,6 +307,9 @@ class ModelRunner:
         logprobs = errors = None
         whole: Iterable[tuple[int, LogprobTensors]] = ()
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
+        if step.transfers is not None:
+            assert self.host is not None  # the scheduler knows of it
+            self.host.run(step.transfers)
         if step.parameters is not None:
             self._seats.tell(step.parameters)
         if step.copies is not None:

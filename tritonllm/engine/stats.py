@@ -9,7 +9,8 @@ class EngineStats:
 
     ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
     made a request wait, so there should be none. ``takes_requests``: the engine is awake and has
-    weights. Those of drafts: :class:`~tritonllm.engine.speculation.DraftCounts`.
+    weights. ``num_host_blocks`` to ``loaded_bytes`` are of the cache's tier in the host's memory; those of drafts:
+    :class:`~tritonllm.engine.speculation.DraftCounts`.
     """
 
     steps: int
@@ -23,6 +24,12 @@ class EngineStats:
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
