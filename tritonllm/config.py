@@ -110,6 +110,8 @@ class CacheConfig:
         gpu_memory_utilization: fraction of the GPU's memory for weights, activations and cache together.
         cpu_cache_bytes: size of the cache on the CPU path, bytes.
         enable_prefix_caching: reuse the blocks of prompts seen before.
+        kv_offloading_size: GiB of the host's memory that keep blocks which the cache gives up, so that they come back
+            by a copy. ``None`` or 0: they are computed again.
     """
 
     block_size: int = 16
@@ -117,6 +119,7 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     cpu_cache_bytes: int = 1 << 28
     enable_prefix_caching: bool = True
+    kv_offloading_size: float | None = None
 
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
@@ -128,6 +131,9 @@ class CacheConfig:
         if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0.0 < fraction <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {fraction!r}")
         is_a("enable_prefix_caching", self.enable_prefix_caching, bool)
+        size = self.kv_offloading_size
+        if size is not None and (not isinstance(size, int | float) or isinstance(size, bool) or not 0 <= size < 1e9):
+            raise ValueError(f"kv_offloading_size must be a number of GiB, at least 0, got {size!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +258,12 @@ class EngineConfig:
         is_a("compilation_config", self.compilation_config, CompilationConfig)
         self.parallel.check_device(self.model.device)
         size = self.parallel.tensor_parallel_size
+        if size > 1 and self.enable_sleep_mode:
+            raise ValueError(
+                f"enable_sleep_mode: ranks do not sleep yet; leave it out with tensor_parallel_size={size}"
+            )
+        if size > 1 and self.cache.kv_offloading_size:
+            raise ValueError(f"kv_offloading_size: ranks do not offload; leave it out with tensor_parallel_size={size}")
         if size > 1 and self.compilation_config.mode:
             raise ValueError(
                 f"compilation_config: torch.compile does not know the sums over ranks: leave it off with "
@@ -270,8 +282,11 @@ class EngineConfig:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
-        if speculative.method == "draft_model" and self.enable_sleep_mode:
-            raise ValueError("enable_sleep_mode: a draft model's weights cannot sleep; leave out one of the two")
+        if speculative.method == "draft_model":
+            if self.enable_sleep_mode:
+                raise ValueError("enable_sleep_mode: a draft model's weights cannot sleep; leave out one of the two")
+            if self.cache.kv_offloading_size:
+                raise ValueError("kv_offloading_size: a draft model's cache stays on the GPU; leave out one of the two")
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens
         if 1 + most > tokens:

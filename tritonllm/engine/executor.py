@@ -120,6 +120,10 @@ class GroupExecutor:
         self._runner, self._ranks = runner, ranks
         self._broken: str | None = None
 
+    @property
+    def host(self) -> None:
+        """There is none with several ranks."""
+
     def launch(self, plan: StepPlan) -> RunningStep:
         """Raises:
         WorkerError: a rank has failed, now or before.

@@ -6,13 +6,21 @@ from typing import Protocol
 import torch
 
 from tritonllm.dist.group import ALONE, Group
+from tritonllm.engine.host_copies import HostCopies
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.results import RunningStep
 from tritonllm.engine.runner import ModelRunner
 
 
 class Executor(Protocol):
-    """What the engine needs of its runner."""
+    """What the engine needs of its runner.
+
+    Attributes:
+        host: the cache's second tier; ``None`` without one.
+    """
+
+    @property
+    def host(self) -> HostCopies | None: ...
 
     def launch(self, plan: StepPlan) -> RunningStep:
         """Start one step; its results can be waited for, and the next one may be started before."""

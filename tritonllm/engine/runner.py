@@ -16,6 +16,8 @@ from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.draft_model import DraftModel, draft_cost
 from tritonllm.engine.drafters import Drafter, make_drafter
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
+from tritonllm.engine.host_copies import HostCopies, staging_bytes
+from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
 from tritonllm.engine.launch_policy import host_bound_tokens
@@ -25,6 +27,7 @@ from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
@@ -59,11 +62,13 @@ class ModelRunner:
         max_model_len: the longest sequence that may come.
         pooler: of prompts that are not continued; by default one without a head.
         draft: the draft model, loaded, on ``device``, if the configuration has one.
+        memory: where the cache's memory is from; by default torch.
         group: the ranks that share the model. All run the same steps; rank 0 draws, and the others get its tokens.
 
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
         draft_cost: of a decode step of the draft model, in those of the model; 0 without one.
+        host: the cache's second tier; ``None`` without one, and before the start.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class ModelRunner:
         max_model_len: int,
         pooler: Pooler | None = None,
         draft: CausalLM | None = None,
+        memory: EngineMemory | None = None,
         group: Group = ALONE,
     ) -> None:
         self._model = model
@@ -82,8 +88,10 @@ class ModelRunner:
         self._config = config
         self._device = device
         self._block_size = config.cache.block_size
+        self._memory = memory
         self._cache: list[KVCacheView] = []
         self._copies: list[BlockCopies] = []
+        self.host: HostCopies | None = None
         self._graphs: StepGraphs | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
@@ -139,6 +147,11 @@ class ModelRunner:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
         return sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
 
+    @property
+    def host_slots(self) -> int:
+        """Blocks that the host's memory keeps."""
+        return slots_for(self._config.cache.kv_offloading_size, self.block_bytes)
+
     @torch.inference_mode()
     def fit_num_blocks(self) -> int:
         """How many cache blocks fit: what the configuration grants, less what is in use once the largest step has run,
@@ -168,6 +181,7 @@ class ModelRunner:
         self._forget_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
+        granted -= staging_bytes(self.block_bytes, self.host_slots)
         if granted < self.block_bytes:
             raise ValueError(
                 f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves {granted / 1e9:.2f} GB for the KV "
@@ -188,13 +202,15 @@ class ModelRunner:
         step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _allocate(self, num_blocks: int) -> None:
-        """Blocks of the same numbers for each model."""
+    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> torch.Tensor:
+        """Blocks of the same numbers for each model; the first one's, from ``memory``, are returned."""
         sizes = self._dtype, num_blocks, self._block_size, self._device
-        made = [make_cache(model.spec, *sizes) for model in self._models]
+        own = [memory, None]
+        made = [make_cache(model.spec, *sizes, part) for model, part in zip(self._models, own, strict=False)]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
             self._draft.cache = made[1][0]
+        return made[0][1].pool
 
     def _forget_cache(self) -> None:
         self._cache, self._copies = [], []
@@ -263,7 +279,9 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        self._allocate(num_blocks)
+        pool = self._allocate(num_blocks, self._memory)
+        if self.host_slots:
+            self.host = HostCopies(pool, self.host_slots)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
@@ -273,7 +291,8 @@ class ModelRunner:
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             limits = GraphLimits(
-                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
+                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified),
+                vocab=self._model.spec.vocab_size,
             )
             rehearsal = partial(rehearsal_of, self._models)
             capture = GraphCapture(rehearsal, self._device, threads=self._group.size > 1)
@@ -307,6 +326,9 @@ class ModelRunner:
         logprobs = errors = None
         whole: Iterable[tuple[int, LogprobTensors]] = ()
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
+        if step.transfers is not None:
+            assert self.host is not None  # the scheduler knows of it
+            self.host.run(step.transfers)
         if step.parameters is not None:
             self._seats.tell(step.parameters)
         if step.copies is not None:
@@ -316,6 +338,7 @@ class ModelRunner:
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
             batch, tokens = captured.batch, captured.tokens
+            unmasked = step.masks is not None and not key.masked  # it has drawn without them
             hidden = captured.hidden
             if not step.segments.verify.sequences:
                 hidden = hidden[: padded(step.num_rows, self._sampled)]
@@ -326,6 +349,7 @@ class ModelRunner:
                 rows = padded(rows, self._sampled)
             bound = self._regimes.bound(step.segments, step.longest)
             batch, tokens = upload_step(step, rows, self._block_size, self._device, bound), None
+            unmasked = False
             everything = hidden = self._run_eagerly(step, batch)
             if step.wants_all:
                 prompt_logprobs = self._prompt_logprobs(step, everything)
@@ -338,7 +362,7 @@ class ModelRunner:
             drafts = self._seats.drafts[:rows]
         if rows and not step.draws:
             tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
-        elif rows and (tokens is None or not step.plain):
+        elif rows and (tokens is None or unmasked or not step.plain):
             logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
             if self._group.leads:
                 sampling = batch.sampling(rows)
@@ -417,7 +441,7 @@ class ModelRunner:
             if verify.sequences:
                 self._sampler.verify(logits, batch.sampling(rows), self._seats.drafts[:rows])
             else:
-                self._sampler.draw(logits, batch.sampling(rows))
+                self._sampler.draw(logits, batch.sampling(rows), batch.masks)
         return hidden, self._share_drawn(rows, verify.sequences > 0)
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:

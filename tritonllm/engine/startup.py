@@ -14,11 +14,14 @@ from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig
 from tritonllm.dist.group import Group
 from tritonllm.engine.cpu_threads import granted_cores, threads_for
 from tritonllm.engine.draft_model import load_draft, read_draft_spec
+from tritonllm.engine.host_memory import check_offloading
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.precompile import BackgroundCompiler, Target
 from tritonllm.engine.ranks import Executor, Ranks
+from tritonllm.engine.rates import Rates
 from tritonllm.engine.resolve import (
     for_encoder,
     gains_from_bfloat16,
@@ -31,6 +34,7 @@ from tritonllm.engine.resolve import (
 )
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import Drafting, most_verified
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.kernels.compile.cache_folder import read_kernels_from
@@ -202,6 +206,13 @@ def drafting_of(config: EngineConfig, draft_cost: float) -> Drafting:
     return Drafting(most, verified, adaptive=adaptive, draft_cost=draft_cost)
 
 
+def tier_of(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
+    """What the scheduler is told of the cache's second tier, if there is one."""
+    if runner.host is None:
+        return None
+    return HostTier(runner.host_slots, Rates(runner.block_bytes, config.cache.block_size, runner.host.measure()))
+
+
 class Parts(NamedTuple):
     """What an engine is made of."""
 
@@ -210,6 +221,7 @@ class Parts(NamedTuple):
     scheduler: Scheduler
     inputs: InputProcessor
     pooling: PoolingAbility
+    memory: EngineMemory
 
 
 class Origin(NamedTuple):
@@ -300,20 +312,21 @@ def load_part(origin: Origin, prepared: Prepared, group: Group) -> tuple[CausalL
 
 def start_runner(
     origin: Origin, prepared: Prepared, models: tuple[CausalLM, CausalLM | None], group: Group
-) -> tuple[EngineConfig, ModelRunner]:
+) -> tuple[EngineConfig, ModelRunner, EngineMemory]:
     """Allocate the cache, compile and capture. All ranks do this at once, and have equally many blocks.
 
     Returns:
-        The configuration with its values resolved, and the runner.
+        The configuration with its values resolved, the runner, and the memory of weights and cache.
     """
     config, device, dtype = prepared
     spec, modules, limit = origin.spec, origin.modules, origin.limit
     model, draft = models
+    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode)
     group.least(0)  # none compiles what rank 0 has others compile
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
     pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
-    runner = ModelRunner(model, config, device, limit, pooler, draft, group)
+    runner = ModelRunner(model, config, device, limit, pooler, draft, memory, group)
     num_blocks = group.least(min(runner.fit_num_blocks(), most_blocks(config, spec)))
     max_model_len = length_that_fits(config, limit, num_blocks)
     config = dataclasses.replace(
@@ -323,7 +336,7 @@ def start_runner(
         scheduler=resolve_async(config.scheduler, device.type),
     )
     runner.start(num_blocks, max_model_len)
-    return config, runner
+    return config, runner, memory
 
 
 def load_rank(
@@ -343,7 +356,7 @@ def load_rank(
     prepared = prepare(config, origin, rank)
     group = join(prepared.device)
     models = load_part(origin, prepared, group)
-    _, runner = start_runner(origin, prepared, models, group)
+    _, runner, _ = start_runner(origin, prepared, models, group)
     return runner, prepared.device, group
 
 
@@ -360,6 +373,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     """
     begin = time.monotonic()
     MONITOR.serving = False
+    check_offloading(config.cache.kv_offloading_size)
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
     origin = read_origin(config)
@@ -378,11 +392,12 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
             tokenizer = tokenizer_of(config.model, folder)
             group = ranks.join(device)
             models = load_part(origin, prepared, group)
-        config, runner = start_runner(origin, prepared, models, group)
+        config, runner, memory = start_runner(origin, prepared, models, group)
         executor = ranks.lead(runner)
     assert config.cache.num_blocks is not None and config.model.max_model_len is not None
     limits = config.cache.num_blocks, config.model.max_model_len
-    scheduler = Scheduler(config.scheduler, config.cache, *limits, drafting_of(config, runner.draft_cost))
+    drafting = drafting_of(config, runner.draft_cost)
+    scheduler = Scheduler(config.scheduler, config.cache, *limits, drafting, tier_of(config, runner))
     eos = end_tokens(spec, generation_config, tokenizer)
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, limits[1], eos, config.model.seed, defaults),
@@ -390,4 +405,4 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     )
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
-    return Parts(config, executor, scheduler, inputs, pooling)
+    return Parts(config, executor, scheduler, inputs, pooling, memory)

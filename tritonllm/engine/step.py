@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from tritonllm.engine.edits import SeatEdits
+from tritonllm.engine.host_tier import Transfers
 from tritonllm.engine.pooled_spans import PooledSpan
 from tritonllm.layers.segments import Segment, Segments
 from tritonllm.sampling_params import SamplingParams
@@ -292,6 +293,7 @@ class Step:
         copies: ``[N, 2]`` int64, blocks and those that they are copied to before anything is written; ``None`` for
             none.
         tokens: of requests that are new to their seats, if a drafter wants to know.
+        transfers: between the cache and the host's memory, before anything else; ``None`` for none.
         redrawn: what a captured step draws does not hold, for a reason that the step does not hold: processors of whole
             batches, or what only rank 0 is told.
     """
@@ -314,12 +316,15 @@ class Step:
     pooled: tuple[PooledSpan, ...] = ()
     copies: np.ndarray | None = None
     tokens: tuple[SeatTokens, ...] = ()
+    transfers: Transfers | None = None
     redrawn: bool = False
 
     def for_followers(self) -> "Step":
-        """The step without what only the rank that draws needs."""
-        nothing: dict[str, Any] = {"masks": None, "processors": (), "admitted": (), "edited": None, "new_edits": ()}
-        return replace(self, logprobs=None, whole_logprobs=(), redrawn=not self.plain, **nothing)
+        """The step without what only the rank that draws needs. Where there were masks there are some of no row: the
+        same graph is replayed."""
+        nothing: dict[str, Any] = {"processors": (), "admitted": (), "edited": None, "new_edits": (), "logprobs": None}
+        masks = None if self.masks is None else RowMasks(self.masks.rows[:0], self.masks.words[:0])
+        return replace(self, masks=masks, whole_logprobs=(), redrawn=not self.plain, **nothing)
 
     @property
     def wants_all(self) -> bool:
@@ -344,8 +349,8 @@ class Step:
 
     @property
     def plain(self) -> bool:
-        """The draw alone serves all of them: no logits are changed or reported."""
-        return not self.changed and self.logprobs is None and not self.redrawn
+        """The draw alone serves all of them, with its masks: no logits are changed otherwise, or reported."""
+        return self.edited is None and not self.processors and self.logprobs is None and not self.redrawn
 
     @property
     def changed(self) -> bool:
