@@ -75,10 +75,11 @@ class SpawnedRanks(Ranks):
         )
         # At exit before multiprocessing joins its children: it would wait for ranks that nobody has stopped.
         self._finalizer = multiprocessing.util.Finalize(
-            self, _end, args=(self.watch, mailbox, processes, os.getpid()), exitpriority=100
+            self, _end, args=(self.watch, mailbox, processes, met, os.getpid()), exitpriority=100
         )
 
     def join(self, device: torch.device) -> Group:
+        self.watch.await_coming()
         group = connect(self._store, 0, self._size, device, timeout=START_PATIENCE, local=True)
         self._met.append(group)
         return group
@@ -166,8 +167,8 @@ def _leave(met: list[Group]) -> None:
         group.shut()
 
 
-def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], owner: int) -> None:
-    """Tell the ranks to end, and see that they do."""
+def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], met: list[Group], owner: int) -> None:
+    """Tell the ranks to end, see that they do, and leave the group."""
     if os.getpid() != owner:
         return
     watch.stop()
@@ -185,6 +186,7 @@ def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], o
         process.join(max(0.0, until - time.monotonic()))
         kill(process)
         process.join()
+    _leave(met)
 
 
 def ranks_of(config: EngineConfig) -> Ranks:

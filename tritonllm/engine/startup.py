@@ -279,6 +279,10 @@ def prepare(config: EngineConfig, origin: Origin, rank: int = 0) -> Prepared:
     spec, size = origin.spec, config.parallel.tensor_parallel_size
     device = resolve_device(config.model.device)
     if size > 1 and device.type == "cuda":
+        if torch.cuda.device_count() < size:
+            raise ValueError(
+                f"tensor_parallel_size={size} needs as many GPUs, and there are {torch.cuda.device_count()}: lower it"
+            )
         device = resolve_device(f"cuda:{rank}")
         torch.cuda.set_device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -55,7 +55,7 @@ def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Co
     Args:
         config: of the engine, as the user gave it.
         mailbox: brings pickled steps; an empty message ends the process.
-        reports: gets a :class:`Report` when the rank is ready, and another if it fails.
+        reports: gets a :class:`Report` when the rank meets the others, when it is ready, and if it fails.
     """
     tqdm.set_lock(threading.RLock())  # its own would be a semaphore, which is left over when the process is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent decides
@@ -63,15 +63,20 @@ def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Co
     reader, ready = place.rank - 1, False
     threading.Thread(target=_beat, args=(mailbox, reader), name="tritonllm-beat", daemon=True).start()
     try:
-        runner, device, group = load_rank(config, place.rank, place.join)
+
+        def join(device: torch.device) -> Group:
+            reports.send(Report())
+            return place.join(device)
+
+        runner, device, group = load_rank(config, place.rank, join)
         MONITOR.serving = ready = True
-        reports.send(Report())
+        reports.send(Report(ready=True))
         follow(runner, mailbox, reader, SPIN if device.type == "cuda" else 0.0)
         group.shut()
     except BaseException as error:
         logger.debug("rank %d failed", place.rank, exc_info=True)
         invalid = isinstance(error, ValueError) and not ready
-        reports.send(Report(_said(error, invalid), invalid, _lost_a_peer(error)))
+        reports.send(Report(_said(error, invalid), invalid=invalid, followed=_lost_a_peer(error)))
         os._exit(1)  # without waiting for collectives that nobody will join
 
 
