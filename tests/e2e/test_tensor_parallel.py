@@ -1,11 +1,13 @@
 """Two and four ranks, processes that meet by gloo, give the tokens of one, whatever requests ask for."""
 
 import pytest
-from support.engines import greedy, tiny_llm, token_ids
+import torch
+from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
-from tritonllm import SamplingParams
+from tritonllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from tritonllm.demo import model_path
 
 
 def prompts_of(lengths, seed=0):
@@ -71,3 +73,73 @@ def test_requests_of_all_kinds_together(alone, two, seed):
     before = two.engine.stats.preemptions
     assert_same(generate(two, prompts, WISHES), generate(alone, prompts, WISHES))
     assert two.engine.stats.preemptions > before
+
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+MECHANISMS = {  # family, ranks, and the engine's other arguments
+    "experts with a shared one": ("qwen2_moe", 2, {}),
+    "experts with biases, sinks and a window, key heads twice": ("gpt_oss", 4, {}),
+    "windows, capped logits, norms on both sides": ("gemma2", 2, {"speculative_config": NGRAMS}),
+    "one norm over all heads": ("olmo2", 2, {}),
+    "linear biases": ("bloom", 4, {}),
+    "planned ahead, drafts, key heads twice": (
+        "llama",
+        4,
+        {"speculative_config": NGRAMS, "async_scheduling": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_mechanisms(name):
+    family, size, options = MECHANISMS[name]
+    folder = tiny_checkpoint(family)
+    prompts = prompts_of([3, 26, 7, 18])
+    repeats = [prompt * 2 for prompt in prompts]  # what n-grams find again
+    expected = generate(tiny_llm(folder, **SIZES), prompts + repeats, WISHES[:4] * 2)
+    llm = tiny_llm(folder, **SIZES, **options, tensor_parallel_size=size)
+    assert_same(generate(llm, prompts + repeats, WISHES[:4] * 2), expected)
+    stats = llm.engine.stats
+    assert stats.num_free_blocks == stats.num_blocks
+    assert "speculative_config" not in options or stats.num_draft_tokens > 0
+
+
+def test_a_draft_model(alone):
+    """It is whole on every rank."""
+    draft = {"method": "draft_model", "model": str(tiny_checkpoint()), "num_speculative_tokens": 3, "adaptive": False}
+    prompts = prompts_of([3, 26, 7])
+    llm = tiny_llm(**SIZES, speculative_config=draft, tensor_parallel_size=2)
+    found = generate(llm, prompts, WISHES[:3])
+    assert_same(found, generate(alone, prompts, WISHES[:3]))
+    stats = llm.engine.stats
+    assert stats.num_accepted_tokens > stats.num_draft_tokens // 2 > 0  # the same model but for its last bits
+
+
+def test_grammars():
+    """Masks are made and used on the first rank."""
+    made = []
+    wish = StructuredOutputsParams(json={"type": "object", "properties": {"age": {"type": "integer"}}})
+    params = [
+        SamplingParams(temperature=1.0, seed=1, max_tokens=60, structured_outputs=wish),
+        SamplingParams(temperature=1.0, seed=2, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["cat", "dog"])),
+    ]
+    for size in (1, 2):
+        llm = LLM(str(model_path()), num_blocks=64, max_num_seqs=4, tensor_parallel_size=size)
+        made.append(generate(llm, ["A dog", "The cat", "It was a"], params))
+    assert_same(made[1], made[0])
+
+
+def test_beams(alone, two):
+    wish, prompts = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True), prompts_of([5, 12])
+    found, expected = (
+        [[beam.tokens for beam in output.sequences] for output in llm.beam_search(tokens, wish)]
+        for llm, tokens in ((two, prompts), (alone, prompts))
+    )
+    assert found == expected
+
+
+def test_pooling(alone, two):
+    prompts = [{"prompt_token_ids": tokens} for tokens in prompts_of([5, 12, 40])]
+    found, expected = ([o.outputs.embedding for o in llm.embed(prompts, use_tqdm=False)] for llm in (two, alone))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=1e-4)
