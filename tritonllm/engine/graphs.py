@@ -36,8 +36,11 @@ from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes, verified
 
-SMALL = (64, 256, 1024)  # prompt tokens of captured steps
-LARGE = (4096,)  # and, beside the largest step, of those that are worth it only where the host is what takes longer
+SMALL = (64, 256, 512, 1024)  # prompt tokens of captured steps
+LARGE = (
+    2048,
+    4096,
+)  # and, beside the largest step, of those that are worth it only where the host is what takes longer
 
 Outputs = TypeVar("Outputs")
 Work = Callable[[Batch], tuple[torch.Tensor, torch.Tensor | None]]  # -> hidden states, and new tokens if it draws them
