@@ -146,24 +146,38 @@ class GroupExecutor:
     def host(self) -> None:
         """There is none with several ranks."""
 
-    def launch(self, plan: StepPlan) -> RunningStep:
+    def launch(self, plan: StepPlan) -> RunningStep | None:
         """Raises:
         WorkerError: a rank has failed, now or before.
         """
+
+        def launch() -> RunningStep | None:
+            step = self._runner.build(plan)
+            self._ranks.send(pickle.dumps(step.for_followers(), protocol=pickle.HIGHEST_PROTOCOL))
+            return self._runner.begin(step)
+
+        return self._whole(launch)
+
+    def draw(self, plan: StepPlan) -> RunningStep:
+        """The other ranks wait for the tokens already. Raises as :meth:`launch`."""
+        drawn = self._whole(lambda: self._runner.draw(plan))
+        assert drawn is not None
+        return drawn
+
+    def _whole(self, work: Callable[[], RunningStep | None]) -> RunningStep | None:
         self._ranks.check()
         if self._broken is not None:
             raise WorkerError(f"the ranks have ended, since a step was broken off: {self._broken}; make a new engine")
         with _later_interrupts():
             try:
-                step = self._runner.build(plan)
-                self._ranks.send(pickle.dumps(step.for_followers(), protocol=pickle.HIGHEST_PROTOCOL))
-                running = self._runner.run(step)
+                running = work()
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 self._ranks.explain(error)
                 self._ranks.end()
                 raise
-        running.watch(self._ranks.check)
+        if running is not None:
+            running.watch(self._ranks.check)
         return running
 
 

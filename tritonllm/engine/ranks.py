@@ -22,8 +22,12 @@ class Executor(Protocol):
     @property
     def host(self) -> HostCopies | None: ...
 
-    def launch(self, plan: StepPlan) -> RunningStep:
-        """Start one step; its results can be waited for, and the next one may be started before."""
+    def launch(self, plan: StepPlan) -> RunningStep | None:
+        """Start one step; its results can be waited for, and the next one may be started before. ``None``: but for its
+        draw."""
+
+    def draw(self, plan: StepPlan) -> RunningStep:
+        """Draw the step that was launched last, when the results of those before it are taken in."""
 
 
 class Ranks:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -24,12 +25,13 @@ from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.processors import BatchProcessors
+from tritonllm.engine.restrictions import restrictions_of
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
-from tritonllm.engine.step import SeatTokens, Step
+from tritonllm.engine.step import FREE, Restrictions, SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
 from tritonllm.kernels.speculative.clock import note_time
@@ -41,6 +43,25 @@ from tritonllm.sampling_params import ALL
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
 PROMPT_LOGPROB_ROWS = 256
 WHOLE_LOGPROB_ROWS = 32  # where all of the vocabulary is reported: 28 bytes a token and row
+
+
+class ComputedStep(NamedTuple):
+    """A step that runs up to what its tokens are drawn from.
+
+    Attributes:
+        step: which.
+        batch: the same on the device.
+        hidden: of the rows that are sampled from, and of padding.
+        tokens: what a graph has drawn, if it has.
+        prompt_logprobs, pooled: see :class:`~tritonllm.engine.results.RunningStep`.
+    """
+
+    step: Step
+    batch: Batch
+    hidden: torch.Tensor
+    tokens: torch.Tensor | None
+    prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]]
+    pooled: Sequence[PooledRows]
 
 
 @contextmanager
@@ -93,6 +114,7 @@ class ModelRunner:
         self._copies: list[BlockCopies] = []
         self.host: HostCopies | None = None
         self._graphs: StepGraphs | None = None
+        self._computed: ComputedStep | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self._sampled = graph_sizes(seats)
@@ -291,8 +313,7 @@ class ModelRunner:
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             limits = GraphLimits(
-                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified),
-                vocab=self._model.spec.vocab_size,
+                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
             )
             rehearsal = partial(rehearsal_of, self._models)
             capture = GraphCapture(rehearsal, self._device, threads=self._group.size > 1)
@@ -306,9 +327,10 @@ class ModelRunner:
             self._graphs = StepGraphs(work, limits, self._device, self._may_share, self._regimes, capture)
         self._seats.times.zero_()
 
-    def launch(self, plan: StepPlan) -> RunningStep:
-        """Build a plan's step, and :meth:`run` it."""
-        return self.run(self.build(plan))
+    def launch(self, plan: StepPlan) -> RunningStep | None:
+        """Build a plan's step and start it; ``None`` if it is late: :meth:`draw` must follow before the next launch, as
+        soon as the results of all steps before are taken in."""
+        return self.begin(self.build(plan))
 
     def build(self, plan: StepPlan) -> Step:
         """A plan's step, once its new requests are known to processors of whole batches: they say whether they want to
@@ -320,11 +342,23 @@ class ModelRunner:
                 step = dataclasses.replace(step, redrawn=True)
         return step
 
-    @torch.inference_mode()
-    def run(self, step: Step) -> RunningStep:
+    def begin(self, step: Step) -> RunningStep | None:
+        """:meth:`run` it, but for the draw of a late one."""
+        computed = self._computed = self.compute(step)
+        return None if step.late else self.finish(computed)
+
+    def draw(self, plan: StepPlan) -> RunningStep:
+        """Draw the tokens of a late step, the last one that was launched."""
+        assert self._computed is not None  # it was launched
+        return self.finish(self._computed, restrictions_of(plan))
+
+    def run(self, step: Step, late: Restrictions = FREE) -> RunningStep:
         """Start one step; its results can be waited for, and the next one may be started before."""
-        logprobs = errors = None
-        whole: Iterable[tuple[int, LogprobTensors]] = ()
+        return self.finish(self.compute(step), late)
+
+    @torch.inference_mode()
+    def compute(self, step: Step) -> ComputedStep:
+        """Start one step up to what its tokens are drawn from; no other may be started before :meth:`finish`."""
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
         if step.transfers is not None:
             assert self.host is not None  # the scheduler knows of it
@@ -338,7 +372,6 @@ class ModelRunner:
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
             batch, tokens = captured.batch, captured.tokens
-            unmasked = step.masks is not None and not key.masked  # it has drawn without them
             hidden = captured.hidden
             if not step.segments.verify.sequences:
                 hidden = hidden[: padded(step.num_rows, self._sampled)]
@@ -349,7 +382,6 @@ class ModelRunner:
                 rows = padded(rows, self._sampled)
             bound = self._regimes.bound(step.segments, step.longest)
             batch, tokens = upload_step(step, rows, self._block_size, self._device, bound), None
-            unmasked = False
             everything = hidden = self._run_eagerly(step, batch)
             if step.wants_all:
                 prompt_logprobs = self._prompt_logprobs(step, everything)
@@ -357,19 +389,32 @@ class ModelRunner:
         pooled: Sequence[PooledRows] = ()
         if step.pooled and self._group.leads:
             pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None)
+        return ComputedStep(step, batch, hidden, tokens, prompt_logprobs, pooled)
+
+    @torch.inference_mode()
+    def finish(self, computed: ComputedStep, late: Restrictions = FREE) -> RunningStep:
+        """Start what is left of a step.
+
+        Args:
+            late: what the host lets come next, if the step is late.
+        """
+        self._computed = None
+        step, batch, hidden, tokens, prompt_logprobs, pooled = computed
+        logprobs = errors = None
+        whole: Iterable[tuple[int, LogprobTensors]] = ()
         rows, drafts = step.num_rows, None
         if step.segments.verify.sequences:
             drafts = self._seats.drafts[:rows]
         if rows and not step.draws:
             tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
-        elif rows and (tokens is None or unmasked or not step.plain):
+        elif rows and (tokens is None or step.late or not step.plain):
             logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
             if self._group.leads:
                 sampling = batch.sampling(rows)
                 drawn = (
-                    self._sampler.sample(logits, sampling, step)
+                    self._sampler.sample(logits, sampling, step, late)
                     if drafts is None
-                    else self._sampler.sample_drafts(logits, sampling, drafts, step)
+                    else self._sampler.sample_drafts(logits, sampling, drafts, step, late)
                 )
                 _, logprobs, whole, errors = drawn
             tokens = self._share_drawn(rows, drafts is not None)
@@ -434,14 +479,14 @@ class ModelRunner:
         if chunk.tokens:
             return self._advance(batch, batch.inputs.logit_rows), None
         hidden = self._advance(batch, None)
-        if not self._model.spec.logits:
+        if not (self._model.spec.logits and batch.draws):
             return hidden, None
         logits, rows = self._model.compute_logits(hidden), verify.sequences or len(hidden)
         if self._group.leads:
             if verify.sequences:
                 self._sampler.verify(logits, batch.sampling(rows), self._seats.drafts[:rows])
             else:
-                self._sampler.draw(logits, batch.sampling(rows), batch.masks)
+                self._sampler.draw(logits, batch.sampling(rows))
         return hidden, self._share_drawn(rows, verify.sequences > 0)
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
