@@ -168,3 +168,17 @@ def test_a_failure_in_the_background_is_told_and_harmless(one_kernel, monkeypatc
     with pytest.warns(UserWarning, match="one by one"), BackgroundCompiler(spec, config()) as compiler:
         compiler.begin(TARGET)
     assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_lists_the_kernels_of_ranks(family):
+    """A rank has none that adds in its product or in its sum of experts: what it computes is a part of a sum."""
+    spec = spec_from_config(tiny_config(family))
+    alone, ranks = (kernels_of(spec, config(tensor_parallel_size=size), TARGET) for size in (1, 2))
+    assert {"_prefill_kernel", NEEDED} < {kernel.name for kernel in ranks}
+    assert {repr(kernel) for kernel in ranks} != {repr(kernel) for kernel in alone}
+
+
+def test_too_many_ranks_are_refused():
+    with pytest.raises(ValueError, match="tensor_parallel_size=8 must divide the number of attention heads"):
+        kernels_of(spec_from_config(tiny_config("llama")), config(tensor_parallel_size=8), TARGET)

@@ -26,6 +26,7 @@ OPTIONS = (
     "block-size",
     "max-num-seqs",
     "max-num-batched-tokens",
+    "tensor-parallel-size",
     "no-prefix-caching",
     "speculative",
     "draft",

@@ -4,6 +4,7 @@ They hold no policy: no scheduler, no tokenizer, no requests. Rank 0 plans and d
 computes stays on the device. A worker ends when it is told to, when it fails, and when its parent has died.
 """
 
+import gc
 import logging
 import os
 import pickle
@@ -69,6 +70,8 @@ def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Co
             return place.join(device)
 
         runner, device, group = load_rank(config, join, place.rank)
+        gc.collect()
+        gc.freeze()  # a search for garbage in the middle of a step would hold all ranks up
         MONITOR.serving = ready = True
         reports.send(Report(ready=True))
         follow(runner, mailbox, reader, SPIN if device.type == "cuda" else 0.0)
