@@ -193,7 +193,7 @@ class ModelRunner:
         return WarmUp(
             self._advance,
             self.sample_hidden,
-            self._copies.warm_up if self._copies else lambda: None,
+            self._warm_up_copies,
             device=self._device,
             block_size=self._block_size,
             max_model_len=self._max_model_len,
@@ -206,6 +206,11 @@ class ModelRunner:
             drafts=self._drafts,
             verified=self._verified,
         )
+
+    def _warm_up_copies(self) -> None:
+        for copies in (self._copies, self.host):
+            if copies is not None:
+                copies.warm_up()
 
     def sample_hidden(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
