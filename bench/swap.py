@@ -82,7 +82,7 @@ def copies(name: str, counts: list[int], device: torch.device, repeats: int, rat
     layout, most = LAYOUTS[name], max(counts)
     shape = (layout.layers, 2, 2 * most, BLOCK_SIZE, layout.kv_heads, layout.head_size)
     pool = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-    host = HostCopies(pool, most)
+    host = HostCopies([pool], most)
     generator = torch.Generator().manual_seed(0)
     number, rows = 0, []
     for count in counts:

@@ -108,7 +108,6 @@ class VllmEngine:
     logits_processor_pattern: Any = None
     logprobs_mode: Any = "raw_logprobs"
     enable_prompt_embeds: Any = False
-    enable_sleep_mode: Any = False
     additional_config: Any = None
     # adapters
     enable_lora: Any = False

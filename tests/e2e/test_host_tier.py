@@ -5,7 +5,7 @@ import gc
 import weakref
 
 import pytest
-from support.engines import always_load, greedy, tiny_llm, token_ids
+from support.engines import always_load, greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -98,6 +98,25 @@ def test_siblings_and_beams(caching):
     assert stats.preemptions and stats.loaded_blocks and stats.num_free_blocks == stats.num_blocks
 
 
+def test_a_draft_models_blocks_come_back_too(alone):
+    """It would draft as well without them, but wrong. Here it is the model itself, and right as long as it has them."""
+    drafting = {"model": str(tiny_checkpoint()), "num_speculative_tokens": 3, "adaptive": False}
+    settings = {"max_model_len": 64, "max_num_seqs": 1, "speculative_config": drafting}
+    llm = always_load(tiny_llm(num_blocks=18, kv_offloading_size=ROOM, **settings))
+    assert run(llm) == run(llm) == alone
+    stats = llm.engine.stats
+    assert stats.loaded_blocks and stats.num_accepted_tokens == stats.num_draft_tokens
+
+
+def test_sleep_forgets_what_the_host_has(alone):
+    llm = tiny_llm(num_blocks=16, max_model_len=48, kv_offloading_size=ROOM, enable_sleep_mode=True)
+    assert run(llm) == alone
+    llm.sleep()
+    assert llm.engine.stats.num_used_host_blocks == 0
+    llm.wake_up()
+    assert run(llm) == alone
+
+
 def test_a_step_that_breaks_off_leaves_no_trace(alone, monkeypatch):
     llm = tiny_llm(num_blocks=16, max_model_len=48, kv_offloading_size=ROOM)
     assert run(llm) == alone
@@ -119,7 +138,7 @@ def test_without_it_nothing_is_kept():
 def test_the_memory_is_given_back_with_the_engine():
     llm = tiny_llm(kv_offloading_size=ROOM)
     run(llm)
-    memory = weakref.ref(llm.engine._runner.host._host)
+    memory = weakref.ref(llm.engine._runner.host._parts[0].host)
     del llm
     gc.collect()
     assert memory() is None

@@ -51,6 +51,7 @@ class EngineArgs(VllmEngine):
     speculative_config: str | dict[str, Any] | SpeculativeConfig | None = None
     kernel_cache: str | None = None
     step_timeout: float | None = None
+    enable_sleep_mode: bool = False
     logits_processors: list[Any] | None = None
 
     def create_engine_config(self) -> EngineConfig:

@@ -31,7 +31,8 @@ from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.speculation import DraftCounts
+from tritonllm.engine.sleep import EngineMemory, SleepMethods
+from tritonllm.engine.speculation import DraftCounts, count_positions
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
 from tritonllm.inputs import Prompt
@@ -44,7 +45,7 @@ EngineOutput = RequestOutput | PoolingRequestOutput
 COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar when nothing else is to do
 
 
-class LLMEngine:
+class LLMEngine(SleepMethods):
     """Schedules, launches and reports; single-threaded, one step per call.
 
     Args:
@@ -53,6 +54,7 @@ class LLMEngine:
         scheduler: over the runner's cache.
         inputs: checks and tokenizes requests.
         pooling: what the model can pool; by default nothing.
+        memory: of weights and cache; by default an engine that cannot sleep.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class LLMEngine:
         scheduler: Scheduler,
         inputs: InputProcessor,
         pooling: PoolingAbility | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self.config = config
         self.inputs = inputs
         self.pooling = pooling or PoolingAbility()
         self._runner = runner
+        self._memory = memory or EngineMemory(None, config.model)
         self._scheduler = scheduler
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
@@ -122,8 +126,10 @@ class LLMEngine:
 
         Raises:
             ValueError: bad input; nothing was queued and nothing else is affected.
+            AsleepError: the engine sleeps.
         """
         self._recover()
+        self._memory.check_usable()
         if lora_request is not None:
             refuse("lora_request", lora_request)
         if not isinstance(request_id, str):
@@ -198,18 +204,6 @@ class LLMEngine:
         """Whether :meth:`step` has something to run, or to report."""
         self._recover()
         return bool(self._states or self._lost)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts (the weights changed, say). ``False``: nothing was forgotten, as a request runs."""
-        self._recover()
-        cache, stats = self._scheduler.prefix_cache, self._scheduler.stats
-        if stats.num_free_blocks != stats.num_blocks:
-            return False
-        self._whole = False
-        if cache is not None:
-            cache.reset()
-        self._whole = True
-        return True
 
     def step(self) -> list[EngineOutput]:
         """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.
@@ -359,6 +353,7 @@ class LLMEngine:
         return touched
 
     def _count_drafts(self, plan: StepPlan, result: StepResult) -> None:
+        self._drafts.draft_seconds = 1e-9 * result.draft_nanoseconds
         for item, drafted, tokens in zip(plan.scheduled, result.drafted, result.sampled, strict=True):
             state, _ = self._sequences.get(item.request.request_id, (None, None))
             if drafted:
@@ -366,6 +361,7 @@ class LLMEngine:
             if drafted and state is not None:
                 state.metrics.num_draft_tokens += drafted
                 state.metrics.num_accepted_tokens += len(tokens) - 1
+                count_positions(state.metrics.num_accepted_tokens_per_pos, drafted, len(tokens) - 1)
 
     @staticmethod
     def _control(request: Request, new: Sequence[int]) -> str | None:
@@ -402,5 +398,7 @@ class LLMEngine:
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             **scheduler.tier._asdict(),
-            **asdict(self._drafts),
+            takes_requests=self.takes_requests,
+            is_sleeping=self.is_sleeping,
+            **asdict(self._drafts) | {"num_accepted_tokens_per_pos": tuple(self._drafts.num_accepted_tokens_per_pos)},
         )

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,29 +36,26 @@ class HostCopies:
     """The second tier's memory, and the stream that fills and reads it.
 
     Args:
-        pool: ``[L, 2, P, S, K, D]``, keys and values of L layers.
+        pools: ``[L, 2, P, S, K, D]``, keys and values of L layers, of each model that has blocks of these numbers.
         num_slots: blocks that the host's memory holds.
 
     Raises:
         ValueError: the driver does not lock so much memory.
     """
 
-    def __init__(self, pool: torch.Tensor, num_slots: int) -> None:
-        self._rows = pool.flatten(3).flatten(0, 1)  # [R, P, E]
-        rows, _, elements = self._rows.shape
-        device, dtype = pool.device, pool.dtype
-        block_bytes = rows * elements * dtype.itemsize
-        count = staging_bytes(block_bytes, num_slots) // block_bytes
-        self._staging = torch.empty(count, rows, elements, dtype=dtype, device=device)
-        place = "cpu" if device.type == "cuda" else device
-        self._host = torch.empty(num_slots, rows, elements, dtype=dtype, device=place)
+    def __init__(self, pools: Sequence[torch.Tensor], num_slots: int) -> None:
+        device = pools[0].device
+        self._parts = [_Part.of(pool, num_slots, sum(p[:, :, 0].nbytes for p in pools)) for pool in pools]
+        self._staged, self._slots = len(self._parts[0].staging), num_slots
         self._stream: torch.cuda.Stream | None = None
         self._events: deque[tuple[int, torch.cuda.Event]] = deque()  # of the batches that may still run
         self._done = 0
+        self._device = device
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            release = _lock(self._host, self._stream)
-            weakref.finalize(self, release, self._host).atexit = False  # the process takes its memory with it
+            for part in self._parts:
+                release = _lock(part.host, self._stream)
+                weakref.finalize(self, release, part.host).atexit = False  # the process takes its memory with it
 
     @property
     def done(self) -> int:
@@ -87,14 +85,15 @@ class HostCopies:
 
     def warm_up(self) -> None:
         """Launches that copy nothing."""
-        (nowhere,) = upload([np.full(1, -1, dtype=np.int64)], self._rows.device)
-        pack_blocks(self._rows, nowhere, self._staging[:1])
-        unpack_blocks(self._staging[:1], nowhere, self._rows)
+        (nowhere,) = upload([np.full(1, -1, dtype=np.int64)], self._device)
+        for rows, staging, _ in self._parts:
+            pack_blocks(rows, nowhere, staging[:1])
+            unpack_blocks(staging[:1], nowhere, rows)
 
     @torch.inference_mode()
     def measure(self) -> float:
         """Bytes per second of loads, by a load of a few blocks into block 0; before the first step."""
-        count = min(len(self._host), 4 * len(self._staging))
+        count = min(self._slots, 4 * self._staged)
         loads = tuple((slot, 0) for slot in range(count))
         best = float("inf")
         for _ in range(3):
@@ -102,8 +101,9 @@ class HostCopies:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 self._copy(Transfers(0, (), loads))
             best = min(best, self._clock() - begin)
-        self._rows[:, 0].zero_()
-        return count * self._host[0].nbytes / max(best, 1e-9)
+        for part in self._parts:
+            part.rows[:, 0].zero_()
+        return count * sum(part.host[0].nbytes for part in self._parts) / max(best, 1e-9)
 
     def _clock(self) -> float:
         if self._stream is not None:
@@ -111,22 +111,46 @@ class HostCopies:
         return time.monotonic()
 
     def _copy(self, transfers: Transfers) -> None:
-        for part, blocks in self._parts(transfers.stores):
-            pack_blocks(self._rows, blocks, self._staging[: len(part)])
-            for at, slot, count in runs([slot for _, slot in part]):
-                self._host[slot : slot + count].copy_(self._staging[at : at + count], non_blocking=True)
-        for part, blocks in self._parts([(block, slot) for slot, block in sorted(transfers.loads)]):
-            for at, slot, count in runs([slot for _, slot in part]):
-                self._staging[at : at + count].copy_(self._host[slot : slot + count], non_blocking=True)
-            unpack_blocks(self._staging[: len(part)], blocks, self._rows)
+        for slots, blocks in self._pieces(transfers.stores):
+            for rows, staging, host in self._parts:
+                pack_blocks(rows, blocks, staging[: len(slots)])
+                for at, slot, count in runs(slots):
+                    host[slot : slot + count].copy_(staging[at : at + count], non_blocking=True)
+        for slots, blocks in self._pieces([(block, slot) for slot, block in sorted(transfers.loads)]):
+            for rows, staging, host in self._parts:
+                for at, slot, count in runs(slots):
+                    staging[at : at + count].copy_(host[slot : slot + count], non_blocking=True)
+                unpack_blocks(staging[: len(slots)], blocks, rows)
 
-    def _parts(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[Sequence[tuple[int, int]], torch.Tensor]]:
-        """As many (block, slot) at a time as the staging memory holds, and their blocks on the device."""
-        size = len(self._staging)
-        for start in range(0, len(pairs), size):
-            part = pairs[start : start + size]
-            (blocks,) = upload([np.array([block for block, _ in part], dtype=np.int64)], self._rows.device)
-            yield part, blocks
+    def _pieces(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """The slots of as many (block, slot) at a time as the staging memory holds, and their blocks on the device."""
+        for start in range(0, len(pairs), self._staged):
+            some = pairs[start : start + self._staged]
+            (blocks,) = upload([np.array([block for block, _ in some], dtype=np.int64)], self._device)
+            yield [slot for _, slot in some], blocks
+
+
+class _Part(NamedTuple):
+    """Of one model.
+
+    Attributes:
+        rows: ``[R, P, E]``, the cache.
+        staging: ``[N, R, E]`` on the device: blocks that are gathered at a time.
+        host: ``[slots, R, E]``.
+    """
+
+    rows: torch.Tensor
+    staging: torch.Tensor
+    host: torch.Tensor
+
+    @classmethod
+    def of(cls, pool: torch.Tensor, num_slots: int, block_bytes: int) -> "_Part":
+        rows = pool.flatten(3).flatten(0, 1)
+        shape = rows.shape[0], rows.shape[2]
+        count = staging_bytes(block_bytes, num_slots) // block_bytes
+        place = "cpu" if pool.is_cuda else pool.device
+        host = torch.empty(num_slots, *shape, dtype=pool.dtype, device=place)
+        return cls(rows, torch.empty(count, *shape, dtype=pool.dtype, device=pool.device), host)
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -339,8 +339,8 @@ class Step:
 
     @property
     def plain(self) -> bool:
-        """The draw alone serves all of them: no logits are changed or reported."""
-        return not self.changed and self.logprobs is None
+        """The draw alone serves all of them, with its masks: no logits are changed otherwise, or reported."""
+        return self.edited is None and not self.processors and self.logprobs is None
 
     @property
     def changed(self) -> bool:

@@ -70,6 +70,7 @@ class EngineStatsCollector(Collector):
             ("vllm:spec_decode_num_drafts", "Sequences of steps that had drafts.", stats.num_drafts),
             ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", stats.num_draft_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", stats.num_accepted_tokens),
+            ("tritonllm:spec_decode_draft_seconds", "Time on the device of making drafts.", stats.draft_seconds),
             ("tritonllm:host_cache_stored_bytes", "Copied to the cache in the host's memory.", stats.stored_bytes),
             ("tritonllm:host_cache_loaded_bytes", "Copied back from there.", stats.loaded_bytes),
             ("tritonllm:steps", "Steps that were launched.", stats.steps),
@@ -83,6 +84,11 @@ class EngineStatsCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        counter = CounterMetricFamily(name, "Accepted drafts by their place.", labels=(*LABELS, "position"))
+        for place, value in enumerate(stats.num_accepted_tokens_per_pos):
+            counter.add_metric((*self._labels, str(place)), value)
+        yield counter
 
 
 @dataclass(slots=True)
