@@ -3,7 +3,8 @@
 ``copies``: bytes per second of a store and of a load of so many blocks, scattered over the cache, beside what one plain
 copy of page-locked memory takes (``link``). In the host's memory the blocks lie side by side, as a tier hands out slots
 while it has some left, or scattered (``shuffled``), as late in its life. A row is written only if what came back is
-what was stored. ``issue_ms`` is what the host does for it.
+what was stored. ``issue_ms`` is what the host does for it. ``direct`` is a kernel that reads and writes the host's memory
+itself.
 
 ``returns``: the time to the first token of a prompt whose blocks the cache has given up, when they are loaded and when
 they are computed; and what its return does to 8 requests that decode meanwhile: their steps' longest and median time.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from autotune.table import commit
 from bench.engine_worker import machine
@@ -29,6 +31,7 @@ from bench.engine_workloads import MODELS, write_model
 from tritonllm import LLM, SamplingParams
 from tritonllm.engine.host_copies import HostCopies
 from tritonllm.engine.host_tier import Transfers
+from tritonllm.kernels.attention.packed_blocks import _pack_blocks_kernel, default_pack_config
 
 BLOCK_SIZE = 16
 DECODING = 8  # requests beside which a prompt comes back
@@ -103,9 +106,38 @@ def copies(name: str, counts: list[int], device: torch.device, repeats: int, rat
             for (stored, _), (_, loaded) in zip(stores, loads, strict=False):
                 if not torch.equal(pool[:, :, stored], pool[:, :, loaded]):
                     raise RuntimeError(f"block {stored} came back in another form: no result")
+            if device.type == "cuda" and not shuffled:
+                row |= direct(host, blocks[:count], pool, repeats)
             rows.append(row)
             print(json.dumps(row), flush=True)
     return rows
+
+
+def direct(host: HostCopies, blocks: list[int], pool: torch.Tensor, repeats: int) -> dict[str, float]:
+    """GB/s of the other way: a kernel that itself reads and writes the host's memory, with no copy engine.
+
+    Raises:
+        RuntimeError: what came back is not what was stored.
+    """
+    (part,) = host._parts
+    ids = torch.tensor(blocks, dtype=torch.int64, device=pool.device)
+    _, rows, elements = part.host.shape
+    config = default_pack_config(elements)
+    grid, found = (len(blocks) * rows * triton.cdiv(elements, config["BLOCK"]),), {}
+    before = pool[:, :, ids[0]].clone()
+    for kind in ("store", "load"):
+
+        def launch(into_pool: bool = kind == "load") -> None:
+            given = (part.rows, ids, part.host, rows, part.rows.stride(0))
+            _pack_blocks_kernel[grid](*given, ELEMENTS=elements, INTO_POOL=into_pool, **config)
+
+        seconds, _ = seconds_of(launch, pool.device, repeats)
+        found[f"direct_{kind}_gb_per_s"] = len(blocks) * part.host[0].nbytes / seconds / 1e9
+        if kind == "store":
+            pool[:, :, ids[0]] = 0
+    if not torch.equal(pool[:, :, ids[0]], before):
+        raise RuntimeError("a block came back in another form: no result")
+    return found
 
 
 def returns(folder: Path, name: str, prompt: int, repeats: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import json
 import pytest
 from support.engines import tiny_checkpoint
 
-from bench import swap
+from bench import swap, tables
 from tritonllm.engine.host_copies import HostCopies
 
 
@@ -24,6 +24,8 @@ def test_writes_results(tmp_path):
     assert row["load_blocks"] == row["load_beside_8_blocks"] == 2 * 3  # the last token is computed, and so its block
     assert row["compute_blocks"] == row["compute_beside_8_blocks"] == 0
     assert {"machine", "commit", "date", "link"} <= set(report)
+    text = tables.table(report, ())
+    assert "tiny, 8, shuffled" in text and "tiny, 64 tokens" in text and text.count("\n|") == 2 + 4 + 2 + 1
 
 
 def test_a_copy_that_loses_something_has_no_result(monkeypatch):
