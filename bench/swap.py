@@ -3,8 +3,8 @@
 ``copies``: bytes per second of a store and of a load of so many blocks, scattered over the cache, beside what one plain
 copy of page-locked memory takes (``link``). In the host's memory the blocks lie side by side, as a tier hands out slots
 while it has some left, or scattered (``shuffled``), as late in its life. A row is written only if what came back is
-what was stored. ``issue_ms`` is what the host does for it. ``direct`` is a kernel that reads and writes the host's memory
-itself.
+what was stored. ``issue_ms`` is what the host does for it. ``direct`` is a kernel that itself reads and writes the
+host's memory.
 
 ``returns``: the time to the first token of a prompt whose blocks the cache has given up, when they are loaded and when
 they are computed; and what its return does to 8 requests that decode meanwhile: their steps' longest and median time.
