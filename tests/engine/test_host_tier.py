@@ -1,5 +1,7 @@
 """The second tier's bookkeeping, in small cases. Random ones: test_host_tier_stateful.py."""
 
+from types import SimpleNamespace
+
 import pytest
 from support.scheduling import add, make, make_scheduler, step
 
@@ -80,6 +82,37 @@ def test_alone_it_waits_on_the_device():
     plan = scheduler.schedule()
     assert [item.request for item in plan.scheduled] == [again]
     assert plan.transfers.wait == plan.transfers.number > 0 and not scheduler.tier.loading
+
+
+def test_who_waits_for_a_token_in_flight_is_not_kept_waiting_by_loads():
+    """A plan of nothing, and the next one is of the request whose token has come; the other one's loads go with it."""
+    scheduler = tiered(num_blocks=12)
+    for name, length in (("a", 17), ("b", 45)):
+        add(scheduler, name, length, length + 1)
+        drain(scheduler)
+    runs = add(scheduler, "runs", 3, 12)
+    runs.controls = (SimpleNamespace(waits=lambda pending: True),)
+    first = scheduler.schedule()
+    again = add(scheduler, "again", make("a", 17).prompt_token_ids, 30)
+    nothing = scheduler.schedule()
+    assert nothing.scheduled == () and nothing.transfers is None and again in scheduler.tier.loading
+    scheduler.update(first, [[7]])
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [runs]
+    assert len(plan.transfers.loads) == 4 and plan.transfers.wait < plan.transfers.number
+
+
+def test_a_block_that_is_given_anew_before_its_load_was_issued_is_loaded_once():
+    scheduler = tiered(caching=False)
+    tier, (first, second) = scheduler.tier, (make(name, 9) for name in "ab")
+    one, two = stored(tier, [1]) + stored(tier, [2])
+    tier.begin()
+    tier.bring(first, [], tier.find([two]), [5])
+    assert tier.finish(runs=False) is None
+    tier.loading.pop(first)  # it lost the block
+    tier.begin()
+    tier.bring(second, [], slots := tier.find([one]), [5])
+    assert tier.finish(runs=True).loads == ((slots[0], 5),)
 
 
 def test_two_with_one_prefix_load_it_once():

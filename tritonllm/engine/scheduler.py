@@ -220,7 +220,7 @@ class Scheduler:
         preempted = self._preempt_gangs()
         scheduled = self._serve_running(preempted)
         forks = {} if preempted else self._admit(scheduled)
-        if not scheduled and tier is not None and tier.hurry():
+        if not scheduled and tier is not None and tier.hurry(self._running):
             scheduled = self._serve_running(preempted)
             forks = {} if preempted else self._admit(scheduled)
         if not scheduled and self._running and all(request.held for request in self._running):
