@@ -33,6 +33,8 @@ Why every request ends:
   that, and only once: when it is preempted itself, nothing behind it runs any more. Hence without new arrivals the
   front request ends.
 - If nothing runs, all blocks are free and the first waiting request fits.
+- A running request whose blocks are on their way from the host's memory (:mod:`tritonllm.engine.host_tier`) is left out
+  of plans like one that waits for its last token. If nobody else runs, the device waits for them instead.
 
 A step that preempted admits nobody, so that a newcomer (:mod:`tritonllm.engine.admission`) is not preempted at once.
 """
@@ -151,17 +153,10 @@ class Scheduler:
             ValueError: an id in use, a request that has run before, an empty prompt, limits that contradict each
                 other, or a prompt that does not fit the pool.
         """
-        length = len(request.prompt_token_ids)
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
         request.check(self.max_model_len)
-        pools = request.pooling is not None  # then its new token takes no room
-        needed = self._blocks_for(length + (not pools))
-        if needed > self.pool.num_blocks:
-            raise ValueError(
-                f"a prompt of {length} tokens and one new token need {needed} blocks of {self.block_size} tokens, but "
-                f"num_blocks is {self.pool.num_blocks}: shorten the prompt, or raise num_blocks"
-            )
+        self._admission.check(request)
 
     def add(self, request: Request) -> None:
         """Queue a request; see :meth:`check` for what is refused."""
@@ -227,7 +222,7 @@ class Scheduler:
         preempted = self._preempt_gangs()
         scheduled = self._serve_running(preempted)
         forks = {} if preempted else self._admit(scheduled)
-        if not scheduled and tier is not None and tier.hurry():
+        if not scheduled and tier is not None and tier.hurry(self._running):
             scheduled = self._serve_running(preempted)
             forks = {} if preempted else self._admit(scheduled)
         if not scheduled and self._running and all(request.held for request in self._running):
