@@ -174,6 +174,7 @@ def results(files: Sequence[File]) -> str:
     parts += section("One decode step, kernel by kernel", timelines(files))
     for title, kind, table in (
         ("Grammars and beams", "decoding", tables.decoding),
+        ("xgrammar and llguidance", "grammars", tables.grammars),
         ("The host", "host", tables.host),
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),

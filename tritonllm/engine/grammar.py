@@ -10,7 +10,7 @@ models", 2024; the package ``xgrammar``).
 import json
 import os
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
 from tritonllm.engine.json_schema import unsupported
 from tritonllm.sampling_params import StructuredOutputsParams
 
@@ -133,6 +134,9 @@ class GrammarControl:
 
     def __init__(self, compiled: "Future[Any]", vocab: int) -> None:
         self._compiled, self._words = compiled, -(-vocab // 32)
+        self._ahead: deque[int] = deque()  # tokens that must come next, which the matcher has taken already
+        self._mask: np.ndarray | None = None  # of what follows those
+        self._filled = False
 
     @cached_property
     def _matcher(self) -> Any:
@@ -143,7 +147,9 @@ class GrammarControl:
 
     def take(self, tokens: Sequence[int]) -> str | None:
         for token in tokens:
-            if not self._matcher.accept_token(token):
+            if self._ahead and token == self._ahead[0]:
+                self._ahead.popleft()
+            elif self._ahead or not self._accept(token):
                 return (
                     f"structured_outputs: no token was left that the grammar allows (token {token} was drawn): "
                     "bad_words, allowed_token_ids, logit_bias, min_tokens or a logits processor banned them"
@@ -151,5 +157,26 @@ class GrammarControl:
         return None
 
     def mask(self) -> np.ndarray | None:
-        words = np.empty((1, self._words), dtype=np.int32)
-        return words[0] if self._matcher.fill_next_token_bitmask(words) else None
+        return mask_of(self._ahead[0], self._words) if self._ahead else self._next_mask()
+
+    def forced(self) -> Sequence[int]:
+        """At most :data:`MOST_FORCED`, the one that ends the output perhaps among them."""
+        while len(self._ahead) < MOST_FORCED and not self._matcher.is_terminated():
+            mask = self._next_mask()
+            token = None if mask is None else only_token(mask)
+            if token is None or not self._accept(token):
+                break
+            self._ahead.append(token)
+        return tuple(self._ahead)
+
+    def _accept(self, token: int) -> bool:
+        self._filled = False
+        return bool(self._matcher.accept_token(token))
+
+    def _next_mask(self) -> np.ndarray | None:
+        """Filled once for a token, and perhaps before it is asked for."""
+        if not self._filled:
+            words = np.empty((1, self._words), dtype=np.int32)
+            self._mask = words[0] if self._matcher.fill_next_token_bitmask(words) else None
+            self._filled = True
+        return self._mask

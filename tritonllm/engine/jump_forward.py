@@ -1,0 +1,59 @@
+"""Tokens that a grammar forces follow without being drawn, and the next step computes them together. No torch.
+
+Where a mask allows one token only, the draw can give no other. Such tokens are appended when the one before them comes,
+and the request's next step is a chunk of several tokens that is sampled from at its end, as a prompt's is. So the text
+is, token by token, what it would be without: nothing is tokenized anew, as it is where forced characters are appended
+(Zheng et al., "SGLang", 2023, whose jump-forward this resembles).
+
+They could also be drafts, which a step verifies with certain success. But a step that verifies has as many tokens of
+each of its sequences, so one request's forced tokens would cost all the others padding; and only an engine that was
+started with drafts has such steps.
+
+A step with a chunk takes longer than one of decodes alone: it has room for 64 tokens at least, attention to chunks is a
+launch of its own, and the draw stands outside of the graph. So requests jump only where the step gains half as many
+tokens as requests run. Otherwise forced tokens are drawn one by one, as any others.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from tritonllm.engine.plan import NewTokens
+from tritonllm.engine.request import Request
+
+WORTH = 2  # the requests that run for each forced token, at most
+
+
+class Appends(Protocol):
+    """What a scheduler does."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run."""
+
+    def append(self, request: Request, tokens: Sequence[int]) -> NewTokens:
+        """Let tokens follow; returns those that did."""
+
+
+def forced_tokens(request: Request) -> Sequence[int]:
+    """What must follow the output of a request that waits for its next step.
+
+    Nothing, if something else depends on each of its tokens being drawn: log-probabilities, or counts on the device.
+    """
+    params = request.params
+    if request.status.is_finished or request.held or request.num_pending_tokens or len(request.controls) != 1:
+        return ()
+    if params.logprobs is not None or params.min_tokens or request.edits_logits or request.pooling is not None:
+        return ()
+    return request.controls[0].forced()[: request.length_limit - request.num_tokens]
+
+
+def jump(requests: Iterable[Request], scheduler: Appends) -> list[NewTokens]:
+    """Append what these requests' grammars force, if it pays.
+
+    Args:
+        requests: those that got tokens, and whose controls know them.
+    """
+    forced = [(request, tokens) for request in requests if (tokens := forced_tokens(request))]
+    if WORTH * sum(len(tokens) for _, tokens in forced) < scheduler.num_running:
+        return []
+    return [scheduler.append(request, tokens) for request, tokens in forced]
