@@ -232,7 +232,7 @@ async def _measure(args: argparse.Namespace, asks: Sequence[Ask]) -> tuple[str, 
         model = args.model or await _first_model(session)
         body = {"model": model, "temperature": args.temperature, "ignore_eos": True, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}  # an event for every token
-        first = await _send(session, {**body, "prompt": prompts[0], "max_tokens": 2}, Ask(0, len(prompts[0]), 2))
+        first = await send(session, {**body, "prompt": prompts[0], "max_tokens": 2}, Ask(0, len(prompts[0]), 2))
         if first.error is not None:  # and whatever happens only once has happened
             raise RuntimeError(f"the server does not answer: {first.error}")
         begin = time.perf_counter()
@@ -240,7 +240,7 @@ async def _measure(args: argparse.Namespace, asks: Sequence[Ask]) -> tuple[str, 
         async def one(ask: Ask, prompt: list[int]) -> Told:
             await asyncio.sleep(begin + ask.at - time.perf_counter())
             async with room:
-                return await _send(session, {**body, "prompt": prompt, "max_tokens": ask.output_len}, ask)
+                return await send(session, {**body, "prompt": prompt, "max_tokens": ask.output_len}, ask)
 
         told = await asyncio.gather(*(one(*pair) for pair in zip(asks, prompts, strict=True)))
     ends = [one.arrivals[-1] for one in told if one.arrivals]
@@ -258,7 +258,8 @@ async def _first_model(session: Any) -> str:
         raise RuntimeError(f"--base-url: the server does not tell its models: {error}") from error
 
 
-async def _send(session: Any, body: dict[str, Any], ask: Ask) -> Told:
+async def send(session: Any, body: dict[str, Any], ask: Ask) -> Told:
+    """Stream one completion, and note when each of its events came."""
     import aiohttp
 
     told = Told(ask, sent=time.perf_counter())

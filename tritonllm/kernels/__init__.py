@@ -14,6 +14,8 @@ _HOME = {
     "apply_activation": "elementwise.activation",
     "store_kv": "attention.kv_cache",
     "copy_blocks": "attention.kv_cache",
+    "pack_blocks": "attention.packed_blocks",
+    "unpack_blocks": "attention.packed_blocks",
     "paged_decode_attention": "attention.decode",
     "paged_verify_attention": "attention.verify",
     "fused_decode_attention": "attention.fused",
