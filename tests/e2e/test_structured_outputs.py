@@ -29,6 +29,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+ON_GPU = pytest.mark.also_gpu
 AHEAD = pytest.mark.parametrize("ahead", [False, True])
 
 
@@ -186,11 +187,12 @@ def test_jumping_forward_changes_no_token(llm, schemas, temperature, max_tokens,
         assert ends == [(c.text, c.finish_reason, c.stop_reason) for c in other.outputs]
 
 
+@ON_GPU
 @AHEAD
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 8}, {"num_blocks": 50, "block_size": 2}])
 def test_jumping_forward_saves_steps(ahead, limits):
     """Also in chunks, over many blocks, and preempted."""
-    llm = demo(async_scheduling=ahead, max_model_len=100, **limits)
+    llm = demo(async_scheduling=ahead, max_model_len=100, dtype="float32", **limits)
     params = [structured(max_tokens=90, json=ALL_KEYS, disable_any_whitespace=True)] * 2
     jumped, forced, steps = together(llm, params, True)
     stepwise, _, more_steps = together(llm, params, False)
@@ -200,6 +202,25 @@ def test_jumping_forward_saves_steps(ahead, limits):
         assert steps <= more_steps - forced // 2
     lengths = [len(output.outputs[0].token_ids) for output in jumped + stepwise]
     assert llm.engine.stats.generated_tokens == sum(lengths)
+
+
+@pytest.mark.gpu
+@AHEAD
+def test_captured_steps_draw_with_masks(ahead):
+    """As steps without graphs do, beside requests of other kinds, and nothing is compiled after the start."""
+    kinds = [
+        structured(json=PERSON, disable_any_whitespace=True),
+        SamplingParams(temperature=1.0, seed=8, max_tokens=40),
+        structured(1.0, seed=5, n=2, json=PERSON, disable_any_whitespace=True),
+        structured(1.0, seed=6, regex="[a-z ]{30}[0-9]+"),
+    ]
+    kinds[2].top_k = 20
+    outputs = {}
+    for eager in (True, False):
+        llm = demo(async_scheduling=ahead, dtype="float32", enforce_eager=eager)
+        outputs[eager] = [token_ids(generate(llm, PROMPTS, kinds)), token_ids(generate(llm, PROMPTS[:1], kinds[:1]))]
+        assert llm.engine.stats.compilations_after_ready == 0
+    assert outputs[True] == outputs[False]
 
 
 def test_what_must_see_each_token_drawn_does_not_jump(llm):
