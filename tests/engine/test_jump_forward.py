@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine.control import mask_of, only_token
-from tritonllm.engine.jump_forward import forced_tokens, jump
+from tritonllm.engine.graphs import SMALL, chunk_capacity
+from tritonllm.engine.jump_forward import MOST_JUMPS, forced_tokens, jump
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.sampling_params import SamplingParams
 
@@ -47,6 +48,14 @@ def test_a_jump_has_to_save_half_a_step():
     assert jump(requests, Appends(7)) == [] and not any(r.output_token_ids for r in requests)
     assert jump(requests, Appends(6)) == [(requests[0], [7, 8]), (requests[2], [9])]
     assert jump([request()], Appends(0)) == []
+
+
+def test_those_jump_who_gain_most():
+    requests = [request(*range(1 + i % 3)) for i in range(40)]
+    jumps = jump(requests, Appends(64))
+    assert len(jumps) == MOST_JUMPS and {len(tokens) for _, tokens in jumps} == {3, 2}
+    assert sum(bool(r.output_token_ids) for r in requests) == MOST_JUMPS
+    assert chunk_capacity(SMALL[0]) > MOST_JUMPS  # else such a step finds no small graph
 
 
 def test_a_jump_ends_at_the_length_limit():

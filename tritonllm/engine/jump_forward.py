@@ -10,8 +10,9 @@ each of its sequences, so one request's forced tokens would cost all the others 
 started with drafts has such steps.
 
 A step with a chunk takes longer than one of decodes alone: it has room for 64 tokens at least, attention to chunks is a
-launch of its own, and the draw stands outside of the graph. So requests jump only where the step gains half as many
-tokens as requests run. Otherwise forced tokens are drawn one by one, as any others.
+launch of its own, and the draw stands outside of the graph. A step with more chunks than a small graph has room for
+takes far longer: its graph has thousands of tokens, or it has none. So those jump that gain most, no more than have
+room, and only where the step gains half as many tokens as requests run. Other forced tokens are drawn one by one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from typing import Protocol
 from tritonllm.engine.plan import NewTokens
 from tritonllm.engine.request import Request
 
+MOST_JUMPS = 15  # in a step: captured steps of few tokens have room for so many chunks and the padding's
 WORTH = 2  # the requests that run for each forced token, at most
 
 
@@ -54,6 +56,8 @@ def jump(requests: Iterable[Request], scheduler: Appends) -> list[NewTokens]:
         requests: those that got tokens, and whose controls know them.
     """
     forced = [(request, tokens) for request in requests if (tokens := forced_tokens(request))]
+    if len(forced) > MOST_JUMPS:
+        forced = sorted(forced, key=lambda one: -len(one[1]))[:MOST_JUMPS]
     if WORTH * sum(len(tokens) for _, tokens in forced) < scheduler.num_running:
         return []
     return [scheduler.append(request, tokens) for request, tokens in forced]
