@@ -24,6 +24,9 @@ class Forces:
     def __init__(self, *tokens):
         self.tokens = tokens
 
+    def waits(self, pending):
+        return False
+
     def forced(self):
         return self.tokens
 
@@ -68,8 +71,18 @@ def test_what_must_see_each_token_drawn(params):
     assert not forced_tokens(request(7, **params))
 
 
-def test_nobody_jumps_who_has_ended_is_held_or_has_a_token_in_flight():
+def test_with_a_token_in_flight_a_request_waits_for_it_and_jumps_then():
+    short, long = request(7, 8), request(7, 8, 9)
+    short.num_pending_tokens = long.num_pending_tokens = 1
+    assert jump([short, long], Appends(2)) == [] and (short.jumps, long.jumps) == (False, True)
+    assert not short.waits_for_tokens and long.waits_for_tokens
+    for one in (short, long):
+        one.num_pending_tokens, one.controls = 0, (Forces(8, 9),)
+    assert jump([long], Appends(99)) == [(long, [8, 9])] and not long.jumps
+
+
+def test_nobody_jumps_who_has_ended_is_held_or_has_tokens_in_flight():
     ended, held, pending, others = (request(7) for _ in range(4))
-    ended.status, held.held, pending.num_pending_tokens = RequestStatus.FINISHED_LENGTH, True, 1
+    ended.status, held.held, pending.num_pending_tokens = RequestStatus.FINISHED_LENGTH, True, 2
     others.controls = (Forces(7), Forces())
     assert not any(map(forced_tokens, (ended, held, pending, others)))

@@ -13,15 +13,17 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
+from tritonllm.engine.cpu_threads import granted_cores
 from tritonllm.engine.json_schema import unsupported
 from tritonllm.sampling_params import StructuredOutputsParams
 
+MANY, MOST_THREADS = 8, 8  # masks from which on threads fill them, and those threads
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # of xgrammar's errors: the time, and a line of its source
 
@@ -133,16 +135,18 @@ class GrammarControl:
     """
 
     def __init__(self, compiled: "Future[Any]", vocab: int) -> None:
-        self._compiled, self._words = compiled, -(-vocab // 32)
+        self._compiled, self.words = compiled, -(-vocab // 32)
         self._ahead: deque[int] = deque()  # tokens that must come next, which the matcher has taken already
-        self._mask: np.ndarray | None = None  # of what follows those
-        self._filled = False
+        self._next: np.ndarray | None = None  # the mask behind those, if it was filled
 
     @cached_property
-    def _matcher(self) -> Any:
+    def matcher(self) -> Any:
         return _xgrammar().GrammarMatcher(self._compiled.result(timeout=0))
 
     def waits(self, pending: int) -> bool:
+        return False
+
+    def restricts(self, pending: int) -> bool:
         return True
 
     def take(self, tokens: Sequence[int]) -> str | None:
@@ -157,26 +161,55 @@ class GrammarControl:
         return None
 
     def mask(self) -> np.ndarray | None:
-        return mask_of(self._ahead[0], self._words) if self._ahead else self._next_mask()
+        return masks_of([self])[0]
 
     def forced(self) -> Sequence[int]:
         """At most :data:`MOST_FORCED`, the one that ends the output perhaps among them."""
-        while len(self._ahead) < MOST_FORCED and not self._matcher.is_terminated():
-            mask = self._next_mask()
-            token = None if mask is None else only_token(mask)
+        while len(self._ahead) < MOST_FORCED and not self.matcher.is_terminated():
+            if self._next is None:
+                self._next = np.empty(self.words, dtype=np.int32)
+                self.matcher.fill_next_token_bitmask(self._next[None])
+            token = only_token(self._next)
             if token is None or not self._accept(token):
                 break
             self._ahead.append(token)
         return tuple(self._ahead)
 
     def _accept(self, token: int) -> bool:
-        self._filled = False
-        return bool(self._matcher.accept_token(token))
+        self._next = None
+        return bool(self.matcher.accept_token(token))
 
-    def _next_mask(self) -> np.ndarray | None:
-        """Filled once for a token, and perhaps before it is asked for."""
-        if not self._filled:
-            words = np.empty((1, self._words), dtype=np.int32)
-            self._mask = words[0] if self._matcher.fill_next_token_bitmask(words) else None
-            self._filled = True
-        return self._mask
+    def write(self, mask: np.ndarray) -> bool:
+        """Write the next token's mask, if that is known."""
+        if not self._ahead and self._next is None:
+            return False
+        mask[:] = mask_of(self._ahead[0], self.words) if self._ahead else self._next
+        return True
+
+    def note(self, mask: np.ndarray) -> None:
+        """The next token's mask, which was filled by others."""
+        self._next = mask
+
+
+def masks_of(controls: Sequence[GrammarControl]) -> np.ndarray:
+    """``[N, ceil(V / 32)]`` int32, the masks of N outputs that may end or go on, at once: by threads if they are many.
+
+    64 masks of 128,256 tokens, one by one, took 1.3 ms of each step on an H200's host.
+    """
+    words = np.empty((len(controls), controls[0].words), dtype=np.int32)
+    rows = [row for row, control in enumerate(controls) if not control.write(words[row])]
+    matchers = [controls[row].matcher for row in rows]
+    if len(rows) < MANY:
+        for row, matcher in zip(rows, matchers, strict=True):
+            matcher.fill_next_token_bitmask(words, row)
+    else:
+        _threads().batch_fill_next_token_bitmask(matchers, words, rows)
+    for row in rows:
+        controls[row].note(words[row])
+    return words
+
+
+@cache
+def _threads() -> Any:
+    """xgrammar's, which wait for work."""
+    return _xgrammar().BatchGrammarMatcher(max_threads=max(1, min(MOST_THREADS, granted_cores() // 2)))

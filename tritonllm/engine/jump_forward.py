@@ -13,6 +13,9 @@ A step with a chunk takes longer than one of decodes alone: it has room for 64 t
 launch of its own, and the draw stands outside of the graph. A step with more chunks than a small graph has room for
 takes far longer: its graph has thousands of tokens, or it has none. So those jump that gain most, no more than have
 room, and only where the step gains half as many tokens as requests run. Other forced tokens are drawn one by one.
+
+Steps are planned ahead, so when a token is known, the next one is on its way already. If more are forced behind it, the
+request waits for it (``Request.jumps``) and jumps then: it is left out of one step, which costs it a token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +25,7 @@ from tritonllm.engine.plan import NewTokens
 from tritonllm.engine.request import Request
 
 MOST_JUMPS = 15  # in a step: captured steps of few tokens have room for so many chunks and the padding's
-WORTH = 2  # the requests that run for each forced token, at most
+WORTH = 2  # the requests that run for each token that is gained, at most
 
 
 class Appends(Protocol):
@@ -37,12 +40,12 @@ class Appends(Protocol):
 
 
 def forced_tokens(request: Request) -> Sequence[int]:
-    """What must follow the output of a request that waits for its next step.
+    """What must follow the output of a request that has no more than one token in flight, that one among it.
 
     Nothing, if something else depends on each of its tokens being drawn: log-probabilities, or counts on the device.
     """
     params = request.params
-    if request.status.is_finished or request.held or request.num_pending_tokens or len(request.controls) != 1:
+    if request.status.is_finished or request.held or request.num_pending_tokens > 1 or len(request.controls) != 1:
         return ()
     if params.logprobs is not None or params.min_tokens or request.edits_logits or request.pooling is not None:
         return ()
@@ -50,14 +53,27 @@ def forced_tokens(request: Request) -> Sequence[int]:
 
 
 def jump(requests: Iterable[Request], scheduler: Appends) -> list[NewTokens]:
-    """Append what these requests' grammars force, if it pays.
+    """Append what these requests' grammars force, or let them wait for it, if it pays.
 
     Args:
         requests: those that got tokens, and whose controls know them.
     """
-    forced = [(request, tokens) for request in requests if (tokens := forced_tokens(request))]
-    if len(forced) > MOST_JUMPS:
-        forced = sorted(forced, key=lambda one: -len(one[1]))[:MOST_JUMPS]
-    if WORTH * sum(len(tokens) for _, tokens in forced) < scheduler.num_running:
-        return []
-    return [scheduler.append(request, tokens) for request, tokens in forced]
+    jumping: list[tuple[Request, Sequence[int]]] = []
+    gains: list[tuple[int, Request, Sequence[int]]] = []
+    for request in requests:
+        tokens, waited = forced_tokens(request), request.jumps
+        request.jumps = False
+        if waited and tokens and not request.num_pending_tokens:
+            jumping.append((request, tokens))
+            continue
+        gain = len(tokens) - 2 * request.num_pending_tokens  # the one in flight, and one that is not drawn meanwhile
+        if gain > 0:
+            gains.append((gain, request, tokens))
+    gains = sorted(gains, key=lambda one: -one[0])[:MOST_JUMPS]
+    if WORTH * sum(gain for gain, _, _ in gains) >= scheduler.num_running:
+        for _, request, tokens in gains:
+            if request.num_pending_tokens:
+                request.jumps = True
+            else:
+                jumping.append((request, tokens))
+    return [scheduler.append(request, tokens) for request, tokens in jumping]
