@@ -12,9 +12,9 @@ import torch
 from support.engines import greedy, token_ids
 from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
-from tritonllm.dist.watch import WorkerError
 
 from tritonllm import LLM, SamplingParams
+from tritonllm.dist.watch import WorkerError
 
 pytestmark = [
     pytest.mark.gpu,
