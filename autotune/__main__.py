@@ -1,6 +1,7 @@
 """``python -m autotune``: search launch configurations on this machine's GPU and write the tables that are shipped."""
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -109,7 +110,8 @@ def tune_ops(names: list[str], folder: Path, limit: float, jobs: int, compiled: 
         machine = gpu.call("info", START_SECONDS)
         print(f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}", flush=True)
         tunables = [ops.load(name) for name in names]
-        tasks, errors = prepare(tunables, compilers, machine["arch"], machine["shared_limit"])
+        before = functools.partial(table.tuned, folder, machine["gpu"])
+        tasks, errors = prepare(tunables, compilers, machine["arch"], machine["shared_limit"], before)
         for what in errors:
             print(f"FAILED: {what}", flush=True)
         failures = len(errors)

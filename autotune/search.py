@@ -22,6 +22,9 @@ COMPILE_SECONDS = 60.0
 MEASURE_SECONDS = 60.0  # the first measurement of a problem makes its inputs and its reference
 
 
+Tuned = Sequence[tuple[tuning.Key, tuning.Config]]
+
+
 class Caller(Protocol):
     """A worker, as the search sees it."""
 
@@ -66,13 +69,14 @@ class Result:
     cut_short: bool = False  # the time was up before every candidate had its turn
 
 
-def candidates(tunable: Tunable, key: tuning.Key) -> list[tuning.Config]:
-    """The default, then the rest of the space in an order that is random but always the same: a search that is cut
-    short has then seen a fair sample."""
+def candidates(tunable: Tunable, key: tuning.Key, tuned: Tuned = ()) -> list[tuning.Config]:
+    """The default, then what the last search found, then the rest of the space in an order that is random but always
+    the same: a search that is cut short has seen a fair sample, and does not lose what a longer one found."""
     default = tunable.default(**key)
     others = [config for config in tunable.space(**key) if config != default]
     random.Random(0).shuffle(others)
-    return [default, *others]
+    before = [config for known, config in tuned if known == key]
+    return [default, *sorted(others, key=lambda config: config not in before)]
 
 
 @dataclass
@@ -90,9 +94,16 @@ class Task:
 
 
 def prepare(
-    tunables: Sequence[Tunable], compilers: Compilers, arch: int, shared_limit: int
+    tunables: Sequence[Tunable],
+    compilers: Compilers,
+    arch: int,
+    shared_limit: int,
+    tuned: Callable[[str], Tuned] = lambda op: (),
 ) -> tuple[list[Task], list[str]]:
     """Ask for the compilation of every candidate of every problem; a key that comes up twice is searched once.
+
+    Args:
+        tuned: what the table of an operation names for its keys today.
 
     Returns:
         the tasks, and what went wrong with the problems that cannot even be described.
@@ -110,9 +121,10 @@ def prepare(
         except Failed as reason:
             errors.append(f"{tunable.op}: {tunable.problems[problem].name}: {reason}")
             continue
+        before = tuned(tunable.op)
         for key in new:
             args = {"op": tunable.op, "problem": problem, "key": key, "arch": arch, "shared_limit": shared_limit}
-            compiled = [(c, compilers.submit("compile", config=c, **args)) for c in candidates(tunable, key)]
+            compiled = [(c, compilers.submit("compile", config=c, **args)) for c in candidates(tunable, key, before)]
             tasks.append(Task(tunable, problem, key, compiled))
     return tasks, errors
 

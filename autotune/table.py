@@ -82,6 +82,15 @@ def write(table: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
+def tuned(folder: Path, gpu: str, op: str) -> list[tuple[tuning.Key, tuning.Config]]:
+    """What a GPU's table names for each key, to be measured first when the operation is tuned again."""
+    path = folder / tuning.gpu_slug(gpu) / f"{op}.json"
+    if not path.exists():
+        return []
+    entries = json.loads(path.read_text())["entries"]
+    return [(entry["key"], entry["config"]) for entry in entries if "config" in entry]
+
+
 def problems(table: Mapping[str, Any], tunable: Tunable) -> list[str]:
     """What is wrong with a table: kernels that changed since, and names that its operation does not know."""
     found = []

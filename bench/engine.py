@@ -9,6 +9,7 @@ repetition:
 - latency (W3a, W3b, W5b; L1, L8, L8m with long contexts): (time of 256 tokens - time of 1 token) / 255;
 - speculation (S1, S8, S64): the same with 4 drafts a step of which each is right with probability 0.8, and beside it
   ``times_plain``, how much faster that is than an engine without drafts in the same process (bench/speculation.py);
+- speculation (D1, D8): the same, and the drafts come from a model of Llama-3.2-1B's shape;
 - prefix (W4): requests a second when the shared beginning has not been seen before, and (warm) when it has;
 - prefill (W6): prompt tokens a second;
 - start: seconds to import and start, with empty caches for compiled kernels (cold) and with full ones (warm).
@@ -60,15 +61,16 @@ class Process:
 
 
 def processes(names: list[str]) -> list[Process]:
-    """One for each model, in the order of the names, and one for its workloads with drafts; ``start`` adds one with
-    empty caches before its model's."""
-    by_model: dict[tuple[str, bool], list[str]] = {}
+    """One for each model, in the order of the names, and one for its workloads with drafts of each kind; ``start`` adds
+    one with empty caches before its model's."""
+    by_model: dict[tuple[str, bool, str | None], list[str]] = {}
     for name in names:
         model = START_MODEL if name == START else WORKLOADS[name].model
         drafts = name != START and WORKLOADS[name].kind == "speculation"
-        by_model.setdefault((model, drafts), []).append(name)
+        draft = WORKLOADS[name].draft if drafts else None
+        by_model.setdefault((model, drafts, draft), []).append(name)
     found = []
-    for (model, _), chosen in by_model.items():
+    for (model, *_), chosen in by_model.items():
         workloads = tuple(name for name in chosen if name != START)
         timed = START in chosen
         found += [Process(model, (), "start cold")] if timed else []

@@ -29,7 +29,7 @@ from bench.engine_workloads import (
     warm_up_request,
     write_model,
 )
-from bench.speculation import PLAIN, WITH_DRAFTS, compare_with_plain, make_certain
+from bench.speculation import PLAIN, compare_with_plain, make_certain, with_drafts
 
 ENGINES = ("tritonllm", "vllm")
 
@@ -194,8 +194,10 @@ def main(argv: list[str] | None = None) -> int:
         folder = write_model(args.model, MODELS[args.model], Path(root))
         options, plain = {"max_model_len": length} | args.options, None
         if any(workload.kind == "speculation" for workload in todo):
+            draft = todo[0].draft  # a process has workloads of one
+            small = None if draft is None else write_model(draft, MODELS[draft], Path(root) / "draft")
             plain = Engine(args.engine, folder, PLAIN | options)
-            options = WITH_DRAFTS | options
+            options = with_drafts(small) | options
         engine = Engine(args.engine, folder, options)
         if plain is not None:
             make_certain(plain.llm)

@@ -78,6 +78,33 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 128256,
     },
+    "llama-3.2-1b": {  # drafts for the 8B; its output projection is not tied here, so that it can be made to err
+        **_COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
     "qwen3-30b-a3b": {
         **_COMMON,
         **_QWEN3,
@@ -126,6 +153,7 @@ class Workload:
         shared: tokens that all prompts of a repetition begin with.
         repeats: how often it is run by default; the result is the median.
         seed: of lengths and tokens.
+        draft: of ``speculation``: a key of :data:`MODELS`, the draft model; ``None``: the drafter knows the texts.
     """
 
     name: str
@@ -139,6 +167,7 @@ class Workload:
     shared: int = 0
     repeats: int = 3
     seed: int = 0
+    draft: str | None = None
 
 
 _LONG = (100, 1024)
@@ -161,6 +190,8 @@ WORKLOADS = {
         Workload("S1", "llama-3.1-8b", "speculation", 1, (128, 128), (256, 256)),
         Workload("S8", "llama-3.1-8b", "speculation", 8, (128, 128), (256, 256)),
         Workload("S64", "llama-3.1-8b", "speculation", 64, (128, 128), (256, 256)),
+        Workload("D1", "llama-3.1-8b", "speculation", 1, (128, 128), (256, 256), draft="llama-3.2-1b"),
+        Workload("D8", "llama-3.1-8b", "speculation", 8, (128, 128), (256, 256), draft="llama-3.2-1b"),
     )
 }
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tritonllm.engine.drafters import DraftStep
+
 MOST_TEXTS = 256
 BEGINNING = 32  # tokens by which a sequence is recognised; no two texts may begin alike
 
@@ -50,16 +52,9 @@ class KnownTexts:
     def remember(self, output: torch.Tensor) -> None:
         """It does not."""
 
-    def propose(
-        self,
-        history: torch.Tensor,
-        seats: torch.Tensor,
-        ends: torch.Tensor,
-        counts: torch.Tensor,
-        ids: torch.Tensor,
-        drafts: torch.Tensor,
-    ) -> None:
+    def propose(self, step: DraftStep) -> None:
         """See :class:`tritonllm.engine.drafters.Drafter`."""
+        history, seats, ends, counts, ids, drafts = step[:6]
         length = self._texts.shape[1]
         known = min(BEGINNING, length)
         offset = torch.arange(drafts.shape[1], device=drafts.device)

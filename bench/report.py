@@ -23,7 +23,7 @@ BEGIN, END = "<!-- python -m bench.report: begin -->\n", "<!-- end -->\n"
 KERNELS = ("K3", "K4", "K5", "K6")
 CLAIMED = {"Attention": ("K1", "K2"), "Other kernels": KERNELS, "Products of few rows": ("K7",)}
 TIMELINE_ROWS = 10
-UNPUBLISHED = ("attention.json", "engine.json", "engine-vllm.json", "kernels.json", "timeline.json")
+UNPUBLISHED = ("attention.json", "decoding.json", "engine.json", "engine-vllm.json", "kernels.json", "timeline.json")
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,7 @@ def results(files: Sequence[File]) -> str:
         parts += section(title, [f"{file.head()}\n\n{tables.kernels(file.data, mine)}" for file, mine in found])
     parts += section("One decode step, kernel by kernel", timelines(files))
     for title, kind, table in (
+        ("Grammars and beams", "decoding", tables.decoding),
         ("The host", "host", tables.host),
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),

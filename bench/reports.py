@@ -48,7 +48,14 @@ def kind_of(report: dict[str, Any]) -> str | None:
         return "attention"
     if "rows" in report and "engine" in report:
         return "engine"
-    keys = {"cases": "kernels", "timelines": "timeline", "steps": "host", "outcomes": "parity", "decoding": "cpu"}
+    keys = {
+        "cases": "kernels",
+        "timelines": "timeline",
+        "steps": "host",
+        "outcomes": "parity",
+        "decoding": "cpu",
+        "comparisons": "decoding",
+    }
     return next((kind for key, kind in keys.items() if key in report), None)
 
 

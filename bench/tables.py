@@ -120,6 +120,20 @@ def cpu(report: Table) -> str:
     return f"{report['model']}; {report['load']}.\n\n" + markdown([*head, "ratio to one after the other"], rows)
 
 
+def decoding(report: Table) -> str:
+    """Grammars and beam search beside plain decoding, and what a step of the host's takes in xgrammar."""
+    head = ["row", "model", "mode", "ms/token", "times plain", "steps", "fill, ms a step", "accept, ms a step"]
+    rows = []
+    for row in report["comparisons"]:
+        for mode, found in row.get("modes", {}).items():
+            numbers = [number(found["value"]), f"{found['times_plain']:.2f}", f"{found['steps']:.0f}"]
+            spent = [number(found[f"{name}_ms"]) if found["fill_ms"] else "" for name in ("fill", "accept")]
+            rows.append([row["row"], row["model"], mode, *numbers, *spent])
+        if "failed" in row:
+            rows.append([row["row"], row["model"], f"failed: {row['failed']}", "", "", "", "", ""])
+    return markdown(head, rows)
+
+
 def parity(report: Table) -> str:
     """Model outputs beside transformers': how many comparisons, and the largest error of each kind."""
     kinds: dict[str, list[Table]] = {}
@@ -142,7 +156,14 @@ def table(report: Table, groups: Sequence[str]) -> str:
         ValueError: not a report of these benchmarks.
     """
     kind = kind_of(report)
-    simple = {"engine": engine, "attention": attention, "host": host, "cpu": cpu, "parity": parity}
+    simple = {
+        "engine": engine,
+        "attention": attention,
+        "host": host,
+        "cpu": cpu,
+        "parity": parity,
+        "decoding": decoding,
+    }
     if kind == "timeline":
         body = "\n\n".join(map(timeline.text, report["timelines"]))
     elif kind == "kernels":

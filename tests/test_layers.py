@@ -21,6 +21,8 @@ LAYER = {
     "env": 0,
     "events": 0,
     "config": 0,
+    "config_checks": 0,
+    "speculative_config": 0,
     "pooling_params": 0,
     "beam_search_params": 0,
     "sampling_params": 0,

@@ -5,13 +5,14 @@ A value that only the model or the machine can decide (length, dtype, device, nu
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tritonllm.config_checks import at_least, is_a, names_code, one_of
 from tritonllm.pooling_params import PoolerConfig
+from tritonllm.speculative_config import SpeculativeConfig as SpeculativeConfig
 from tritonllm.vllm_arguments import translate
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -21,8 +22,6 @@ RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
 NO_COMPILATION, COMPILATION = 0, 3
 BACKENDS = ("inductor", "aot_eager", "eager")
-METHODS = ("ngram", "suffix")
-MOST_DRAFTS, MOST_LOOKUP = 31, 32  # tokens that one launch verifies of a sequence, and that it compares
 _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
 _OWN_KWARGS = (
     "enforce_eager",
@@ -34,25 +33,6 @@ _OWN_KWARGS = (
     "enable_sleep_mode",
     "logits_processors",
 )  # of EngineConfig itself, not of its parts
-
-
-def _at_least(name: str, value: int | None, low: int) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-
-
-def _is_a(name: str, value: object, kind: type) -> None:
-    if type(value) is not kind:  # neither 1 for True nor "false" for False
-        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _names_code(value: object) -> bool:
-    return callable(value) or (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +82,18 @@ class ModelConfig:
             raise ValueError(f"model must be a folder or a hub id, got {self.model!r}")
         if not _DEVICE.fullmatch(str(self.device)):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("load_format", self.load_format, LOAD_FORMATS)
-        _one_of("runner", self.runner, RUNNERS)
-        _one_of("convert", self.convert, CONVERSIONS)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("load_format", self.load_format, LOAD_FORMATS)
+        one_of("runner", self.runner, RUNNERS)
+        one_of("convert", self.convert, CONVERSIONS)
         if (self.runner, self.convert) in (("generate", "embed"), ("generate", "classify"), ("pooling", "none")):
             raise ValueError(f"runner={self.runner!r} contradicts convert={self.convert!r}: leave one out")
-        _is_a("pooler_config", self.pooler_config, PoolerConfig)
-        _at_least("max_model_len", self.max_model_len, 1)
-        _is_a("skip_tokenizer_init", self.skip_tokenizer_init, bool)
-        _is_a("trust_remote_code", self.trust_remote_code, bool)
-        _is_a("allow_nan", self.allow_nan, bool)
-        _is_a("seed", self.seed, int)
+        is_a("pooler_config", self.pooler_config, PoolerConfig)
+        at_least("max_model_len", self.max_model_len, 1)
+        is_a("skip_tokenizer_init", self.skip_tokenizer_init, bool)
+        is_a("trust_remote_code", self.trust_remote_code, bool)
+        is_a("allow_nan", self.allow_nan, bool)
+        is_a("seed", self.seed, int)
         if not isinstance(self.generation_config, str) or not self.generation_config:
             raise ValueError(f"generation_config must be auto, vllm or a folder, got {self.generation_config!r}")
 
@@ -137,15 +117,15 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1)
+        at_least("block_size", self.block_size, 1)
         if self.block_size > 256:
             raise ValueError(f"block_size must be at most 256, got {self.block_size}")
-        _at_least("num_blocks", self.num_blocks, 1)
-        _at_least("cpu_cache_bytes", self.cpu_cache_bytes, 1)
+        at_least("num_blocks", self.num_blocks, 1)
+        at_least("cpu_cache_bytes", self.cpu_cache_bytes, 1)
         fraction = self.gpu_memory_utilization
         if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0.0 < fraction <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {fraction!r}")
-        _is_a("enable_prefix_caching", self.enable_prefix_caching, bool)
+        is_a("enable_prefix_caching", self.enable_prefix_caching, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +145,11 @@ class SchedulerConfig:
     async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _one_of("policy", self.policy, POLICIES)
+        at_least("max_num_seqs", self.max_num_seqs, 1)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        one_of("policy", self.policy, POLICIES)
         if self.async_scheduling is not None:
-            _is_a("async_scheduling", self.async_scheduling, bool)
+            is_a("async_scheduling", self.async_scheduling, bool)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -182,20 +162,22 @@ class CompilationConfig:
     """``torch.compile`` around the model (docs/start.md).
 
     Args:
-        mode: 3 compiles all layers as one graph before the first request; 0 compiles nothing. vLLM has two more.
+        mode: 3 compiles all layers as one graph before the first request; 0 compiles nothing. ``None`` compiles a model
+            that runs through transformers on a GPU, if torch can: its layers are hundreds of small operations. vLLM has
+            two more modes.
         backend: of ``torch.compile``. All but ``inductor`` compute as without a compiler: they are there for tests.
     """
 
-    mode: int = NO_COMPILATION
+    mode: int | None = None
     backend: str = "inductor"
 
     def __post_init__(self) -> None:
-        if self.mode not in (NO_COMPILATION, COMPILATION) or isinstance(self.mode, bool):
+        if self.mode not in (None, NO_COMPILATION, COMPILATION) or isinstance(self.mode, bool):
             raise ValueError(
                 f"compilation_config: mode must be {NO_COMPILATION} (off) or {COMPILATION} (torch.compile around the "
                 f"model), got {self.mode!r}"
             )
-        _one_of("compilation_config: backend", self.backend, BACKENDS)
+        one_of("compilation_config: backend", self.backend, BACKENDS)
 
     @classmethod
     def of(cls, value: object) -> "CompilationConfig":
@@ -218,107 +200,6 @@ class CompilationConfig:
         if len(fields) < len(value):
             raise ValueError("compilation_config: mode and level are the same: give one")
         return cls(**fields)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """Several tokens a step: a drafter guesses what follows, and one pass verifies it (docs/speculation.md).
-
-    Outputs are those of plain decoding. Names are vLLM's.
-
-    Args:
-        method: ``ngram`` looks for an earlier occurrence of a sequence's last tokens, and guesses what followed it;
-            ``suffix`` looks in the outputs of past requests, too, and guesses more the longer what it found is;
-            ``"module:name"`` makes a drafter of your own (:class:`tritonllm.engine.drafters.Drafter`).
-        num_speculative_tokens: guesses of a sequence in a step, at most 31.
-        prompt_lookup_min, prompt_lookup_max: tokens that must have occurred, and that are compared, at most 32. Without
-            either 2 and 5; one alone counts for both.
-        suffix_decoding_max_tree_depth: tokens that ``suffix`` compares, at most 32.
-        suffix_decoding_max_spec_factor: ``suffix`` guesses at most so many tokens for each that it found.
-        disable_by_batch_size: with more running requests than this, nobody guesses; by default as many as one step
-            verifies at the price of little more than one token each (:mod:`tritonllm.engine.speculation`).
-    """
-
-    method: str = "ngram"
-    num_speculative_tokens: int
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_spec_factor: float = 1.0
-    disable_by_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        name = "speculative_config: "
-        if not isinstance(self.method, str) or not (self.method in METHODS or _names_code(self.method)):
-            raise ValueError(f"{name}method must be one of {', '.join(METHODS)} or 'module:name', got {self.method!r}")
-        _at_least(name + "num_speculative_tokens", self.num_speculative_tokens, 1)
-        if self.num_speculative_tokens > MOST_DRAFTS:
-            raise ValueError(
-                f"{name}num_speculative_tokens must be at most {MOST_DRAFTS}, got {self.num_speculative_tokens}"
-            )
-        for field_name in ("prompt_lookup_min", "prompt_lookup_max", "disable_by_batch_size"):
-            _at_least(name + field_name, getattr(self, field_name), 1)
-        depth, factor = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_spec_factor
-        _at_least(name + "suffix_decoding_max_tree_depth", depth, 1)
-        if depth > MOST_LOOKUP:
-            raise ValueError(f"{name}suffix_decoding_max_tree_depth must be at most {MOST_LOOKUP}, got {depth}")
-        if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0:
-            raise ValueError(f"{name}suffix_decoding_max_spec_factor must be greater than 0, got {factor!r}")
-        low, high = self.lookup
-        if not low <= high <= MOST_LOOKUP:
-            raise ValueError(
-                f"{name}prompt_lookup_min ({low}) must be at most prompt_lookup_max ({high}), and that at most "
-                f"{MOST_LOOKUP}"
-            )
-
-    @property
-    def lookup(self) -> tuple[int, int]:
-        """``prompt_lookup_min`` and ``prompt_lookup_max``, their defaults resolved."""
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        if low is None and high is None:
-            return 2, 5
-        return (low or high or 0), (high or low or 0)
-
-    @classmethod
-    def of(cls, value: object) -> "SpeculativeConfig":
-        """From vLLM's dictionary, or in short ``"ngram:4"``: a method and ``num_speculative_tokens``.
-
-        Raises:
-            ValueError: anything else.
-        """
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, str):
-            value = _parse_speculative(value)
-        if not isinstance(value, Mapping):
-            raise ValueError(f"speculative_config must be a dict, a string as ngram:4, or None, got {value!r}")
-        given = {name: entry for name, entry in value.items() if entry is not None}
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ValueError(f"speculative_config: {name!r} is not supported; there are {', '.join(known)}")
-        for name in ("method", "num_speculative_tokens"):
-            if name not in given:
-                example = "{'method': 'ngram', 'num_speculative_tokens': 4}"
-                raise ValueError(f"speculative_config: {name} is missing, for example {example}")
-        return cls(**given)
-
-
-def _parse_speculative(text: str) -> object:
-    """``ngram:4`` or JSON, as a command line gives it.
-
-    Raises:
-        ValueError: neither.
-    """
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"speculative_config is no JSON ({error}): {text!r}") from error
-    method, _, count = text.rpartition(":")
-    if not count.isdecimal():
-        raise ValueError(f"speculative_config must be a method and a number, as ngram:4, or JSON, got {text!r}")
-    return {"method": method, "num_speculative_tokens": int(count)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,17 +235,17 @@ class EngineConfig:
     logits_processors: Sequence[str | Callable[..., Any]] = ()
 
     def __post_init__(self) -> None:
-        _is_a("enforce_eager", self.enforce_eager, bool)
-        _is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
-        _is_a("enable_sleep_mode", self.enable_sleep_mode, bool)
-        _is_a("compilation_config", self.compilation_config, CompilationConfig)
+        is_a("enforce_eager", self.enforce_eager, bool)
+        is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
+        is_a("enable_sleep_mode", self.enable_sleep_mode, bool)
+        is_a("compilation_config", self.compilation_config, CompilationConfig)
         if self.speculative_config is not None:
-            _is_a("speculative_config", self.speculative_config, SpeculativeConfig)
+            is_a("speculative_config", self.speculative_config, SpeculativeConfig)
             self._check_speculation(self.speculative_config)
         if self.kernel_cache is not None:
-            _is_a("kernel_cache", self.kernel_cache, str)
+            is_a("kernel_cache", self.kernel_cache, str)
         makers = self.logits_processors
-        if isinstance(makers, str) or not isinstance(makers, Sequence) or not all(_names_code(m) for m in makers):
+        if isinstance(makers, str) or not isinstance(makers, Sequence) or not all(names_code(m) for m in makers):
             raise ValueError(f"logits_processors must be a list of functions, classes or 'module:name', got {makers!r}")
         seconds = self.step_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:

@@ -280,6 +280,13 @@ def test_drafts_reach_the_engine(llm, option):
     assert llm.options == {"speculative_config": option[1]}
 
 
+@pytest.mark.parametrize(("option", "model", "drafts"), [("small", "small", 4), ("owner/small:7", "owner/small", 7)])
+def test_a_draft_model_reaches_the_engine(llm, option, model, drafts):
+    assert main(["generate", "m", "--prompt", "a", "--draft", option], make_llm=llm) == 0
+    config = {"method": "draft_model", "model": model, "num_speculative_tokens": drafts}
+    assert llm.options == {"speculative_config": config}
+
+
 def test_a_priority_for_each_prompt(llm):
     llm.before_step = lambda: seen.append([request["priority"] for request in llm.requests.values()])
     seen = []
@@ -302,6 +309,8 @@ def test_a_priority_for_each_prompt(llm):
         (["--dtype", "int3"], "dtype"),
         (["--speculative", "medusa:3"], "method must be one of ngram"),
         (["--speculative-config", "{}"], "method is missing"),
+        (["--draft", "m:0"], "num_speculative_tokens must be an integer of at least 1"),
+        (["--draft", ":4"], "needs model"),
         (["--device", "frob"], "device must be auto, cpu, cuda or cuda:N"),
         (["--max-num-batched-tokens", "10"], "max_num_batched_tokens"),
         (["--logprobs", "2"], "--logprobs needs --json"),

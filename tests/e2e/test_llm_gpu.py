@@ -196,6 +196,7 @@ def test_an_engine_that_is_dropped_gives_its_memory_back_at_once(folder):
         llm.generate(PROMPTS, greedy(3), use_tqdm=False)
         assert torch.cuda.memory_allocated() - before > 1 << 30
         del llm
-        assert torch.cuda.memory_allocated() - before < 1 << 26
+        torch._C._cuda_clearCublasWorkspaces()  # the process's, not the engine's: 32 MiB a stream on Hopper
+        assert torch.cuda.memory_allocated() - before < 1 << 20
     finally:
         gc.enable()

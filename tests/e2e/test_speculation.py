@@ -1,5 +1,6 @@
 """Speculation changes how many steps it takes, and nothing else: whole requests, with drafts and without."""
 
+import dataclasses
 import math
 import random
 from collections import Counter
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_configs import ALL_FAMILIES
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
@@ -16,19 +17,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.known_texts import drafter_of
 from tritonllm import LLM, SamplingParams
+from tritonllm.config import SpeculativeConfig
 from tritonllm.demo import model_path
 from tritonllm.engine.drafters import NgramDrafter
-from tritonllm.engine.speculation import Drafting
 
 FAMILIES = ["llama", "gemma2", "gpt2", "qwen3_moe", "mpt", "gpt_oss"]
 REPEATED = [3, 4, 5, 6, 7, 8] * 3  # which an n-gram drafter goes on with
 PROMPTS = [REPEATED, [9], list(range(3, 40)), [5, 5, 5, 5], random_tokens(30, VOCAB_SIZE, seed=1), [7, 8, 9] * 7]
 
 
-@pytest.fixture(autouse=True)
-def always_drafts(monkeypatch):
-    """Also where it does not pay: a tiny model's text is not one that repeats itself."""
-    monkeypatch.setattr(Drafting, "now", lambda self, running: self.most)
+def drafting_llm(checkpoint=None, *, speculative_config, **kwargs):
+    """An engine that verifies drafts also where it does not pay: a tiny model's text is not one that repeats itself.
+    Its steps are not captured, for a captured step keeps the drafter that it was captured with."""
+    config = dataclasses.replace(SpeculativeConfig.of(speculative_config), adaptive=False)
+    return tiny_llm(checkpoint, speculative_config=config, enforce_eager=True, **kwargs)
 
 
 class Knowing:
@@ -37,7 +39,8 @@ class Knowing:
     def __init__(self, texts, errs):
         self.texts, self.errs, self.luck = texts, errs, random.Random(1)
 
-    def propose(self, history, seats, ends, counts, ids, drafts):
+    def propose(self, step):
+        history, seats, ends, counts, ids, drafts = step[:6]
         drafts.fill_(-1)
         for row, (seat, end, count) in enumerate(zip(seats.tolist(), ends.tolist(), counts.tolist(), strict=True)):
             known = tuple(history[seat, : end + 1].tolist()) if seat >= 0 else ()
@@ -78,7 +81,7 @@ def test_greedy_text_is_that_of_plain_decoding(family, ahead):
     assert family in ALL_FAMILIES
     folder = tiny_checkpoint(family)
     expected = tiny_llm(folder).generate(prompts_of(PROMPTS), greedy(24))
-    llm = tiny_llm(folder, speculative_config="ngram:3", async_scheduling=ahead)
+    llm = drafting_llm(folder, speculative_config="ngram:3", async_scheduling=ahead)
     assert_same(llm.generate(prompts_of(PROMPTS), greedy(24)), expected)
     know(llm, PROMPTS, expected)
     steps = llm.engine.stats.steps
@@ -100,7 +103,7 @@ def test_a_model_of_transformers(tmp_path):
     prompts = [[*range(3, 21)], [9], [5, 6] * 4]
     options = {"max_model_len": 128, "skip_tokenizer_init": True}
     expected = tiny_llm(tmp_path, **options).generate(prompts_of(prompts), greedy(20))
-    llm = tiny_llm(tmp_path, **options, speculative_config="ngram:3")
+    llm = drafting_llm(tmp_path, **options, speculative_config="ngram:3")
     know(llm, prompts, expected, errs=0.0)  # what it errs with are tokens of a larger vocabulary
     assert_same(llm.generate(prompts_of(prompts), greedy(20)), expected)
     assert llm.engine.stats.num_accepted_tokens > 15
@@ -135,7 +138,7 @@ WISHES = st.fixed_dictionaries(
 
 @settings(max_examples=25)
 @given(
-    method=st.sampled_from(["ngram", "ngram", "suffix"]),
+    method=st.sampled_from(["ngram", "suffix", "draft_model"]),
     kinds=st.lists(st.tuples(KINDS, WISHES, st.integers(9, 30)), min_size=1, max_size=6),
     drafts=st.integers(1, 5),
     ahead=st.booleans(),
@@ -149,16 +152,19 @@ def test_options_together(plain_llm, method, kinds, drafts, ahead, errs, engine)
     params = [SamplingParams(**kind, **wish, max_tokens=most) for kind, wish, most in kinds]
     prompts = PROMPTS[: len(params)]
     expected = plain_llm.generate(prompts_of(prompts), params, use_tqdm=False)
-    llm = tiny_llm(speculative_config=f"{method}:{drafts}", async_scheduling=ahead, **engine)
+    config = {"method": method, "num_speculative_tokens": drafts}
+    if method == "draft_model":
+        config["model"] = str(similar_checkpoint(noise=0.01 if errs == 0.0 else errs / 8))
+    llm = drafting_llm(speculative_config=config, async_scheduling=ahead, **engine)
     if method == "ngram":
         know(llm, prompts, expected, errs)
-    else:
+    elif method == "suffix":
         llm.generate(prompts_of(prompts), params, use_tqdm=False)  # what it then remembers
     found = llm.generate(prompts_of(prompts), params, use_tqdm=False)
     assert_same(found, expected)
     stats = llm.engine.stats
     assert stats.num_free_blocks == stats.num_blocks
-    assert stats.generated_tokens == sum(map(len, token_ids(expected))) * (1 if method == "ngram" else 2)
+    assert stats.generated_tokens == sum(map(len, token_ids(expected))) * (2 if method == "suffix" else 1)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +178,7 @@ def test_grammars_functions_and_thoughts_go_a_token_at_a_time(plain_llm):
     params = [greedy(20), greedy(20, logits_processors=[half]), greedy(20, logprobs=-1)]
     prompts = PROMPTS[:3]
     expected = plain_llm.generate(prompts_of(prompts), params)
-    llm = tiny_llm(speculative_config="ngram:3")
+    llm = drafting_llm(speculative_config="ngram:3")
     know(llm, prompts, expected, errs=0.0)
     found = llm.generate(prompts_of(prompts), params)
     assert_same(found, expected)
@@ -206,7 +212,7 @@ class Counting:
 def test_processors_of_whole_steps_see_accepted_drafts(ahead):
     params = [greedy(30, extra_args={"once": True}), greedy(30), greedy(30, extra_args={"once": True})]
     expected = tiny_llm(logits_processors=[Counting]).generate(prompts_of(PROMPTS[:3]), params)
-    llm = tiny_llm(logits_processors=[Counting], speculative_config="ngram:4", async_scheduling=ahead)
+    llm = drafting_llm(logits_processors=[Counting], speculative_config="ngram:4", async_scheduling=ahead)
     know(llm, PROMPTS[:3], expected, errs=0.2)
     assert_same(llm.generate(prompts_of(PROMPTS[:3]), params), expected)
     assert llm.engine.stats.num_accepted_tokens > 30
@@ -225,7 +231,7 @@ def test_stops_inside_an_accepted_draft_end_where_they_should(plain_llm):
     ]
     for wish in wishes:
         params = greedy(**{"max_tokens": 24, **wish})
-        llm = tiny_llm(speculative_config="ngram:5")
+        llm = drafting_llm(speculative_config="ngram:5")
         know(llm, [REPEATED], long, errs=0.0)
         expected = plain_llm.generate(prompts_of([REPEATED]), params)
         assert_same(llm.generate(prompts_of([REPEATED]), params), expected)
@@ -237,7 +243,7 @@ def test_a_request_up_to_the_models_length(plain_llm):
     """Where the last drafts have no place any more."""
     for length in (40, 41, 43):
         expected = tiny_llm(max_model_len=length).generate(prompts_of(PROMPTS), greedy(None))
-        llm = tiny_llm(max_model_len=length, speculative_config="ngram:5", async_scheduling=True)
+        llm = drafting_llm(max_model_len=length, speculative_config="ngram:5", async_scheduling=True)
         know(llm, PROMPTS, expected, errs=0.1)
         assert_same(llm.generate(prompts_of(PROMPTS), greedy(None)), expected)
 
@@ -247,13 +253,14 @@ def test_sampled_tokens_have_the_models_distribution():
     vocab, count = 8, 2000
     allowed = list(range(3, 3 + vocab))
     params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, allowed_token_ids=allowed)
-    llm = tiny_llm(speculative_config="ngram:3", max_num_seqs=64, max_num_batched_tokens=512, num_blocks=512)
+    llm = drafting_llm(speculative_config="ngram:3", max_num_seqs=64, max_num_batched_tokens=512, num_blocks=512)
 
     class Guessing:
-        def propose(self, history, seats, ends, counts, ids, drafts):
-            drafts.copy_(torch.randint(3, 3 + vocab, drafts.shape, dtype=torch.int32))
-            drafts[torch.arange(drafts.shape[1]) >= counts[:, None]] = -1
-            ids[:, 1:] = drafts.clamp_min(0)
+        def propose(self, step):
+            guesses = torch.randint(3, 3 + vocab, step.drafts.shape, dtype=torch.int32)
+            step.drafts.copy_(guesses)
+            step.drafts[torch.arange(guesses.shape[1]) >= step.counts.cpu()[:, None]] = -1
+            step.ids[:, 1:] = step.drafts.clamp_min(0)
 
     llm.engine._runner.drafter = Guessing()
     outputs = llm.generate(prompts_of([[5, 6, 7]] * count), params, use_tqdm=False)
@@ -278,7 +285,7 @@ def _distribution(llm, prompt, allowed):
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_a_drafter_of_known_acceptance(plain_llm, acceptance):
     expected = plain_llm.generate(prompts_of(PROMPTS), greedy(40))
-    llm = tiny_llm(speculative_config={"method": "bench.known_texts:make", "num_speculative_tokens": 4})
+    llm = drafting_llm(speculative_config={"method": "bench.known_texts:make", "num_speculative_tokens": 4})
     texts = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, token_ids(expected), strict=True)]
     drafter_of(llm).know(texts, acceptance)
     assert_same(llm.generate(prompts_of(PROMPTS), greedy(40)), expected)
@@ -293,7 +300,7 @@ def test_past_outputs_are_found_again(plain_llm):
     expected = plain_llm.generate(prompts_of(PROMPTS), greedy(40))
     config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 2.0}
     for engine in ({"max_num_seqs": 1}, {"max_num_seqs": 8, "num_blocks": 40}):
-        llm = tiny_llm(speculative_config=config, **engine)
+        llm = drafting_llm(speculative_config=config, **engine)
         accepted = []
         for _ in range(3):
             assert_same(llm.generate(prompts_of(PROMPTS), greedy(40)), expected)
@@ -305,7 +312,8 @@ def test_the_demo_model_copies():
     """The real drafter, on a text that says its beginning again."""
     story = "There was a fox named Ben. Ben the fox had a red hat. There was a fox named Ben. Ben the fox had"
     model = str(model_path())
-    plain, llm = LLM(model), LLM(model, speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    config = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+    plain, llm = LLM(model, dtype="float32"), LLM(model, dtype="float32", speculative_config=config)
     expected = plain.generate([story], greedy(60))
     assert isinstance(llm.engine._runner.drafter, NgramDrafter)
     found = llm.generate([story], greedy(60))

@@ -10,13 +10,24 @@ from support.tiny_models import random_tokens
 
 from bench.known_texts import drafter_of
 from tritonllm import LLM, SamplingParams
+from tritonllm.demo import draft_path, model_path
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 700, 33, 128, 2, 511, 90, 300)
 PROMPTS = [random_tokens(n, 10000, seed=n) for n in LENGTHS]
-KNOWN = {"method": "bench.known_texts:make", "num_speculative_tokens": 4}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+KNOWN = {"method": "bench.known_texts:make", "num_speculative_tokens": 4, "adaptive": False}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+
+ENGINES = [
+    {},
+    {"enforce_eager": True},
+    {"async_scheduling": False},
+    {"max_num_batched_tokens": 100},
+    {"num_blocks": 130},
+    {"block_size": 64, "num_blocks": 512},
+    {"enable_prefix_caching": False, "max_num_seqs": 3},
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +47,7 @@ def know(llm, expected, acceptance=0.7):
     drafter_of(llm).know(texts, acceptance)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {},
-        {"enforce_eager": True},
-        {"async_scheduling": False},
-        {"max_num_batched_tokens": 100},
-        {"num_blocks": 130},
-        {"block_size": 64, "num_blocks": 512},
-        {"enable_prefix_caching": False, "max_num_seqs": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_drafts_do_not_change_greedy_tokens(folder, engine):
     """float32, where verification and decoding differ by rounding far below the gap between tokens."""
     expected = token_ids(make(folder).generate(PROMPTS, greedy(60), use_tqdm=False))
@@ -72,6 +71,7 @@ def test_ngrams_do_not_change_greedy_tokens(folder):
 
 def test_past_outputs_are_found_again(folder):
     config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 4.0}
+    config["adaptive"] = False
     expected = token_ids(make(folder).generate(PROMPTS, greedy(60), use_tqdm=False))
     llm = make(folder, speculative_config=config, max_num_seqs=8)
     accepted = []
@@ -122,6 +122,89 @@ def test_captured_steps_and_kernels_come_before_the_first_request(folder):
     assert llm.engine.stats.compilations_after_ready == 0
     assert runner.num_graphs == captured > 20
     assert llm.engine.stats.num_accepted_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A draft model of other heads, sizes and depth."""
+    folder = tmp_path_factory.mktemp("draft")
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps({**QWEN3_0_6B, **sizes}))
+    return str(folder)
+
+
+def draft_of(folder, drafts=4):
+    return {"model": str(folder), "num_speculative_tokens": drafts, "adaptive": False}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_a_model_that_drafts_for_itself_is_right(folder, engine):
+    """float32, and the same weights, made from the same seed: greedy and sampled. A draft is computed by other kernels
+    than its verdict, so one in some thousands may differ by rounding."""
+    params = [
+        greedy(60),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=2, n=3, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_k=50, min_p=0.02, seed=3, max_tokens=50, ignore_eos=True),
+    ] * 2
+    expected = token_ids(make(folder).generate(PROMPTS, params, use_tqdm=False))
+    llm = make(folder, speculative_config=draft_of(folder), **engine)
+    for _ in range(2):  # the second time from the prefix cache
+        assert token_ids(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    assert stats.num_draft_tokens > 300
+    assert stats.num_accepted_tokens > 0.99 * stats.num_draft_tokens
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_a_small_draft_model_changes_no_token(folder, small, engine):
+    expected = token_ids(make(folder).generate(PROMPTS, greedy(60), use_tqdm=False))
+    llm = make(folder, speculative_config=draft_of(small, 3), **engine)
+    for _ in range(2):
+        assert token_ids(llm.generate(PROMPTS, greedy(60), use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+    assert (stats.num_free_blocks, stats.compilations_after_ready) == (stats.num_blocks, 0)
+
+
+def test_a_draft_models_steps_are_captured_before_the_first_request(folder, small):
+    """Nothing is compiled, loaded or captured in service, and no pinned memory is new; alone, beside prompts, in
+    batches of any size, and with requests whose logits are edited."""
+    llm = make(folder, dtype="bfloat16", max_num_seqs=100, speculative_config=draft_of(small))
+    runner = llm.engine._runner
+    captured = runner.num_graphs
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    kinds = [greedy(19), greedy(14, logprobs=3), SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=13)]
+    llm.generate(PROMPTS * 12, kinds * 32, use_tqdm=False)
+    for count in (1, 2, 3, 5, 7):
+        llm.generate(PROMPTS[:count], greedy(20, frequency_penalty=0.5 * (count % 2)), use_tqdm=False)
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+    assert llm.engine.stats.compilations_after_ready == 0
+    assert runner.num_graphs == captured > 20
+    assert llm.engine.stats.num_draft_tokens > 1000
+
+
+def test_memory_holds_both_caches(folder, small):
+    """As many blocks as fit, of both models: what a full pool computes is what a small one does."""
+    llm = make(folder, num_blocks=None, gpu_memory_utilization=0.5, speculative_config=draft_of(small))
+    total = torch.cuda.get_device_properties(0).total_memory
+    runner = llm.engine._runner
+    held = llm.engine.stats.num_blocks * runner.block_bytes
+    assert 0.3 * total < held < 0.5 * total
+    assert sum(v.k.nbytes + v.v.nbytes for v in (*runner._cache, *runner.drafter.cache)) == held
+    expected = token_ids(make(folder, num_blocks=1024).generate(PROMPTS, greedy(20), use_tqdm=False))
+    assert token_ids(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == expected
+
+
+def test_the_demo_models():
+    """Real weights: in float32 the same texts, and four of five drafts are right."""
+    prompts = ["There was a fox named", "Once upon a time", "What is 12 + 30?"]
+    params = [greedy(200), SamplingParams(temperature=1.0, seed=3, max_tokens=200), greedy(20)]
+    plain = LLM(str(model_path()), dtype="float32", num_blocks=512).generate(prompts, params, use_tqdm=False)
+    llm = LLM(str(model_path()), dtype="float32", num_blocks=512, speculative_config=draft_of(draft_path()))
+    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == token_ids(plain)
+    assert llm.engine.stats.num_accepted_tokens > 0.7 * llm.engine.stats.num_draft_tokens
 
 
 def test_the_same_tokens_as_on_the_cpu():

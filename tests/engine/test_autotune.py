@@ -238,6 +238,19 @@ def test_order_is_fixed_and_begins_with_the_default():
     assert candidates(blocks(64, 65), {"n": 64}) == [{"BLOCK": 64}, {"BLOCK": 65}]
 
 
+def test_what_the_last_search_found_is_measured_second(tmp_path):
+    """However short the search is; entries that keep the default name nothing."""
+    tunable = blocks(*range(10, 60))
+    entries = [{"key": {"n": 64}, "config": {"BLOCK": 41}}, {"key": {"n": 65}}, {"key": {"n": 66}, "config": {}}]
+    table.write(table.build(tunable, MACHINE, entries), tmp_path)
+    tuned = table.tuned(tmp_path, MACHINE["gpu"], tunable.op)
+    order = candidates(tunable, {"n": 64}, tuned)
+    assert order[:2] == [{"BLOCK": 64}, {"BLOCK": 41}]
+    assert sorted(config["BLOCK"] for config in order) == [*range(10, 60), 64]
+    assert candidates(tunable, {"n": 65}, tuned) == candidates(tunable, {"n": 65})
+    assert table.tuned(tmp_path, "another", tunable.op) == []
+
+
 def test_time_limit_leaves_the_default():
     gpu = InProcess()
     result = tune_one(blocks(100, 200), gpu, seconds=0.0)

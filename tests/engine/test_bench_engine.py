@@ -33,6 +33,8 @@ LISTED = {
     "S1": ("2b0221e6c2fb", 1, 128, 256, 384, 3.431),
     "S8": ("3071b73efc23", 8, 1024, 2048, 384, 3.484),
     "S64": ("923d53cf1550", 64, 8192, 16384, 384, 3.911),
+    "D1": ("2b0221e6c2fb", 1, 128, 256, 384, 3.431),
+    "D8": ("3071b73efc23", 8, 1024, 2048, 384, 3.484),
 }
 
 
@@ -192,9 +194,10 @@ def test_starts_have_caches_of_their_own(tiny, tmp_path):
     assert [c.command[c.command.index("--workloads") + 1] for c in tiny] == ["T6", "", "T1"]
 
 
-def test_drafts_of_a_set_acceptance(tiny, tmp_path, monkeypatch, capsys):
-    """In a process of its own, with an engine without drafts beside the one that has some."""
-    workload = Workload("T8", "tiny", "speculation", 3, (33, 40), (23, 23), max_model_len=64, repeats=1)
+@pytest.mark.parametrize("draft", [None, "other"])
+def test_drafts_of_a_set_acceptance(tiny, tmp_path, monkeypatch, capsys, draft):
+    """In a process of its own, with an engine without drafts beside the one that has some, of a draft model or not."""
+    workload = Workload("T8", "tiny", "speculation", 3, (33, 40), (23, 23), max_model_len=64, repeats=1, draft=draft)
     for module in (engine, engine_worker):
         monkeypatch.setattr(module, "WORKLOADS", TINY | {"T8": workload})
     engine.LISTED["engine"]["rows"]["T8"] = {"goal": 1e6, "unit": "ms/token"}

@@ -65,7 +65,7 @@ def test_bad_values_are_named(part, kwargs, message):
     ("value", "expected"),
     [
         (None, CompilationConfig()),
-        (0, CompilationConfig()),
+        (0, CompilationConfig(mode=0)),
         ({}, CompilationConfig()),
         (3, CompilationConfig(mode=3)),
         (IntEnum("Mode", {"ON": 3}).ON, CompilationConfig(mode=3)),

@@ -180,3 +180,19 @@ def test_mistakes(expected):
         with pytest.raises(ValueError, match=message):
             call()
     assert not llm.is_sleeping and answers(llm) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_draft_model_sleeps_too(expected, level):
+    """Nobody reloads its weights: they are kept at either level."""
+    drafts = {"model": str(tiny_checkpoint()), "num_speculative_tokens": 3, "adaptive": False}
+    llm = tiny_llm(enable_sleep_mode=True, speculative_config=drafts)
+    assert answers(llm) == expected
+    llm.sleep(level)
+    assert llm.engine._memory.mapped == {"weights": 0, "kv_cache": 0}
+    llm.wake_up()
+    if level == 2:
+        llm.reload_weights()
+    accepted = llm.engine.stats.num_accepted_tokens
+    assert answers(llm) == expected
+    assert llm.engine.stats.num_accepted_tokens >= 2 * accepted > 0, "its guesses are as good as before"

@@ -7,6 +7,7 @@ from tritonllm.config import CacheConfig, EngineConfig, SchedulerConfig, Specula
 from tritonllm.engine.control import ReadsOutput
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.speculation import MOST_ROWS, PAUSE, DraftCounts, Drafting, most_verified, relative_cost
+from tritonllm.speculative_config import parse_draft
 
 
 def make_scheduler(drafting, seats=8, num_blocks=1000):
@@ -76,6 +77,18 @@ def test_the_cost_grows_with_the_batch():
     assert relative_cost(8, 1) < relative_cost(8, 4)
 
 
+def test_a_draft_model_takes_its_time():
+    """Of a fifth of the model's: the step that verifies 4 drafts has five of its steps, and a plain one has one."""
+    plain = relative_cost(8, 4)
+    assert relative_cost(8, 4, 0.2) == pytest.approx((plain + 1.0) / 1.2)
+    right = {}
+    for cost in (0.0, 0.3):
+        scheduler = make_scheduler(Drafting(4, adaptive=True, draft_cost=cost))
+        add(scheduler, "r", 3, 3000)
+        right[cost] = run(scheduler, 60, lambda name: 1)[-1]
+    assert right == {0.0: 4, 0.3: 0}
+
+
 def test_more_requests_than_a_step_verifies():
     config, limits = SpeculativeConfig(num_speculative_tokens=4), SchedulerConfig()
     assert most_verified(config, limits) == MOST_ROWS // 5 and most_verified(None, limits) == 0
@@ -130,6 +143,11 @@ def test_counts():
         ('{"method": "ngram", "num_speculative_tokens": 2}', SpeculativeConfig(num_speculative_tokens=2)),
         ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": None},
          SpeculativeConfig(num_speculative_tokens=2)),
+        ({"model": "d", "num_speculative_tokens": 2},
+         SpeculativeConfig(method="draft_model", model="d", num_speculative_tokens=2)),
+        (parse_draft("d"), SpeculativeConfig(method="draft_model", model="d", num_speculative_tokens=4)),
+        (parse_draft("c:/d:3"), SpeculativeConfig(method="draft_model", model="c:/d", num_speculative_tokens=3)),
+        (parse_draft("c:/d"), SpeculativeConfig(method="draft_model", model="c:/d", num_speculative_tokens=4)),
         ("some.module:make:3", SpeculativeConfig(method="some.module:make", num_speculative_tokens=3)),
     ],
 )  # fmt: skip
@@ -156,7 +174,14 @@ def test_lookup(given, lookup):
         (4, "must be a dict"),
         ({"method": "ngram"}, "num_speculative_tokens is missing"),
         ({"num_speculative_tokens": 4}, "method is missing"),
-        ({"method": "medusa", "num_speculative_tokens": 4}, "method must be one of ngram, suffix or 'module:name'"),
+        ({"method": "medusa", "num_speculative_tokens": 4}, "method must be one of ngram, suffix, draft_model or 'mo"),
+        ({"method": "draft_model", "num_speculative_tokens": 4}, "method='draft_model' needs model, a folder"),
+        ({"model": " ", "num_speculative_tokens": 4}, "method='draft_model' needs model, .* got ' '"),
+        ({"model": 3, "num_speculative_tokens": 4}, "needs model, .* got 3"),
+        ({"method": "ngram", "model": "m", "num_speculative_tokens": 4}, "model and revision are for method='draft_mo"),
+        ({"method": "suffix", "revision": "m", "num_speculative_tokens": 4}, "model and revision are for"),
+        ({"model": "m", "num_speculative_tokens": 32}, "num_speculative_tokens must be at most 31, got 32"),
+        ({"model": "m", "num_speculative_tokens": 4, "adaptive": 0}, "adaptive must be of type bool, got 0"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer of at least 1"),
         ({"method": "ngram", "num_speculative_tokens": 32}, "num_speculative_tokens must be at most 31, got 32"),
         ({"method": "ngram", "num_speculative_tokens": 2, "draft": 1}, "'draft' is not supported; there are method"),

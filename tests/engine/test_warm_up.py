@@ -14,7 +14,7 @@ from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 from tritonllm.config import EngineConfig
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
-from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.layers.regime import Regimes
@@ -25,6 +25,7 @@ MODELS = {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B, **MECHANISMS}
 LENGTH = 2304
 MODELS["llama-3.2-1b"] = LLAMA_3_1_8B | {"head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192}
 CHOSEN = ("gemma-3-1b", "gpt-oss-20b", "falcon-7b", "phi-2")
+DRAFT = "llama-3.2-1b"
 VARIED = [name for name in MODELS if name.startswith((*CHOSEN, "qwen3-0.6b", "llama"))]
 
 
@@ -118,31 +119,45 @@ def test_no_step_launches_what_the_start_has_not(model, length, gpu):
             launches_nothing_else()
 
 
+def few_layers(model):
+    spec = spec_from_config(MODELS[model])
+    return dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+
+
 @pytest.mark.parametrize(
-    ("gpu", "length", "drafts"), [("NVIDIA H200", 600, 1), ("NVIDIA H200", 6144, 4), (None, 600, 7)]
+    ("gpu", "length", "drafts", "draft"),
+    [
+        ("NVIDIA H200", 600, 1, False),
+        ("NVIDIA H200", 6144, 4, False),
+        (None, 600, 7, False),
+        ("NVIDIA H200", 6144, 3, True),
+        (None, 600, 2, True),
+    ],
 )
 @pytest.mark.parametrize("model", VARIED)
-def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, drafts, gpu):
-    """Any number of sequences with drafts, and plain steps of an engine that has some."""
-    spec = spec_from_config(MODELS[model])
-    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, drafts, gpu, draft):
+    """Any number of sequences with drafts, of n-grams or of a draft model, and plain steps of an engine that has
+    some."""
     seats = 64
+    speculative = {"model": "small", "num_speculative_tokens": drafts} if draft else f"ngram:{drafts}"
     config = EngineConfig.from_kwargs(
         model="m",
         max_num_seqs=seats,
         max_num_batched_tokens=512,
         max_model_len=length,
-        speculative_config=f"ngram:{drafts}",
+        speculative_config=speculative,
     )
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
-        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length)
-        runner = ModelRunner(decoder, config, META, length)
+        models = [few_layers(model), *([few_layers(DRAFT)] if draft else [])]
+        decoders = [Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length) for spec in models]
+        runner = ModelRunner(decoders[0], config, META, length, draft=decoders[1] if draft else None)
         runner.start(NUM_BLOCKS, length)
-        with decoder.rehearsal():
+        with rehearsal_of(decoders):
             runner.warm_up().run()
             loaded = {described(kernel) for kernel in found}
             names = {kernel.name for kernel in found}
-            assert {"_ngram_kernel", "_chain_kernel", "_advance_seats_kernel"} < names
+            assert {"_chain_kernel", "_advance_seats_kernel"} < names
+            assert ("_ngram_kernel" in names) != draft
 
             @settings(max_examples=30, deadline=None)
             @given(

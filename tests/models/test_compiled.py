@@ -1,5 +1,6 @@
 """torch.compile around a model: the same tokens, no compilation after the start, nothing of the pool in the graph."""
 
+import dataclasses
 import gc
 import weakref
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.known_texts import drafter_of
 from tritonllm import LLM
+from tritonllm.config import CompilationConfig, EngineConfig
 from tritonllm.engine.speculation import Drafting
+from tritonllm.engine.startup import compiled_if_asked
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.layers.attention import Attention
 from tritonllm.models.compiled import CompiledModel
@@ -35,6 +38,9 @@ SMALL = {
     "max_position_embeddings": 256,
     "pad_token_id": None,
 }
+_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 10000.0}
+_ROPE |= {"short_mscale": 1.1, "long_mscale": 1.2, "original_max_position_embeddings": 128}
+LONGROPE = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE}
 
 
 def eager(**fields):
@@ -154,11 +160,36 @@ def test_rows_of_a_model_of_transformers(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
 def test_what_cannot_be_compiled_is_refused(tmp_path):
     """Frequencies that the largest position decides, which is on the device."""
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 10000.0}
-    rope |= {"short_mscale": 1.1, "long_mscale": 1.2, "original_max_position_embeddings": 128}
-    _, model = transformers_model(tmp_path, "phimoe", num_local_experts=4, num_experts_per_tok=2, rope_parameters=rope)
+    _, model = transformers_model(tmp_path, "phimoe", **LONGROPE)
     with pytest.raises(ValueError, match=r"^compilation_config: torch.compile cannot compile Phimoe.*--compile"):
         compiled(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+def test_by_default_a_model_of_transformers_in_graphs_is_compiled(tmp_path, caplog):
+    """If torch can; native models are not, nor what is to run eagerly."""
+    config = EngineConfig.from_kwargs(model="m", compilation_config={"backend": "eager"}, max_num_seqs=8)
+    plain, model = transformers_model(tmp_path, "helium", head_dim=16)
+    assert compiled_if_asked(model, config) is model  # on a CPU there are no graphs
+    model.supports_graphs = True
+    assert compiled_if_asked(model, dataclasses.replace(config, enforce_eager=True)) is model
+    off = dataclasses.replace(config, compilation_config=CompilationConfig(mode=0))
+    assert compiled_if_asked(model, off) is model
+    assert compiled_if_asked(native := decoder(), config) is native
+    prompt = random_tokens(20, 101, seed=1)
+    fast = compiled_if_asked(model, config)
+    assert isinstance(fast, CompiledModel) and paged(fast).greedy(prompt, 4) == paged(plain).greedy(prompt, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not a native family:UserWarning")
+def test_by_default_what_cannot_be_compiled_runs_without(tmp_path, caplog):
+    config = EngineConfig.from_kwargs(model="m", compilation_config={"backend": "eager"}, max_num_seqs=8)
+    plain, model = transformers_model(tmp_path, "phimoe", **LONGROPE)
+    model.supports_graphs = True
+    assert compiled_if_asked(model, config) is model
+    assert "torch.compile cannot compile Phimoe" in caplog.text
+    prompt = random_tokens(20, 101, seed=1)
+    assert paged(model).greedy(prompt, 4) == paged(plain).greedy(prompt, 4)
 
 
 def test_the_graph_has_no_pool():

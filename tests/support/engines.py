@@ -6,6 +6,9 @@ from shutil import copytree
 from tempfile import mkdtemp
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from tritonllm import LLM, SamplingParams
@@ -29,6 +32,19 @@ def thinking_checkpoint() -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (folder / name).read_text()
         (folder / name).write_text(text.replace("<|im_start|>", "<think>").replace("<|im_end|>", "</think>"))
+    return folder
+
+
+@cache
+def similar_checkpoint(family: str = "qwen3", noise: float = 0.05) -> Path:
+    """The tiny checkpoint with noise on its weights: it drafts many tokens right and many wrong."""
+    folder = Path(mkdtemp(prefix="draft-"))
+    copytree(tiny_checkpoint(family), folder, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(3)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        noisy = {n: t + noise * t.std() * torch.randn(t.shape, generator=generator) for n, t in tensors.items()}
+        save_file({n: t.to(tensors[n].dtype) for n, t in noisy.items()}, file, metadata={"format": "pt"})
     return folder
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.cli.prompts import read_prompts
-from tritonllm.config import COMPILATION, DTYPES, LOAD_FORMATS, EngineConfig
+from tritonllm.config import COMPILATION, DTYPES, LOAD_FORMATS, NO_COMPILATION, EngineConfig
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tritonllm.speculative_config import parse_draft
 
 DONE, FAILED = 0, 1
 STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
@@ -100,10 +101,22 @@ ENGINE: dict[str, dict[str, Any]] = {
         "dest": "compilation_config",
         "help": "torch.compile around the model: a longer start, see docs/start.md",
     },
+    "no-compile": {
+        "action": "store_const",
+        "const": NO_COMPILATION,
+        "dest": "compilation_config",
+        "help": "no torch.compile, which models that run through transformers on a GPU have by default",
+    },
     "speculative": {
         "dest": "speculative_config",
         "metavar": "METHOD:K",
         "help": "guess K tokens a step and verify them at once: ngram:4 guesses what followed the last tokens before",
+    },
+    "draft": {
+        "dest": "speculative_config",
+        "type": parse_draft,
+        "metavar": "MODEL[:K]",
+        "help": "let a smaller model of the same vocabulary guess K tokens a step (default: 4)",
     },
     "speculative-config": {"metavar": "JSON", "help": "the same with vLLM's keys, see docs/speculation.md"},
     "step-timeout": {"type": float, "metavar": "S", "help": "seconds that a GPU may take for a step (default: 300)"},

@@ -28,6 +28,7 @@ OPTIONS = (
     "max-num-batched-tokens",
     "no-prefix-caching",
     "speculative",
+    "draft",
     "speculative-config",
     "trust-remote-code",
 )
@@ -56,6 +57,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     from tritonllm.config import EngineConfig
+    from tritonllm.engine.draft_model import read_draft_spec
     from tritonllm.engine.precompile import Target, compile_kernels_of
     from tritonllm.engine.startup import length_limit, resolve_dtype
     from tritonllm.kernels.compile import cache_folder
@@ -80,7 +82,8 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         cache_folder.write_kernels_to(args.output)
     start = time.monotonic()
     target = Target(arch, name, dtype, length_limit(config.model, spec))
-    total, compiled = compile_kernels_of(spec, config, target, jobs=args.jobs)
+    draft = read_draft_spec(config, spec, target.max_model_len)
+    total, compiled = compile_kernels_of(spec, config, target, draft=draft, jobs=args.jobs)
     where = args.output or "Triton's cache"
     tables = f"tables of {name}" if name else "built-in launch configurations"
     print(

@@ -2,6 +2,7 @@
 
 import torch
 
+from tritonllm.engine.drafters import DraftStep
 from tritonllm.engine.inputs import Batch, host_bytes, views
 from tritonllm.engine.step import PARAMETERS, SamplingParameters, arrays_in, spans_of
 from tritonllm.kernels import advance_seats
@@ -53,6 +54,22 @@ class DeviceSeats:
         still settles what the seat's last request drew."""
         if self.history is not None:
             self.history[seat, : len(tokens)].copy_(tokens[: self.history.shape[1]])
+
+    def draft_step(self, batch: Batch) -> DraftStep:
+        """What a drafter is told of a step that verifies drafts of all its sequences, once it is settled."""
+        inputs, count = batch.inputs, batch.metadata.segments.verify.sequences
+        drafts = self.drafts[:count]
+        return DraftStep(
+            history=drafts[:, :0] if self.history is None else self.history,
+            seats=inputs.seats,
+            ends=inputs.starts,
+            counts=inputs.drafts,
+            ids=inputs.input_ids.view(count, -1),
+            drafts=drafts,
+            positions=inputs.positions.view(count, -1),
+            sampling=batch.sampling(count),
+            metadata=batch.metadata,
+        )
 
     def advance(self, batch: Batch) -> None:
         """Settle what the step before drew, and write into the batch what follows from its seats.

@@ -8,14 +8,46 @@ They are a part of the captured step.
 
 import importlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tritonllm.config import SpeculativeConfig
 from tritonllm.kernels import propose_ngrams
+from tritonllm.kernels.sampling.seats import SamplingRows
+from tritonllm.layers.metadata import AttentionMetadata
 
 REMEMBERED = 1 << 16  # tokens of past outputs: 256 KB, which one program of the kernel reads in some microseconds
+
+
+class DraftStep(NamedTuple):
+    """A step that verifies drafts of B sequences, up to G of each: what a drafter reads, and where it writes.
+
+    Attributes:
+        history: ``[S, L]`` int32, the tokens of each seat's sequence; L is 0 if the drafter does not look back.
+        seats: ``[B]`` int32, whose sequences they are; -1: padding, of which nothing is proposed.
+        ends: ``[B]`` int32, the position of a sequence's last token.
+        counts: ``[B]`` int32, how many drafts it may have.
+        ids: ``[B, G + 1]`` int32, its last token; behind it the drafts are written, and 0 where there are none.
+        drafts: ``[B, G]`` int32, written: the drafts, and -1 behind them.
+        positions: ``[B, G + 1]`` int64, of the last token and of the drafts.
+        sampling: how B rows draw the token behind the last one; that of the i-th draft has ``steps + i``.
+        metadata: what attention reads of the step: its tokens are those of ``ids``.
+    """
+
+    history: torch.Tensor
+    seats: torch.Tensor
+    ends: torch.Tensor
+    counts: torch.Tensor
+    ids: torch.Tensor
+    drafts: torch.Tensor
+    positions: torch.Tensor
+    sampling: SamplingRows
+    metadata: AttentionMetadata
+
+    def look_back(self, **options: Any) -> None:
+        """:func:`~tritonllm.kernels.propose_ngrams` of these sequences."""
+        propose_ngrams(self.history, self.seats, self.ends, self.counts, self.ids, self.drafts, **options)
 
 
 class Drafter(Protocol):
@@ -33,16 +65,8 @@ class Drafter(Protocol):
     def remember(self, output: torch.Tensor) -> None:
         """The output ``[N]`` int32 of a request that has ended."""
 
-    def propose(
-        self,
-        history: torch.Tensor,
-        seats: torch.Tensor,
-        ends: torch.Tensor,
-        counts: torch.Tensor,
-        ids: torch.Tensor,
-        drafts: torch.Tensor,
-    ) -> None:
-        """Arguments are those of :func:`~tritonllm.kernels.propose_ngrams`, which says what to write."""
+    def propose(self, step: DraftStep) -> None:
+        """Write the step's ``drafts`` and ``ids``."""
 
 
 class NgramDrafter:
@@ -57,16 +81,8 @@ class NgramDrafter:
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = {"shortest": shortest, "longest": longest}
 
-    def propose(
-        self,
-        history: torch.Tensor,
-        seats: torch.Tensor,
-        ends: torch.Tensor,
-        counts: torch.Tensor,
-        ids: torch.Tensor,
-        drafts: torch.Tensor,
-    ) -> None:
-        propose_ngrams(history, seats, ends, counts, ids, drafts, **self._lengths)
+    def propose(self, step: DraftStep) -> None:
+        step.look_back(**self._lengths)
 
     def remember(self, output: torch.Tensor) -> None:
         """It does not."""
@@ -98,16 +114,8 @@ class SuffixDrafter:
         self._past[end] = -1
         self._end = end + 1
 
-    def propose(
-        self,
-        history: torch.Tensor,
-        seats: torch.Tensor,
-        ends: torch.Tensor,
-        counts: torch.Tensor,
-        ids: torch.Tensor,
-        drafts: torch.Tensor,
-    ) -> None:
-        propose_ngrams(history, seats, ends, counts, ids, drafts, past=self._past, **self._options)
+    def propose(self, step: DraftStep) -> None:
+        step.look_back(past=self._past, **self._options)
 
 
 Maker = Callable[[int, int, torch.device], Drafter]
@@ -127,6 +135,8 @@ def make_drafter(
         return NgramDrafter(*config.lookup)
     if config.method == "suffix":
         return SuffixDrafter(config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor, device)
+    if config.method == "draft_model":
+        raise ValueError("speculative_config: method='draft_model' needs its model, which was not loaded")
     module, _, name = config.method.partition(":")
     try:
         maker: Maker = getattr(importlib.import_module(module), name)

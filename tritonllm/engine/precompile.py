@@ -19,7 +19,7 @@ import torch
 from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, list_kernels
@@ -47,30 +47,47 @@ class Target(NamedTuple):
     max_model_len: int
 
 
-def kernels_of(spec: ModelSpec, config: EngineConfig, target: Target) -> list[Specialization]:
-    """What an engine with this model and configuration launches. Nothing else may launch kernels meanwhile."""
+def kernels_of(
+    spec: ModelSpec, config: EngineConfig, target: Target, draft: ModelSpec | None = None
+) -> list[Specialization]:
+    """What an engine with this model and configuration launches. Nothing else may launch kernels meanwhile.
+
+    Args:
+        draft: the configuration's draft model.
+    """
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
-        small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
-        model = Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len)
-        runner = ModelRunner(model, config, META, target.max_model_len)
+        models = [_without_repeats(each, target) for each in (spec, draft) if each is not None]
+        runner = ModelRunner(models[0], config, META, target.max_model_len, draft=None if draft is None else models[1])
         runner.start(NUM_BLOCKS, target.max_model_len)
-        with model.rehearsal():  # as the engine warms up
+        with rehearsal_of(models):  # as the engine warms up
             runner.warm_up().run()
     return found
 
 
+def _without_repeats(spec: ModelSpec, target: Target) -> Decoder:
+    """One layer of each kind, without memory."""
+    small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    return Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len)
+
+
 def compile_kernels_of(
-    spec: ModelSpec, config: EngineConfig, target: Target, *, jobs: int | None = None
+    spec: ModelSpec,
+    config: EngineConfig,
+    target: Target,
+    *,
+    draft: ModelSpec | None = None,
+    jobs: int | None = None,
 ) -> tuple[int, int]:
     """Put them into Triton's cache; in a process as for :func:`kernels_of`.
 
     Args:
+        draft: as in :func:`kernels_of`.
         jobs: processes; by default one a core.
 
     Returns:
         How many kernels there are, and how many were not there yet.
     """
-    kernels = kernels_of(spec, config, target)
+    kernels = kernels_of(spec, config, target, draft)
     missing = [kernel for kernel in kernels if not kernel.is_cached()]
     compile_in_parallel([*missing, *driver_extensions()], jobs)
     return len(kernels), len(missing)
@@ -86,10 +103,10 @@ class BackgroundCompiler:
     So both processes do that early, this one in a thread.
     """
 
-    def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+    def __init__(self, spec: ModelSpec, config: EngineConfig, draft: ModelSpec | None = None) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, spec, config), name="tritonllm-compiler")
+        self._process = context.Process(target=_serve, args=(theirs, spec, config, draft), name="tritonllm-compiler")
         self._begun = False
         with warnings.catch_warnings():  # of a fork beside other threads: it takes none of their locks
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -120,8 +137,8 @@ class BackgroundCompiler:
         self._pipe.close()
 
 
-def _serve(pipe: Connection, spec: ModelSpec, config: EngineConfig) -> None:
+def _serve(pipe: Connection, spec: ModelSpec, config: EngineConfig, draft: ModelSpec | None) -> None:
     os.setpgrp()  # so that its workers can be ended with it
     torch.set_num_threads(1)  # the parent's threads are not here
     triton_key()  # while the parent asks for the device
-    compile_kernels_of(spec, config, pipe.recv())
+    compile_kernels_of(spec, config, pipe.recv(), draft=draft)

@@ -1,6 +1,7 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from weakref import WeakMethod
 
@@ -10,9 +11,11 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
-from tritonllm.engine.drafters import make_drafter
+from tritonllm.engine.draft_model import DraftModel, draft_cost
+from tritonllm.engine.drafters import Drafter, make_drafter
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
+from tritonllm.engine.kv_cache import block_bytes, make_cache
 from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
@@ -25,7 +28,6 @@ from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
-from tritonllm.kernels.attention.decode import WORKSPACE_SIZE
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.interface import CausalLM
@@ -34,6 +36,15 @@ from tritonllm.sampling_params import ALL
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
 PROMPT_LOGPROB_ROWS = 256
 WHOLE_LOGPROB_ROWS = 32  # where all of the vocabulary is reported: 28 bytes a token and row
+
+
+@contextmanager
+def rehearsal_of(models: Sequence[CausalLM]) -> Iterator[None]:
+    """Inside the block all of them rehearse."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.rehearsal())
+        yield
 
 
 class ModelRunner:
@@ -45,10 +56,12 @@ class ModelRunner:
         device: where the model is.
         max_model_len: the longest sequence that may come.
         pooler: of prompts that are not continued; by default one without a head.
+        draft: the draft model, loaded, on ``device``, if the configuration has one.
         memory: where the cache's memory is from; by default torch.
 
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
+        draft_cost: of a decode step of the draft model, in those of the model; 0 without one.
     """
 
     def __init__(
@@ -58,6 +71,7 @@ class ModelRunner:
         device: torch.device,
         max_model_len: int,
         pooler: Pooler | None = None,
+        draft: CausalLM | None = None,
         memory: EngineMemory | None = None,
     ) -> None:
         self._model = model
@@ -67,7 +81,7 @@ class ModelRunner:
         self._block_size = config.cache.block_size
         self._memory = memory
         self._cache: list[KVCacheView] = []
-        self._copies: BlockCopies | None = None
+        self._copies: list[BlockCopies] = []
         self._graphs: StepGraphs | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
@@ -75,8 +89,12 @@ class ModelRunner:
         speculative = config.speculative_config
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         self._verified = most_verified(speculative, config.scheduler)
-        self.drafter = make_drafter(speculative, max_model_len, model.spec.vocab_size, device)
-        history = max_model_len if self._drafts else 0
+        self._draft = None if draft is None else DraftModel(draft, seats, self._drafts, device)
+        self.draft_cost = 0.0 if draft is None else draft_cost(draft, model)
+        self.drafter: Drafter | None = self._draft
+        if draft is None:
+            self.drafter = make_drafter(speculative, max_model_len, model.spec.vocab_size, device)
+        history = max_model_len if self._looks_back else 0
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self._drafts, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
@@ -86,7 +104,8 @@ class ModelRunner:
         self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else only siblings share
-            self._planner = CascadePlanner(self._block_size, self.block_bytes // model.spec.num_layers)
+            each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
+            self._planner = CascadePlanner(self._block_size, each)
         self._builder = self._make_builder()
 
     @property
@@ -104,11 +123,19 @@ class ModelRunner:
         return Regimes(self._model.short_keys, self._max_model_len)
 
     @property
+    def _models(self) -> list[CausalLM]:
+        """Those that a step runs."""
+        return [self._model] if self._draft is None else [self._model, self._draft.model]
+
+    @property
+    def _looks_back(self) -> bool:
+        """The drafter wants all tokens of the sequences."""
+        return self._drafts > 0 and self._draft is None
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        spec = self._model.spec
-        element = torch.empty(0, dtype=self._dtype).element_size()
-        return 2 * spec.num_layers * self._block_size * spec.num_kv_heads * spec.head_size * element
+        """Bytes of one block over all layers, keys and values, the draft model's included."""
+        return sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
 
     @torch.inference_mode()
     def fit_num_blocks(self) -> int:
@@ -136,7 +163,7 @@ class ModelRunner:
                 width = -(-(1 + self._drafts) // self._block_size)
                 peaks[0] = max(peaks[0], self._peak(partial(warm_up.verify_step, self._verified, width)))
             captured = sum(peaks)
-        self._cache, self._copies = [], None
+        self._forget_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
         if granted < self.block_bytes:
@@ -160,27 +187,32 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated(self._device) - before
 
     def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
-        spec = self._model.spec
-        shape = (spec.num_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_size)
-        # zeros, not empty: a stale NaN beyond a sequence's length would be multiplied by a probability of zero
-        if memory is None:
-            pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        else:
-            pool = memory.zeros(shape, self._dtype)
-        workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=self._device)
-        self._cache = [KVCacheView(layer[0], layer[1], workspace) for layer in pool]
-        self._copies = BlockCopies(pool)
+        """Blocks of the same numbers for each model."""
+        sizes = self._dtype, num_blocks, self._block_size, self._device, memory
+        made = [make_cache(model.spec, *sizes) for model in self._models]
+        self._cache, self._copies = made[0][0], [copies for _, copies in made]
+        if self._draft is not None:
+            self._draft.cache = made[1][0]
+
+    def _forget_cache(self) -> None:
+        self._cache, self._copies = [], []
+        if self._draft is not None:
+            self._draft.cache = []
 
     def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of these tokens ``[R]``, or of all."""
         inputs = batch.inputs
         return self._model(inputs.input_ids, inputs.positions, batch.metadata, self._cache, rows)
 
+    def _warm_up_copies(self) -> None:
+        for copies in self._copies:
+            copies.warm_up()
+
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
         tell, drafts = self._processors is not None, self._drafts
         sizes = seats, self._max_blocks, self._block_size
-        wants = {"tell_tokens": drafts > 0, "tell_past": self.drafter is not None and self.drafter.remembers}
+        wants = {"tell_tokens": self._looks_back, "tell_past": self.drafter is not None and self.drafter.remembers}
         return StepBuilder(*sizes, self._planner, tell_admitted=tell, drafts=drafts, **wants)
 
     def warm_up(self) -> WarmUp:
@@ -189,7 +221,7 @@ class ModelRunner:
         return WarmUp(
             self._advance,
             self.sample_hidden,
-            self._copies.warm_up if self._copies else lambda: None,
+            self._warm_up_copies,
             device=self._device,
             block_size=self._block_size,
             max_model_len=self._max_model_len,
@@ -231,14 +263,14 @@ class ModelRunner:
         if self._device.type != "cuda":
             return
         reserve_pinned()
-        with self._model.rehearsal():
+        with rehearsal_of(self._models):
             self.warm_up().run()
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             limits = GraphLimits(
                 *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
             )
-            capture = GraphCapture(self._model.rehearsal, self._device)
+            capture = GraphCapture(partial(rehearsal_of, self._models), self._device)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
 
             def work(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -261,8 +293,8 @@ class ModelRunner:
         if step.parameters is not None:
             self._seats.tell(step.parameters)
         if step.copies is not None:
-            assert self._copies is not None  # it has started
-            self._copies.run(step.copies)
+            for copies in self._copies:
+                copies.run(step.copies)
         changed = False
         if self._processors is not None:
             self._processors.admit(step.admitted)
@@ -331,11 +363,9 @@ class ModelRunner:
         self._seats.advance(batch)
         count = batch.metadata.segments.verify.sequences
         if self.drafter is not None and count:
-            inputs, drafts = batch.inputs, self._seats.drafts
-            assert self._seats.history is not None  # there are drafts
-            ids = inputs.input_ids[: count * (1 + self._drafts)].view(count, -1)
-            rows_of = inputs.seats, inputs.starts, inputs.drafts
-            self.drafter.propose(self._seats.history, *rows_of, ids, drafts[:count])
+            self.drafter.propose(self._seats.draft_step(batch))
+        elif self._draft is not None:
+            self._draft.follow(batch, rows)
         return self._forward(batch, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:

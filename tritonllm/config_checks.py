@@ -1,0 +1,26 @@
+"""What configurations check of their values: each raises a ``ValueError`` that names the argument."""
+
+import re
+
+
+def at_least(name: str, value: int | None, low: int) -> None:
+    """A whole number, or ``None``."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def is_a(name: str, value: object, kind: type) -> None:
+    """Of this type itself."""
+    if type(value) is not kind:  # neither 1 for True nor "false" for False
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Among these."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def names_code(value: object) -> bool:
+    """Whether it is a function, a class or ``"module:name"``."""
+    return callable(value) or (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value) is not None)
