@@ -6,6 +6,7 @@ from typing import Any
 
 NEEDS = "--plot needs matplotlib ({}): pip install matplotlib"
 COLOURS = ("#8c2963", "#de6a46", "#3f7f93")
+SHOWN = 0.995  # of the gaps: the longest one would press all others to the left
 SLICES = 60  # of time, in each of which tokens are counted
 
 
@@ -58,8 +59,9 @@ def draw(told: Sequence[Any], seconds: float, title: str, path: Path) -> None:
         first.plot(*shares([one.ttft_ms for one in done]), color=COLOURS[1])
         between = [gap for one in done for gap in one.gaps_ms()]
         if between:
-            gaps.plot(*shares(between), color=COLOURS[2])
-            gaps.set_xscale("log")
+            ordered, parts = shares(between)
+            gaps.plot(ordered, parts, color=COLOURS[2])
+            gaps.set_xlim(0, 1.1 * ordered[int(SHOWN * (len(ordered) - 1))] + 1e-3)
     over_time.set(xlabel="seconds", ylabel="events with tokens / s", title="output over time", ylim=(0, None))
     first.set(xlabel="ms", ylabel="share of requests", title="time to first token", ylim=(0, 1.02))
     gaps.set(xlabel="ms", ylabel="share of gaps", title="inter-token latency", ylim=(0, 1.02))
