@@ -108,6 +108,8 @@ class CacheConfig:
         gpu_memory_utilization: fraction of the GPU's memory for weights, activations and cache together.
         cpu_cache_bytes: size of the cache on the CPU path, bytes.
         enable_prefix_caching: reuse the blocks of prompts seen before.
+        kv_offloading_size: GiB of the host's memory that keep blocks which the cache gives up, so that they come back
+            by a copy. ``None`` or 0: they are computed again.
     """
 
     block_size: int = 16
@@ -115,6 +117,7 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     cpu_cache_bytes: int = 1 << 28
     enable_prefix_caching: bool = True
+    kv_offloading_size: float | None = None
 
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
@@ -126,6 +129,9 @@ class CacheConfig:
         if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0.0 < fraction <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {fraction!r}")
         is_a("enable_prefix_caching", self.enable_prefix_caching, bool)
+        size = self.kv_offloading_size
+        if size is not None and (not isinstance(size, int | float) or isinstance(size, bool) or not 0 <= size < 1e9):
+            raise ValueError(f"kv_offloading_size must be a number of GiB, at least 0, got {size!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +258,8 @@ class EngineConfig:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
+        if speculative.method == "draft_model" and self.cache.kv_offloading_size:
+            raise ValueError("kv_offloading_size: a draft model's cache stays on the GPU; leave out one of the two")
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens
         if 1 + most > tokens:

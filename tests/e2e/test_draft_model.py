@@ -4,6 +4,7 @@ A model that drafts for itself shows the second: where its keys and values are w
 """
 
 import json
+import time
 
 import pytest
 import torch
@@ -177,10 +178,17 @@ def test_the_demo_models():
     params = [greedy(90), SamplingParams(temperature=1.0, seed=3, max_tokens=90), greedy(90)]
     options = {"dtype": "float32", "max_model_len": 256}
     plain = LLM(str(model_path()), **options)
-    llm = LLM(
-        str(model_path()), speculative_config={"model": str(draft_path()), "num_speculative_tokens": 4}, **options
-    )
-    assert texts(llm.generate(prompts, params)) == texts(plain.generate(prompts, params))
+    config = {"model": str(draft_path()), "num_speculative_tokens": 4, "adaptive": False}
+    llm = LLM(str(model_path()), speculative_config=config, **options)
+    begin = time.monotonic()
+    outputs = llm.generate(prompts, params)
     stats = llm.engine.stats
+    assert 0 < stats.draft_seconds < time.monotonic() - begin
+    assert texts(outputs) == texts(plain.generate(prompts, params))
     assert stats.num_accepted_tokens > 0.6 * stats.num_draft_tokens
+    places = stats.num_accepted_tokens_per_pos
+    assert stats.num_drafts >= places[0] > places[1] > places[2] > places[3] > 0
+    assert sum(places) == stats.num_accepted_tokens
+    of_requests = [output.metrics.num_accepted_tokens_per_pos for output in outputs]
+    assert places == tuple(sum(column) for column in zip(*of_requests, strict=True))
     assert stats.steps < plain.engine.stats.steps / 2

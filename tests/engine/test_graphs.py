@@ -72,11 +72,11 @@ class Model:
         self.seats.advance(batch)
         hidden = paged_attention(self.table[i.input_ids.long()], metadata, self.cache).flatten(1) + i.positions[:, None]
         tokens = None
-        if not metadata.segments.chunk.tokens:
+        if batch.draws and not metadata.segments.chunk.tokens:
             s = batch.sampling(metadata.segments.sequences)
             tokens = s.seeds * 1000 + s.steps + (s.temperature * 7).long() + s.top_k
         self.calls.append((batch, hidden))
-        return hidden if tokens is not None else hidden[i.logit_rows], tokens
+        return hidden[i.logit_rows] if metadata.segments.chunk.tokens else hidden, tokens
 
 
 def capture(model, kinds=None):
@@ -334,8 +334,10 @@ def test_what_is_captured_when():
     graphs = make_graphs(model, may_share=lambda size: size >= 16, kinds=kinds)
     rooms = [(len(b.metadata.decode_order), b.metadata.segments.chunk.tokens) for b, _ in model.calls]
     alone = [(20, 0), (16, 0), (8, 0), (4, 0), (4, 0), (2, 0), (2, 0), (1, 0), (1, 0)]  # the small ones for two regimes
-    assert rooms == [*alone, (20, 20), (20, 8), (5, 8), (2, 8)]
-    assert [b.metadata.max_decode_len for b, _ in model.calls] == [LONG] * 3 + [10, LONG] * 3 + [LONG] * 4
+    late = (20, 0)
+    assert rooms == [*alone, late, (20, 20), (20, 8), (5, 8), (2, 8)]
+    assert [b.draws for b, _ in model.calls] == [True] * 9 + [False] + [True] * 4
+    assert [b.metadata.max_decode_len for b, _ in model.calls] == [LONG] * 3 + [10, LONG] * 3 + [LONG] * 5
     assert kinds == [tokens > 0 for _, tokens in rooms]
     assert all(batch.metadata.cascade is None for batch, _ in model.calls)
     for calls in (2, 1):  # the first time a capture; then replays
@@ -344,6 +346,27 @@ def test_what_is_captured_when():
         graphs.run(step, graphs.key_for(step))
         sizes = [(len(b.metadata.seq_lens), b.metadata.cascade is not None) for b, _ in model.calls[before:]]
         assert sizes == [(20, True)] * calls
+
+
+def test_late_steps_have_graphs_of_their_own():
+    """For few sizes, from the start on; they end with the hidden states that the others have, and draw nothing."""
+    model = Model()
+    graphs = make_graphs(model)
+    captured = len(graphs)
+    for seed, (n, room) in enumerate(((20, 20), (18, 20), (3, 20), (18, 20))):
+        plain = step_of([5] * n, seed=seed)
+        step = dataclasses.replace(plain, late=True)
+        key = graphs.key_for(step)
+        assert (key.late, key.decodes, key.tokens, key.drafts) == (True, room, 0, 0)
+        model.see(step)
+        late = graphs.run(step, key)
+        assert late.tokens is None
+        hidden = late.hidden[:n].clone()
+        model.see(plain)
+        assert torch.equal(hidden, graphs.run(plain, graphs.key_for(plain)).hidden[:n])
+    assert len(graphs) == captured
+    with_prompt = dataclasses.replace(step_of([3], [(0, 8)]), late=True)
+    assert graphs.key_for(with_prompt) == graphs.key_for(dataclasses.replace(with_prompt, late=False))
 
 
 def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):

@@ -196,3 +196,20 @@ def test_a_draft_model_sleeps_too(expected, level):
     accepted = llm.engine.stats.num_accepted_tokens
     assert answers(llm) == expected
     assert llm.engine.stats.num_accepted_tokens >= 2 * accepted > 0, "its guesses are as good as before"
+
+
+def test_blocks_on_the_host_are_forgotten(expected, other):
+    """They hold the old weights' keys."""
+    size = 2**20 / 2**30
+    llm = tiny_llm(enable_sleep_mode=True, num_blocks=16, kv_offloading_size=size)
+    for number in range(8):  # more than the pool holds: some go to the host
+        llm.generate([[number + 3] * 40], greedy(4), use_tqdm=False)
+    assert answers(llm) == expected
+    llm.reload_weights(str(other))
+    found = token_ids(llm.generate([[number + 3] * 40 for number in range(8)], greedy(4), use_tqdm=False))
+    plain = tiny_llm(other)
+    assert found == token_ids(plain.generate([[number + 3] * 40 for number in range(8)], greedy(4), use_tqdm=False))
+    llm.sleep()
+    llm.wake_up()
+    llm.reload_weights()
+    assert answers(llm) == expected

@@ -133,7 +133,9 @@ def test_counts():
     counts = DraftCounts()
     counts.add(4, 3)
     counts.add(2, 0)
-    assert counts == DraftCounts(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
+    counts.add(3, 1)
+    places = [2, 1, 1, 0]
+    assert counts == DraftCounts(3, 9, 4, num_accepted_tokens_per_pos=places)
 
 
 @pytest.mark.parametrize(

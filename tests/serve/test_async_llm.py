@@ -85,6 +85,8 @@ def test_drafts_in_the_engines_process(llm, loop):
         metrics, stats = outputs[-1].metrics, drafting.stats
         assert 0 < metrics.num_accepted_tokens <= metrics.num_draft_tokens <= stats.num_draft_tokens
         assert metrics.num_accepted_tokens <= stats.num_accepted_tokens
+        assert sum(metrics.num_accepted_tokens_per_pos) == metrics.num_accepted_tokens
+        assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens and stats.draft_seconds > 0
     finally:
         drafting.shutdown()
 

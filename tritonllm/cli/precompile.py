@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     start = time.monotonic()
     target = Target(arch, name, dtype, length_limit(config.model, spec))
     draft = read_draft_spec(config, spec, target.max_model_len)
-    total, compiled = compile_kernels_of(spec, config, target, draft=draft, jobs=args.jobs)
+    total, compiled = compile_kernels_of(spec, config, target, draft, jobs=args.jobs)
     where = args.output or "Triton's cache"
     tables = f"tables of {name}" if name else "built-in launch configurations"
     print(

@@ -8,6 +8,8 @@ from tritonllm.engine.step import PARAMETERS, SamplingParameters, arrays_in, spa
 from tritonllm.kernels import advance_seats
 from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
 
+TIMES = 4  # int32 numbers before the drafts, which cross to the host with them
+
 
 class DeviceSeats:
     """Last tokens, positions and sampling parameters of the seats, and what the last step drew.
@@ -23,6 +25,7 @@ class DeviceSeats:
         drawn: ``[seats]`` int64, the token of each row of the step that ran last.
         verdict: the tokens of each row of a step that verified drafts; ``None`` if none ever does.
         drafts: ``[seats, drafts]`` int32, the drafts that such a step verified, -1 behind them.
+        times: ``[2]`` int64, of :func:`~tritonllm.kernels.speculative.clock.note_time`: what drafting has taken.
         history: ``[seats, history]`` int32, or ``None``.
     """
 
@@ -30,7 +33,10 @@ class DeviceSeats:
         self._block_size = block_size
         self._device = device
         self.drawn = torch.zeros(seats, dtype=torch.int64, device=device)
-        self.drafts = torch.full((seats, drafts), -1, dtype=torch.int32, device=device)
+        self._drafted = torch.full((TIMES + seats * drafts,), -1, dtype=torch.int32, device=device)
+        self.drafts = self._drafted[TIMES:].view(seats, drafts)
+        self.times = self._drafted[:TIMES].view(torch.int64)
+        self.times.zero_()
         self.verdict: Verdict | None = None
         if drafts:
             columns = torch.full((seats, drafts + 2), -1, dtype=torch.int64, device=device)
@@ -70,6 +76,10 @@ class DeviceSeats:
             sampling=batch.sampling(count),
             metadata=batch.metadata,
         )
+
+    def drafted(self, rows: int) -> torch.Tensor:
+        """What a step with drafts of so many rows reports of them, for one copy: see :class:`RunningStep`."""
+        return self._drafted[: TIMES + rows * self.drafts.shape[1]]
 
     def advance(self, batch: Batch) -> None:
         """Settle what the step before drew, and write into the batch what follows from its seats.

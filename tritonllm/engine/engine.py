@@ -21,6 +21,7 @@ from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.beam_search import beam_state
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
@@ -31,7 +32,7 @@ from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory, SleepMethods
-from tritonllm.engine.speculation import DraftCounts
+from tritonllm.engine.speculation import DraftCounts, count_positions
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
 from tritonllm.inputs import Prompt
@@ -75,7 +76,7 @@ class LLMEngine(SleepMethods):
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
         self._compiling: dict[str, RequestState] = {}  # they wait for grammars, outside of the scheduler
         self._arrivals = itertools.count()
-        self._in_flight: deque[tuple[StepPlan, RunningStep]] = deque()
+        self._in_flight: deque[tuple[StepPlan, RunningStep | None]] = deque()
         self._whole = True  # no change is under way, and none was broken off
         self._failure = "the step was interrupted"  # why the last one was broken off
         self._lost: dict[str, EngineOutput] = {}  # last outputs of the requests that were lost with it
@@ -281,18 +282,39 @@ class LLMEngine(SleepMethods):
         return failed + self._run()
 
     def _run(self) -> list[EngineOutput]:
+        tier = self._scheduler.tier
+        if tier is not None:
+            self._follow_copies(tier)
         plan = self._scheduler.schedule()
         if plan.scheduled:
             self._in_flight.append((plan, self._runner.launch(plan)))
             self._steps += 1
+        if len(self._in_flight) == 1:
+            self._draw()
         ahead = int(bool(self.config.scheduler.async_scheduling and plan.scheduled))
         if len(self._in_flight) <= ahead:  # 0 if all wait for their grammars
             return []
         plan, step = self._in_flight.popleft()
+        assert step is not None  # it was drawn when those before it had ended
         result = step.wait(self.config.step_timeout, lambda: describe(plan))
+        if tier is not None:
+            tier.rates.took(plan.segments.chunk.tokens, time.monotonic())
         touched = self._take(plan, result, self._scheduler.update(plan, result.sampled))
+        self._draw()
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
+
+    def _draw(self) -> None:
+        """Draw the step that was launched last, if it is late: the results of those before it are in."""
+        if self._in_flight and self._in_flight[-1][1] is None:
+            plan, _ = self._in_flight[-1]
+            self._in_flight[-1] = plan, self._runner.draw(plan)
+
+    def _follow_copies(self, tier: HostTier) -> None:
+        assert self._runner.host is not None  # it has the tier's memory
+        tier.done = self._runner.host.done
+        if not self._in_flight:
+            tier.rates.idle(time.monotonic())
 
     def _take(self, plan: StepPlan, result: StepResult, new_tokens: list[NewTokens]) -> dict[str, RequestState]:
         """Hand a step's results to their requests; returns the requests that changed, in the plan's order."""
@@ -341,6 +363,7 @@ class LLMEngine(SleepMethods):
         return touched
 
     def _count_drafts(self, plan: StepPlan, result: StepResult) -> None:
+        self._drafts.draft_seconds = 1e-9 * result.draft_nanoseconds
         for item, drafted, tokens in zip(plan.scheduled, result.drafted, result.sampled, strict=True):
             state, _ = self._sequences.get(item.request.request_id, (None, None))
             if drafted:
@@ -348,6 +371,7 @@ class LLMEngine(SleepMethods):
             if drafted and state is not None:
                 state.metrics.num_draft_tokens += drafted
                 state.metrics.num_accepted_tokens += len(tokens) - 1
+                count_positions(state.metrics.num_accepted_tokens_per_pos, drafted, len(tokens) - 1)
 
     @staticmethod
     def _control(request: Request, new: Sequence[int]) -> str | None:
@@ -383,7 +407,8 @@ class LLMEngine(SleepMethods):
             num_waiting=self._scheduler.num_waiting + sum(len(s.sequences) for s in self._compiling.values()),
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
+            **scheduler.tier._asdict(),
             takes_requests=self.takes_requests,
             is_sleeping=self.is_sleeping,
-            **asdict(self._drafts),
+            **asdict(self._drafts) | {"num_accepted_tokens_per_pos": tuple(self._drafts.num_accepted_tokens_per_pos)},
         )

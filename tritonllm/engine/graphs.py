@@ -10,7 +10,10 @@ Kinds of rooms, of which those with prompts and those without have memory of the
 - ``decodes`` sequences alone, from token ids to new tokens: dense sizes. Steps whose sequences share a prefix launch
   other kernels: their graphs are captured when the first such step of a size comes, since most services never see one.
   (The 20 ordinary ones take 1.05 s of a start of Qwen3-0.6B on an H200.)
+- The same with masks of the tokens that may come (grammars): captured when the first such step of a size comes.
 - ``decodes`` sequences alone with drafts to verify, as many of each: the same, for as many sequences as have drafts.
+- ``decodes`` sequences alone of which the host restricts some: to hidden states, for few sizes. The draw is launched
+  when its masks are there (:mod:`tritonllm.engine.control`).
 - ``tokens`` of prompts beside them, from token ids to hidden states. The GPU computes faster than the host launches up
   to some thousand tokens, and a small model's largest step: of the prefill in W1 (Qwen3-0.6B, steps of 8192 tokens) an
   H200 was idle for a third. So steps are captured up to the size from which on the GPU takes longer. (All at the start:
@@ -89,6 +92,7 @@ class GraphLimits:
         block_size: tokens of a block.
         drafts: of each sequence in a step that verifies some.
         verified: most sequences of such a step.
+        vocab: size of the vocabulary that masks are of; 0 if steps draw with masks outside of graphs.
     """
 
     max_num_seqs: int
@@ -108,6 +112,7 @@ class GraphKey(NamedTuple):
         max_decode_len: the bound of the lengths' regime, see :mod:`tritonllm.layers.regime`.
         shared: some decodes share a prefix.
         drafts: to verify, of each of them.
+        late: it ends with the hidden states, and is drawn when the host has had its say.
     """
 
     decodes: int
@@ -115,6 +120,7 @@ class GraphKey(NamedTuple):
     max_decode_len: int
     shared: bool = False
     drafts: int = 0
+    late: bool = False
 
     @property
     def room(self) -> "RoomKey":
@@ -220,11 +226,13 @@ class StepGraphs:
         self._loaded: np.ndarray | None = None  # what the tables hold of a step without prompts
         self._plans = self._make_plans([size for size in self._sizes if may_share(size)])
         self._graphs: dict[GraphKey, Captured] = {}
+        self._late = decode_sizes(limits.max_num_seqs, 0)
+        late = [RoomKey(size) for size in self._late]
         nothing = dummy_step(0, [], rows=0, width=0)
-        for kind in (with_drafts, alone, self._beside):
+        for kind in (with_drafts, alone, late, self._beside):
             for room in reversed(kind):  # the largest first: the others then fit into its memory
                 for bound in regimes.bounds(self._rooms[room].segments):
-                    key = GraphKey(room.decodes, room.tokens, bound, drafts=room.drafts)
+                    key = GraphKey(room.decodes, room.tokens, bound, drafts=room.drafts, late=kind is late)
                     self._load(nothing, key)
                     self._graphs[key] = self._capture(key)
 
@@ -269,7 +277,7 @@ class StepGraphs:
         room = self._rooms[key.room]
         tables = self._tables[: room.segments.sequences]
         plan = self._plans[key.decodes] if key.shared else None
-        batch = make_batch(self._memory, room, tables, key.max_decode_len, plan)
+        batch = make_batch(self._memory, room, tables, key.max_decode_len, plan, not key.late)
         graph, (hidden, tokens) = self._capture_graph(lambda: self._work(batch), key.tokens > 0)
         return Captured(graph, batch, hidden, tokens)
 
@@ -278,7 +286,7 @@ class StepGraphs:
         hidden states of all its tokens are wanted."""
         decode, verify, chunk = step.segments
         if step.segments.only_decodes:
-            return self._key(RoomKey(padded(decode.sequences, self._sizes)), step)
+            return self._key(RoomKey(padded(decode.sequences, self._late if step.late else self._sizes)), step)
         if verify.sequences:
             fits = verify.longest == 1 + self._limits.drafts and step.segments.tokens == verify.tokens
             fits = fits and verify.sequences <= self._limits.verified
@@ -296,7 +304,8 @@ class StepGraphs:
 
     def _key(self, room: RoomKey, step: Step) -> GraphKey:
         bound = self._regimes.bound(self._rooms[room].segments, step.longest)
-        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts)
+        late = step.late and step.segments.only_decodes
+        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts, late)
 
     def run(self, step: Step, key: GraphKey) -> Captured:
         """Replay the graph; what it wrote is valid until the next run. Of hidden states and tokens the step's own are

@@ -25,13 +25,15 @@ Logprobs = Mapping[int, Logprob]  # token id -> its log-probability, at one posi
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of ``time.monotonic()``, and how many drafts were verified for it and right."""
+    """Times of one request, in seconds of ``time.monotonic()``, and how many drafts were verified for it and right; of
+    the right ones also how many were the first, the second, ... of their step."""
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

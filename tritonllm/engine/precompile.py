@@ -74,8 +74,8 @@ def compile_kernels_of(
     spec: ModelSpec,
     config: EngineConfig,
     target: Target,
-    *,
     draft: ModelSpec | None = None,
+    *,
     jobs: int | None = None,
 ) -> tuple[int, int]:
     """Put them into Triton's cache; in a process as for :func:`kernels_of`.
@@ -141,4 +141,4 @@ def _serve(pipe: Connection, spec: ModelSpec, config: EngineConfig, draft: Model
     os.setpgrp()  # so that its workers can be ended with it
     torch.set_num_threads(1)  # the parent's threads are not here
     triton_key()  # while the parent asks for the device
-    compile_kernels_of(spec, config, pipe.recv(), draft=draft)
+    compile_kernels_of(spec, config, pipe.recv(), draft)

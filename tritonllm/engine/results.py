@@ -58,6 +58,7 @@ class StepResult:
         errors: of requests that must end, by their id.
         pooled: what became of pooled prompts.
         drafted: for each sequence how many drafts were verified; empty if none were.
+        draft_nanoseconds: what drafting has taken since the start, if drafts were verified.
     """
 
     sampled: list[list[int]]
@@ -66,6 +67,7 @@ class StepResult:
     errors: Mapping[str, str] = field(default_factory=dict)
     pooled: Sequence[PooledRows] = ()
     drafted: Sequence[int] = ()
+    draft_nanoseconds: int = 0
 
 
 class RunningStep:
@@ -82,7 +84,8 @@ class RunningStep:
         device: where it runs.
         errors: see :class:`StepResult`.
         pooled: the same, on the device.
-        drafts: ``[R, G - 1]`` int32, what the step verified, with -1 behind them.
+        drafted: ``[4 + R (G - 1)]`` int32: as two int64 when the drafting of this step began and what all drafting has
+            taken, in nanoseconds; and what the step verified of each row, with -1 behind its drafts.
     """
 
     def __init__(
@@ -95,11 +98,11 @@ class RunningStep:
         whole_logprobs: Iterable[tuple[int, LogprobTensors]] = (),
         errors: Mapping[str, str] | None = None,
         pooled: Sequence[PooledRows] = (),
-        drafts: torch.Tensor | None = None,
+        drafted: torch.Tensor | None = None,
     ) -> None:
         self._pooled = [part._replace(rows=_to_host(part.rows)) for part in pooled]
         self._errors = errors or {}
-        self._drafts = None if drafts is None else _to_host(drafts)
+        self._drafted = None if drafted is None else _to_host(drafted)
         self._samples = samples
         self._tokens = None if tokens is None else _to_host(tokens)
         self._logprobs = None if logprobs is None else tuple(_to_host(t) for t in logprobs)
@@ -149,8 +152,15 @@ class RunningStep:
             scores.token_ids.extend(more.token_ids)
             scores.logprobs.extend(more.logprobs)
             scores.ranks.extend(more.ranks)
-        drafted = () if self._drafts is None else (self._drafts >= 0).sum(1).tolist()
-        return StepResult(self._sampled(), logprobs, of_prompts, self._errors, self._pooled, drafted)
+        drafted, nanoseconds = self._read_drafts()
+        return StepResult(self._sampled(), logprobs, of_prompts, self._errors, self._pooled, drafted, nanoseconds)
+
+    def _read_drafts(self) -> tuple[Sequence[int], int]:
+        """How many drafts each row had, and the nanoseconds that all drafting has taken."""
+        if self._drafted is None or self._tokens is None:
+            return (), 0
+        drafts = self._drafted[4:].view(len(self._tokens), -1)
+        return (drafts >= 0).sum(1).tolist(), int(self._drafted[:4].view(torch.int64)[1])
 
     def _sampled(self) -> list[list[int]]:
         if self._tokens is None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -14,20 +15,24 @@ from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.draft_model import DraftModel, draft_cost
 from tritonllm.engine.drafters import Drafter, make_drafter
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
+from tritonllm.engine.host_copies import HostCopies, staging_bytes
+from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
 from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.processors import BatchProcessors
-from tritonllm.engine.results import LogprobTensors, RunningStep
+from tritonllm.engine.restrictions import restrictions_of
+from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
-from tritonllm.engine.step import SeatTokens, Step
+from tritonllm.engine.step import FREE, Restrictions, SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
+from tritonllm.kernels.speculative.clock import note_time
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.interface import CausalLM
@@ -36,6 +41,25 @@ from tritonllm.sampling_params import ALL
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
 PROMPT_LOGPROB_ROWS = 256
 WHOLE_LOGPROB_ROWS = 32  # where all of the vocabulary is reported: 28 bytes a token and row
+
+
+class ComputedStep(NamedTuple):
+    """A step that runs up to what its tokens are drawn from.
+
+    Attributes:
+        step: which.
+        batch: the same on the device.
+        hidden: of the rows that are sampled from, and of padding.
+        tokens: what a graph has drawn, if it has.
+        prompt_logprobs, pooled: see :class:`~tritonllm.engine.results.RunningStep`.
+    """
+
+    step: Step
+    batch: Batch
+    hidden: torch.Tensor
+    tokens: torch.Tensor | None
+    prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]]
+    pooled: Sequence[PooledRows]
 
 
 @contextmanager
@@ -62,6 +86,7 @@ class ModelRunner:
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
         draft_cost: of a decode step of the draft model, in those of the model; 0 without one.
+        host: the cache's second tier; ``None`` without one, and before the start.
     """
 
     def __init__(
@@ -82,7 +107,9 @@ class ModelRunner:
         self._memory = memory
         self._cache: list[KVCacheView] = []
         self._copies: list[BlockCopies] = []
+        self.host: HostCopies | None = None
         self._graphs: StepGraphs | None = None
+        self._computed: ComputedStep | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self._sampled = graph_sizes(seats)
@@ -137,6 +164,11 @@ class ModelRunner:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
         return sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
 
+    @property
+    def host_slots(self) -> int:
+        """Blocks that the host's memory keeps."""
+        return slots_for(self._config.cache.kv_offloading_size, self.block_bytes)
+
     @torch.inference_mode()
     def fit_num_blocks(self) -> int:
         """How many cache blocks fit: what the configuration grants, less what is in use once the largest step has run,
@@ -166,6 +198,7 @@ class ModelRunner:
         self._forget_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
+        granted -= staging_bytes(self.block_bytes, self.host_slots)
         if granted < self.block_bytes:
             raise ValueError(
                 f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves {granted / 1e9:.2f} GB for the KV "
@@ -186,13 +219,14 @@ class ModelRunner:
         step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
-        """Blocks of the same numbers for each model."""
+    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> torch.Tensor:
+        """Blocks of the same numbers for each model, from ``memory``; the first one's are returned."""
         sizes = self._dtype, num_blocks, self._block_size, self._device, memory
         made = [make_cache(model.spec, *sizes) for model in self._models]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
             self._draft.cache = made[1][0]
+        return made[0][1].pool
 
     def _forget_cache(self) -> None:
         self._cache, self._copies = [], []
@@ -258,7 +292,9 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        self._allocate(num_blocks, self._memory)
+        pool = self._allocate(num_blocks, self._memory)
+        if self.host_slots:
+            self.host = HostCopies(pool, self.host_slots)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
@@ -279,26 +315,38 @@ class ModelRunner:
                 return captured(batch)
 
             self._graphs = StepGraphs(work, limits, self._device, self._may_share, self._regimes, capture)
+        self._seats.times.zero_()
 
-    def launch(self, plan: StepPlan) -> RunningStep:
-        """Build a plan's step, and :meth:`run` it."""
-        return self.run(self._builder.build(plan))
+    def launch(self, plan: StepPlan) -> RunningStep | None:
+        """Build a plan's step, and :meth:`run` it; ``None`` if it is late: :meth:`draw` must follow before the next
+        launch, as soon as the results of all steps before are taken in."""
+        step = self._builder.build(plan)
+        computed = self._computed = self.compute(step)
+        return None if step.late else self.finish(computed)
+
+    def draw(self, plan: StepPlan) -> RunningStep:
+        """Draw the tokens of a late step, the last one that was launched."""
+        assert self._computed is not None  # it was launched
+        return self.finish(self._computed, restrictions_of(plan))
+
+    def run(self, step: Step, late: Restrictions = FREE) -> RunningStep:
+        """Start one step; its results can be waited for, and the next one may be started before."""
+        return self.finish(self.compute(step), late)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> RunningStep:
-        """Start one step; its results can be waited for, and the next one may be started before."""
-        logprobs = errors = None
-        whole: Iterable[tuple[int, LogprobTensors]] = ()
+    def compute(self, step: Step) -> ComputedStep:
+        """Start one step up to what its tokens are drawn from; no other may be started before :meth:`finish`."""
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
+        if step.transfers is not None:
+            assert self.host is not None  # the scheduler knows of it
+            self.host.run(step.transfers)
         if step.parameters is not None:
             self._seats.tell(step.parameters)
         if step.copies is not None:
             for copies in self._copies:
                 copies.run(step.copies)
-        changed = False
         if self._processors is not None:
             self._processors.admit(step.admitted)
-            changed = self._processors.wanted(step)
         key = None if self._graphs is None else self._graphs.key_for(step)
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
@@ -318,25 +366,40 @@ class ModelRunner:
                 prompt_logprobs = self._prompt_logprobs(step, everything)
                 hidden = everything[batch.inputs.logit_rows]
         pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None) if step.pooled else ()
+        return ComputedStep(step, batch, hidden, tokens, prompt_logprobs, pooled)
+
+    @torch.inference_mode()
+    def finish(self, computed: ComputedStep, late: Restrictions = FREE) -> RunningStep:
+        """Start what is left of a step.
+
+        Args:
+            late: what the host lets come next, if the step is late.
+        """
+        self._computed = None
+        step, batch, hidden, tokens, prompt_logprobs, pooled = computed
+        logprobs = errors = None
+        whole: Iterable[tuple[int, LogprobTensors]] = ()
         rows, drafts = step.num_rows, None
         if step.segments.verify.sequences:
             drafts = self._seats.drafts[:rows]
+        changed = late != FREE or (self._processors is not None and self._processors.wanted(step))
         if rows and not step.draws:
             tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
         elif rows and (tokens is None or changed or not step.plain):
             logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
             sampling = batch.sampling(rows)
             drawn = (
-                self._sampler.sample(logits, sampling, step)
+                self._sampler.sample(logits, sampling, step, late)
                 if drafts is None
-                else self._sampler.sample_drafts(logits, sampling, drafts, step)
+                else self._sampler.sample_drafts(logits, sampling, drafts, step, late)
             )
             tokens, logprobs, whole, errors = drawn
         if step.tokens:
             self._tell_tokens(step.tokens)
         tokens = None if tokens is None else tokens[:rows]
         scores = logprobs, prompt_logprobs
-        return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafts)
+        drafted = None if drafts is None else self._seats.drafted(rows)
+        return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafted)
 
     def _tell_tokens(self, new: Sequence[SeatTokens]) -> None:
         """In one copy: each takes a block of pinned memory, and a step may admit hundreds of requests."""
@@ -363,7 +426,9 @@ class ModelRunner:
         self._seats.advance(batch)
         count = batch.metadata.segments.verify.sequences
         if self.drafter is not None and count:
+            note_time(self._seats.times, end=False)
             self.drafter.propose(self._seats.draft_step(batch))
+            note_time(self._seats.times, end=True)
         elif self._draft is not None:
             self._draft.follow(batch, rows)
         return self._forward(batch, rows)
@@ -374,12 +439,13 @@ class ModelRunner:
         if chunk.tokens:
             return self._advance(batch, batch.inputs.logit_rows), None
         hidden = self._advance(batch, None)
-        if not self._model.spec.logits:
+        if not (self._model.spec.logits and batch.draws):
             return hidden, None
         if verify.sequences:
             drafts, sampling = self._seats.drafts[: verify.sequences], batch.sampling(verify.sequences)
             return hidden, self._sampler.verify(self._model.compute_logits(hidden), sampling, drafts)
-        return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
+        logits = self._model.compute_logits(hidden)
+        return hidden, self._sampler.draw(logits, batch.sampling(len(hidden)))
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
         """In parts, each computed when it is asked for."""

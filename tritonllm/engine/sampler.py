@@ -12,8 +12,9 @@ from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
 from tritonllm.engine.inputs import upload
 from tritonllm.engine.processors import BatchProcessors, Errors, apply_to_rows
 from tritonllm.engine.results import LogprobTensors
-from tritonllm.engine.step import Step
-from tritonllm.kernels import apply_token_bitmask, rejection_sample, sample, token_logprobs
+from tritonllm.engine.step import FREE, Restrictions, RowMasks, Step
+from tritonllm.engine.token_masks import upload_masks
+from tritonllm.kernels import TokenMasks, rejection_sample, sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
 from tritonllm.kernels.sampling.seats import SamplingRows, Verdict
 
@@ -57,13 +58,22 @@ class Sampler:
         self._verdict = verdict
         rows = len(drawn) if verdict is None else verdict.ids.numel()
         self._workspace = torch.zeros(rows, dtype=torch.int32, device=drawn.device)
+        self._no_rows = torch.full((len(drawn),), -1, dtype=torch.int32, device=drawn.device)
         self._size = len(drawn), vocab
         self._state: LogitEdits | None = None
 
-    def draw(self, logits: torch.Tensor, inputs: SamplingRows) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, inputs: SamplingRows, masks: TokenMasks | None = None) -> torch.Tensor:
         """One token for each row of ``logits[R, V]`` float32 -> ``[R]`` int64, valid until the next draw. Can be
         captured in a graph."""
-        return sample(logits, *inputs, workspace=self._workspace, out=self._drawn[: len(logits)])
+        return sample(logits, *inputs, masks=masks, workspace=self._workspace, out=self._drawn[: len(logits)])
+
+    def _masks(self, masks: RowMasks | None, rows: int) -> TokenMasks | None:
+        """Those of so many rows, on the device, if some have one."""
+        return None if masks is None else upload_masks(masks, rows, self._size[1], self._drawn.device)
+
+    def _no_masks(self, rows: int) -> TokenMasks:
+        """Masks of no row. Draws with edits always have masks, perhaps these: so they are compiled once, not twice."""
+        return TokenMasks(self._no_rows[:rows], self._no_rows.new_empty(0, -(-self._size[1] // 32)))
 
     def verify(self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor) -> torch.Tensor:
         """The tokens of R rows with ``drafts[R, G]`` from ``logits[R (G + 1), V]`` float32 -> ``[R, G + 1]`` int64, -1
@@ -80,12 +90,14 @@ class Sampler:
         given = (drafts, None, logits, temperature, top_k, top_p, *noise)
         return rejection_sample(*given, min_p=min_p, workspace=self._workspace, out=out)[0]
 
-    def sample_drafts(self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor, step: Step) -> Drawn:
+    def sample_drafts(
+        self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor, step: Step, late: Restrictions = FREE
+    ) -> Drawn:
         """:meth:`verify`, whatever the R requests of a step ask for."""
         errors: Errors = {}
         batch = self._wanting(step)
-        if step.changed or batch is not None:
-            tokens = self._verify_one_by_one(logits, inputs, drafts, step, errors)
+        if step.edited is not None or late != FREE or batch is not None:
+            tokens = self._verify_one_by_one(logits, inputs, drafts, step, late, errors)
         else:
             tokens = self.verify(logits, inputs, drafts)
         each = tokens.shape[1]
@@ -97,7 +109,13 @@ class Sampler:
         return Drawn(tokens, logprobs, whole, errors)
 
     def _verify_one_by_one(
-        self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor, step: Step, errors: Errors
+        self,
+        logits: torch.Tensor,
+        inputs: SamplingRows,
+        drafts: torch.Tensor,
+        step: Step,
+        late: Restrictions,
+        errors: Errors,
     ) -> torch.Tensor:
         """What changes a token's logits depends on the tokens before it. So each row goes on, a token at a time, as
         long as its drafts are the tokens that it draws."""
@@ -114,17 +132,16 @@ class Sampler:
             mine = logits.view(rows, -1, logits.shape[1])[:, place].clone()  # changes are made in place
             now = inputs._replace(steps=inputs.steps + place)
             if place == 0:  # requests with functions or masks of their own have no drafts
-                errors |= apply_to_rows(mine, step.processors)
+                errors |= apply_to_rows(mine, late.processors)
             if batch is not None:
                 errors |= batch.apply(mine, now.steps, step, goes_on)
-            if place == 0 and step.masks is not None:
-                at, words = upload(step.masks, logits.device)
-                apply_token_bitmask(mine, at, words)
+            more = {"masks": self._masks(late.masks, rows) if place == 0 else None, "workspace": self._workspace}
             if edits is None or seats is None:
-                tokens = sample(mine, *now, workspace=self._workspace)
+                tokens = sample(mine, *now, **more)
             else:
                 seats = torch.where(goes_on, seats, -1)
-                tokens = sample(mine, *now, edits=edits, seats=seats, workspace=self._workspace)
+                more |= {"masks": more["masks"] or self._no_masks(rows), "edits": edits, "seats": seats}
+                tokens = sample(mine, *now, **more)
                 count_tokens(edits, seats, tokens)
             if batch is not None:
                 batch.count(tokens, step, goes_on)
@@ -138,30 +155,30 @@ class Sampler:
         """The processors of whole steps, if this one wants them."""
         return self._processors if self._processors is not None and self._processors.wanted(step) else None
 
-    def sample(self, logits: torch.Tensor, inputs: SamplingRows, step: Step) -> Drawn:
+    def sample(self, logits: torch.Tensor, inputs: SamplingRows, step: Step, late: Restrictions = FREE) -> Drawn:
         """One token for each row, whatever its request asks for.
 
         Args:
             logits: ``[R, V]`` float32; rows of requests that change them are overwritten.
             step: whose R rows they are.
+            late: what the host lets come next.
         """
         batch = self._wanting(step)
-        changed = step.changed or batch is not None
+        changed = step.edited is not None or late != FREE or batch is not None
         raw = logits.clone() if changed and step.logprobs is not None else logits  # changes are made in place
-        errors = apply_to_rows(logits, step.processors)
+        errors = apply_to_rows(logits, late.processors)
         if batch is not None:
             errors |= batch.apply(logits, inputs.steps, step)
-        if step.masks is not None:  # last, so that no processor allows what it bans
-            at, words = upload(step.masks, logits.device)
-            apply_token_bitmask(logits, at, words)
+        masks = self._masks(late.masks, len(logits))  # in the draw, so that no processor allows what it bans
         if step.edited is not None:
-            more = {"workspace": self._workspace, "out": self._drawn[: len(logits)]}
+            more = {"masks": masks or self._no_masks(len(logits)), "workspace": self._workspace}
             edits = self._told(step.new_edits)
             (seats,) = upload([step.edited], logits.device)
-            tokens = sample(logits, *inputs, edits=edits, seats=seats, **more)
+            out = self._drawn[: len(logits)]
+            tokens = sample(logits, *inputs, edits=edits, seats=seats, out=out, **more)
             count_tokens(edits, seats, tokens)
         else:
-            tokens = self.draw(logits, inputs)
+            tokens = self.draw(logits, inputs, masks)
         if batch is not None:
             batch.count(tokens, step)
         logprobs = None if step.logprobs is None else token_logprobs(raw, tokens, step.logprobs)
@@ -200,11 +217,10 @@ class Sampler:
         ones = torch.ones(n, dtype=torch.float32, device=device)
         edits = _make_state(1, logits.shape[1], device)
         limits = ones, seats + 51, 0.9 * ones, 0.1 * ones
-        for edited in ({}, {"edits": edits, "seats": seats}):
-            tokens = sample(logits, *limits, index, index, workspace=self._workspace, **edited)
+        masks = {"masks": self._no_masks(n)}
+        for more in ({}, masks, {"edits": edits, "seats": seats} | masks):
+            tokens = sample(logits, *limits, index, index, workspace=self._workspace, **more)
         count_tokens(edits, seats, tokens)
-        rows = torch.full((1,), -1, dtype=torch.int32, device=device)
-        apply_token_bitmask(logits, rows, rows.new_empty(1, -(-logits.shape[1] // 32)))
         for top in (0, 5):
             token_logprobs(logits, tokens, top)
 

@@ -96,15 +96,19 @@ class EngineMemory:
         if self.weights_lost:
             raise AsleepError("the weights were dropped by sleep(level=2): load some with reload_weights()")
 
-    def sleep(self, level: int) -> None:
+    def check_level(self, level: int) -> None:
         """Raises:
         ValueError: the engine cannot sleep, or there is no such level.
-        RuntimeError, MemoryError: the host has no room for the weights; nothing changed.
         """
         if not self.enabled:
             raise ValueError("this engine cannot sleep: make it with enable_sleep_mode=True (--enable-sleep-mode)")
         if level not in (1, 2) or isinstance(level, bool):
             raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), got {level!r}")
+
+    def sleep(self, level: int) -> None:
+        """Raises:
+        RuntimeError, MemoryError: the host has no room for the weights; these stay where they are.
+        """
         before = sum(self.mapped.values())
         weights, *others = self._arenas[WEIGHTS]
         lost = self.weights_lost or (level == 2 and not weights.is_asleep)
@@ -248,11 +252,12 @@ class SleepMethods:
 
         Raises:
             ValueError: the engine was made without ``enable_sleep_mode``, or there is no such level.
-            RuntimeError: a request is unfinished, or the host has no room for the weights; nothing changed.
+            RuntimeError: a request is unfinished, or the host has no room for the weights; the engine is awake.
         """
         self._require_idle("sleep")
-        self._memory.sleep(level)
+        self._memory.check_level(level)
         self._forget_cache()
+        self._memory.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Take the memory back. After level 1 the engine is as it was, but for its cached prompts.
@@ -288,3 +293,4 @@ class SleepMethods:
             raise RuntimeError(f"{what}: requests are unfinished: let them end, or abort them")
         while self._in_flight:  # launched ahead of the ends of the last requests
             self.step()
+        assert self._scheduler.stats.num_free_blocks == self._scheduler.stats.num_blocks

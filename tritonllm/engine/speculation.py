@@ -10,7 +10,7 @@ longer than a plain step. Each request's acceptance is followed by itself; the b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tritonllm.config import SchedulerConfig, SpeculativeConfig
 from tritonllm.engine.plan import ScheduledRequest
@@ -55,17 +55,29 @@ class DraftCounts:
         num_drafts: sequences of steps that had drafts to verify.
         num_draft_tokens: those drafts.
         num_accepted_tokens: of them, the ones that were right.
+        num_accepted_tokens_per_pos: of these, the first ones, the second ones, and so on.
+        draft_seconds: what making them has taken on the device, in captured steps too. Not the verdict.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
 
     def add(self, drafted: int, accepted: int) -> None:
         """What one sequence of a step had, at least one."""
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
+        count_positions(self.num_accepted_tokens_per_pos, drafted, accepted)
+
+
+def count_positions(counts: list[int], drafted: int, accepted: int) -> None:
+    """Add to ``counts``, which has as many as there ever were drafts, one for each of the accepted drafts."""
+    counts.extend([0] * (drafted - len(counts)))
+    for place in range(accepted):
+        counts[place] += 1
 
 
 class Drafting:

@@ -14,10 +14,13 @@ import torch
 from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig, SchedulerConfig
 from tritonllm.engine.cpu_threads import SINGLE_THREAD_BELOW, granted_cores, threads_for
 from tritonllm.engine.draft_model import load_draft, read_draft_spec
+from tritonllm.engine.host_memory import check_offloading
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.precompile import BackgroundCompiler, Target
+from tritonllm.engine.rates import Rates
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory
@@ -147,7 +150,9 @@ def for_encoder(config: EngineConfig, spec: ModelFacts, limit: int) -> EngineCon
             f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens} must hold the longest prompt of an "
             f"encoder, max_model_len={limit}: raise the one or lower the other"
         )
-    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False))
+    return dataclasses.replace(
+        config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False, kv_offloading_size=None)
+    )
 
 
 def most_blocks(config: EngineConfig, spec: ModelFacts) -> int:
@@ -340,6 +345,7 @@ def load_parts(config: EngineConfig) -> Parts:
     """
     begin = time.monotonic()
     MONITOR.serving = False
+    check_offloading(config.cache.kv_offloading_size)
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
     model_config = config.model
@@ -391,9 +397,12 @@ def load_parts(config: EngineConfig) -> Parts:
         scheduler=resolve_async(config.scheduler, device.type),
     )
     runner.start(num_blocks, max_model_len)
-    scheduler = Scheduler(
-        config.scheduler, config.cache, num_blocks, max_model_len, drafting_of(config, runner.draft_cost)
-    )
+    tier = None
+    if runner.host is not None:
+        rates = Rates(runner.block_bytes, config.cache.block_size, runner.host.measure())
+        tier = HostTier(runner.host_slots, rates)
+    drafting = drafting_of(config, runner.draft_cost)
+    scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len, drafting, tier)
     eos = end_tokens(spec, generation_config, tokenizer)
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed, defaults),

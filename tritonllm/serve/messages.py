@@ -99,6 +99,7 @@ class Update(msgspec.Struct, array_like=True):
     refused: str | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
     pooled: tuple[list[int], bytes] | None = None
     asleep: bool = False
 
@@ -117,9 +118,17 @@ class Stats(msgspec.Struct, array_like=True):
     num_waiting: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    draft_seconds: float = 0.0
     takes_requests: bool = True
     is_sleeping: bool = False
 
@@ -241,6 +250,7 @@ def pack_output(output: RequestOutput) -> Update:
         update.arrival_time, update.first_token_time = times.arrival_time, times.first_token_time
         update.finished_time = times.finished_time
         update.num_draft_tokens, update.num_accepted_tokens = times.num_draft_tokens, times.num_accepted_tokens
+        update.num_accepted_tokens_per_pos = times.num_accepted_tokens_per_pos
     if output.finished and output.prompt_logprobs is not None:
         update.prompt_logprobs = [p if p is None else _pack_logprobs([p])[0] for p in output.prompt_logprobs]
     return update
@@ -271,7 +281,7 @@ def unpack_output(update: Update, prompt: str | None, prompt_token_ids: Sequence
         finished=update.finished,
         metrics=RequestMetrics(
             *(update.arrival_time, update.first_token_time, update.finished_time),
-            *(update.num_draft_tokens, update.num_accepted_tokens),
+            *(update.num_draft_tokens, update.num_accepted_tokens, list(update.num_accepted_tokens_per_pos)),
         ),
         num_cached_tokens=update.num_cached_tokens,
         error=update.error,

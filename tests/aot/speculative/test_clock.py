@@ -1,0 +1,16 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources, assert_sass
+
+from tritonllm.kernels.compile.aot import compile_kernels
+from tritonllm.kernels.speculative.clock import note_time
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if isinstance(arch, int)])
+def test_reads_the_clock_each_time(arch):
+    with compile_kernels(arch) as kernels:
+        for end in (False, True):
+            note_time(torch.empty(2, dtype=torch.int64), end=end)
+    assert_resources(kernels)
+    assert len(kernels) == 2
+    assert_sass(kernels, "GLOBALTIMER", "_note_time_kernel")
