@@ -43,12 +43,20 @@ class EngineMemory:
         device: where it is.
         enabled: the engine can sleep (``enable_sleep_mode``).
         draft: the draft model, if there is one. Its weights are always kept, since nobody reloads them.
+        ranks: that have a part of the model each.
     """
 
     def __init__(
-        self, model: Any, config: ModelConfig, device: torch.device = CPU, enabled: bool = False, draft: Any = None
+        self,
+        model: Any,
+        config: ModelConfig,
+        device: torch.device = CPU,
+        enabled: bool = False,
+        draft: Any = None,
+        ranks: int = 1,
     ) -> None:
         self._model, self._config, self._device = model, config, device
+        self._ranks = ranks
         self.enabled = enabled
         self.weights_lost = False  # by a sleep of level 2
         self._arenas: dict[str, list[Arena]] = {tag: [] for tag in TAGS}
@@ -149,8 +157,15 @@ class EngineMemory:
         """
         if WEIGHTS in self.asleep:
             raise AsleepError("the weights sleep: wake_up(tags=['weights']) first")
+        if self._ranks > 1:
+            raise ValueError(
+                f"reload_weights: ranks keep their weights; start anew, or with tensor_parallel_size=1 instead of "
+                f"{self._ranks}"
+            )
         if not isinstance(self._model, Decoder):
             raise ValueError("reload_weights: a model that runs through transformers keeps its weights; start anew")
+        if self._model.group.size > 1:
+            raise ValueError("reload_weights: several ranks keep their weights (tensor_parallel_size); start anew")
         config = self._config
         if config.load_format == "dummy" and model is None and self._device.type == "cuda":
             dummy_weights(self._model, config.seed)  # a seed gives other values on the host
