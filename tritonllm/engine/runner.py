@@ -224,15 +224,13 @@ class ModelRunner:
         step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> torch.Tensor:
-        """Blocks of the same numbers for each model; the first one's, from ``memory``, are returned."""
-        sizes = self._dtype, num_blocks, self._block_size, self._device
-        own = [memory, None]
-        made = [make_cache(model.spec, *sizes, part) for model, part in zip(self._models, own, strict=False)]
+    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
+        """Blocks of the same numbers for each model, from ``memory``."""
+        sizes = self._dtype, num_blocks, self._block_size, self._device, memory
+        made = [make_cache(model.spec, *sizes) for model in self._models]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
             self._draft.cache = made[1][0]
-        return made[0][1].pool
 
     def _forget_cache(self) -> None:
         self._cache, self._copies = [], []
@@ -243,10 +241,6 @@ class ModelRunner:
         """Hidden states of these tokens ``[R]``, or of all."""
         inputs = batch.inputs
         return self._model(inputs.input_ids, inputs.positions, batch.metadata, self._cache, rows)
-
-    def _warm_up_copies(self) -> None:
-        for copies in self._copies:
-            copies.warm_up()
 
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
@@ -275,6 +269,12 @@ class ModelRunner:
             verified=self._verified,
         )
 
+    def _warm_up_copies(self) -> None:
+        for copies in self._copies:
+            copies.warm_up()
+        if self.host is not None:
+            self.host.warm_up()
+
     def sample_hidden(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
         if self._model.spec.logits:
@@ -301,9 +301,9 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        pool = self._allocate(num_blocks, self._memory)
+        self._allocate(num_blocks, self._memory)
         if self.host_slots:
-            self.host = HostCopies(pool, self.host_slots)
+            self.host = HostCopies([copies.pool for copies in self._copies], self.host_slots)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
