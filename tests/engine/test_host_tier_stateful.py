@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from support.scheduler_machine import MAX_MODEL_LEN, FakeModel, SchedulerMachine
 
-from tritonllm.config import CacheConfig, SchedulerConfig
+from tritonllm.config import CacheConfig
+from tritonllm.engine import prompt_budget
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.rates import Rates
+from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.speculation import Drafting
 
@@ -63,17 +65,15 @@ class MachineWithHost(SchedulerMachine):
         ahead=st.booleans(),
         drafts=st.sampled_from([0, 0, 1, 3, 7]),
         luck=st.randoms(use_true_random=False),
+        beside=st.sampled_from([1, 3, prompt_budget.BESIDE]),
         late=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     )
-    def start(self, policy, caching, block_size, num_blocks, num_slots, seats, more_tokens, ahead, drafts, luck, late):
-        self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
-        cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
+    def start(self, num_slots, late, luck, **settings):
+        super().start(luck=luck, **settings)
+        cache = CacheConfig(block_size=self.block_size, enable_prefix_caching=self.caching)
         self.tier = HostTier(num_slots, Rates())
-        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, Drafting(drafts), self.tier)
-        self.model = ModelWithHost(block_size, lambda count: luck.randint(0, count))
-        self.drafts, self.caching, self.ahead = drafts, caching, ahead
-        self.block_size, self.num_blocks, self.num_slots = block_size, num_blocks, num_blocks * block_size
-        self.in_flight, self.live, self.added = [], [], 0
+        self.scheduler = Scheduler(self.config, cache, self.num_blocks, MAX_MODEL_LEN, Drafting(self.drafts), self.tier)
+        self.model = ModelWithHost(self.block_size, self.model.accepts)
         self.luck, self.late = luck, late
 
     def run_step(self, aborted=None):
@@ -84,7 +84,15 @@ class MachineWithHost(SchedulerMachine):
         self.check_tier()
 
     def check_plan(self, plan, ran_before, computed, waiting_for):
-        super().check_plan(plan, ran_before, computed, waiting_for | set(self.tier.loading))
+        """Those whose blocks are on their way are not served; nor are prompts that came back together, beside decodes,
+        but for as many as fit the budget of prompts."""
+        planned = {item.request for item in plan.scheduled}
+        behind = {request for request in self.live if request.status is RequestStatus.RUNNING} - planned - waiting_for
+        behind = {r for r in behind if r.num_tokens + r.num_pending_tokens - r.num_computed_tokens > 1}
+        behind -= set(self.tier.loading)
+        budget = self.scheduler._prompts_left
+        late = set(self.tier.loading) | (behind if budget == 0 else set())
+        super().check_plan(plan, ran_before, computed, waiting_for | late)
 
     def check_tier(self):
         slots = list(self.tier._slot_of.values())

@@ -334,7 +334,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             dropped = self.drafts * len(
                 served
             )  # at most: drafts had their part before the step turned out to have prompts
-            assert plan.num_tokens >= self.config.max_num_batched_tokens - dropped
+            least = min(self.config.max_num_batched_tokens, prompt_budget.BESIDE)  # prompts beside decodes
+            assert plan.num_tokens >= least - dropped
         assert not (plan.segments.verify.tokens and plan.segments.chunk.tokens)
 
         # Preempted from the back, admitted from the front, never both.

@@ -162,12 +162,12 @@ class HostTier:
             self._store(label, block)
         self._let_go(self.done)
 
-    def hurry(self, running: Iterable[Request]) -> bool:
-        """A step would be empty: let it wait for the first of the loads. False if there is none, or if one of these
-        requests goes on as soon as a token in flight is known."""
+    def hurry(self, running: Sequence[Request]) -> bool:
+        """A step would be empty: let it wait for the loads of the first of these requests, from whom nobody behind can
+        take blocks. False if there are none, or if one of them goes on as soon as a token in flight is known."""
         if not self.loading or any(request.num_pending_tokens for request in running):
             return False
-        self._let_go(min(self.loading.values()))
+        self._let_go(next(self.loading[request] for request in running if request in self.loading))
         return True
 
     def bring(self, request: Request, there: Sequence[int], slots: Sequence[int], blocks: Sequence[int]) -> None:

@@ -225,7 +225,7 @@ class Scheduler:
         scheduled = self._serve_running(preempted)
         forks = {} if preempted else self._admit(scheduled)
         if not scheduled and tier is not None and tier.hurry(self._running):
-            scheduled = self._serve_running(preempted)
+            scheduled = self._serve_running(preempted, drafting=False)  # they have the blocks of what they know
             forks = {} if preempted else self._admit(scheduled)
         if not scheduled and self._running and all(request.held for request in self._running):
             # They wait for siblings, and those for blocks or seats: the last give way.
@@ -302,11 +302,11 @@ class Scheduler:
             self._end(request, *ending)
         return request, output[before:]
 
-    def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
+    def _serve_running(self, preempted: list[Request], drafting: bool = True) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
         budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
         self._prompts_left = None
-        possible, most_drafts = self._drafting.most, self._drafting.now(self._running)
+        possible, most_drafts = self._drafting.most, self._drafting.now(self._running) if drafting else 0
         loading = () if self.tier is None else self.tier.loading
         while budget > 0 and at < len(self._running):
             request = self._running[at]
