@@ -19,6 +19,7 @@ import torch
 from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
@@ -56,7 +57,13 @@ def kernels_of(
         draft: the configuration's draft model.
     """
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
-        models = [_without_repeats(each, target) for each in (spec, draft) if each is not None]
+        models: list[Decoder] = [_without_repeats(spec, target)]
+        if draft is not None and config.speculative_config is not None:
+            is_head = config.speculative_config.method == "eagle"
+            limit = target.max_model_len
+            models.append(
+                make_head(draft, models[0], bias=False, limit=limit) if is_head else _without_repeats(draft, target)
+            )
         runner = ModelRunner(models[0], config, META, target.max_model_len, draft=None if draft is None else models[1])
         runner.start(NUM_BLOCKS, target.max_model_len)
         with rehearsal_of(models):  # as the engine warms up

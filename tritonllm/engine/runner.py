@@ -11,8 +11,9 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
-from tritonllm.engine.draft_model import DraftModel, draft_cost
+from tritonllm.engine.draft_model import draft_cost
 from tritonllm.engine.drafters import Drafter, make_drafter
+from tritonllm.engine.eagle import make_draft
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
@@ -86,7 +87,7 @@ class ModelRunner:
         speculative = config.speculative_config
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         self._verified = most_verified(speculative, config.scheduler)
-        self._draft = None if draft is None else DraftModel(draft, seats, self._drafts, device)
+        self._draft = make_draft(draft, seats, self._drafts, device)
         self.draft_cost = 0.0 if draft is None else draft_cost(draft, model)
         self.drafter: Drafter | None = self._draft
         if draft is None:
@@ -365,9 +366,12 @@ class ModelRunner:
             note_time(self._seats.times, end=False)
             self.drafter.propose(self._seats.draft_step(batch))
             note_time(self._seats.times, end=True)
-        elif self._draft is not None:
-            self._draft.follow(batch, rows)
-        return self._forward(batch, rows)
+        if self._draft is None:
+            return self._forward(batch, rows)
+        whole = self._draft.wants_all
+        hidden = self._forward(batch, None if whole else rows)
+        self._draft.follow(batch, rows, hidden)
+        return hidden if rows is None or not whole else hidden.index_select(0, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a graph holds of a step: of decodes alone all of it, from the last tokens to the next ones."""

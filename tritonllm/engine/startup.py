@@ -374,7 +374,7 @@ def load_parts(config: EngineConfig) -> Parts:
                 trust_remote_code=trusted,
                 allow_nan=model_config.allow_nan,
             )
-        draft = load_draft(config, draft_spec, dtype=dtype, device=device, limit=limit)
+        draft = load_draft(config, draft_spec, model, device, limit)
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
     pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
