@@ -46,6 +46,7 @@ FOUNDATIONS = {"runtime", "hopper"}  # wings of kernels/ that are open to the ot
 CIRCLES: dict[tuple[str, str], str] = {}
 # The scheduler and what it stands on can be tested, and read, without a tensor.
 NO_TORCH = {
+    "engine.admission",
     "engine.control",
     "engine.block_pool",
     "engine.builder",
@@ -54,10 +55,13 @@ NO_TORCH = {
     "engine.endings",
     "engine.gang",
     "engine.grammar",
+    "engine.host_memory",
+    "engine.host_tier",
     "engine.json_schema",
     "engine.plan",
     "engine.pooled_spans",
     "engine.prefix_cache",
+    "engine.rates",
     "engine.request",
     "engine.scheduler",
     "engine.seats",

@@ -30,6 +30,7 @@ _OWN_KWARGS = (
     "speculative_config",
     "kernel_cache",
     "step_timeout",
+    "enable_sleep_mode",
     "logits_processors",
 )  # of EngineConfig itself, not of its parts
 
@@ -107,6 +108,8 @@ class CacheConfig:
         gpu_memory_utilization: fraction of the GPU's memory for weights, activations and cache together.
         cpu_cache_bytes: size of the cache on the CPU path, bytes.
         enable_prefix_caching: reuse the blocks of prompts seen before.
+        kv_offloading_size: GiB of the host's memory that keep blocks which the cache gives up, so that they come back
+            by a copy. ``None`` or 0: they are computed again.
     """
 
     block_size: int = 16
@@ -114,6 +117,7 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     cpu_cache_bytes: int = 1 << 28
     enable_prefix_caching: bool = True
+    kv_offloading_size: float | None = None
 
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
@@ -125,6 +129,9 @@ class CacheConfig:
         if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0.0 < fraction <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {fraction!r}")
         is_a("enable_prefix_caching", self.enable_prefix_caching, bool)
+        size = self.kv_offloading_size
+        if size is not None and (not isinstance(size, int | float) or isinstance(size, bool) or not 0 <= size < 1e9):
+            raise ValueError(f"kv_offloading_size must be a number of GiB, at least 0, got {size!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +222,8 @@ class EngineConfig:
         kernel_cache: a folder that ``tritonllm precompile`` made: kernels that are there are not compiled.
         step_timeout: seconds that a GPU may take for a step. If it takes longer, the engine raises an error that names
             the step and its requests, where it would wait for ever.
+        enable_sleep_mode: weights and cache lie where their memory can be taken away and given back
+            (:meth:`tritonllm.LLM.sleep`).
         logits_processors: make what changes the logits of whole steps, as functions or ``"module:name"``
             (:class:`tritonllm.engine.processors.BatchLogitsProcessor`).
     """
@@ -228,11 +237,13 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     kernel_cache: str | None = None
     step_timeout: float = 300.0
+    enable_sleep_mode: bool = False
     logits_processors: Sequence[str | Callable[..., Any]] = ()
 
     def __post_init__(self) -> None:
         is_a("enforce_eager", self.enforce_eager, bool)
         is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
+        is_a("enable_sleep_mode", self.enable_sleep_mode, bool)
         is_a("compilation_config", self.compilation_config, CompilationConfig)
         if self.speculative_config is not None:
             is_a("speculative_config", self.speculative_config, SpeculativeConfig)
@@ -247,6 +258,8 @@ class EngineConfig:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
+        if speculative.model is not None and self.enable_sleep_mode:
+            raise ValueError("enable_sleep_mode: a draft model's weights cannot sleep; leave out one of the two")
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens
         if 1 + most > tokens:

@@ -13,6 +13,7 @@ ALIASES = {  # vLLM's name: ours
     "num_gpu_blocks_override": "num_blocks",
     "scheduling_policy": "policy",
     "override_pooler_config": "pooler_config",
+    "swap_space": "kv_offloading_size",
 }
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
@@ -94,6 +95,7 @@ class VllmEngine:
     preemption_mode: Any = None
     use_v2_block_manager: Any = True
     kv_transfer_config: Any = None
+    kv_offloading_backend: Any = None
     kv_events_config: Any = None
     # what is computed
     attention_backend: Any = None
@@ -106,7 +108,6 @@ class VllmEngine:
     logits_processor_pattern: Any = None
     logprobs_mode: Any = "raw_logprobs"
     enable_prompt_embeds: Any = False
-    enable_sleep_mode: Any = False
     additional_config: Any = None
     # adapters
     enable_lora: Any = False
@@ -130,7 +131,6 @@ class VllmEngine:
     allowed_media_domains: Any = None
     # reports and resources, of which any value is as good as another here
     max_logprobs: Any = 20
-    swap_space: Any = 4
     max_seq_len_to_capture: Any = 8192
     disable_custom_all_reduce: Any = False
     served_model_name: Any = None
@@ -154,6 +154,7 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": ("uni",),
     "prefix_caching_hash_algo": ("builtin", "sha256", "xxhash"),
     "calculate_kv_scales": (False,),
+    "kv_offloading_backend": ("native",),
     "enable_chunked_prefill": (True,),
     "disable_hybrid_kv_cache_manager": (False,),
     "guided_decoding_backend": ("auto", "xgrammar"),
@@ -161,7 +162,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 ANY_VALUE = {
     "max_logprobs",
-    "swap_space",
     "max_seq_len_to_capture",
     "disable_custom_all_reduce",
     "served_model_name",

@@ -71,6 +71,11 @@ def copy_blocks() -> None:
         k.copy_blocks(*wide, longs(2, 2))
 
 
+def pack_blocks() -> None:
+    with tuning.override("pack_blocks", {"BLOCK": 64, "num_warps": 4}):
+        k.pack_blocks(new(64, 32, 1024), longs(MANY // 64), new(MANY // 64, 64, 1024))
+
+
 def experts(tokens: int = MANY) -> None:
     choice = (floats(tokens, 2), ints(tokens, 2))
     k.fused_moe(new(tokens, 256), new(8, 512, 256), new(8, 256, 256), *choice)
@@ -103,6 +108,7 @@ CALLS = {
     "prefill of one": lambda: prefill(1, 32 * MANY),
     "store": lambda: k.store_kv(new(MANY, 8, 128), new(MANY, 8, 128), *caches(), longs(MANY)),
     "copy": copy_blocks,
+    "pack": pack_blocks,
     "projection": lambda: k.qk_norm_rope_store(
         new(MANY, 48 * 128), *caches(), longs(MANY), longs(MANY), floats(4096, 128)
     ),

@@ -12,7 +12,7 @@ from tritonllm.engine import graphs as module
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.graphs import GraphKey, GraphLimits, StepGraphs, decode_sizes, graph_sizes, token_sizes
 from tritonllm.engine.inputs import upload_step
-from tritonllm.engine.step import PARAMETERS, PromptSpan, SamplingParameters, SharedPrefix, Step, StepInputs
+from tritonllm.engine.step import PARAMETERS, PromptSpan, RowMasks, SamplingParameters, SharedPrefix, Step, StepInputs
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
@@ -75,6 +75,9 @@ class Model:
         if not metadata.segments.chunk.tokens:
             s = batch.sampling(metadata.segments.sequences)
             tokens = s.seeds * 1000 + s.steps + (s.temperature * 7).long() + s.top_k
+            if batch.masks is not None:
+                rows, words = batch.masks
+                tokens += torch.where(rows < 0, 0, 10_000 + words[rows.clamp_min(0).long()].sum(1))
         self.calls.append((batch, hidden))
         return hidden if tokens is not None else hidden[i.logit_rows], tokens
 
@@ -106,7 +109,7 @@ def make_graphs(model, may_share=lambda size: size >= 4, kinds=None, drafts=0):
         patch.setattr(module, "SMALL", (8,))
         patch.setattr(module, "decode_sizes", lambda seats, tokens: [2, 5, seats] if tokens == 8 else [seats])
         sizes = (8, 20, 200)  # the last is more padding than fits the longest sequences
-        limits = GraphLimits(SEATS, sizes, WIDTH, BLOCK, drafts, 6)
+        limits = GraphLimits(SEATS, sizes, WIDTH, BLOCK, drafts, 6, vocab=70)
         return StepGraphs(model, limits, CPU, may_share, REGIMES, capture(model, kinds))
 
 
@@ -344,6 +347,29 @@ def test_what_is_captured_when():
         graphs.run(step, graphs.key_for(step))
         sizes = [(len(b.metadata.seq_lens), b.metadata.cascade is not None) for b, _ in model.calls[before:]]
         assert sizes == [(20, True)] * calls
+
+
+def test_steps_with_masks_have_graphs_of_their_own():
+    """Captured when the first one comes; a row without a mask in one step has none left from the step before."""
+    model = Model()
+    graphs = make_graphs(model)
+    captured = len(graphs)
+    for seed, (n, rows) in enumerate(((20, range(20)), (18, [3, 17]), (3, [2]), (18, [5]))):
+        plain = step_of([5] * n, seed=seed)
+        words = np.random.default_rng(seed).integers(0, 1000, (len(rows), 3)).astype(np.int32)
+        step = dataclasses.replace(plain, masks=RowMasks(np.array(rows, dtype=np.int32), words))
+        key = graphs.key_for(step)
+        assert key == graphs.key_for(plain)._replace(masked=True)
+        model.see(step)
+        tokens = graphs.run(step, key).tokens.clone()
+        model.see(plain)
+        expected = graphs.run(plain, graphs.key_for(plain)).tokens[:n].clone()
+        expected[list(rows)] += 10_000 + torch.from_numpy(words.sum(1))
+        assert torch.equal(tokens[:n], expected) and (tokens[n:] < 10_000).all()
+    assert len(graphs) == captured + 2
+    with_prompt = dataclasses.replace(step_of([3], [(0, 8)]), masks=step.masks)
+    edited = dataclasses.replace(step, edited=np.zeros(18, dtype=np.int32))
+    assert not graphs.key_for(with_prompt).masked and not graphs.key_for(edited).masked
 
 
 def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):

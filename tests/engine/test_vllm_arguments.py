@@ -29,7 +29,7 @@ def test_tables_name_what_there_is():
         {field.name: field.default for field in dataclasses.fields(VllmEngine)},
         {name: values[0] for name, values in ALSO_NEUTRAL.items() if hasattr(VllmEngine, name)},
         {"quantization": None, "enable_chunked_prefill": True, "pipeline_parallel_size": 1, "tensor_parallel_size": 1},
-        {"swap_space": 0, "max_logprobs": 5, "served_model_name": ["a"], "disable_log_stats": True},
+        {"kv_offloading_backend": "native", "max_logprobs": 5, "served_model_name": ["a"], "disable_log_stats": True},
         {"hf_overrides": {}, "limit_mm_per_prompt": {}, "cpu_offload_gb": 0.0, "rope_scaling": ""},
         {"block_size": None, "max_num_seqs": None, "enable_prefix_caching": None, "seed": None, "tokenizer": None},
     ],

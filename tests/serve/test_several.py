@@ -89,3 +89,21 @@ def test_a_killed_parent_leaves_nobody():
         server.wait()
         eventually(lambda: all_gone(children))
     assert socket_folders() <= before
+
+
+def test_the_limit_holds_for_all_of_them_together():
+    """Whichever processes the connections go to."""
+    with running_server("--api-server-count", "3", "--max-concurrency", "4") as server:
+        for _ in range(2):  # the second time: what ended has been counted off
+            streams = [Stream(server, max_tokens=2000) for _ in range(4)]
+            answers = []
+            for _ in range(12):
+                with httpx.Client(base_url=server.url, timeout=60) as client:
+                    answers.append(client.post("/v1/completions", json={**BODY, "prompt": "x"}))
+            assert {answer.status_code for answer in answers} == {429}
+            assert {answer.json()["error"]["code"] for answer in answers} == {"busy"}
+            for stream in streams:
+                assert stream.end()[-1] == "[DONE]"
+            eventually(server.is_idle)
+            with httpx.Client(base_url=server.url, timeout=60) as client:
+                assert client.post("/v1/completions", json={**BODY, "prompt": "x"}).status_code == 200

@@ -94,6 +94,11 @@ ENGINE: dict[str, dict[str, Any]] = {
         "dest": "enable_prefix_caching",
         "help": "compute every prompt from its beginning",
     },
+    "kv-offloading-size": {
+        "type": float,
+        "metavar": "GIB",
+        "help": "host memory for blocks that the KV cache gives up, so that they are not computed again (default: 0)",
+    },
     "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
     "compile": {
         "action": "store_const",

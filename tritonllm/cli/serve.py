@@ -48,6 +48,10 @@ SERVER: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "processes that speak HTTP, in front of one engine (default: 1)",
     },
+    "server-dev-mode": {
+        "action": "store_true",
+        "help": "clients may use /sleep, /wake_up, /reload_weights, /reset_prefix_cache",
+    },
     "max-body-bytes": {"type": int, "metavar": "N", "help": "longest body of a request (default: 16 MiB)"},
     "max-concurrency": {"type": int, "metavar": "N", "help": "most requests answered at once (default: 4096)"},
     "drain-seconds": {
@@ -97,6 +101,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
                 "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
             },
             "seed": {"type": int, "metavar": "N", "help": "of requests that bring none (default: 0)"},
+            "enable-sleep-mode": {"action": "store_true", "help": "the engine can sleep, see docs/serving.md"},
             "skip-tokenizer-init": {"action": "store_true", "help": "no tokenizer: token ids in and out, no text"},
             **POOLING,
         },
@@ -114,7 +119,14 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     from tritonllm.serve.config import ServerConfig
 
     options = given(args, ENGINE)
-    more = ("policy", "generation_config", "seed", "skip_tokenizer_init", *(name.replace("-", "_") for name in POOLING))
+    more = (
+        "policy",
+        "generation_config",
+        "seed",
+        "skip_tokenizer_init",
+        "enable_sleep_mode",
+        *(name.replace("-", "_") for name in POOLING),
+    )
     options |= {name: getattr(args, name) for name in more if hasattr(args, name)}
     engine = EngineConfig.from_kwargs(model=args.model, **options)
     if args.max_queue < 0:

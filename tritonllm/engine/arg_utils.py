@@ -39,6 +39,8 @@ class EngineArgs(VllmEngine):
     gpu_memory_utilization: float = 0.9
     cpu_cache_bytes: int | None = None
     enable_prefix_caching: bool | None = None
+    kv_offloading_size: float | None = None
+    swap_space: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     scheduling_policy: str = "fcfs"
@@ -49,6 +51,7 @@ class EngineArgs(VllmEngine):
     speculative_config: str | dict[str, Any] | SpeculativeConfig | None = None
     kernel_cache: str | None = None
     step_timeout: float | None = None
+    enable_sleep_mode: bool = False
     logits_processors: list[Any] | None = None
 
     def create_engine_config(self) -> EngineConfig:

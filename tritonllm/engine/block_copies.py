@@ -15,6 +15,7 @@ class BlockCopies:
     """
 
     def __init__(self, pool: torch.Tensor) -> None:
+        self.pool = pool
         layers, _, blocks = pool.shape[:3]
         flat = pool.flatten(0, 2)  # [L * 2 * P, S, K, D]: the values of a block lie P rows behind its keys
         self._k, self._v = flat[:-blocks], flat[blocks:]

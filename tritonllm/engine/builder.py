@@ -107,6 +107,7 @@ class StepBuilder:
             pooled=pooled,
             copies=np.array(plan.copies, dtype=np.int64) if plan.copies else None,
             tokens=tuple(map(self._tokens, admitted)) if self._tell_tokens else (),
+            transfers=plan.transfers,
         )
 
     def _tokens(self, request: Request) -> SeatTokens:

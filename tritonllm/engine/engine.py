@@ -21,6 +21,7 @@ from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.beam_search import beam_state
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
@@ -30,6 +31,7 @@ from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.sleep import EngineMemory, SleepMethods
 from tritonllm.engine.speculation import DraftCounts, count_positions
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
@@ -43,7 +45,7 @@ EngineOutput = RequestOutput | PoolingRequestOutput
 COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar when nothing else is to do
 
 
-class LLMEngine:
+class LLMEngine(SleepMethods):
     """Schedules, launches and reports; single-threaded, one step per call.
 
     Args:
@@ -52,6 +54,7 @@ class LLMEngine:
         scheduler: over the runner's cache.
         inputs: checks and tokenizes requests.
         pooling: what the model can pool; by default nothing.
+        memory: of weights and cache; by default an engine that cannot sleep.
     """
 
     def __init__(
@@ -61,11 +64,13 @@ class LLMEngine:
         scheduler: Scheduler,
         inputs: InputProcessor,
         pooling: PoolingAbility | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self.config = config
         self.inputs = inputs
         self.pooling = pooling or PoolingAbility()
         self._runner = runner
+        self._memory = memory or EngineMemory(None, config.model)
         self._scheduler = scheduler
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
@@ -121,8 +126,10 @@ class LLMEngine:
 
         Raises:
             ValueError: bad input; nothing was queued and nothing else is affected.
+            AsleepError: the engine sleeps.
         """
         self._recover()
+        self._memory.check_usable()
         if lora_request is not None:
             refuse("lora_request", lora_request)
         if not isinstance(request_id, str):
@@ -197,18 +204,6 @@ class LLMEngine:
         """Whether :meth:`step` has something to run, or to report."""
         self._recover()
         return bool(self._states or self._lost)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts (the weights changed, say). ``False``: nothing was forgotten, as a request runs."""
-        self._recover()
-        cache, stats = self._scheduler.prefix_cache, self._scheduler.stats
-        if stats.num_free_blocks != stats.num_blocks:
-            return False
-        self._whole = False
-        if cache is not None:
-            cache.reset()
-        self._whole = True
-        return True
 
     def step(self) -> list[EngineOutput]:
         """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.
@@ -287,6 +282,9 @@ class LLMEngine:
         return failed + self._run()
 
     def _run(self) -> list[EngineOutput]:
+        tier = self._scheduler.tier
+        if tier is not None:
+            self._follow_copies(tier)
         plan = self._scheduler.schedule()
         if plan.scheduled:
             self._in_flight.append((plan, self._runner.launch(plan)))
@@ -296,9 +294,17 @@ class LLMEngine:
             return []
         plan, step = self._in_flight.popleft()
         result = step.wait(self.config.step_timeout, lambda: describe(plan))
+        if tier is not None:
+            tier.rates.took(plan.segments.chunk.tokens, time.monotonic())
         touched = self._take(plan, result, self._scheduler.update(plan, result.sampled))
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
+
+    def _follow_copies(self, tier: HostTier) -> None:
+        assert self._runner.host is not None  # it has the tier's memory
+        tier.done = self._runner.host.done
+        if not self._in_flight:
+            tier.rates.idle(time.monotonic())
 
     def _take(self, plan: StepPlan, result: StepResult, new_tokens: list[NewTokens]) -> dict[str, RequestState]:
         """Hand a step's results to their requests; returns the requests that changed, in the plan's order."""
@@ -391,5 +397,8 @@ class LLMEngine:
             num_waiting=self._scheduler.num_waiting + sum(len(s.sequences) for s in self._compiling.values()),
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
+            **scheduler.tier._asdict(),
+            takes_requests=self.takes_requests,
+            is_sleeping=self.is_sleeping,
             **asdict(self._drafts) | {"num_accepted_tokens_per_pos": tuple(self._drafts.num_accepted_tokens_per_pos)},
         )

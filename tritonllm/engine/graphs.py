@@ -10,6 +10,7 @@ Kinds of rooms, of which those with prompts and those without have memory of the
 - ``decodes`` sequences alone, from token ids to new tokens: dense sizes. Steps whose sequences share a prefix launch
   other kernels: their graphs are captured when the first such step of a size comes, since most services never see one.
   (The 20 ordinary ones take 1.05 s of a start of Qwen3-0.6B on an H200.)
+- The same with masks of the tokens that may come (grammars): captured when the first such step of a size comes.
 - ``decodes`` sequences alone with drafts to verify, as many of each: the same, for as many sequences as have drafts.
 - ``tokens`` of prompts beside them, from token ids to hidden states. The GPU computes faster than the host launches up
   to some thousand tokens, and a small model's largest step: of the prefill in W1 (Qwen3-0.6B, steps of 8192 tokens) an
@@ -28,6 +29,7 @@ import torch
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_cascade
 from tritonllm.engine.step import Room, Step, layout_of
+from tritonllm.engine.token_masks import MaskBuffers
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.layers.regime import Regimes
@@ -89,6 +91,7 @@ class GraphLimits:
         block_size: tokens of a block.
         drafts: of each sequence in a step that verifies some.
         verified: most sequences of such a step.
+        vocab: size of the vocabulary that masks are of; 0 if steps draw with masks outside of graphs.
     """
 
     max_num_seqs: int
@@ -97,6 +100,7 @@ class GraphLimits:
     block_size: int
     drafts: int = 0
     verified: int = 0
+    vocab: int = 0
 
 
 class GraphKey(NamedTuple):
@@ -108,6 +112,7 @@ class GraphKey(NamedTuple):
         max_decode_len: the bound of the lengths' regime, see :mod:`tritonllm.layers.regime`.
         shared: some decodes share a prefix.
         drafts: to verify, of each of them.
+        masked: some may draw only certain tokens.
     """
 
     decodes: int
@@ -115,6 +120,7 @@ class GraphKey(NamedTuple):
     max_decode_len: int
     shared: bool = False
     drafts: int = 0
+    masked: bool = False
 
     @property
     def room(self) -> "RoomKey":
@@ -217,6 +223,7 @@ class StepGraphs:
         self._memory = torch.zeros(max(layout_of(room).size for room in rooms), dtype=torch.uint8, device=device)
         most = max(room.segments.sequences for room in rooms)
         self._tables = torch.zeros(most, limits.max_blocks, dtype=torch.int32, device=device)
+        self._masks = MaskBuffers(limits.max_num_seqs, limits.vocab, device) if limits.vocab else None
         self._loaded: np.ndarray | None = None  # what the tables hold of a step without prompts
         self._plans = self._make_plans([size for size in self._sizes if may_share(size)])
         self._graphs: dict[GraphKey, Captured] = {}
@@ -269,7 +276,8 @@ class StepGraphs:
         room = self._rooms[key.room]
         tables = self._tables[: room.segments.sequences]
         plan = self._plans[key.decodes] if key.shared else None
-        batch = make_batch(self._memory, room, tables, key.max_decode_len, plan)
+        masks = self._masks.of(key.decodes) if key.masked and self._masks is not None else None
+        batch = make_batch(self._memory, room, tables, key.max_decode_len, plan, masks)
         graph, (hidden, tokens) = self._capture_graph(lambda: self._work(batch), key.tokens > 0)
         return Captured(graph, batch, hidden, tokens)
 
@@ -296,7 +304,8 @@ class StepGraphs:
 
     def _key(self, room: RoomKey, step: Step) -> GraphKey:
         bound = self._regimes.bound(self._rooms[room].segments, step.longest)
-        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts)
+        masked = step.masks is not None and step.plain and self._masks is not None and step.segments.only_decodes
+        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts, masked)
 
     def run(self, step: Step, key: GraphKey) -> Captured:
         """Replay the graph; what it wrote is valid until the next run. Of hidden states and tokens the step's own are
@@ -316,6 +325,8 @@ class StepGraphs:
         packed = pack(step, room, self._device)
         self._memory[: len(packed)].copy_(packed, non_blocking=True)
         self._load_tables(step, room.segments)
+        if key.masked and step.masks is not None and self._masks is not None:
+            self._masks.load(step.masks, key.decodes)
         new = upload_cascade(step, self._limits.block_size, self._device)
         if new is not None:
             mine = self._plans[key.decodes]

@@ -15,6 +15,7 @@ from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.llm_pooling import PoolingMethods, Progress
 from tritonllm.engine.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
+from tritonllm.engine.sleep import check_rpc
 from tritonllm.inputs import Prompt, as_list
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.vllm_arguments import no_adapter
@@ -45,6 +46,38 @@ class LLM(PoolingMethods):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompts. ``False``: a request of the engine runs, and nothing was forgotten."""
         return self.engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and cache to others; see :meth:`SleepMethods.sleep`, with its errors."""
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory back; see :meth:`SleepMethods.wake_up`, with its errors."""
+        self.engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.engine.is_sleeping
+
+    def reload_weights(self, model: str | None = None) -> None:
+        """Go on with other weights of the same architecture; see :meth:`SleepMethods.reload_weights`."""
+        self.engine.reload_weights(model)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[None]:
+        """vLLM's way to reach :meth:`reload_weights`, the only method that there is.
+
+        Raises:
+            ValueError: another method; and as the method.
+        """
+        check_rpc(method, args, kwargs)
+        self.reload_weights(*args, **(kwargs or {}))
+        return [None]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """A copy of what holds where none are given; from ``generation_config.json``, see ``generation_config=``."""

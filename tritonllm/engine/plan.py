@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from tritonllm.engine.host_tier import TierStats, Transfers
 from tritonllm.engine.request import Request
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
 from tritonllm.sampling_params import SamplingParams
@@ -49,12 +50,14 @@ class StepPlan:
         preempted: the requests that lost their blocks to make room; none of them is scheduled.
         segments: of its sequences and tokens.
         copies: blocks that are copied before anything is written, each with its target.
+        transfers: between the device and the host's memory, which come first of all.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...]
     segments: Segments
     copies: tuple[tuple[int, int], ...] = ()
+    transfers: Transfers | None = None
 
     @classmethod
     def of(
@@ -63,6 +66,7 @@ class StepPlan:
         preempted: Iterable[Request],
         forks: Mapping[Request, Sequence[ScheduledRequest]],
         copies: tuple[tuple[int, int], ...] = (),
+        transfers: Transfers | None = None,
     ) -> "StepPlan":
         """Sort requests into segments; within each they keep their order.
 
@@ -81,7 +85,7 @@ class StepPlan:
             else:
                 (guesses if item.drafts else chunks).append(item)
         segments = Segments(decodes(len(ones)), _segment(guesses), _segment(chunks))
-        return cls((*ones, *guesses, *chunks), tuple(preempted), segments, copies)
+        return cls((*ones, *guesses, *chunks), tuple(preempted), segments, copies, transfers)
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +126,7 @@ class SchedulerStats:
     preemptions: int
     num_blocks: int
     num_free_blocks: int
+    tier: TierStats
 
 
 def describe(plan: StepPlan) -> str:

@@ -13,6 +13,7 @@ from array import array
 from xxhash import xxh3_128_digest
 
 from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.request import Request
 
 _SALT_SEED = 1  # keeps the digest of a salt apart from that of a block with the same bytes
@@ -24,15 +25,17 @@ class PrefixCache:
     Args:
         block_size: tokens per block.
         pool: the blocks.
+        tier: keeps copies of all that is labelled; ``None`` for no second tier.
 
     Attributes:
         queries: prompt tokens looked up.
         hits: how many of them were found.
     """
 
-    def __init__(self, block_size: int, pool: BlockPool) -> None:
+    def __init__(self, block_size: int, pool: BlockPool, tier: HostTier | None = None) -> None:
         self.block_size = block_size
         self.pool = pool
+        self._tier = tier
         self.queries = 0
         self.hits = 0
 
@@ -42,9 +45,13 @@ class PrefixCache:
         The last known token is never covered: it must run through the model, or there would be nothing to sample
         from. A request that wants all of its prompt computed (``prompt_logprobs``, a mean) matches nothing.
         """
+        return self.pool.find_leading(self.labels(request))
+
+    def labels(self, request: Request) -> list[bytes]:
+        """Of the blocks that :meth:`match` looks for."""
         if request.computes_all:
             return []
-        return self.pool.find_leading(self._digests(request, (request.num_tokens - 1) // self.block_size))
+        return self._digests(request, (request.num_tokens - 1) // self.block_size)
 
     def insert(self, request: Request) -> None:
         """Make those of the request's blocks available whose tokens are all known and computed.
@@ -57,6 +64,8 @@ class PrefixCache:
         if full > done:
             for block, digest in zip(request.block_ids[done:full], self._digests(request, full)[done:], strict=True):
                 self.pool.label(block, digest)
+                if self._tier is not None:
+                    self._tier.keep(digest, block)
             request.num_labelled_blocks = full
 
     def count(self, request: Request) -> None:
@@ -81,6 +90,8 @@ class PrefixCache:
                 f"the prefix cache cannot be reset while {used} blocks are in use; finish or abort first"
             )
         self.pool.clear_labels()
+        if self._tier is not None:
+            self._tier.clear()
 
     def _digests(self, request: Request, count: int) -> list[bytes]:
         """Digests of the request's first ``count`` full blocks; each one is computed once in a request's life."""

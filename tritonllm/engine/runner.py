@@ -15,6 +15,8 @@ from tritonllm.engine.draft_model import draft_cost
 from tritonllm.engine.drafters import Drafter, make_drafter
 from tritonllm.engine.eagle import make_draft
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
+from tritonllm.engine.host_copies import HostCopiesOfPools, staging_bytes
+from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
 from tritonllm.engine.launch_policy import host_bound_tokens
@@ -24,6 +26,7 @@ from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import LogprobTensors, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
+from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
@@ -58,10 +61,12 @@ class ModelRunner:
         max_model_len: the longest sequence that may come.
         pooler: of prompts that are not continued; by default one without a head.
         draft: the draft model, loaded, on ``device``, if the configuration has one.
+        memory: where the cache's memory is from; by default torch.
 
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
         draft_cost: of a decode step of the draft model, in those of the model; 0 without one.
+        host: the cache's second tier; ``None`` without one, and before the start.
     """
 
     def __init__(
@@ -72,14 +77,17 @@ class ModelRunner:
         max_model_len: int,
         pooler: Pooler | None = None,
         draft: CausalLM | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self._model = model
         self._dtype = model.dtype
         self._config = config
         self._device = device
         self._block_size = config.cache.block_size
+        self._memory = memory
         self._cache: list[KVCacheView] = []
         self._copies: list[BlockCopies] = []
+        self.host: HostCopiesOfPools | None = None
         self._graphs: StepGraphs | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
@@ -135,6 +143,11 @@ class ModelRunner:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
         return sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
 
+    @property
+    def host_slots(self) -> int:
+        """Blocks that the host's memory keeps."""
+        return slots_for(self._config.cache.kv_offloading_size, self.block_bytes)
+
     @torch.inference_mode()
     def fit_num_blocks(self) -> int:
         """How many cache blocks fit: what the configuration grants, less what is in use once the largest step has run,
@@ -164,6 +177,7 @@ class ModelRunner:
         self._forget_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
+        granted -= staging_bytes(self.block_bytes, self.host_slots)
         if granted < self.block_bytes:
             raise ValueError(
                 f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves {granted / 1e9:.2f} GB for the KV "
@@ -184,10 +198,11 @@ class ModelRunner:
         step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _allocate(self, num_blocks: int) -> None:
-        """Blocks of the same numbers for each model."""
+    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
+        """Blocks of the same numbers for each model; the first one's are from ``memory``."""
         sizes = self._dtype, num_blocks, self._block_size, self._device
-        made = [make_cache(model.spec, *sizes) for model in self._models]
+        own = [memory, None]
+        made = [make_cache(model.spec, *sizes, part) for model, part in zip(self._models, own, strict=False)]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
             self._draft.cache = made[1][0]
@@ -256,7 +271,9 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        self._allocate(num_blocks)
+        self._allocate(num_blocks, self._memory)
+        if self.host_slots:
+            self.host = HostCopiesOfPools([copies.pool for copies in self._copies], self.host_slots)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
@@ -266,7 +283,8 @@ class ModelRunner:
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             limits = GraphLimits(
-                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
+                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified),
+                vocab=self._model.spec.vocab_size,
             )
             capture = GraphCapture(partial(rehearsal_of, self._models), self._device)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
@@ -289,6 +307,9 @@ class ModelRunner:
         logprobs = errors = None
         whole: Iterable[tuple[int, LogprobTensors]] = ()
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
+        if step.transfers is not None:
+            assert self.host is not None  # the scheduler knows of it
+            self.host.run(step.transfers)
         if step.parameters is not None:
             self._seats.tell(step.parameters)
         if step.copies is not None:
@@ -302,6 +323,7 @@ class ModelRunner:
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
             batch, tokens = captured.batch, captured.tokens
+            changed = changed or not (step.masks is None or key.masked)  # it has drawn without them
             hidden = captured.hidden
             if not step.segments.verify.sequences:
                 hidden = hidden[: padded(step.num_rows, self._sampled)]
@@ -384,7 +406,8 @@ class ModelRunner:
         if verify.sequences:
             drafts, sampling = self._seats.drafts[: verify.sequences], batch.sampling(verify.sequences)
             return hidden, self._sampler.verify(self._model.compute_logits(hidden), sampling, drafts)
-        return hidden, self._sampler.draw(self._model.compute_logits(hidden), batch.sampling(len(hidden)))
+        logits = self._model.compute_logits(hidden)
+        return hidden, self._sampler.draw(logits, batch.sampling(len(hidden)), batch.masks)
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
         """In parts, each computed when it is asked for."""

@@ -13,7 +13,8 @@ from tritonllm.engine.inputs import upload
 from tritonllm.engine.processors import BatchProcessors, Errors, apply_to_rows
 from tritonllm.engine.results import LogprobTensors
 from tritonllm.engine.step import Step
-from tritonllm.kernels import apply_token_bitmask, rejection_sample, sample, token_logprobs
+from tritonllm.engine.token_masks import upload_masks
+from tritonllm.kernels import TokenMasks, rejection_sample, sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
 from tritonllm.kernels.sampling.seats import SamplingRows, Verdict
 
@@ -57,13 +58,22 @@ class Sampler:
         self._verdict = verdict
         rows = len(drawn) if verdict is None else verdict.ids.numel()
         self._workspace = torch.zeros(rows, dtype=torch.int32, device=drawn.device)
+        self._no_rows = torch.full((len(drawn),), -1, dtype=torch.int32, device=drawn.device)
         self._size = len(drawn), vocab
         self._state: LogitEdits | None = None
 
-    def draw(self, logits: torch.Tensor, inputs: SamplingRows) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, inputs: SamplingRows, masks: TokenMasks | None = None) -> torch.Tensor:
         """One token for each row of ``logits[R, V]`` float32 -> ``[R]`` int64, valid until the next draw. Can be
         captured in a graph."""
-        return sample(logits, *inputs, workspace=self._workspace, out=self._drawn[: len(logits)])
+        return sample(logits, *inputs, masks=masks, workspace=self._workspace, out=self._drawn[: len(logits)])
+
+    def _masks(self, step: Step, rows: int) -> TokenMasks | None:
+        """Of a step's rows, on the device, if some have one."""
+        return None if step.masks is None else upload_masks(step.masks, rows, self._size[1], self._drawn.device)
+
+    def _no_masks(self, rows: int) -> TokenMasks:
+        """Masks of no row. Draws with edits always have masks, perhaps these: so they are compiled once, not twice."""
+        return TokenMasks(self._no_rows[:rows], self._no_rows.new_empty(0, -(-self._size[1] // 32)))
 
     def verify(self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor) -> torch.Tensor:
         """The tokens of R rows with ``drafts[R, G]`` from ``logits[R (G + 1), V]`` float32 -> ``[R, G + 1]`` int64, -1
@@ -117,14 +127,13 @@ class Sampler:
                 errors |= apply_to_rows(mine, step.processors)
             if batch is not None:
                 errors |= batch.apply(mine, now.steps, step, goes_on)
-            if place == 0 and step.masks is not None:
-                at, words = upload(step.masks, logits.device)
-                apply_token_bitmask(mine, at, words)
+            more = {"masks": self._masks(step, rows) if place == 0 else None, "workspace": self._workspace}
             if edits is None or seats is None:
-                tokens = sample(mine, *now, workspace=self._workspace)
+                tokens = sample(mine, *now, **more)
             else:
                 seats = torch.where(goes_on, seats, -1)
-                tokens = sample(mine, *now, edits=edits, seats=seats, workspace=self._workspace)
+                more |= {"masks": more["masks"] or self._no_masks(rows), "edits": edits, "seats": seats}
+                tokens = sample(mine, *now, **more)
                 count_tokens(edits, seats, tokens)
             if batch is not None:
                 batch.count(tokens, step, goes_on)
@@ -151,17 +160,16 @@ class Sampler:
         errors = apply_to_rows(logits, step.processors)
         if batch is not None:
             errors |= batch.apply(logits, inputs.steps, step)
-        if step.masks is not None:  # last, so that no processor allows what it bans
-            at, words = upload(step.masks, logits.device)
-            apply_token_bitmask(logits, at, words)
+        masks = self._masks(step, len(logits))  # in the draw, so that no processor allows what it bans
         if step.edited is not None:
-            more = {"workspace": self._workspace, "out": self._drawn[: len(logits)]}
+            more = {"masks": masks or self._no_masks(len(logits)), "workspace": self._workspace}
             edits = self._told(step.new_edits)
             (seats,) = upload([step.edited], logits.device)
-            tokens = sample(logits, *inputs, edits=edits, seats=seats, **more)
+            out = self._drawn[: len(logits)]
+            tokens = sample(logits, *inputs, edits=edits, seats=seats, out=out, **more)
             count_tokens(edits, seats, tokens)
         else:
-            tokens = self.draw(logits, inputs)
+            tokens = self.draw(logits, inputs, masks)
         if batch is not None:
             batch.count(tokens, step)
         logprobs = None if step.logprobs is None else token_logprobs(raw, tokens, step.logprobs)
@@ -200,11 +208,10 @@ class Sampler:
         ones = torch.ones(n, dtype=torch.float32, device=device)
         edits = _make_state(1, logits.shape[1], device)
         limits = ones, seats + 51, 0.9 * ones, 0.1 * ones
-        for edited in ({}, {"edits": edits, "seats": seats}):
-            tokens = sample(logits, *limits, index, index, workspace=self._workspace, **edited)
+        masks = {"masks": self._no_masks(n)}
+        for more in ({}, masks, {"edits": edits, "seats": seats} | masks):
+            tokens = sample(logits, *limits, index, index, workspace=self._workspace, **more)
         count_tokens(edits, seats, tokens)
-        rows = torch.full((1,), -1, dtype=torch.int32, device=device)
-        apply_token_bitmask(logits, rows, rows.new_empty(1, -(-logits.shape[1] // 32)))
         for top in (0, 5):
             token_logprobs(logits, tokens, top)
 

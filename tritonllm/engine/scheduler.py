@@ -34,9 +34,7 @@ Why every request ends:
   front request ends.
 - If nothing runs, all blocks are free and the first waiting request fits.
 
-Admission takes the blocks of all known tokens at once, chunked or not, and leaves one free block for each request
-that runs already. Those need at most one each in the next ``block_size`` steps, so a newcomer is not preempted as soon
-as it came. For the same reason a step that preempted admits nobody.
+A step that preempted admits nobody, so that a newcomer (:mod:`tritonllm.engine.admission`) is not preempted at once.
 """
 
 import itertools
@@ -46,9 +44,11 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from tritonllm.config import CacheConfig, SchedulerConfig
+from tritonllm.engine.admission import Admission
 from tritonllm.engine.block_pool import BlockPool
 from tritonllm.engine.endings import cut
-from tritonllm.engine.gang import fork, free, last_gang, parent_in, prompt_blocks, room_for
+from tritonllm.engine.gang import fork, free, last_gang, parent_in
+from tritonllm.engine.host_tier import HostTier, TierStats
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request, RequestStatus
@@ -74,6 +74,7 @@ class Scheduler:
         num_blocks: blocks in the pool.
         max_model_len: most tokens of prompt and output together.
         drafts: of requests in steps of their last tokens, as far as tokens and their lengths allow.
+        tier: where blocks are kept in the host's memory; ``None`` for nowhere.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         drafts: Drafting | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
@@ -91,8 +93,9 @@ class Scheduler:
         self.max_model_len = max_model_len
         self._drafting = drafts or Drafting()
         self._most_new_blocks = 1 + -(-2 * self._drafting.most // cache.block_size)  # of a running request in a step
+        self.tier = tier
         self.pool = BlockPool(num_blocks)
-        self.prefix_cache = PrefixCache(cache.block_size, self.pool) if cache.enable_prefix_caching else None
+        self.prefix_cache = PrefixCache(cache.block_size, self.pool, tier) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
         self._longest = num_blocks * cache.block_size + 1
         self._counter, self._admissions = itertools.count(), itertools.count(1)
@@ -100,6 +103,7 @@ class Scheduler:
         self._forget_requests()
 
     def _forget_requests(self) -> None:
+        self._admission = Admission(self.pool, self.block_size, self.prefix_cache, self.tier)
         self._requests: dict[str, Request] = {}  # the unfinished ones
         self._just_ended: dict[str, Request] = {}  # by the last update
         self._waiting = WaitingQueue()
@@ -113,6 +117,8 @@ class Scheduler:
         self.pool = BlockPool(self.pool.num_blocks)
         if self.prefix_cache is not None:
             self.prefix_cache.move_to(self.pool)
+        if self.tier is not None:
+            self.tier.reset()
         self._forget_requests()
 
     @property
@@ -133,6 +139,7 @@ class Scheduler:
             preemptions=self._preemptions,
             num_blocks=self.pool.num_blocks,
             num_free_blocks=self.pool.num_free,
+            tier=TierStats() if self.tier is None else self.tier.stats,
         )
 
     def check(self, request: Request) -> None:
@@ -212,16 +219,23 @@ class Scheduler:
         It holds at least one token if any request is unfinished and no step is in flight. Takes time in its number of
         requests and new blocks (and the cached blocks of the first request that has to wait), not in their lengths.
         """
+        tier = self.tier
+        if tier is not None:
+            tier.begin()
         preempted = self._preempt_gangs()
         scheduled = self._serve_running(preempted)
         forks = {} if preempted else self._admit(scheduled)
+        if not scheduled and tier is not None and tier.hurry():
+            scheduled = self._serve_running(preempted)
+            forks = {} if preempted else self._admit(scheduled)
         if not scheduled and self._running and all(request.held for request in self._running):
             # They wait for siblings, and those for blocks or seats: the last give way.
             preempted += [self._preempt_last() for _ in range(last_gang(self._running))]
         copies, self._copies = tuple(self._copies), []
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
-        return StepPlan.of(self._drafting.fit(scheduled, forks=bool(forks)), preempted, forks, copies)
+        transfers = None if tier is None else tier.finish(runs=bool(scheduled))
+        return StepPlan.of(self._drafting.fit(scheduled, forks=bool(forks)), preempted, forks, copies, transfers)
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
@@ -275,13 +289,14 @@ class Scheduler:
         scheduled: list[ScheduledRequest] = []
         budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
         possible, most_drafts = self._drafting.most, self._drafting.now(self._running)
+        loading = () if self.tier is None else self.tier.loading
         while budget > 0 and at < len(self._running):
             request = self._running[at]
             at += 1
             total = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending_tokens
             if request.num_pending_tokens and total >= request.length_limit:
                 continue  # the token in flight ends it
-            if request.controls and request.waits_for_tokens:
+            if (request.controls and request.waits_for_tokens) or (loading and request in loading):
                 continue
             start = request.num_computed_tokens
             end = last = min(total, start + budget)
@@ -299,6 +314,8 @@ class Scheduler:
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last itself: those before it are scheduled, and none is left behind it
                 request.block_ids += self.pool.allocate_many(needed)
+                if self.tier is not None:
+                    self.tier.overwrite(request.block_ids[-needed:])
                 if request.tail is not None:
                     self._copies.append((request.tail, request.block_ids[-needed]))
                     request.tail = None
@@ -336,40 +353,22 @@ class Scheduler:
                 if self.pool.num_free <= len(self._running):
                     break
                 fork(parent, request, self.pool, self.block_size)
-            elif budget <= 0 or not request.may_start(budget) or not self._allocate_known(request):
+            elif budget <= 0 or not request.may_start(budget) or not self._give_blocks(request):
                 break
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING
             request.seat, request.admission = self._free_seats.pop(), next(self._admissions)
             insort(self._running, request, key=_ORDER)
+            if self.tier is not None and request in self.tier.loading:
+                continue
             total = request.num_tokens
             item = self._advance(request, min(total, request.num_computed_tokens + budget), total)
             budget -= item.num_tokens
             (scheduled if parent is None else forks.setdefault(parent, [])).append(item)
         return forks
 
-    def _allocate_known(self, request: Request) -> bool:
-        """Give a waiting request the blocks of all its known tokens, cached ones first; false if they are too few, or
-        if its siblings would not fit beside it (unless it is alone: then it need not wait for more)."""
-        total, spare = self._blocks_for(request.num_tokens), self.pool.num_free - len(self._running)
-        if request.siblings and self._running:
-            seats, blocks = room_for(request, self.block_size)
-            spare = spare - blocks if seats <= len(self._free_seats) else 0
-        if spare < 1:  # at least one block is never a cached one: no need to look
-            return False
-        cached = self.prefix_cache.match(request) if self.prefix_cache else prompt_blocks(request, self.block_size)
-        shared = self.pool.count_used(cached)  # the other cached ones are in the free list
-        if total - shared > spare:
-            return False
-        self.pool.retain(cached)  # before anything is allocated, which could evict them
-        request.block_ids = cached + self.pool.allocate_many(total - len(cached))
-        request.num_computed_tokens = len(cached) * self.block_size
-        request.num_labelled_blocks = len(cached)
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
-            if self.prefix_cache:
-                self.prefix_cache.count(request)
-        return True
+    def _give_blocks(self, request: Request) -> bool:
+        return self._admission.allocate(request, len(self._running), len(self._free_seats))
 
     def _preempt_gangs(self) -> list[Request]:
         """If the blocks will not last for this step, preempt whole gangs from the back, and single requests between
@@ -394,9 +393,11 @@ class Scheduler:
 
     def _preempt_last(self) -> Request:
         request = self._running.pop()
+        request.num_preemptions += 1
+        if self.tier is not None and self.prefix_cache is None:
+            self.tier.keep_own(request, self.block_size)
         self._free(request)
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
         request.held = False
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
@@ -416,6 +417,8 @@ class Scheduler:
             self._waiting.count_ended()
 
     def _free(self, request: Request) -> None:
+        if self.tier is not None:
+            self.tier.loading.pop(request, None)
         free(request, self.pool)
         assert request.seat is not None  # it runs
         self._free_seats.append(request.seat)

@@ -14,12 +14,16 @@ import torch
 from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig, SchedulerConfig
 from tritonllm.engine.cpu_threads import SINGLE_THREAD_BELOW, granted_cores, threads_for
 from tritonllm.engine.draft_model import load_draft, read_draft_spec
+from tritonllm.engine.host_memory import check_offloading
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.precompile import BackgroundCompiler, Target
+from tritonllm.engine.rates import Rates
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import Drafting, most_verified
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.kernels.compile.cache_folder import read_kernels_from
@@ -146,7 +150,9 @@ def for_encoder(config: EngineConfig, spec: ModelFacts, limit: int) -> EngineCon
             f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens} must hold the longest prompt of an "
             f"encoder, max_model_len={limit}: raise the one or lower the other"
         )
-    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False))
+    return dataclasses.replace(
+        config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False, kv_offloading_size=None)
+    )
 
 
 def most_blocks(config: EngineConfig, spec: ModelFacts) -> int:
@@ -327,6 +333,7 @@ class Parts(NamedTuple):
     scheduler: Scheduler
     inputs: InputProcessor
     pooling: PoolingAbility
+    memory: EngineMemory
 
 
 def load_parts(config: EngineConfig) -> Parts:
@@ -338,6 +345,7 @@ def load_parts(config: EngineConfig) -> Parts:
     """
     begin = time.monotonic()
     MONITOR.serving = False
+    check_offloading(config.cache.kv_offloading_size)
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
     model_config = config.model
@@ -375,10 +383,11 @@ def load_parts(config: EngineConfig) -> Parts:
                 allow_nan=model_config.allow_nan,
             )
         draft = load_draft(config, draft_spec, model, device, limit)
+    memory = EngineMemory(model, model_config, device, config.enable_sleep_mode)
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
     pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
-    runner = ModelRunner(model, config, device, limit, pooler, draft)
+    runner = ModelRunner(model, config, device, limit, pooler, draft, memory)
     num_blocks = min(runner.fit_num_blocks(), most_blocks(config, spec))
     max_model_len = length_that_fits(config, limit, num_blocks)
     config = dataclasses.replace(
@@ -388,9 +397,12 @@ def load_parts(config: EngineConfig) -> Parts:
         scheduler=resolve_async(config.scheduler, device.type),
     )
     runner.start(num_blocks, max_model_len)
-    scheduler = Scheduler(
-        config.scheduler, config.cache, num_blocks, max_model_len, drafting_of(config, runner.draft_cost)
-    )
+    tier = None
+    if runner.host is not None:
+        rates = Rates(runner.block_bytes, config.cache.block_size, runner.host.measure())
+        tier = HostTier(runner.host_slots, rates)
+    drafting = drafting_of(config, runner.draft_cost)
+    scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len, drafting, tier)
     eos = end_tokens(spec, generation_config, tokenizer)
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed, defaults),
@@ -398,4 +410,4 @@ def load_parts(config: EngineConfig) -> Parts:
     )
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
-    return Parts(config, runner, scheduler, inputs, pooling)
+    return Parts(config, runner, scheduler, inputs, pooling, memory)

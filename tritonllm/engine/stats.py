@@ -8,7 +8,9 @@ class EngineStats:
     """Counters since the engine started, and its present load.
 
     ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
-    made a request wait, so there should be none. The last five: :class:`~tritonllm.engine.speculation.DraftCounts`.
+    made a request wait, so there should be none. ``takes_requests``: the engine is awake and has
+    weights. ``num_host_blocks`` to ``loaded_bytes`` are of the cache's tier in the host's memory; those of drafts:
+    :class:`~tritonllm.engine.speculation.DraftCounts`.
     """
 
     steps: int
@@ -22,8 +24,16 @@ class EngineStats:
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     draft_seconds: float = 0.0
+    takes_requests: bool = True
+    is_sleeping: bool = False

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from tritonllm.engine.edits import SeatEdits
+from tritonllm.engine.host_tier import Transfers
 from tritonllm.engine.pooled_spans import PooledSpan
 from tritonllm.layers.segments import Segment, Segments
 from tritonllm.sampling_params import SamplingParams
@@ -292,6 +293,7 @@ class Step:
         copies: ``[N, 2]`` int64, blocks and those that they are copied to before anything is written; ``None`` for
             none.
         tokens: of requests that are new to their seats, if a drafter wants to know.
+        transfers: between the cache and the host's memory, before anything else; ``None`` for none.
     """
 
     segments: Segments
@@ -312,6 +314,7 @@ class Step:
     pooled: tuple[PooledSpan, ...] = ()
     copies: np.ndarray | None = None
     tokens: tuple[SeatTokens, ...] = ()
+    transfers: Transfers | None = None
 
     @property
     def wants_all(self) -> bool:
@@ -336,8 +339,8 @@ class Step:
 
     @property
     def plain(self) -> bool:
-        """The draw alone serves all of them: no logits are changed or reported."""
-        return not self.changed and self.logprobs is None
+        """The draw alone serves all of them, with its masks: no logits are changed otherwise, or reported."""
+        return self.edited is None and not self.processors and self.logprobs is None
 
     @property
     def changed(self) -> bool:

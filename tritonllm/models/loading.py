@@ -29,6 +29,23 @@ def pack_weights(model: Decoder) -> None:
             module.pack()
 
 
+def stage_model(folder: Path, like: Decoder, *, load_format: str, seed: int, allow_nan: bool) -> Decoder:
+    """A second model on the host with the weights of ``folder``, laid out like ``like``; options as of loading.
+
+    Raises:
+        ValueError: weights that do not match ``like.spec``; the message names a tensor.
+    """
+    parameter = like.embed.weight
+    staged = Decoder(like.spec, dtype=like.dtype, device=torch.device("cpu"), max_model_len=1)
+    if load_format == "dummy":
+        dummy_weights(staged, seed)
+    else:
+        load_weights(staged, folder, load_format=load_format, allow_nan=allow_nan)
+    if parameter.is_cpu and like.spec.hidden_size >= PACKED_FROM:
+        pack_weights(staged)
+    return staged
+
+
 def read_spec(
     folder: Path, *, trust_remote_code: bool = False, as_classifier: bool = False
 ) -> ModelSpec | FallbackSpec:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
+from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
@@ -61,7 +62,11 @@ class Service:
         return name
 
     async def run(
-        self, answer_id: str, prompts: Sequence[Prompt], params: SamplingParams | PoolingParams, priority: int
+        self,
+        answer_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | BeamSearchParams | PoolingParams,
+        priority: int,
     ) -> AsyncGenerator[tuple[int, Any], None]:
         """Run one request for each prompt.
 
@@ -73,7 +78,8 @@ class Service:
             Exception: as :meth:`AsyncLLM.generate`.
         """
         unique = uuid.uuid4().hex[:8]  # two clients may send the same X-Request-Id
-        start: Any = self.llm.encode if isinstance(params, PoolingParams) else self.llm.generate
+        starts: dict[type, Any] = {PoolingParams: self.llm.encode, BeamSearchParams: self.llm.beam_search}
+        start = starts.get(type(params), self.llm.generate)
         streams = [
             start(prompt, params, f"{answer_id}-{unique}-{index}", priority=priority)
             for index, prompt in enumerate(prompts)

@@ -8,7 +8,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,6 +22,7 @@ from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineLink
 from tritonllm.serve.engine_process import end_with_parent, log_to_stderr
+from tritonllm.serve.guard import Running
 from tritonllm.serve.messages import Ready
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ def run_api(
     pipe: Connection,
     max_queue: int,
     log_level: int | None,
+    counts: MutableSequence[int],
+    number: int,
 ) -> None:
     """The process's main function.
 
@@ -114,6 +117,8 @@ def run_api(
         pipe: to the process that started this one.
         max_queue: of this process's sequences.
         log_level: of messages on stderr; ``None``: none.
+        counts: of the requests that are being answered, by process, in memory that all of them share.
+        number: of this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -122,7 +127,7 @@ def run_api(
         log_to_stderr(log_level)
     link = PipedLink(folder, msgspec.msgpack.decode(ready, type=Ready), pipe)
     llm = AsyncLLM(engine, max_queue=max_queue, link=link)
-    app = make_app(llm, config, metrics_folder=folder)
+    app = make_app(llm, config, metrics_folder=folder, running=Running(counts, number))
     server = _Quiet(settings_of(app, config), app)
     link.on_order = lambda order: server.stop(now=order == STOP_NOW)
     llm.on_death = lambda why: _end_soon(server)

@@ -12,13 +12,14 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from tritonllm.serve.admin_api import add_admin
 from tritonllm.serve.answering import Service
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.chat_api import chat, tokens_of_chat
 from tritonllm.serve.completions_api import complete
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_response, validation_error
-from tritonllm.serve.guard import Guard
+from tritonllm.serve.guard import Guard, Running
 from tritonllm.serve.messages_api import count_tokens, message
 from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.metrics import Metrics
@@ -34,11 +35,14 @@ logger = logging.getLogger(__name__)
 PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-def make_app(llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None) -> FastAPI:
+def make_app(
+    llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None, running: Running | None = None
+) -> FastAPI:
     """The application over a started engine.
 
     Args:
         metrics_folder: where several processes with this application count together.
+        running: counts their requests; by default those of this process.
     """
 
     @asynccontextmanager
@@ -54,6 +58,8 @@ def make_app(llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = N
     _add_models(app, service)
     _add_tokenizer(app, service)
     add_pooling(app, service)
+    if config.server_dev_mode:
+        add_admin(app, llm, bool(config.api_keys))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -75,7 +81,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = N
     async def messages_count_tokens(body: CountRequest) -> Response:
         return await count_tokens(service, body)
 
-    app.add_middleware(Guard, config=config)
+    app.add_middleware(Guard, config=config, running=running)
     return app
 
 
@@ -134,6 +140,8 @@ def _add_status(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
             return error_response(as_api_error(llm.dead_error))
         if app.state.draining:
             return error_response(APIError(503, "the server is shutting down", code="draining"))
+        if not llm.stats.takes_requests:
+            return error_response(APIError(503, "the engine sleeps, or has no weights", code="asleep"))
         return JSONResponse({"status": "ready"})
 
     @app.get("/version")

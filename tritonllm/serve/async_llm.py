@@ -4,24 +4,27 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
 
+from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.detokenizer import IncrementalDetokenizer
-from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
+from tritonllm.engine.input_processor import TokenizedPrompt
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
 from tritonllm.engine.pooling import AS_SAMPLING
-from tritonllm.engine.tokenizer import load_tokenizer
+from tritonllm.engine.sleep import AsleepError
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.serve.collector import Collector, Texts
+from tritonllm.serve.engine_calls import EngineCalls
 from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink
-from tritonllm.serve.messages import Abort, Add, News, Ready, Stats, Update, pack_params, unpack_params
+from tritonllm.serve.inputs import import_tokenizers, input_processor
+from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
 from tritonllm.vllm_arguments import no_adapter
 
@@ -47,7 +50,7 @@ class Observer(Protocol):
     def aborted(self, request_id: str) -> None: ...
 
 
-class AsyncLLM:
+class AsyncLLM(EngineCalls):
     """Serves requests of one event loop.
 
     A generator that is closed, or whose task is cancelled, aborts its request. At most ``max_num_seqs + max_queue``
@@ -75,9 +78,9 @@ class AsyncLLM:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
             raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
         self.config = config
-        self._client = EngineClient(config, log_level, meanwhile=_import_tokenizers) if link is None else link
+        self._client = EngineClient(config, log_level, meanwhile=import_tokenizers) if link is None else link
         try:
-            self.inputs = _input_processor(self._client.ready)
+            self.inputs = input_processor(self._client.ready)
         except BaseException:
             self._client.close()
             raise
@@ -90,6 +93,7 @@ class AsyncLLM:
             str, tuple[Collector | PoolingCollector, int]
         ] = {}  # and the request's number of sequences
         self._sequences = 0
+        EngineCalls.__init__(self)
         self._loop: asyncio.AbstractEventLoop | None = None
         # One thread: the tokenizer is not made for several, and a long prompt does not hold up the event loop.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -186,8 +190,7 @@ class AsyncLLM:
             EngineDeadError: the engine process has died.
         """
         no_adapter(lora_request)
-        if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id must be a string that is not empty, got {request_id!r}")
+        request_id = _check_id(request_id)
         self.attach()
         params = self.inputs.take_params(sampling_params)
         self._check_room(params.n)
@@ -230,8 +233,7 @@ class AsyncLLM:
             EngineDeadError: the engine process has died.
         """
         no_adapter(lora_request)
-        if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id must be a string that is not empty, got {request_id!r}")
+        request_id = _check_id(request_id)
         if not isinstance(pooling_params, PoolingParams):
             raise ValueError(f"pooling_params must be PoolingParams, got {type(pooling_params).__name__}")
         params = pooling_params.checked()
@@ -245,19 +247,54 @@ class AsyncLLM:
             pooling=pack_pooling_params(params),
             token_type_ids=tokenized.token_types,
         )
-        self._submit(message, collector, AS_SAMPLING)
-        finished = False
+        yield await self._only_output(message, collector, AS_SAMPLING)
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Search for the most likely continuations of a prompt.
+
+        Args:
+            prompt: text, token ids, or a dict of either.
+            params: how to search.
+            request_id: unique among the unfinished ones.
+            priority: lower is earlier; needs ``policy="priority"``.
+
+        Yields:
+            One output with ``beam_width`` continuations, the best first; each position has the log-probabilities that
+            the search has seen.
+
+        Raises:
+            ValueError: bad input.
+            QueueFullError: too many requests wait.
+            EngineDeadError: the engine process has died.
+        """
+        request_id = _check_id(request_id)
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be BeamSearchParams, got {type(params).__name__}")
+        self.attach()
+        self._check_room(params.beam_width)
+        tokenized = await self.in_tokenizer_thread(self.inputs.tokenize, prompt)
+        collector = Collector(tokenized.text, tokenized.token_ids, RequestOutputKind.FINAL_ONLY)
+        search = {field.name: getattr(params, field.name) for field in fields(params)}
+        facts = tokenized.text, tokenized.token_ids, tokenized.cache_salt
+        message = Add(request_id, *facts, {}, priority, search=search)
+        yield await self._only_output(message, collector, SamplingParams(n=params.beam_width))
+
+    async def _only_output(self, message: Add, collector: Any, params: SamplingParams) -> Any:
+        """Of a request that has one output; it is aborted if nobody waits for that any more."""
+        self._submit(message, collector, params)
         try:
-            output = await collector.get()
-            finished = True
-            yield output
-        finally:
-            if not finished:
-                self._abort(request_id)
+            return await collector.get()
+        except BaseException:
+            self._abort(message.request_id)
+            raise
 
     def _check_room(self, sequences: int) -> None:
         if self.errored:
             raise self.dead_error
+        if not self.stats.takes_requests:
+            raise AsleepError("the engine sleeps, or has no weights: wake it up, or reload them, and try again")
         if sequences > self.max_sequences:
             raise ValueError(f"n={sequences} is more than this engine queues, {self.max_sequences}: lower it")
         if self._sequences + sequences > self.max_sequences:
@@ -320,6 +357,7 @@ class AsyncLLM:
 
     def _take(self, news: News) -> None:
         self.stats = news.stats
+        self._take_answers(news.answers)
         for update in news.updates:
             if update.request_id not in self._collectors:
                 continue  # it was aborted since
@@ -329,11 +367,12 @@ class AsyncLLM:
             if self.observer is not None:
                 self.observer.updated(update)
             if update.refused is not None:
-                collector.fail(ValueError(update.refused))
+                collector.fail(AsleepError(update.refused) if update.asleep else ValueError(update.refused))
             else:
                 collector.put(update)
 
     def _died(self, why: str) -> None:
+        self._fail_calls(why)
         for request_id in list(self._collectors):
             collector = self._forget(request_id)
             assert collector is not None
@@ -351,23 +390,10 @@ class AsyncLLM:
             collector.fail(self.dead_error)
 
 
-def _import_tokenizers() -> None:
-    """Two seconds that need not come after the engine's start."""
-    import transformers
-
-    _ = transformers.AutoTokenizer  # what imports it
-
-
-def _input_processor(ready: Ready) -> InputProcessor:
-    """Checks requests as the engine does, so that most errors need no way there."""
-    tokenizer = None
-    if ready.tokenizer is not None:
-        tokenizer = load_tokenizer(ready.tokenizer, revision=ready.revision, trust_remote_code=ready.trust_remote_code)
-    return InputProcessor(
-        tokenizer,
-        ready.vocab_size,
-        ready.max_model_len,
-        frozenset(ready.eos_token_ids),
-        ready.seed,
-        unpack_params(ready.default_params),
-    )
+def _check_id(request_id: object) -> str:
+    """Raises:
+    ValueError: no string, or an empty one.
+    """
+    if not isinstance(request_id, str) or not request_id:
+        raise ValueError(f"request_id must be a string that is not empty, got {request_id!r}")
+    return request_id

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 
 from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
+from tritonllm.serve.beam_search import with_logprobs
 from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, Content, Piece, Reader, Reasoning, read
 from tritonllm.serve.protocol import ChatRequest, TokenizeRequest
 from tritonllm.serve.replies import Usage, chat_logprobs, ending, event, now, prompt_logprobs
@@ -23,6 +24,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     turn = await prepare(service, body, (body.top_logprobs or 0) if body.logprobs else None)
     name = answer_id("chatcmpl", request, body.request_id)
     outputs = service.run(name, [turn.prompt], turn.params, body.priority)
+    if body.use_beam_search:
+        outputs = with_logprobs(outputs, (body.top_logprobs or 0) if body.logprobs else None)
     head = {"id": name, "object": "chat.completion", "created": now(), "model": model}
     if body.stream:
         return await stream(request, _chunks({**head, "object": "chat.completion.chunk"}, body, turn, outputs))

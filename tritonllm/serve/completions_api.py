@@ -7,9 +7,12 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.inputs import Prompt
+from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
+from tritonllm.serve.beam_search import search_params, with_logprobs
 from tritonllm.serve.protocol import CompletionRequest
 from tritonllm.serve.replies import Usage, completion_logprobs, ending, event, now, prompt_logprobs
 
@@ -23,12 +26,18 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     max_tokens = body.max_tokens
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = body.logprobs
-    params = body.sampling_params(service.llm.inputs.default_params, max_tokens, body.logprobs, **more)
+    params: SamplingParams | BeamSearchParams
+    if body.use_beam_search:
+        params = search_params(body, service.llm.max_model_len if max_tokens is None else max_tokens)
+    else:
+        params = body.sampling_params(service.llm.inputs.default_params, max_tokens, body.logprobs, **more)
     prompts = [await _prompt(service, body, one) for one in body.prompts()]
     name = answer_id("cmpl", request, body.request_id)
     outputs = service.run(name, prompts, params, body.priority)
     head = {"id": name, "object": "text_completion", "created": now(), "model": model}
-    build = _Choices(service, body, params.n)
+    if isinstance(params, BeamSearchParams):
+        outputs = with_logprobs(outputs, body.logprobs)
+    build = _Choices(service, body, params.beam_width if isinstance(params, BeamSearchParams) else params.n)
     if body.stream:
         return await stream(request, _chunks(head, body, build, outputs))
     return await respond(request, _whole(head, build, outputs))

@@ -22,6 +22,7 @@ class ServerConfig:
         drain_seconds: how long running requests may take after SIGTERM.
         ssl_certfile, ssl_keyfile: for TLS.
         api_server_count: processes that speak HTTP, in front of one engine.
+        server_dev_mode: clients may put the engine to sleep, wake it up, reload its weights and empty its prefix cache.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.
 
     Raises:
@@ -42,6 +43,7 @@ class ServerConfig:
     max_concurrency: int = 4096
     drain_seconds: float = 30.0
     api_server_count: int = 1
+    server_dev_mode: bool = False
     request_timeout: float | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -20,16 +21,20 @@ from typing import Any
 import msgspec
 import zmq
 
+from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.engine.engine import EngineOutput, LLMEngine
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.engine.results import StepTimeoutError
+from tritonllm.engine.sleep import AsleepError
 from tritonllm.models import checkpoint
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.messages import (
     Abort,
     Add,
+    Answer,
+    Call,
     Failed,
     News,
     Ready,
@@ -45,6 +50,8 @@ from tritonllm.serve.pooling_messages import pack_pooled, pooling_facts
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
+METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache")  # of the engine, that a Call may name
+WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
 
 
 def end_with_parent(folder: str) -> None:
@@ -128,6 +135,15 @@ def describe(engine: LLMEngine) -> Ready:
     )
 
 
+def unpack(message: Add) -> SamplingParams | BeamSearchParams | PoolingParams:
+    """Raises:
+    ValueError: a value outside its range.
+    """
+    if message.search is not None:
+        return BeamSearchParams(**message.search)
+    return unpack_params(message.params) if message.pooling is None else PoolingParams(**message.pooling)
+
+
 def stats_of(engine: LLMEngine) -> Stats:
     return Stats(**dataclasses.asdict(engine.stats))
 
@@ -147,6 +163,7 @@ class EngineLoop:
         self._encode = msgspec.msgpack.Encoder().encode
         self._owner: dict[str, bytes] = {}  # which API process a request is of
         self._clients: set[bytes] = set()
+        self._calls: deque[tuple[bytes, Call]] = deque()  # that wait until the unfinished requests have ended
         self._stopped = self._failed_before = False
         self._sent = Stats()
 
@@ -161,6 +178,8 @@ class EngineLoop:
             if self._engine.has_unfinished_requests():
                 updates += self._step()
             self._send(updates)
+            while self._calls and not self._engine.has_unfinished_requests():
+                self._answer(*self._calls.popleft())
 
     def _step(self) -> list[Update]:
         try:
@@ -202,9 +221,33 @@ class EngineLoop:
             elif isinstance(message, Abort):
                 mine = [request_id for request_id in message.request_ids if self._owner.get(request_id) == client]
                 updates += self._pack(self._engine.abort_request(mine))
+            elif isinstance(message, Call):
+                updates += self._take_call(client, message)
             else:
                 self._stopped = isinstance(message, Stop)
         return updates
+
+    def _take_call(self, client: bytes, call: Call) -> list[Update]:
+        """Do it, or let it wait; returns the last outputs of what is aborted for it."""
+        if call.method not in WAITING:
+            self._answer(client, call)
+            return []
+        self._calls.append((client, call))
+        return self._pack(self._engine.abort_request(list(self._owner))) if call.abort else []
+
+    def _answer(self, client: bytes, call: Call) -> None:
+        """Do it; whoever made the call hears of it after everybody has heard of the engine's new state."""
+        try:
+            if call.method not in METHODS:
+                raise ValueError(f"method must be one of {', '.join(METHODS)}, got {call.method!r}")
+            answer = Answer(call.number, getattr(self._engine, call.method)(**call.arguments))
+        except (ValueError, TypeError) as error:
+            answer = Answer(call.number, error=str(error), is_value_error=True)
+        except (RuntimeError, MemoryError, OSError) as error:  # the engine is as it was
+            logger.exception("%s failed", call.method)
+            answer = Answer(call.number, error=str(error))
+        self._send([])
+        self._socket.send_multipart([client, self._encode(News([], stats_of(self._engine), [answer]))])
 
     def _add(self, client: bytes, message: Add) -> list[Update]:
         prompt: dict[str, Any] = {"prompt_token_ids": message.prompt_token_ids}
@@ -214,12 +257,13 @@ class EngineLoop:
             prompt["cache_salt"] = message.cache_salt
         if message.token_type_ids is not None:
             prompt["token_type_ids"] = message.token_type_ids
-        params: SamplingParams | PoolingParams
         try:
-            params = unpack_params(message.params) if message.pooling is None else PoolingParams(**message.pooling)
+            params = unpack(message)
+            if self._calls:
+                raise AsleepError(f"the engine takes no requests until {self._calls[0][1].method} is done")
             self._engine.add_request(message.request_id, prompt, params, priority=message.priority)  # type: ignore[arg-type]
-        except ValueError as error:
-            refused = Update(message.request_id, [], True, refused=str(error))
+        except (ValueError, AsleepError) as error:
+            refused = Update(message.request_id, [], True, refused=str(error), asleep=isinstance(error, AsleepError))
             self._socket.send_multipart([client, self._encode(News([refused], stats_of(self._engine)))])
             return []
         self._owner[message.request_id] = client

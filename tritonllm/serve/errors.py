@@ -6,12 +6,15 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
+from tritonllm.engine.sleep import AsleepError
 from tritonllm.serve.async_llm import QueueFullError
+from tritonllm.serve.engine_calls import CallFailedError
 from tritonllm.serve.engine_client import EngineDeadError
 
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
@@ -36,6 +39,10 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(429, str(error), code="queue_full")
     if isinstance(error, EngineDeadError):
         return APIError(503, f"the server cannot answer: {error}", code="engine_dead")
+    if isinstance(error, AsleepError):
+        return APIError(503, str(error), code="asleep")
+    if isinstance(error, CallFailedError):
+        return APIError(503, str(error), code="failed")
     if isinstance(error, ValueError):
         return APIError(400, str(error))
     return APIError(500, "the server failed to answer this request", code="internal_error")

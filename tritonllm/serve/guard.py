@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, MutableSequence
 from typing import Any
 
 from tritonllm.serve.config import ServerConfig
@@ -26,19 +26,42 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODY_SECONDS = 60.0  # that a client may take to send a body
 
 
+class Running:
+    """How many requests are being answered, by all API processes together.
+
+    Each process counts in a place of its own, so none waits for another. Two that look at the same time may both let a
+    request in where one was left.
+
+    Args:
+        counts: a place for each process, in memory that they share.
+        mine: this process's.
+    """
+
+    def __init__(self, counts: MutableSequence[int], mine: int = 0) -> None:
+        self._counts, self._mine = counts, mine
+
+    @property
+    def total(self) -> int:
+        return sum(self._counts)
+
+    def add(self, change: int) -> None:
+        self._counts[self._mine] += change
+
+
 class Guard:
     """ASGI middleware.
 
     Args:
         app: what comes behind it.
         config: keys and limits.
+        running: counts requests; by default those of this process.
     """
 
-    def __init__(self, app: Any, config: ServerConfig) -> None:
+    def __init__(self, app: Any, config: ServerConfig, running: Running | None = None) -> None:
         self._app = app
         self._config = config
         self._keys = [_digest(key.encode()) for key in config.api_keys]
-        self._running = 0
+        self._running = running or Running([0])
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,12 +93,12 @@ class Guard:
             return
         try:
             self._check_key(headers)
-            if self._running >= self._config.max_concurrency:
-                raise APIError(429, f"{self._running} requests are being answered: try again later", code="busy")
+            if (total := self._running.total) >= self._config.max_concurrency:
+                raise APIError(429, f"{total} requests are being answered: try again later", code="busy")
         except APIError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        self._running += 1
+        self._running.add(1)
         try:
             body = await self._read_body(headers, receive)
             kind = headers.get(b"content-type", b"")
@@ -86,7 +109,7 @@ class Guard:
         except APIError as error:
             await error_response(error, scope["path"])(scope, receive, send)
         finally:
-            self._running -= 1
+            self._running.add(-1)
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         """Raises:

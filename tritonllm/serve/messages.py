@@ -29,7 +29,8 @@ PackedLogprobs = list[tuple[int, float, int | None, str | None]]  # of one posit
 
 class Add(msgspec.Struct, tag=True, array_like=True):
     """Queue a request; ``params`` are the fields of :class:`SamplingParams` that are not at their defaults, or
-    ``pooling`` those of :class:`~tritonllm.PoolingParams`."""
+    ``pooling`` those of :class:`~tritonllm.PoolingParams`, or ``search`` those of :class:`~tritonllm.BeamSearchParams`.
+    """
 
     request_id: str
     prompt: str | None
@@ -39,6 +40,7 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     priority: int
     pooling: dict[str, Any] | None = None
     token_type_ids: list[int] | None = None
+    search: dict[str, Any] | None = None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -49,7 +51,20 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     """End the engine process; requests that still run are dropped."""
 
 
-ToEngine = Add | Abort | Stop
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """Do something between requests; an :class:`Answer` with the same number says what came of it.
+
+    ``method`` is ``sleep``, ``wake_up``, ``reload_weights`` or ``reset_prefix_cache`` of the engine. The first and the
+    third wait until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile.
+    """
+
+    number: int
+    method: str
+    arguments: dict[str, Any]
+    abort: bool = False
+
+
+ToEngine = Add | Abort | Call | Stop
 
 
 class Completion(msgspec.Struct, array_like=True):
@@ -67,8 +82,9 @@ class Completion(msgspec.Struct, array_like=True):
 class Update(msgspec.Struct, array_like=True):
     """What is new of one request; times are those of ``time.monotonic()``, which all processes of a machine share.
 
-    ``refused`` is why the engine did not take the request: nothing else will come of it. ``pooled`` is what a prompt
-    was pooled to: a shape, and the bytes of its float32 numbers.
+    ``refused`` is why the engine did not take the request: nothing else will come of it; ``asleep``: because it
+    sleeps, or will when the unfinished ones have ended. ``pooled`` is what a prompt was pooled to: a shape, and the
+    bytes of its float32 numbers.
     """
 
     request_id: str
@@ -85,6 +101,7 @@ class Update(msgspec.Struct, array_like=True):
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
     pooled: tuple[list[int], bytes] | None = None
+    asleep: bool = False
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -101,11 +118,28 @@ class Stats(msgspec.Struct, array_like=True):
     num_waiting: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     draft_seconds: float = 0.0
+    takes_requests: bool = True
+    is_sleeping: bool = False
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """What came of a :class:`Call`: a value, or an error; ``is_value_error``: of a bad argument."""
+
+    number: int
+    value: Any = None
+    error: str | None = None
+    is_value_error: bool = False
 
 
 class News(msgspec.Struct, array_like=True):
@@ -113,6 +147,7 @@ class News(msgspec.Struct, array_like=True):
 
     updates: list[Update]
     stats: Stats
+    answers: list[Answer] = []
 
 
 class PoolingFacts(msgspec.Struct):

@@ -53,11 +53,13 @@ class EngineStatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._llm.stats
+        host = stats.num_used_host_blocks / max(stats.num_host_blocks, 1)
         used = 1 - stats.num_free_blocks / max(stats.num_blocks, 1)
         gauges = (
             ("vllm:num_requests_running", "Sequences in execution.", stats.num_running),
             ("vllm:num_requests_waiting", "Sequences that wait for a seat.", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", used),
+            ("tritonllm:host_cache_usage_perc", "Used part of the cache in the host's memory.", host),
         )
         counters = (
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_query_tokens),
@@ -69,6 +71,8 @@ class EngineStatsCollector(Collector):
             ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", stats.num_draft_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", stats.num_accepted_tokens),
             ("tritonllm:spec_decode_draft_seconds", "Time on the device of making drafts.", stats.draft_seconds),
+            ("tritonllm:host_cache_stored_bytes", "Copied to the cache in the host's memory.", stats.stored_bytes),
+            ("tritonllm:host_cache_loaded_bytes", "Copied back from there.", stats.loaded_bytes),
             ("tritonllm:steps", "Steps that were launched.", stats.steps),
             ("tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready),
         )

@@ -30,7 +30,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "suffix": (None, ""),
     "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
@@ -110,6 +109,8 @@ class SamplingBody(Body):
     repetition_detection: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    use_beam_search: bool | None = False
+    length_penalty: float | None = None
     return_token_ids: bool | None = None
     priority: int = 0
     cache_salt: str | None = None
@@ -121,6 +122,10 @@ class SamplingBody(Body):
             raise ValueError("stream_options needs stream=true")
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs cannot be streamed: leave out stream")
+        if self.stream and self.use_beam_search:
+            raise ValueError("use_beam_search cannot be streamed, since its end decides: leave out stream")
+        if not self.use_beam_search and self.length_penalty not in (None, 1):
+            raise ValueError("length_penalty compares the answers of a beam search: add use_beam_search=true")
         return self
 
     def sampling_params(

@@ -7,6 +7,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from tritonllm.engine.outputs import CompletionOutput
+from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
 from tritonllm.serve.blocks import Begin, Block, Blocks, Change, More, follow
 from tritonllm.serve.errors import APIError
@@ -32,6 +33,8 @@ async def respond_to(service: Service, request: Request, body: ResponsesRequest)
 
 
 def _head(name: str, model: str, body: ResponsesRequest, turn: Turn) -> dict[str, Any]:
+    params = turn.params
+    assert isinstance(params, SamplingParams)  # this API knows no beam search
     return {
         "id": name,
         "object": "response",
@@ -48,11 +51,11 @@ def _head(name: str, model: str, body: ResponsesRequest, turn: Turn) -> dict[str
         "previous_response_id": None,
         "reasoning": body.reasoning,
         "store": False,
-        "temperature": turn.params.temperature,
+        "temperature": params.temperature,
         "text": body.text or {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": turn.params.top_p,
+        "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,
     }

@@ -121,12 +121,13 @@ def run_several(
     env.share_metrics(client.folder)
     apis, spawn = Apis(), multiprocessing.get_context("spawn")
     ready = msgspec.msgpack.encode(client.ready)
+    counts = spawn.RawArray("q", config.api_server_count)
     share = -(-max_queue // config.api_server_count)
     try:
         with _signals_stop(apis) as signalled:
             for number in range(config.api_server_count):
                 mine, theirs = spawn.Pipe()
-                arguments = (config, engine, ready, client.folder, sock, theirs, share, log_level)
+                arguments = (config, engine, ready, client.folder, sock, theirs, share, log_level, counts, number)
                 process = spawn.Process(target=run_api, args=arguments, name=f"tritonllm-api-{number}", daemon=True)
                 process.start()
                 theirs.close()

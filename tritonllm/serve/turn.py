@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.inputs import Prompt
 from tritonllm.sampling_params import SamplingParams, StructuredOutputsParams
 from tritonllm.serve.answering import Service
+from tritonllm.serve.beam_search import search_params
 from tritonllm.serve.parsing.pieces import Arguments, Call, Kept, Piece, Reader, Reasoning
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import named, required
@@ -28,7 +30,7 @@ class Turn:
     """
 
     prompt: Prompt
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     new_reader: Callable[[], Reader]
     new_call_id: Callable[[], str]
     ends_with_calls: bool
@@ -46,7 +48,13 @@ async def prepare(service: Service, body: ChatRequest, logprobs: int | None = No
         more["structured_outputs"] = form
     elif body.skip_special_tokens is None and formats.needs_special_tokens(bool(functions)):
         more["skip_special_tokens"] = False
-    params = body.sampling_params(service.llm.inputs.default_params, body.new_tokens(), logprobs, **more)
+    params: SamplingParams | BeamSearchParams
+    if body.use_beam_search:
+        if form is not None:
+            raise ValueError("tool_choice: a beam search cannot be held to a call: leave out use_beam_search")
+        params = search_params(body, body.new_tokens() or service.llm.max_model_len)
+    else:
+        params = body.sampling_params(service.llm.inputs.default_params, body.new_tokens(), logprobs, **more)
     options = body.options(config.chat_template, config.trust_request_chat_template)
     prompt: Any = await service.llm.render_chat(body.messages, options)
     if body.cache_salt is not None:
@@ -59,7 +67,7 @@ async def prepare(service: Service, body: ChatRequest, logprobs: int | None = No
         elif form is not None:
             reader = SourceReader(required)
         else:
-            has_form = params.structured_outputs is not None
+            has_form = isinstance(params, SamplingParams) and params.structured_outputs is not None
             reader = formats.reader(prompt["prompt"], list(functions), has_form=has_form)
         return Kept(reader, _wanted(body))
 

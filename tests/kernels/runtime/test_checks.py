@@ -21,6 +21,8 @@ CALLS = {
     "apply_activation": {"x": X, "activation": "silu"},
     "store_kv": {"k": CACHE[0, :2], "v": CACHE[0, :2], "k_cache": CACHE, "v_cache": CACHE, "slot_mapping": INDEX},
     "copy_blocks": {"k_cache": CACHE, "v_cache": CACHE, "pairs": torch.zeros(1, 2, dtype=torch.int64)},
+    "pack_blocks": {"pool": CACHE[0], "blocks": INDEX, "packed": torch.zeros(2, 16, 64)},
+    "unpack_blocks": {"packed": torch.zeros(2, 16, 64), "blocks": INDEX, "pool": CACHE[0]},
     "paged_decode_attention": {"q": HEADS, **ATTENTION},
     "varlen_prefill_attention": {
         "q": HEADS,

@@ -29,6 +29,14 @@ from tritonllm.kernels.sampling.common import (
     scale_of,
 )
 from tritonllm.kernels.sampling.edits import LogitEdits, edit_run, entries_between
+from tritonllm.kernels.sampling.masks import (
+    NO_MASKS,
+    MaybeMasks,
+    allowed_tokens,
+    ban_groups,
+    load_allowed_run,
+    mask_of_row,
+)
 from tritonllm.kernels.sampling.truncation import is_limited, load_limits
 
 
@@ -40,10 +48,13 @@ def group_score(b_max, b_sum, scale, b_group, seed, step):
 
 
 @triton.jit
-def draw_of_group(p_row, group, V, scale, is_random, seed, step):
+def draw_of_group(p_row, group, V, scale, is_random, seed, step, mask=None):
     """The token drawn from one group."""
     b_token = group * GROUP + tl.arange(0, GROUP)
-    b_x = load_logits(p_row, b_token, b_token < V)
+    m_token = b_token < V
+    if mask is not None:
+        m_token &= allowed_tokens(mask, b_token)
+    b_x = load_logits(p_row, b_token, m_token)
     b_score = b_x
     if is_random:
         b_noise = gumbel(b_token, seed, step, STREAM_TOKEN)
@@ -78,15 +89,20 @@ def _edit_groups(
 
 
 @triton.jit
-def _load_tile(p_row, first_group, V, GROUPS: tl.constexpr):
-    """``GROUPS`` groups as their four runs, [GROUPS, RUN] each."""
-    b_group = first_group + tl.arange(0, GROUPS)
-    b_x0, b_x1 = load_run(p_row, b_group, 0, V), load_run(p_row, b_group, 1, V)
-    return b_x0, b_x1, load_run(p_row, b_group, 2, V), load_run(p_row, b_group, 3, V)
+def _load_allowed(p_row, b_group, run, V, mask):
+    return load_run(p_row, b_group, run, V) if mask is None else load_allowed_run(p_row, b_group, run, V, mask)
 
 
 @triton.jit
-def _largest_group(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, GROUPS: tl.constexpr, TILES: tl.constexpr):
+def _load_tile(p_row, first_group, V, mask, GROUPS: tl.constexpr):
+    """``GROUPS`` groups as their four runs, [GROUPS, RUN] each; -inf for what the mask bans, if there is one."""
+    b_group = first_group + tl.arange(0, GROUPS)
+    b_x0, b_x1 = _load_allowed(p_row, b_group, 0, V, mask), _load_allowed(p_row, b_group, 1, V, mask)
+    return b_x0, b_x1, _load_allowed(p_row, b_group, 2, V, mask), _load_allowed(p_row, b_group, 3, V, mask)
+
+
+@triton.jit
+def _largest_group(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, mask, GROUPS: tl.constexpr, TILES: tl.constexpr):
     """The largest logit of a stretch, and the first group that has it. Threads compare what they loaded themselves.
 
     The first tile is loaded by the caller, before it knows which of the two functions it needs.
@@ -95,7 +111,7 @@ def _largest_group(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, GROUPS: tl.con
     b_tile = tl.zeros([GROUPS, RUN], tl.int32)
     for tile in range(TILES):
         if tile > 0:
-            b_x0, b_x1, b_x2, b_x3 = _load_tile(p_row, first_group + tile * GROUPS, V, GROUPS)
+            b_x0, b_x1, b_x2, b_x3 = _load_tile(p_row, first_group + tile * GROUPS, V, mask, GROUPS)
         b_x = tl.maximum(tl.maximum(b_x0, b_x1), tl.maximum(b_x2, b_x3))
         b_tile = tl.where(b_x > b_best, tile, b_tile)
         b_best = tl.maximum(b_x, b_best)
@@ -105,7 +121,9 @@ def _largest_group(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, GROUPS: tl.con
 
 
 @triton.jit
-def _reduce_stretch(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, scale, GROUPS: tl.constexpr, TILES: tl.constexpr):
+def _reduce_stretch(
+    p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, mask, scale, GROUPS: tl.constexpr, TILES: tl.constexpr
+):
     """Maxima, weights and numbers of the groups of a stretch, [GROUPS, RUN]: four columns for each of 8 tiles.
 
     All threads that share a group get its sums. Here each keeps those of another tile (four columns are one thread's),
@@ -117,7 +135,7 @@ def _reduce_stretch(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, scale, GROUPS
     b_sum = tl.zeros([GROUPS, RUN], tl.float32)
     for tile in tl.static_range(TILES):
         if tile > 0:
-            b_x0, b_x1, b_x2, b_x3 = _load_tile(p_row, first_group + tile * GROUPS, V, GROUPS)
+            b_x0, b_x1, b_x2, b_x3 = _load_tile(p_row, first_group + tile * GROUPS, V, mask, GROUPS)
         b_tile_max, b_tile_sum = reduce_runs(b_x0, b_x1, b_x2, b_x3, scale)
         b_max = tl.where(b_tile == tile, b_tile_max[:, None], b_max)
         b_sum = tl.where(b_tile == tile, b_tile_sum[:, None], b_sum)
@@ -125,17 +143,19 @@ def _reduce_stretch(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, scale, GROUPS
 
 
 @triton.jit
-def _finish_row(score_ptr, group_ptr, out_ptr, row, parts, p_row, V, scale, is_random, seed, step, PARTS: tl.constexpr):
+def _finish_row(
+    score_ptr, group_ptr, out_ptr, row, parts, p_row, V, mask, scale, is_random, seed, step, PARTS: tl.constexpr
+):
     """The row's token, once all programs of the row have stored the best group of their stretch."""
     b_part = tl.arange(0, PARTS)
     b_part_best = tl.load(score_ptr + row * parts + b_part, mask=b_part < parts, other=float("-inf"))
     b_part_group = tl.load(group_ptr + row * parts + b_part, mask=b_part < parts, other=0)
     best, best_group = first_best(b_part_best, b_part_group)
-    token = draw_of_group(p_row, best_group, V, scale, is_random, seed, step)
+    token = draw_of_group(p_row, best_group, V, scale, is_random, seed, step, mask)
     tl.store(out_ptr + row, tl.where(best > float("-inf"), token, 0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_masks"])
 def _draw_kernel(
     logits_ptr,  # [B, N, V]
     temperature_ptr,  # [B]
@@ -147,6 +167,8 @@ def _draw_kernel(
     offsets_ptr,  # [B * N] or None
     seats_ptr,  # [B] or None
     edits,  # LogitEdits or None
+    mask_rows_ptr,  # [B] or None
+    bitmask_ptr,  # [n_masks, words] or None
     max_ptr,  # [B * N, n_groups]: of rows with limits
     sum_ptr,  # [B * N, n_groups]
     score_ptr,  # scratch [B * N, parts] float64
@@ -159,6 +181,8 @@ def _draw_kernel(
     parts,
     stride_b,
     stride_n,
+    n_masks,
+    words,
     GROUPS: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -185,27 +209,31 @@ def _draw_kernel(
     first_group = part * TILES * GROUPS
     best = tl.full((), float("-inf"), tl.float64)
     best_group = first_group
-    b_x0, b_x1, b_x2, b_x3 = _load_tile(p_row, first_group, V, GROUPS)
+    mask = None if bitmask_ptr is None else mask_of_row(mask_rows_ptr, bitmask_ptr, seq, n_masks, words)
+    b_x0, b_x1, b_x2, b_x3 = _load_tile(p_row, first_group, V, mask, GROUPS)
     if is_random:
         b_max, b_sum, b_group, m_group = _reduce_stretch(
-            p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, scale, GROUPS, TILES
+            p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, mask, scale, GROUPS, TILES
         )
         if has_limits:
             m_store = m_group & (b_group < n_groups) & (tl.arange(0, RUN)[None, :] % 4 == 0)
             tl.store(max_ptr + row * n_groups + b_group, b_max, mask=m_store)
             tl.store(sum_ptr + row * n_groups + b_group, b_sum, mask=m_store)
+            if mask is not None:
+                if mask[1] > 0:
+                    ban_groups(p_row, first_group, V, mask, GROUPS, TILES)
         else:
             b_score = tl.where(m_group, group_score(b_max, b_sum, scale, b_group, seed, step), float("-inf"))
             best, best_group = first_best(b_score, b_group)
     else:
-        best, best_group = _largest_group(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, GROUPS, TILES)
+        best, best_group = _largest_group(p_row, b_x0, b_x1, b_x2, b_x3, first_group, V, mask, GROUPS, TILES)
     if has_limits == 0:
         tl.store(score_ptr + row * parts + part, best)
         tl.store(group_ptr + row * parts + part, best_group)
         tl.debug_barrier()  # both are stored before this program is counted
         if tl.atomic_add(count_ptr + row, 1) == parts - 1:
             tl.store(count_ptr + row, 0)
-            _finish_row(score_ptr, group_ptr, out_ptr, row, parts, p_row, V, scale, is_random, seed, step, PARTS)
+            _finish_row(score_ptr, group_ptr, out_ptr, row, parts, p_row, V, mask, scale, is_random, seed, step, PARTS)
 
 
 def default_config(rows: int, vocab: int) -> tuning.Config:
@@ -226,6 +254,7 @@ def draw_rows(
     workspace: torch.Tensor | None,
     out: torch.Tensor,
     offsets: torch.Tensor | None = None,
+    masks: MaybeMasks = NO_MASKS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the pass.
 
@@ -236,6 +265,7 @@ def draw_rows(
         workspace: at least ``[B * N]`` int32 zeros; ``None`` makes them.
         out: ``[B * N]`` int64: gets the tokens of rows without limits.
         offsets: ``[B, N]`` int32, contiguous: what each row adds to the sequence's step in place of its position.
+        masks: of the rows; need N = 1.
 
     Returns:
         For rows with limits, ``[B * N, ceil(V / 128)]`` twice, as of ``common.scan``.
@@ -256,12 +286,13 @@ def draw_rows(
     if workspace is None:
         workspace = torch.zeros(rows, dtype=torch.int32, device=device)
     _, entries, longest = (0, 1, 1) if edits is None else edits.entry_after.shape
-    sizes = (vocab, n_groups, positions, parts, *logits.stride()[:2])
+    n_masks, words = (0, 0) if masks.bitmask is None else masks.bitmask.shape
+    sizes = (vocab, n_groups, positions, parts, *logits.stride()[:2], n_masks, words)
     scratch = (group_max, group_sum, scores, best_groups, workspace)
     flags = {"PARTS": triton.next_power_of_2(parts), "ENTRIES": entries, "LONGEST": longest}
     # With dependent launch whatever the number of programs: each reads for longer than it takes to start the next
     _draw_kernel[(rows, parts)](
-        *(logits, *parameters, offsets, seats, edits, *scratch, out, *sizes),
+        *(logits, *parameters, offsets, seats, edits, *masks, *scratch, out, *sizes),
         **(config | flags | dependent_launch(device)),
         GROUPS=groups,
     )

@@ -1,8 +1,9 @@
 """One token for each row of logits: temperature, min-p, top-k, top-p, with one noise for each seed and step.
 
-The order is vLLM's: edit the logits (`edits.py`), divide by the temperature, drop tokens less likely than min_p
-times the likeliest, keep the top_k largest, keep the shortest beginning of those that holds top_p of their probability,
-draw. Ties at an edge go to the lower ids, so exactly ``top_k`` tokens stay, and ``top_k=1`` is the argmax.
+The order is vLLM's: edit the logits (`edits.py`) and ban tokens (`masks.py`), divide by the temperature, drop tokens
+less likely than min_p times the likeliest, keep the top_k largest, keep the shortest beginning of those that holds
+top_p of their probability, draw. Ties at an edge go to the lower ids, so exactly ``top_k`` tokens stay, and ``top_k=1``
+is the argmax.
 
 Three launches, whatever the rows ask for; one if no row can have limits. The first (`draw.py`) reads the logits
 once and draws for rows without limits by the Gumbel-max trick (`common.py`). The others (`limited.py`) give
@@ -20,6 +21,7 @@ from tritonllm.kernels.sampling.common import MIN_TEMPERATURE, Parameters, clean
 from tritonllm.kernels.sampling.draw import draw_rows
 from tritonllm.kernels.sampling.edits import LogitEdits, check_edits, edit_logits_ref
 from tritonllm.kernels.sampling.limited import draw_limited_rows
+from tritonllm.kernels.sampling.masks import NO_MASKS, MaybeMasks, TokenMasks, ban_ref, check_masks
 from tritonllm.kernels.sampling.truncation import limits_ref
 
 
@@ -46,11 +48,12 @@ def sample_rows(
     workspace: torch.Tensor | None,
     out: torch.Tensor,
     offsets: torch.Tensor | None = None,
+    masks: MaybeMasks = NO_MASKS,
 ) -> None:
     """What :func:`sample` launches, for ``[B, N, V]``: see ``draw.draw_rows``."""
     if logits.shape[0] == 0 or logits.shape[1] == 0:
         return
-    group_max, group_sum = draw_rows(logits, parameters, seats, edits, workspace, out, offsets)
+    group_max, group_sum = draw_rows(logits, parameters, seats, edits, workspace, out, offsets, masks)
     if any(limit is not None for limit in parameters.limits):
         draw_limited_rows(logits, parameters, offsets, group_max, group_sum, out)
 
@@ -70,6 +73,28 @@ def _sample(logits: torch.Tensor, workspace: torch.Tensor | None, out: torch.Ten
     sample_rows(logits.unsqueeze(1), parameters, None, None, workspace, out)
 
 
+def _masked_reference(
+    logits: torch.Tensor,
+    workspace: torch.Tensor | None,
+    out: torch.Tensor,
+    parameters: Parameters,
+    masks: MaybeMasks,
+) -> None:
+    ban_ref(logits, masks)
+    _reference(logits, workspace, out, parameters)
+
+
+@register_op(mutates=("logits", "workspace", "out"), reference=_masked_reference)
+def _sample_masked(
+    logits: torch.Tensor,
+    workspace: torch.Tensor | None,
+    out: torch.Tensor,
+    parameters: Parameters,
+    masks: MaybeMasks,
+) -> None:
+    sample_rows(logits.unsqueeze(1), parameters, None, None, workspace, out, masks=masks)
+
+
 def _edited_reference(
     logits: torch.Tensor,
     workspace: torch.Tensor | None,
@@ -77,8 +102,10 @@ def _edited_reference(
     seats: torch.Tensor,
     parameters: Parameters,
     edits: LogitEdits,
+    masks: MaybeMasks,
 ) -> None:
     logits.copy_(edit_logits_ref(logits, edits, seats, parameters.steps))
+    ban_ref(logits, masks)
     _reference(logits, workspace, out, parameters)
 
 
@@ -90,8 +117,9 @@ def _sample_edited(
     seats: torch.Tensor,
     parameters: Parameters,
     edits: LogitEdits,
+    masks: MaybeMasks,
 ) -> None:
-    sample_rows(logits.unsqueeze(1), parameters, seats, edits, workspace, out)
+    sample_rows(logits.unsqueeze(1), parameters, seats, edits, workspace, out, masks=masks)
 
 
 def check_parameters(batch: int, like: torch.Tensor, parameters: Parameters) -> None:
@@ -113,6 +141,7 @@ def sample(
     *,
     edits: LogitEdits | None = None,
     seats: torch.Tensor | None = None,
+    masks: TokenMasks | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -128,7 +157,8 @@ def sample(
 
     Args:
         logits: ``[B, V]`` float16, bfloat16 or float32; contiguous in the last dimension, any row stride. Rows
-            with a seat are overwritten with what the edits make of them; others do not change.
+            with a seat are overwritten with what the edits make of them, and rows with a mask may be overwritten with
+            -inf where that bans; others do not change.
         temperature: ``[B]`` float32; below 1e-5 the argmax is taken, the lowest id among equals.
         top_k: ``[B]`` int32: how many logits to keep; 0, -1 or V and more keep all. ``None``: no row has one.
         top_p: ``[B]`` float32 in (0, 1]; 1 keeps all. ``None``: no row has one.
@@ -137,6 +167,7 @@ def sample(
         steps: ``[B]`` int64, the number of the token in its sequence.
         edits: penalties, biases, bans and allowed tokens of requests, applied before all else. Needs float32 logits.
         seats: ``[B]`` int32 with ``edits``: the row's place in them; negative for none.
+        masks: which tokens may come; a row that has none left gives token 0. ``None``: no row has a mask.
         workspace: at least ``[B]`` int32 zeros, and zeros again afterwards: saves the launch that makes them. Calls
             that may run at the same time need one each.
         out: ``[B]`` int64 to write into.
@@ -155,6 +186,9 @@ def sample(
     require((edits is None) == (seats is None), "edits and seats must be given together")
     if edits is not None and seats is not None:
         check_edits(edits, seats, logits)
+    if masks is not None:
+        check_masks(masks, logits)
+    given = NO_MASKS if masks is None else MaybeMasks(*masks)
     if workspace is not None:
         check_tensor("workspace", workspace, ("B",), dtype=torch.int32, like=logits)
         require(len(workspace) >= batch, f"workspace must have at least {batch} elements, got {len(workspace)}")
@@ -162,7 +196,9 @@ def sample(
         out = torch.empty(batch, dtype=torch.int64, device=logits.device)
     check_tensor("out", out, (batch,), dtype=torch.int64, like=logits)
     if edits is not None and seats is not None:
-        _sample_edited(logits, workspace, out, seats, *parameters, *edits)
+        _sample_edited(logits, workspace, out, seats, *parameters, *edits, *given)
+    elif masks is not None:
+        _sample_masked(logits, workspace, out, *parameters, *given)
     else:
         _sample(logits, workspace, out, *parameters)
     return out

@@ -1,0 +1,17 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources
+
+from tritonllm.kernels import pack_blocks, unpack_blocks
+from tritonllm.kernels.compile.aot import compile_kernels
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch):
+    with compile_kernels(arch) as kernels:
+        for dtype, elements in ((torch.bfloat16, 16 * 8 * 128), (torch.float8_e4m3fn, 16 * 3 * 72)):
+            pool, packed = torch.empty(4, 7, elements, dtype=dtype), torch.empty(3, 4, elements, dtype=dtype)
+            blocks = torch.empty(3, dtype=torch.int64)
+            pack_blocks(pool, blocks, packed)
+            unpack_blocks(packed, blocks, pool)
+    assert_resources(kernels)

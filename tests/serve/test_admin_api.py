@@ -1,0 +1,192 @@
+"""Sleep, wake-up, other weights and an empty prefix cache, over HTTP and through AsyncLLM."""
+
+import asyncio
+from shutil import copytree
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.server import MODEL, eventually, running_server
+from support.streams import Stream
+
+from tritonllm import AsyncEngineArgs, AsyncLLM
+from tritonllm.demo import model_path
+from tritonllm.engine.sleep import AsleepError
+from tritonllm.serve.app import make_app
+from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.engine_client import EngineDeadError
+
+BODY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+PROMPT = list(range(5, 25))
+ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def admin():
+    with running_server("--server-dev-mode", "--enable-sleep-mode", "--api-server-count", "2") as running:
+        yield running
+
+
+def ask(server, **more):
+    with httpx.Client(base_url=server.url, timeout=60) as client:  # a connection of its own: either process answers
+        return client.post("/v1/completions", json={**BODY, **more})
+
+
+def text(reply):
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["text"]
+
+
+def post(server, path, **kwargs):
+    return server.client.post(path, **kwargs)
+
+
+def sleeping(server):
+    return server.client.get("/is_sleeping").json() == {"is_sleeping": True}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_up(admin, level):
+    expected = text(ask(admin))
+    reply = post(admin, f"/sleep?level={level}")
+    assert (reply.status_code, reply.json()) == (200, {"is_sleeping": True})
+    eventually(lambda: all(sleeping(admin) for _ in range(8)))  # both processes have heard of it
+    reply = ask(admin)
+    assert reply.status_code == 503 and reply.json()["error"]["code"] == "asleep"
+    assert reply.headers["Retry-After"]
+    assert admin.client.get("/ready").status_code == 503 and admin.client.get("/health").status_code == 200
+    assert post(admin, "/wake_up?tags=weights").json() == {"is_sleeping": True}
+    if level == 2:
+        assert post(admin, "/collective_rpc", json={"method": "reload_weights"}).json() == {"results": [None]}
+    assert post(admin, "/wake_up?tags=kv_cache").json() == {"is_sleeping": False}
+    eventually(lambda: all(admin.client.get("/ready").status_code == 200 for _ in range(8)))
+    assert text(ask(admin)) == expected
+
+
+def test_running_requests_end_first(admin):
+    eventually(admin.is_idle)
+    streams = [Stream(admin, max_tokens=300) for _ in range(3)]
+    assert post(admin, "/sleep").status_code == 200
+    assert all(stream.end()[-1] == "[DONE]" for stream in streams)
+    assert post(admin, "/wake_up").status_code == 200
+    streams = [Stream(admin, max_tokens=2000) for _ in range(3)]
+    assert post(admin, "/sleep?mode=abort").status_code == 200
+    for stream in streams:
+        assert '"finish_reason":"abort"' in stream.end()[-2]
+    assert post(admin, "/wake_up").status_code == 200
+    eventually(lambda: all(admin.client.get("/ready").status_code == 200 for _ in range(8)))
+
+
+def test_the_prefix_cache_is_emptied(admin):
+    name = "vllm:prefix_cache_hits_total"
+    prompt = "Tom and Mia went to the park to play with a ball. " * 4
+    ask(admin, prompt=prompt)
+    before = admin.metric(name)
+    ask(admin, prompt=prompt)
+    eventually(lambda: admin.metric(name) > before)
+    eventually(admin.is_idle)
+    assert post(admin, "/reset_prefix_cache").status_code == 200
+    before = admin.metric(name)
+    ask(admin, prompt=prompt)
+    eventually(admin.is_idle)
+    assert admin.metric(name) == before
+    stream = Stream(admin)
+    assert post(admin, "/reset_prefix_cache").status_code == 409
+    stream.end()
+
+
+def test_other_weights(admin, tmp_path):
+    expected = text(ask(admin))
+    other = tmp_path / "other"
+    copytree(model_path(), other)
+    for file in other.glob("*.safetensors"):
+        save_file({name: tensor.flip(0).contiguous() for name, tensor in load_file(file).items()}, file)
+    reply = post(admin, "/reload_weights", json={"model": str(tiny_checkpoint())})
+    assert reply.status_code == 400 and "another model" in reply.json()["error"]["message"]
+    assert text(ask(admin)) == expected
+    assert post(admin, "/reload_weights", json={"model": str(other)}).status_code == 200
+    assert text(ask(admin)) != expected
+    assert post(admin, "/reload_weights").status_code == 200
+    assert text(ask(admin)) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/sleep?level=3", None, 400, "level must be 1"),
+        ("/sleep?level=x", None, 400, "level"),
+        ("/sleep?mode=hard", None, 400, "mode"),
+        ("/wake_up?tags=all", None, 400, "tags must be some of"),
+        ("/reload_weights", {"folder": "x"}, 400, "unknown field 'folder'"),
+        ("/reload_weights", {"model": "./nowhere"}, 400, "there is no such folder"),
+        ("/collective_rpc", {"method": "load"}, 400, "method"),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"path": "x"}}, 400, "one argument, model"),
+    ],
+)
+def test_mistakes(admin, path, body, status, message):
+    reply = post(admin, path, json=body) if body is not None else post(admin, path)
+    assert reply.status_code == status, reply.text
+    assert message in reply.json()["error"]["message"]
+    assert not sleeping(admin)
+
+
+def test_pages_of_browsers_are_refused(admin):
+    reply = post(admin, "/sleep", headers={"Origin": "http://elsewhere.example"})
+    assert reply.status_code == 403 and not sleeping(admin)
+
+
+def test_only_behind_the_option(server):
+    for path in ("/sleep", "/wake_up", "/reload_weights", "/reset_prefix_cache", "/collective_rpc"):
+        assert post(server, path).status_code == 404
+
+
+def test_async_llm():
+    with asyncio.Runner() as runner:
+        args = AsyncEngineArgs(model=str(tiny_checkpoint()), enable_sleep_mode=True, **ENGINE)
+        llm = AsyncLLM.from_engine_args(args)
+        expected = token_ids(tiny_llm().generate([PROMPT], greedy(), use_tqdm=False))
+        try:
+            runner.run(_follow(llm, expected))
+        finally:
+            llm.shutdown()
+
+
+async def _tokens(llm, request_id, max_tokens=12):
+    return token_ids([output async for output in llm.generate(PROMPT, greedy(max_tokens), request_id)][-1:])
+
+
+async def _follow(llm, expected):
+    assert await _tokens(llm, "a") == expected
+    running = [asyncio.create_task(_tokens(llm, f"long{n}", 100)) for n in range(3)]
+    while not llm.stats.num_running:
+        await asyncio.sleep(0.01)
+    asleep = asyncio.create_task(llm.sleep())
+    await asyncio.sleep(0)
+    late = asyncio.create_task(_tokens(llm, "late"))  # sent after the order, while requests run
+    with pytest.raises(AsleepError):
+        await late
+    await asleep
+    assert all(len(tokens[0]) == 100 for tokens in await asyncio.gather(*running))
+    assert await llm.is_sleeping()
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(make_app(llm, ServerConfig(model_names=("tiny",)))), base_url="http://x"
+    ) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPT})
+        assert reply.status_code == 503 and reply.json()["error"]["code"] == "asleep"
+    with pytest.raises(ValueError, match="mode must be wait or abort"):
+        await llm.sleep(mode="now")
+    with pytest.raises(ValueError, match="method must be"):
+        await llm.collective_rpc("load")
+    await llm.wake_up()
+    assert not await llm.is_sleeping() and await _tokens(llm, "b") == expected
+    assert await llm.reset_prefix_cache() is True
+    running = asyncio.create_task(_tokens(llm, "last", 200))
+    while not llm.stats.num_running:
+        await asyncio.sleep(0.01)
+    waits = asyncio.create_task(llm.sleep())
+    await asyncio.sleep(0)
+    llm._died("it was killed")  # what a watcher says
+    for task in (waits, running):
+        with pytest.raises(EngineDeadError, match="it was killed"):
+            await task

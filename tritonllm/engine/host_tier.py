@@ -1,0 +1,241 @@
+"""The cache's second tier: blocks of keys and values that lie in the host's memory, and their way there and back. No
+torch.
+
+A full block that the prefix cache knows is stored here as soon as a step has computed it (as in vLLM's native
+offloading), so that eviction from the device costs nothing: the block comes back by a copy instead of by computing.
+The same serves preemption. A victim's full blocks are here already, and when it returns it takes those that the device
+still has, then those that are here, and computes the rest, which is less than a block. (Swapping of whole sequences:
+Kwon et al., "PagedAttention", SOSP 2023, section 4.5. Here each block stands for itself, so there is no sequence that
+is back by half: what is missing is computed.)
+
+Order. Copies come in numbered batches. A step's plan brings at most one batch, which the device runs on one stream of
+its own, in order, beginning when the steps launched before have ended, stores before loads. So a batch stores what
+earlier plans have computed, and overtakes nothing. Two things are left to see to, and both are waits of the device, not
+of the host (:attr:`Transfers.wait`):
+
+- a step that writes into a block waits for the batch that still reads or writes it;
+- a step that reads loaded blocks waits for the batch that loads them.
+
+The second wait would stop everybody. So a request with loads under way is left out of plans until the host has heard
+that they are done, and meanwhile the others run (:attr:`HostTier.loading`). Only when there is nobody else does its
+step wait on the device. That the host hears late or never makes nothing wrong.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from tritonllm.engine.rates import Rates
+from tritonllm.engine.request import Request
+
+
+class Transfers(NamedTuple):
+    """What is copied before a step, and what the step waits for.
+
+    Attributes:
+        number: of this batch; those before it have lower ones.
+        stores: blocks and the slots that they are copied to.
+        loads: slots and the blocks that they are copied to, after the stores.
+        wait: the step begins when all batches up to this number have ended; 0 if it need not wait.
+    """
+
+    number: int
+    stores: tuple[tuple[int, int], ...]
+    loads: tuple[tuple[int, int], ...]
+    wait: int = 0
+
+
+class TierStats(NamedTuple):
+    """The slots of now, and totals since the start."""
+
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+
+
+def own_labels(request: Request, block_size: int) -> tuple[list[bytes], list[bytes]]:
+    """Where no prefix cache names blocks by their contents, a request that has been preempted names its own full ones:
+    first those of the prompt, which its siblings name alike, then those behind, which it names anew each time."""
+    if request.computes_all or not request.num_preemptions:
+        return [], []
+    first = request.siblings[0] if request.siblings else request
+    shared = min(len(request.prompt_token_ids), request.num_tokens - 1) // block_size
+    labels = [b"%d:%d" % (first.order[2], i) for i in range(shared)]
+    last = (request.num_tokens - 1) // block_size
+    return labels, [b"%d:%d:%d" % (request.order[2], request.num_preemptions, i) for i in range(shared, last)]
+
+
+class HostTier:
+    """Which block's contents are in which slot of the host's memory; the least recently used one is given up first.
+
+    Args:
+        num_slots: blocks that the host's memory holds, at least 1.
+        rates: say whether loading pays.
+
+    Attributes:
+        done: so many batches are known to have ended.
+        loading: running requests that wait for loads, each with the number of the last batch that it waits for.
+    """
+
+    def __init__(self, num_slots: int, rates: Rates) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+        self.num_slots = num_slots
+        self.rates = rates
+        self.done = 0
+        self.stored = self.loaded = 0
+        self._number = 1  # of the batch that is being put together
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything. What is under way goes on: the next step waits for it."""
+        self.loading: dict[Request, int] = {}
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the most recently used one is the last
+        self._free = list(reversed(range(self.num_slots)))  # taken from the end: neighbours are copied together
+        self._queue: dict[bytes, int] = {}  # blocks to store with the next plan, by label
+        self._stores: list[tuple[int, int]] = []
+        self._loads: list[tuple[int, int]] = []
+        self._read: set[int] = set()  # slots of those loads
+        self._storing: dict[int, int] = {}  # blocks that are being copied, and by which batch
+        self._arriving: dict[int, int] = {}
+        self._under_way: deque[tuple[int, Sequence[tuple[int, int]], Sequence[tuple[int, int]]]] = deque()
+        self._wait = self._number - 1
+
+    def clear(self) -> None:
+        """Forget the contents of all slots, while no request runs. What is under way still counts for blocks."""
+        self._free = list(reversed(range(self.num_slots)))
+        self._slot_of.clear()
+        self._queue.clear()
+
+    @property
+    def stats(self) -> TierStats:
+        each, used = self.rates.block_bytes, len(self._slot_of)
+        return TierStats(self.num_slots, used, self.stored, self.loaded, each * self.stored, each * self.loaded)
+
+    def find(self, labels: Iterable[bytes]) -> list[int]:
+        """The slots of the leading blocks with these labels, up to the first that is not here; they are used now."""
+        found = list(takewhile(self._slot_of.__contains__, labels))
+        for label in reversed(found):  # of a sequence the end goes first: without what is before it, it is of no use
+            self._slot_of.move_to_end(label)
+        return [self._slot_of[label] for label in found]
+
+    def keep(self, label: bytes, block: int) -> None:
+        """Store this block, which a launched step or the one that is being planned computes, with the next plan; if it
+        is here already, it is used now."""
+        if label in self._slot_of:
+            self._slot_of.move_to_end(label)
+        else:
+            self._queue.setdefault(label, block)
+
+    def keep_own(self, request: Request, block_size: int) -> None:
+        """Store the full blocks of a request that is being preempted, where no prefix cache names them, with this plan:
+        launched steps have computed them, and they are given to others now. If the tier cannot hold them all, it takes
+        none."""
+        if request in self.loading:
+            return
+        computed = min(request.num_computed_tokens, request.num_tokens - 1) // block_size
+        labels = [label for part in own_labels(request, block_size) for label in part][:computed]
+        if len(labels) <= self.num_slots:
+            for label, block in reversed([*zip(labels, request.block_ids, strict=False)]):
+                self._store(label, block)
+
+    def retire(self, labels: Iterable[bytes]) -> None:
+        """Nobody will ask for these again: give them up first."""
+        for label in labels:
+            if label in self._slot_of:
+                self._slot_of.move_to_end(label, last=False)
+
+    def begin(self) -> None:
+        """A plan is being made. Its batch stores what has been kept until now."""
+        while self._under_way and self._under_way[0][0] <= self.done:
+            number, stores, loads = self._under_way.popleft()
+            for moving, blocks in ((self._storing, [b for b, _ in stores]), (self._arriving, [b for _, b in loads])):
+                for block in blocks:
+                    if moving.get(block) == number:
+                        del moving[block]
+        queue, self._queue = self._queue, {}
+        for label, block in reversed(queue.items()):
+            self._store(label, block)
+        self._let_go(self.done)
+
+    def hurry(self) -> bool:
+        """Nobody else can run: let the step wait for the first of the loads. False if there is none."""
+        if not self.loading:
+            return False
+        self._let_go(min(self.loading.values()))
+        return True
+
+    def bring(self, request: Request, there: Sequence[int], slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Give a request that begins to run its blocks' contents.
+
+        Args:
+            there: blocks that it shares; some may still be on their way.
+            slots: what comes back from here, found a moment ago.
+            blocks: its new blocks, of which the first take what comes back.
+        """
+        self.overwrite(blocks)
+        last = max((self._arriving.get(block, 0) for block in there), default=0)
+        for slot, block in zip(slots, blocks, strict=False):
+            self._loads.append((slot, block))
+            self._arriving[block] = last = self._number
+            self._read.add(slot)
+        if last > self.done:
+            self.loading[request] = last
+
+    def overwrite(self, blocks: Iterable[int]) -> None:
+        """The step that is being planned, or its loads, may write into these blocks."""
+        for moving in (self._storing, self._arriving):
+            if moving:
+                self._wait = max(self._wait, *(moving.get(block, 0) for block in blocks), 0)
+
+    def delays(self, request: Request) -> bool:
+        """A sibling waits for the prompt that both begin with: better fork from it than load or compute it twice."""
+        return not request.output_token_ids and any(sibling in self.loading for sibling in request.siblings)
+
+    def finish(self, runs: bool) -> Transfers | None:
+        """The plan is made. Returns what goes with it.
+
+        Args:
+            runs: there is a step; without one the batch is left for the next plan.
+        """
+        wait, stores, loads = self._wait, self._stores, self._loads
+        if not runs or not (wait or stores or loads):
+            return None
+        transfers = Transfers(self._number if stores or loads else 0, tuple(stores), tuple(loads), wait)
+        if stores or loads:
+            self._under_way.append((self._number, stores, loads))
+            self._number += 1
+            self.stored += len(stores)
+            self.loaded += len(loads)
+            self._stores, self._loads = [], []
+            self._read.clear()
+        self._wait = 0
+        return transfers
+
+    def _let_go(self, number: int) -> None:
+        """Let those run who wait for batches up to this one. The device waits for them, which takes no time if they
+        have ended."""
+        for request, last in list(self.loading.items()):
+            if last <= number:
+                del self.loading[request]
+                self._wait = max(self._wait, last)
+
+    def _store(self, label: bytes, block: int) -> None:
+        if label in self._slot_of:
+            self._slot_of.move_to_end(label)
+            return
+        if self._free:
+            slot = self._free.pop()
+        else:
+            # stores come before loads: what a load of this batch reads must stay
+            oldest = next((label for label, slot in self._slot_of.items() if slot not in self._read), None)
+            if oldest is None:
+                return
+            slot = self._slot_of.pop(oldest)
+        self._slot_of[label] = slot
+        self._stores.append((block, slot))
+        self._storing[block] = self._number

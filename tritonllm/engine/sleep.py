@@ -1,0 +1,284 @@
+"""Sleep, and other weights: what an engine does with its two big tensors, the weights and the cache, between requests.
+
+Names are vLLM's. A sleeping engine keeps its addresses and captured steps, and gives the memory behind its weights and
+its cache to others (:mod:`tritonllm.engine.device_memory`).
+"""
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritonllm.config import ModelConfig
+from tritonllm.engine.device_memory import Arena
+from tritonllm.engine.scheduler import Scheduler
+from tritonllm.models import checkpoint
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.loading import read_spec, stage_model
+from tritonllm.models.spec import ModelSpec
+from tritonllm.models.weights import dummy_weights
+
+logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+RETURN_BYTES = 1 << 30  # of torch's own memory that may lie free while weights move into the arena
+
+
+class AsleepError(RuntimeError):
+    """The engine sleeps, or its weights are gone: it takes no requests."""
+
+
+class EngineMemory:
+    """The weights and the cache of one engine.
+
+    Args:
+        model: loaded; with ``enabled`` its parameters move into an arena.
+        config: what it was loaded from.
+        device: where it is.
+        enabled: the engine can sleep (``enable_sleep_mode``).
+    """
+
+    def __init__(self, model: Any, config: ModelConfig, device: torch.device = CPU, enabled: bool = False) -> None:
+        self._model, self._config, self._device = model, config, device
+        self.enabled = enabled
+        self.weights_lost = False  # by a sleep of level 2
+        self._arenas: dict[str, Arena] = {}
+        if enabled:
+            self._arenas[WEIGHTS] = self._move_weights()
+
+    def _move_weights(self) -> Arena:
+        """Give each parameter a place in an arena, one after the other, so that few of them lie twice in memory."""
+        parameters = [p for p in self._model.parameters() if p.layout is torch.strided and p.is_contiguous()]
+        arena, moved = Arena(Arena.room(parameters), self._device), 0
+        for parameter in parameters:
+            place = arena.empty(parameter.shape, parameter.dtype)
+            parameter.data = place.copy_(parameter.data)
+            moved += place.numel() * place.element_size()
+            if self._device.type == "cuda" and moved > RETURN_BYTES:
+                torch.cuda.empty_cache()
+                moved = 0
+        return arena
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The cache's memory; an earlier one is given up."""
+        if not self.enabled:
+            return torch.zeros(tuple(shape), dtype=dtype, device=self._device)
+        room = Arena.room([torch.empty(tuple(shape), dtype=dtype, device="meta")])
+        self._arenas.pop(KV_CACHE, None)
+        self._arenas[KV_CACHE] = Arena(room, self._device)
+        return self._arenas[KV_CACHE].empty(shape, dtype).zero_()
+
+    @property
+    def mapped(self) -> dict[str, int]:
+        """Bytes of memory behind each."""
+        return {tag: arena.mapped for tag, arena in self._arenas.items()}
+
+    @property
+    def asleep(self) -> list[str]:
+        """The tags that sleep."""
+        return [tag for tag, arena in self._arenas.items() if arena.is_asleep]
+
+    def check_usable(self) -> None:
+        """Raises:
+        AsleepError: something sleeps, or the weights are gone.
+        """
+        if self.asleep:
+            raise AsleepError(f"the engine sleeps ({', '.join(self.asleep)}): wake it up with wake_up()")
+        if self.weights_lost:
+            raise AsleepError("the weights were dropped by sleep(level=2): load some with reload_weights()")
+
+    def sleep(self, level: int) -> None:
+        """Raises:
+        ValueError: the engine cannot sleep, or there is no such level.
+        RuntimeError, MemoryError: the host has no room for the weights; nothing changed.
+        """
+        if not self.enabled:
+            raise ValueError("this engine cannot sleep: make it with enable_sleep_mode=True (--enable-sleep-mode)")
+        if level not in (1, 2) or isinstance(level, bool):
+            raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), got {level!r}")
+        before = sum(self.mapped.values())
+        weights = self._arenas[WEIGHTS]
+        lost = self.weights_lost or (level == 2 and not weights.is_asleep)
+        weights.sleep(keep=not lost)
+        self.weights_lost = lost
+        self._arenas[KV_CACHE].sleep(keep=False)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.info("asleep at level %d: %.2f GB were given back", level, (before - sum(self.mapped.values())) / 1e9)
+
+    def wake_up(self, tags: Collection[str] | None) -> None:
+        """Raises:
+        ValueError: there is no such tag.
+        MemoryError: the device has not enough memory now; what could not wake up sleeps on.
+        """
+        wanted = TAGS if tags is None else [tags] if isinstance(tags, str) else tags
+        for tag in wanted:
+            if tag not in TAGS:
+                raise ValueError(f"tags must be some of {', '.join(TAGS)}, got {tag!r}")
+        for tag in TAGS:
+            if tag in wanted and tag in self._arenas:
+                self._arenas[tag].wake_up()
+        if not self.asleep:
+            logger.info("awake")
+
+    @torch.no_grad()
+    def reload_weights(self, model: str | None) -> None:
+        """Take the weights of a folder or hub id with the same architecture, or read the engine's own again.
+
+        They are read and checked on the host before the first of the old ones is overwritten.
+
+        Raises:
+            ValueError: no such model, another architecture, files that do not fit; the old weights stay.
+            AsleepError: the weights sleep.
+        """
+        if WEIGHTS in self.asleep:
+            raise AsleepError("the weights sleep: wake_up(tags=['weights']) first")
+        if not isinstance(self._model, Decoder):
+            raise ValueError("reload_weights: a model that runs through transformers keeps its weights; start anew")
+        config = self._config
+        if config.load_format == "dummy" and model is None and self._device.type == "cuda":
+            dummy_weights(self._model, config.seed)  # a seed gives other values on the host
+        else:
+            name, revision = (config.model, config.revision) if model is None else (model, None)
+            self._replace(checkpoint.resolve(name, revision), own=model is None)
+        self.weights_lost = False
+
+    def _replace(self, folder: Path, own: bool) -> None:
+        config, current = self._config, self._model
+        spec = read_spec(folder, as_classifier=config.convert == "classify")
+        _check_same(current.spec, spec, folder)
+        load_format = "auto" if config.load_format == "dummy" and not own else config.load_format
+        staged = stage_model(folder, current, load_format=load_format, seed=config.seed, allow_nan=config.allow_nan)
+        for module, new in zip(current.modules(), staged.modules(), strict=True):
+            _take(module, new)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _check_same(current: ModelSpec, spec: Any, folder: Path) -> None:
+    """Raises:
+    ValueError: a model of another architecture or shape; it names what differs.
+    """
+    if type(spec) is not type(current):
+        raise ValueError(
+            f"reload_weights: {folder} holds a {spec.architecture}, the engine runs a {current.architecture}"
+        )
+    for field in dataclasses.fields(current):
+        if field.name not in ("eos_token_ids", "dtype") and getattr(spec, field.name) != getattr(current, field.name):
+            raise ValueError(
+                f"reload_weights: {folder} describes another model: its {field.name} differs; start an engine for it"
+            )
+
+
+def _take(module: nn.Module, new: nn.Module) -> None:
+    """Overwrite a module's own weights, in place where captured steps hold addresses."""
+    for name, parameter in module.named_parameters(recurse=False):
+        value = new.get_parameter(name)
+        if parameter.layout is torch.strided:
+            parameter.copy_(value)
+        else:  # of oneDNN, on the CPU, where nothing is captured
+            setattr(module, name, value)
+    if getattr(new, "_packed", None) is not None:
+        module._packed = new._packed
+
+
+def check_rpc(method: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
+    """Raises:
+    ValueError: ``collective_rpc`` is asked for a method or an argument that there is not.
+    """
+    if method != "reload_weights":
+        raise ValueError(f"collective_rpc: method must be 'reload_weights', got {method!r}")
+    if len(args) > 1 or set(kwargs or {}) - {"model"} or (args and kwargs):
+        raise ValueError("collective_rpc: reload_weights takes one argument, model")
+
+
+class SleepMethods:
+    """What :class:`~tritonllm.engine.engine.LLMEngine` has of this."""
+
+    _memory: EngineMemory
+    _scheduler: Scheduler
+    _in_flight: deque[Any]
+    _whole: bool
+    _recover: Callable[[], None]
+    has_unfinished_requests: Callable[[], bool]
+    step: Callable[[], Any]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts (the weights changed, say). ``False``: nothing was forgotten, as a request runs."""
+        self._recover()
+        stats = self._scheduler.stats
+        if stats.num_free_blocks != stats.num_blocks:
+            return False
+        self._forget_cache()
+        return True
+
+    def _forget_cache(self) -> None:
+        self._whole = False
+        if self._scheduler.prefix_cache is not None:
+            self._scheduler.prefix_cache.reset()
+        self._whole = True
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Weights or cache sleep."""
+        return bool(self._memory.asleep)
+
+    @property
+    def takes_requests(self) -> bool:
+        """It is awake and has weights."""
+        return not (self._memory.asleep or self._memory.weights_lost)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and cache to others, until :meth:`wake_up`. Cached prompts are forgotten.
+
+        Args:
+            level: 1 keeps the weights on the host, 2 drops them.
+
+        Raises:
+            ValueError: the engine was made without ``enable_sleep_mode``, or there is no such level.
+            RuntimeError: a request is unfinished, or the host has no room for the weights; nothing changed.
+        """
+        self._require_idle("sleep")
+        self._memory.sleep(level)
+        self._forget_cache()
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the memory back. After level 1 the engine is as it was, but for its cached prompts.
+
+        Args:
+            tags: some of ``weights`` and ``kv_cache``; by default both.
+
+        Raises:
+            ValueError: an unknown tag.
+            MemoryError: the device has not enough memory now; the engine sleeps on.
+        """
+        self._memory.wake_up(tags)
+
+    def reload_weights(self, model: str | None = None) -> None:
+        """Go on with other weights of the same architecture. Cached prompts are forgotten: their keys are old.
+
+        Args:
+            model: a folder or hub id; by default the engine's own, which is read again.
+
+        Raises:
+            ValueError: a model that does not fit or cannot be read; the old weights stay.
+            RuntimeError: a request is unfinished, or the weights sleep.
+        """
+        self._require_idle("reload_weights")
+        self._memory.reload_weights(model)
+        self._forget_cache()
+
+    def _require_idle(self, what: str) -> None:
+        """Raises:
+        RuntimeError: a request is unfinished.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError(f"{what}: requests are unfinished: let them end, or abort them")
+        while self._in_flight:  # launched ahead of the ends of the last requests
+            self.step()

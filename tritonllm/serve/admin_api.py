@@ -1,0 +1,74 @@
+"""What an operator may tell the engine over HTTP, behind ``--server-dev-mode``. Paths and arguments are vLLM's."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from tritonllm.serve.async_llm import AsyncLLM
+from tritonllm.serve.errors import APIError
+from tritonllm.serve.protocol import Body
+
+ORIGIN = "this path answers no pages of browsers: leave the header Origin out, or set --api-key"
+
+
+class ReloadRequest(Body):
+    """``model``: a folder or hub id; by default the engine's own."""
+
+    model: str | None = None
+
+
+class RpcRequest(Body):
+    """vLLM's way to reload weights; ``timeout`` changes nothing."""
+
+    method: Literal["reload_weights"]
+    timeout: float | None = None
+    args: list[str] = Field(default_factory=list)
+    kwargs: dict[str, str | None] = Field(default_factory=dict)
+
+
+def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
+    """Args:
+    has_keys: nobody gets here without one; otherwise pages of browsers are refused, which can send a POST without a
+        body to any server that their reader reaches.
+    """
+
+    def refuse_pages(request: Request) -> None:
+        if not has_keys and "origin" in request.headers:
+            raise APIError(403, ORIGIN)
+
+    @app.post("/sleep")
+    async def sleep(request: Request, level: int = 1, mode: Literal["wait", "abort"] = "wait") -> Response:
+        refuse_pages(request)
+        await llm.sleep(level, mode)
+        return JSONResponse({"is_sleeping": await llm.is_sleeping()})
+
+    @app.post("/wake_up")
+    async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        refuse_pages(request)
+        await llm.wake_up(tags)
+        return JSONResponse({"is_sleeping": await llm.is_sleeping()})
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        return JSONResponse({"is_sleeping": await llm.is_sleeping()})
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> Response:
+        refuse_pages(request)
+        if not await llm.reset_prefix_cache():
+            raise APIError(409, "requests run, so nothing was forgotten: try again when none does", code="busy")
+        return JSONResponse({})
+
+    @app.post("/reload_weights")
+    async def reload_weights(request: Request, body: ReloadRequest | None = None) -> Response:
+        refuse_pages(request)
+        await llm.reload_weights(None if body is None else body.model)
+        return JSONResponse({})
+
+    @app.post("/collective_rpc")
+    async def collective_rpc(request: Request, body: RpcRequest) -> Response:
+        refuse_pages(request)
+        results: list[Any] = await llm.collective_rpc(body.method, body.timeout, tuple(body.args), body.kwargs)
+        return JSONResponse({"results": results})

@@ -1,0 +1,113 @@
+"""What :class:`~tritonllm.serve.async_llm.AsyncLLM` tells the engine to do between requests. Names are vLLM's."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tritonllm.engine.sleep import check_rpc
+from tritonllm.serve.engine_client import EngineDeadError, EngineLink
+from tritonllm.serve.messages import Answer, Call, Stats
+
+
+class CallFailedError(RuntimeError):
+    """The engine could not do what it was told; the message says why. It is as it was."""
+
+
+class EngineCalls:
+    """A part of :class:`~tritonllm.serve.async_llm.AsyncLLM`."""
+
+    stats: Stats
+    _client: EngineLink
+    attach: Callable[[], None]
+
+    def __init__(self) -> None:
+        self._calls: dict[int, asyncio.Future[Answer]] = {}  # by number
+        self._numbers = itertools.count()
+
+    async def sleep(self, level: int = 1, mode: str = "wait") -> None:
+        """Give the memory of weights and cache to others (:meth:`tritonllm.LLM.sleep`). Requests are refused from now
+        on, with :class:`AsleepError`, until :meth:`wake_up`.
+
+        Args:
+            level: 1 keeps the weights on the host, 2 drops them.
+            mode: ``wait`` lets the running requests end first, ``abort`` ends them.
+
+        Raises:
+            ValueError: the engine cannot sleep, or a bad argument.
+            RuntimeError: it failed; the engine is awake.
+        """
+        if mode not in ("wait", "abort"):
+            raise ValueError(f"mode must be wait or abort, got {mode!r}")
+        await self._call("sleep", abort=mode == "abort", level=level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory back (:meth:`tritonllm.LLM.wake_up`).
+
+        Raises:
+            ValueError: an unknown tag.
+            RuntimeError: there is not enough memory now; the engine sleeps on.
+        """
+        await self._call("wake_up", tags=tags)
+
+    async def is_sleeping(self) -> bool:
+        return self.stats.is_sleeping
+
+    async def reload_weights(self, model: str | None = None) -> None:
+        """Go on with other weights (:meth:`tritonllm.LLM.reload_weights`), when the running requests have ended.
+
+        Raises:
+            ValueError: a model that does not fit or cannot be read; the old weights stay.
+            RuntimeError: the weights sleep.
+        """
+        await self._call("reload_weights", model=model)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts. ``False``: a request runs, and nothing was forgotten."""
+        return await self._call("reset_prefix_cache")
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[None]:
+        """vLLM's way to reach :meth:`reload_weights`, the only method that there is.
+
+        Raises:
+            ValueError: another method; and as the method.
+        """
+        check_rpc(method, args, kwargs)
+        await self.reload_weights(*args, **(kwargs or {}))
+        return [None]
+
+    async def _call(self, method: str, *, abort: bool = False, **arguments: Any) -> Any:
+        """Let the engine's process do something, and wait for it.
+
+        Raises:
+            ValueError, RuntimeError: what it raised there.
+            EngineDeadError: the engine process has died.
+        """
+        self.attach()
+        number = next(self._numbers)
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._client.send(Call(number, method, arguments, abort))
+            answer = await future
+        finally:
+            del self._calls[number]
+        if answer.error is not None:
+            raise ValueError(answer.error) if answer.is_value_error else CallFailedError(answer.error)
+        return answer.value
+
+    def _take_answers(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            future = self._calls.get(answer.number)
+            if future is not None and not future.done():
+                future.set_result(answer)
+
+    def _fail_calls(self, why: str) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(why))

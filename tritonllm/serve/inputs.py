@@ -1,0 +1,27 @@
+"""What an API process checks and tokenizes requests with, as the engine told it."""
+
+from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.tokenizer import load_tokenizer
+from tritonllm.serve.messages import Ready, unpack_params
+
+
+def import_tokenizers() -> None:
+    """Two seconds that need not come after the engine's start."""
+    import transformers
+
+    _ = transformers.AutoTokenizer  # what imports it
+
+
+def input_processor(ready: Ready) -> InputProcessor:
+    """Checks requests as the engine does, so that most errors need no way there."""
+    tokenizer = None
+    if ready.tokenizer is not None:
+        tokenizer = load_tokenizer(ready.tokenizer, revision=ready.revision, trust_remote_code=ready.trust_remote_code)
+    return InputProcessor(
+        tokenizer,
+        ready.vocab_size,
+        ready.max_model_len,
+        frozenset(ready.eos_token_ids),
+        ready.seed,
+        unpack_params(ready.default_params),
+    )
