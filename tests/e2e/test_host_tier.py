@@ -117,7 +117,7 @@ def test_without_it_nothing_is_kept():
 def test_the_memory_is_given_back_with_the_engine():
     llm = tiny_llm(kv_offloading_size=ROOM)
     run(llm)
-    memory = weakref.ref(llm.engine._runner.host._host)
+    memory = weakref.ref(llm.engine._runner.host._copies[0]._host)
     del llm
     gc.collect()
     assert memory() is None
