@@ -149,10 +149,11 @@ def reference_drafts(model, head, tokens, count):
     return known[len(tokens) :]
 
 
-@pytest.mark.parametrize("most", [None, 1])
+@pytest.mark.parametrize(("most", "twice"), [(None, False), (1, False), (1, True)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_drafts_are_those_of_the_published_method(ahead, most):
-    """In every step: behind a prompt, behind rejected drafts and behind accepted ones, and behind plain steps."""
+def test_drafts_are_those_of_the_published_method(ahead, most, twice):
+    """In every step: behind a prompt, behind rejected drafts and behind accepted ones, and behind plain steps; also
+    where each step runs twice, as one that is captured in service."""
     model, head = certain_pair()
     llm = with_head(model, head, drafts=4, most=most, async_scheduling=ahead, enable_prefix_caching=False)
     drafter, seen = llm.engine._runner.drafter, []
@@ -163,6 +164,9 @@ def test_drafts_are_those_of_the_published_method(ahead, most):
         seen.extend(zip(step.ends.tolist(), step.ids[:, 0].tolist(), step.drafts.tolist(), strict=True))
 
     drafter.propose = noting
+    if twice:
+        follow = drafter.follow
+        drafter.follow = lambda *args: (follow(*args), follow(*args))
     prompts = [PROMPTS[2], PROMPTS[0]]
     found = texts(llm.generate(prompts, [greedy(24), greedy(6)]))
     whole = [[*prompt, *text] for prompt, (text, _, _) in zip(prompts, found, strict=True)]

@@ -40,9 +40,10 @@ class EagleDrafter(DraftModel):
     def __init__(self, model: EagleHead, seats: int, drafts: int, device: torch.device) -> None:
         super().__init__(model, seats, drafts, device)
         self._head = model
-        # Of each seat, and of padding's rows, hidden states from a position on: what the last step computed of it.
+        # Of each seat, and of padding's rows, hidden states from a position on: what the last step computed of it, and
+        # the one before, so that the same step can run again.
         hidden = model.spec.hidden_size
-        self._features = torch.zeros(seats + 1, drafts + 1, hidden, dtype=model.dtype, device=device)
+        self._features = torch.zeros(seats + 1, drafts + 2, hidden, dtype=model.dtype, device=device)
         self._firsts = torch.full((seats + 1,), NOWHERE, dtype=torch.int64, device=device)
 
     def begin(self, step: DraftStep) -> torch.Tensor:
@@ -66,8 +67,8 @@ class EagleDrafter(DraftModel):
             hidden: ``[T, hidden]``, of the large model.
         """
         inputs = batch.inputs
-        before = self._of_verified(batch, hidden) if batch.metadata.segments.verify.sequences else None
-        before = self._of_others(batch, hidden) if before is None else before
+        verifies = batch.metadata.segments.verify.sequences > 0
+        before = self._of_verified(batch, hidden) if verifies else self._of_others(batch, hidden)
         metadata = dataclasses.replace(batch.metadata)
         self._head.compute(inputs.input_ids, before, inputs.positions, metadata, self.cache, rows)
 
@@ -75,11 +76,11 @@ class EagleDrafter(DraftModel):
         """States before each token of a step with drafts; notes those of its tokens."""
         seats, ends = batch.inputs.seats, batch.inputs.starts
         mine = hidden.view(len(seats), -1, hidden.shape[1])
-        before = torch.cat([self._before(seats, ends)[:, None], mine[:, :-1]], 1)
+        states = torch.cat([self._before(seats, ends)[:, None], mine], 1)
         place = self._rows_of(seats)
-        self._features[place] = mine
-        self._firsts[place] = ends.long()
-        return before.flatten(0, 1)
+        self._features[place] = states
+        self._firsts[place] = ends.long() - 1
+        return states[:, :-1].flatten(0, 1)
 
     def _of_others(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         """The same of a step of decodes and of prompts."""
@@ -88,13 +89,15 @@ class EagleDrafter(DraftModel):
         before = hidden.new_zeros(count + 1, hidden.shape[1])  # one more, for what is nobody's
         before[1:count] = hidden[: count - 1]
         if chunk.sequences:  # those of no tokens begin where the next one does, or behind all
-            before[decode.tokens + inputs.cu_seqlens_q[:-1].long()] = 0
+            firsts = decode.tokens + inputs.cu_seqlens_q[:-1].long()
+            before.index_fill_(0, firsts, 0.0)  # what assigning a number would copy from the host, a capture refuses
         if decode.tokens:
             mine = torch.where((seats >= 0) & (at < decode.tokens), at, count)
             before[mine] = self._before(seats, ends)
         place = self._rows_of(seats)
-        self._features[place, 0] = hidden[at]
-        self._firsts[place] = ends.long()
+        self._features[place, 0] = before[at]
+        self._features[place, 1] = hidden[at]
+        self._firsts[place] = ends.long() - 1
         return before[:count]
 
     def _before(self, seats: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
