@@ -3,7 +3,9 @@
 import json
 import re
 import threading
+from concurrent.futures import wait
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,8 @@ from support.schemas import SCHEMAS, valid
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
 from tritonllm.engine import grammar as grammar_module
-from tritonllm.engine.grammar import Grammars
+from tritonllm.engine.grammar import GrammarControl, Grammars, masks_of
+from tritonllm.engine.results import RunningStep
 from tritonllm.sampling_params import GuidedDecodingParams
 
 # With the first words of most stories two tokens are equally likely, to the last bit, and then batches may differ.
@@ -54,6 +57,44 @@ def texts(outputs):
     completions = [completion for output in outputs for completion in output.outputs]
     assert [c.finish_reason for c in completions] == ["stop"] * len(completions)
     return [completion.text for completion in completions]
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_masks_of_many_outputs_are_those_of_each(llm, count):
+    """Filled by threads or not, wherever each output stands."""
+    vocab = llm.engine.inputs.vocab_size
+    grammars = Grammars(llm.get_tokenizer(), vocab, frozenset({0}))
+    controls = []
+    for i in range(count):
+        wish = StructuredOutputsParams(regex=f"[a-{chr(98 + i)}]{{5}}")
+        compiled = grammars.compile(wish)
+        wait([compiled])
+        controls.append(GrammarControl(compiled, vocab))
+        assert controls[-1].take(llm.get_tokenizer().encode("a" * (i % 3), add_special_tokens=False)) is None
+    together = masks_of(controls)
+    assert together.shape == (count, -(-vocab // 32))
+    for control, mask in zip(controls, together, strict=True):
+        assert np.array_equal(mask, control.mask())
+    assert count < 20 or len({mask.tobytes() for mask in together}) > 3
+
+
+@AHEAD
+def test_a_step_is_launched_before_the_tokens_that_its_masks_depend_on_are_known(ahead, monkeypatch):
+    """Only its draw comes after them, and before the next launch."""
+    llm, events = demo(async_scheduling=ahead), []
+    runner, wait = llm.engine._runner, RunningStep.wait
+
+    def noted(name, call):
+        return lambda *args: (events.append(name), call(*args))[1]
+
+    monkeypatch.setattr(runner, "launch", noted("launch", runner.launch))
+    monkeypatch.setattr(runner, "draw", noted("draw", runner.draw))
+    monkeypatch.setattr(RunningStep, "wait", noted("wait", wait))
+    generate(llm, PROMPTS[:2], structured(regex="[a-z]{6}"))
+    first, rest = (["launch", "draw"], ["launch", "wait", "draw"]) if ahead else ([], ["launch", "draw", "wait"])
+    assert events[: len(first)] == first
+    for at in range(len(first), len(first) + 12, 3):
+        assert events[at : at + 3] == rest
 
 
 @settings(max_examples=25)

@@ -31,13 +31,13 @@ def test_tokens_of_a_family(vocabulary, found):
 
 @given(st.integers(0, 3), st.lists(st.integers(0, 4), max_size=12), st.integers(0, 12), st.sampled_from([END, 63]))
 def test_a_thought_is_cut_at_its_budget(budget, tokens, split, end):
-    """Whatever of it stands in the prompt; and a step is held back whenever the token before could decide."""
+    """Whatever of it stands in the prompt; and a draw is held back whenever the token before could decide."""
     tokens = [end if token == END else token for token in tokens]
     control = ThinkingBudget(budget, BEGIN, end, tokens[:split], 70)
     for token in tokens[split:]:
-        waits, before = control.waits(1), control.mask()
+        restricts, before = control.restricts(1), control.mask()
         control.take([token])
-        if not waits:  # so it did not matter which token came
+        if not restricts:  # so it did not matter which token came
             for other in (BEGIN, end, 9):
                 probe = ThinkingBudget(budget, BEGIN, end, tokens[:split], 70)
                 probe._thought = 0 if other == BEGIN else -1 if other == end else control._thought

@@ -12,7 +12,7 @@ from tritonllm.engine import graphs as module
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.graphs import GraphKey, GraphLimits, StepGraphs, decode_sizes, graph_sizes, token_sizes
 from tritonllm.engine.inputs import upload_step
-from tritonllm.engine.step import PARAMETERS, PromptSpan, RowMasks, SamplingParameters, SharedPrefix, Step, StepInputs
+from tritonllm.engine.step import PARAMETERS, PromptSpan, SamplingParameters, SharedPrefix, Step, StepInputs
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
@@ -32,12 +32,12 @@ def test_decode_sizes(seats, sizes):
 @pytest.mark.parametrize(
     ("budget", "host_bound", "sizes"),
     [
-        (8192, 18000, [64, 256, 1024, 4096, 8192]),
-        (8192, 8191, [64, 256, 1024, 4096]),
-        (8192, 4095, [64, 256, 1024]),
-        (8192, 0, [64, 256, 1024]),
-        (2048, 5000, [64, 256, 1024, 2048]),
-        (1024, 5000, [64, 256, 1024]),
+        (8192, 18000, [64, 256, 512, 1024, 2048, 4096, 8192]),
+        (8192, 8191, [64, 256, 512, 1024, 2048, 4096]),
+        (8192, 4095, [64, 256, 512, 1024, 2048]),
+        (8192, 0, [64, 256, 512, 1024]),
+        (2048, 5000, [64, 256, 512, 1024, 2048]),
+        (1024, 5000, [64, 256, 512, 1024]),
         (100, 5000, [64]),
         (16, 5000, []),
     ],
@@ -72,14 +72,11 @@ class Model:
         self.seats.advance(batch)
         hidden = paged_attention(self.table[i.input_ids.long()], metadata, self.cache).flatten(1) + i.positions[:, None]
         tokens = None
-        if not metadata.segments.chunk.tokens:
+        if batch.draws and not metadata.segments.chunk.tokens:
             s = batch.sampling(metadata.segments.sequences)
             tokens = s.seeds * 1000 + s.steps + (s.temperature * 7).long() + s.top_k
-            if batch.masks is not None:
-                rows, words = batch.masks
-                tokens += torch.where(rows < 0, 0, 10_000 + words[rows.clamp_min(0).long()].sum(1))
         self.calls.append((batch, hidden))
-        return hidden if tokens is not None else hidden[i.logit_rows], tokens
+        return hidden[i.logit_rows] if metadata.segments.chunk.tokens else hidden, tokens
 
 
 def capture(model, kinds=None):
@@ -109,7 +106,7 @@ def make_graphs(model, may_share=lambda size: size >= 4, kinds=None, drafts=0):
         patch.setattr(module, "SMALL", (8,))
         patch.setattr(module, "decode_sizes", lambda seats, tokens: [2, 5, seats] if tokens == 8 else [seats])
         sizes = (8, 20, 200)  # the last is more padding than fits the longest sequences
-        limits = GraphLimits(SEATS, sizes, WIDTH, BLOCK, drafts, 6, vocab=70)
+        limits = GraphLimits(SEATS, sizes, WIDTH, BLOCK, drafts, 6)
         return StepGraphs(model, limits, CPU, may_share, REGIMES, capture(model, kinds))
 
 
@@ -337,8 +334,10 @@ def test_what_is_captured_when():
     graphs = make_graphs(model, may_share=lambda size: size >= 16, kinds=kinds)
     rooms = [(len(b.metadata.decode_order), b.metadata.segments.chunk.tokens) for b, _ in model.calls]
     alone = [(20, 0), (16, 0), (8, 0), (4, 0), (4, 0), (2, 0), (2, 0), (1, 0), (1, 0)]  # the small ones for two regimes
-    assert rooms == [*alone, (20, 20), (20, 8), (5, 8), (2, 8)]
-    assert [b.metadata.max_decode_len for b, _ in model.calls] == [LONG] * 3 + [10, LONG] * 3 + [LONG] * 4
+    late = (20, 0)
+    assert rooms == [*alone, late, (20, 20), (20, 8), (5, 8), (2, 8)]
+    assert [b.draws for b, _ in model.calls] == [True] * 9 + [False] + [True] * 4
+    assert [b.metadata.max_decode_len for b, _ in model.calls] == [LONG] * 3 + [10, LONG] * 3 + [LONG] * 5
     assert kinds == [tokens > 0 for _, tokens in rooms]
     assert all(batch.metadata.cascade is None for batch, _ in model.calls)
     for calls in (2, 1):  # the first time a capture; then replays
@@ -349,27 +348,25 @@ def test_what_is_captured_when():
         assert sizes == [(20, True)] * calls
 
 
-def test_steps_with_masks_have_graphs_of_their_own():
-    """Captured when the first one comes; a row without a mask in one step has none left from the step before."""
+def test_late_steps_have_graphs_of_their_own():
+    """For few sizes, from the start on; they end with the hidden states that the others have, and draw nothing."""
     model = Model()
     graphs = make_graphs(model)
     captured = len(graphs)
-    for seed, (n, rows) in enumerate(((20, range(20)), (18, [3, 17]), (3, [2]), (18, [5]))):
+    for seed, (n, room) in enumerate(((20, 20), (18, 20), (3, 20), (18, 20))):
         plain = step_of([5] * n, seed=seed)
-        words = np.random.default_rng(seed).integers(0, 1000, (len(rows), 3)).astype(np.int32)
-        step = dataclasses.replace(plain, masks=RowMasks(np.array(rows, dtype=np.int32), words))
+        step = dataclasses.replace(plain, late=True)
         key = graphs.key_for(step)
-        assert key == graphs.key_for(plain)._replace(masked=True)
+        assert (key.late, key.decodes, key.tokens, key.drafts) == (True, room, 0, 0)
         model.see(step)
-        tokens = graphs.run(step, key).tokens.clone()
+        late = graphs.run(step, key)
+        assert late.tokens is None
+        hidden = late.hidden[:n].clone()
         model.see(plain)
-        expected = graphs.run(plain, graphs.key_for(plain)).tokens[:n].clone()
-        expected[list(rows)] += 10_000 + torch.from_numpy(words.sum(1))
-        assert torch.equal(tokens[:n], expected) and (tokens[n:] < 10_000).all()
-    assert len(graphs) == captured + 2
-    with_prompt = dataclasses.replace(step_of([3], [(0, 8)]), masks=step.masks)
-    edited = dataclasses.replace(step, edited=np.zeros(18, dtype=np.int32))
-    assert not graphs.key_for(with_prompt).masked and not graphs.key_for(edited).masked
+        assert torch.equal(hidden, graphs.run(plain, graphs.key_for(plain)).hidden[:n])
+    assert len(graphs) == captured
+    with_prompt = dataclasses.replace(step_of([3], [(0, 8)]), late=True)
+    assert graphs.key_for(with_prompt) == graphs.key_for(dataclasses.replace(with_prompt, late=False))
 
 
 def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):

@@ -158,6 +158,9 @@ class Beam(SequenceOutput):
     def waits(self, pending: int) -> bool:
         return True
 
+    def restricts(self, pending: int) -> bool:
+        return False
+
     def take(self, tokens: Sequence[int]) -> None:
         self._decide()
 

@@ -12,8 +12,6 @@ from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.step import (
     PromptSpan,
-    RowMasks,
-    RowProcessors,
     SeatedRequest,
     SeatTokens,
     Step,
@@ -87,7 +85,6 @@ class StepBuilder:
         seq_lens = inputs.seq_lens
         logprobs = int(seats.logprobs[rows].max(initial=-1))
         edited, new_edits = self._edits(drawing, rows, row_ends)
-        controlled = [(row, drawing[row]) for row in _rows_of(seats.controlled, rows)]
         return Step(
             segments,
             inputs,
@@ -100,8 +97,7 @@ class StepBuilder:
             whole_logprobs=tuple(_rows_of(seats.whole_logprobs, rows)),
             edited=edited,
             new_edits=new_edits,
-            masks=_masks(controlled),
-            processors=_processors(controlled),
+            late=any(drawing[row].is_restricted for row in _rows_of(seats.controlled, rows)),
             admitted=tuple(map(_seated, admitted)) if self._tell_admitted else (),
             prompt_spans=_prompt_spans(items, n) if segments.chunk.sequences else (),
             pooled=pooled,
@@ -202,35 +198,6 @@ def _num_blocks(request: Request) -> int:
 def _rows_of(some: set[int], rows: np.ndarray) -> list[int]:
     """The rows whose seats are among these."""
     return [row for row, seat in enumerate(rows.tolist()) if seat in some] if some else []
-
-
-def _masks(controlled: Sequence[tuple[int, Request]]) -> RowMasks | None:
-    """What the host lets come next in these rows."""
-    found = [
-        (row, mask)
-        for row, request in controlled
-        for control in request.controls
-        if (mask := control.mask()) is not None
-    ]
-    if not found:
-        return None
-    at, masks = zip(*found, strict=True)
-    return RowMasks(np.array(at, dtype=np.int32), np.stack(masks))
-
-
-def _processors(controlled: Sequence[tuple[int, Request]]) -> tuple[RowProcessors, ...]:
-    """The functions that these rows' requests brought."""
-    return tuple(
-        RowProcessors(
-            row,
-            request.request_id,
-            request.params.logits_processors,
-            list(request.prompt_token_ids),
-            list(request.output_token_ids),
-        )
-        for row, request in controlled
-        if request.params.logits_processors
-    )
 
 
 def _seated(request: Request) -> SeatedRequest:

@@ -1,8 +1,10 @@
 """What the host decides about a request's next token, when it knows the tokens before it. No torch.
 
-The device needs nothing of the host to draw a token, so a step is planned while the one before runs. A request that is
-controlled here is the exception: the mask of its next token depends on its last one. So it is planned when the results
-that hold that token are in, every second step if other requests keep the device busy. They are planned ahead as ever.
+The device needs nothing of the host to draw a token, so a step is planned and launched while the one before runs. A
+request that is controlled here is the exception: the mask of its next token depends on its last one. Its step is
+launched all the same, but for the draw. While the device computes the hidden states, the results of the step before
+come in, masks are filled (:mod:`tritonllm.engine.restrictions`), and the draw is launched behind. vLLM divides its
+steps in the same way (`execute_model` and `sample_tokens`).
 """
 
 from collections.abc import Sequence
@@ -24,6 +26,10 @@ class Control(Protocol):
     def waits(self, pending: int) -> bool:
         """Whether the next token cannot be planned while so many before it are unknown (at least one)."""
 
+    def restricts(self, pending: int) -> bool:
+        """Whether there may be a mask for the next token, or a function for its logits, while so many tokens before it
+        are unknown. If not, it is drawn without asking again."""
+
     def take(self, tokens: Sequence[int]) -> str | None:
         """New tokens of the output, which goes on. Returns what is wrong with them, if the request must end."""
 
@@ -40,9 +46,12 @@ def thought_tokens(vocabulary: dict[str, int]) -> tuple[int, int] | None:
 
 
 class ReadsOutput:
-    """Restricts nothing; the next token is planned when the output before it is known."""
+    """Bans no token; functions read the output before the next token is drawn."""
 
     def waits(self, pending: int) -> bool:
+        return False
+
+    def restricts(self, pending: int) -> bool:
         return True
 
     def take(self, tokens: Sequence[int]) -> str | None:
@@ -68,7 +77,10 @@ class ThinkingBudget:
         self.take(prompt)
 
     def waits(self, pending: int) -> bool:
-        """Only the step at which a thought may reach the budget depends on whether it has ended just before."""
+        return False
+
+    def restricts(self, pending: int) -> bool:
+        """Only where a thought may reach the budget: it may have ended just before, or begun."""
         return self._thought + pending >= self._budget
 
     def take(self, tokens: Sequence[int]) -> str | None:

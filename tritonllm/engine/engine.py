@@ -76,7 +76,7 @@ class LLMEngine(SleepMethods):
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
         self._compiling: dict[str, RequestState] = {}  # they wait for grammars, outside of the scheduler
         self._arrivals = itertools.count()
-        self._in_flight: deque[tuple[StepPlan, RunningStep]] = deque()
+        self._in_flight: deque[tuple[StepPlan, RunningStep | None]] = deque()
         self._whole = True  # no change is under way, and none was broken off
         self._failure = "the step was interrupted"  # why the last one was broken off
         self._lost: dict[str, EngineOutput] = {}  # last outputs of the requests that were lost with it
@@ -289,16 +289,26 @@ class LLMEngine(SleepMethods):
         if plan.scheduled:
             self._in_flight.append((plan, self._runner.launch(plan)))
             self._steps += 1
+        if len(self._in_flight) == 1:
+            self._draw()
         ahead = int(bool(self.config.scheduler.async_scheduling and plan.scheduled))
         if len(self._in_flight) <= ahead:  # 0 if all wait for their grammars
             return []
         plan, step = self._in_flight.popleft()
+        assert step is not None  # it was drawn when those before it had ended
         result = step.wait(self.config.step_timeout, lambda: describe(plan))
         if tier is not None:
             tier.rates.took(plan.segments.chunk.tokens, time.monotonic())
         touched = self._take(plan, result, self._scheduler.update(plan, result.sampled))
+        self._draw()
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
+
+    def _draw(self) -> None:
+        """Draw the step that was launched last, if it is late: the results of those before it are in."""
+        if self._in_flight and self._in_flight[-1][1] is None:
+            plan, _ = self._in_flight[-1]
+            self._in_flight[-1] = plan, self._runner.draw(plan)
 
     def _follow_copies(self, tier: HostTier) -> None:
         assert self._runner.host is not None  # it has the tier's memory

@@ -13,14 +13,16 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
+from tritonllm.engine.cpu_threads import granted_cores
 from tritonllm.engine.json_schema import unsupported
 from tritonllm.sampling_params import StructuredOutputsParams
 
+MANY, MOST_THREADS = 8, 8  # masks from which on threads fill them, and those threads
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # of xgrammar's errors: the time, and a line of its source
 
@@ -132,18 +134,21 @@ class GrammarControl:
     """
 
     def __init__(self, compiled: "Future[Any]", vocab: int) -> None:
-        self._compiled, self._words = compiled, -(-vocab // 32)
+        self._compiled, self.words = compiled, -(-vocab // 32)
 
     @cached_property
-    def _matcher(self) -> Any:
+    def matcher(self) -> Any:
         return _xgrammar().GrammarMatcher(self._compiled.result(timeout=0))
 
     def waits(self, pending: int) -> bool:
+        return False
+
+    def restricts(self, pending: int) -> bool:
         return True
 
     def take(self, tokens: Sequence[int]) -> str | None:
         for token in tokens:
-            if not self._matcher.accept_token(token):
+            if not self.matcher.accept_token(token):
                 return (
                     f"structured_outputs: no token was left that the grammar allows (token {token} was drawn): "
                     "bad_words, allowed_token_ids, logit_bias, min_tokens or a logits processor banned them"
@@ -151,5 +156,26 @@ class GrammarControl:
         return None
 
     def mask(self) -> np.ndarray | None:
-        words = np.empty((1, self._words), dtype=np.int32)
-        return words[0] if self._matcher.fill_next_token_bitmask(words) else None
+        words = np.empty((1, self.words), dtype=np.int32)
+        return words[0] if self.matcher.fill_next_token_bitmask(words) else None
+
+
+def masks_of(controls: Sequence[GrammarControl]) -> np.ndarray:
+    """``[N, ceil(V / 32)]`` int32, the masks of N outputs that may end or go on, at once: by threads if they are many.
+
+    64 masks of 128,256 tokens, one by one, took 1.3 ms of each step on an H200's host.
+    """
+    words = np.empty((len(controls), controls[0].words), dtype=np.int32)
+    matchers = [control.matcher for control in controls]
+    if len(matchers) < MANY:
+        for row, matcher in enumerate(matchers):
+            matcher.fill_next_token_bitmask(words, row)
+    else:
+        _threads().batch_fill_next_token_bitmask(matchers, words)
+    return words
+
+
+@cache
+def _threads() -> Any:
+    """xgrammar's, which wait for work."""
+    return _xgrammar().BatchGrammarMatcher(max_threads=max(1, min(MOST_THREADS, granted_cores() // 2)))

@@ -12,6 +12,8 @@ Kinds of rooms, of which those with prompts and those without have memory of the
   (The 20 ordinary ones take 1.05 s of a start of Qwen3-0.6B on an H200.)
 - The same with masks of the tokens that may come (grammars): captured when the first such step of a size comes.
 - ``decodes`` sequences alone with drafts to verify, as many of each: the same, for as many sequences as have drafts.
+- ``decodes`` sequences alone of which the host restricts some: to hidden states, for few sizes. The draw is launched
+  when its masks are there (:mod:`tritonllm.engine.control`).
 - ``tokens`` of prompts beside them, from token ids to hidden states. The GPU computes faster than the host launches up
   to some thousand tokens, and a small model's largest step: of the prefill in W1 (Qwen3-0.6B, steps of 8192 tokens) an
   H200 was idle for a third. So steps are captured up to the size from which on the GPU takes longer. (All at the start:
@@ -29,14 +31,16 @@ import torch
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_cascade
 from tritonllm.engine.step import Room, Step, layout_of
-from tritonllm.engine.token_masks import MaskBuffers
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes, verified
 
-SMALL = (64, 256, 1024)  # prompt tokens of captured steps
-LARGE = (4096,)  # and, beside the largest step, of those that are worth it only where the host is what takes longer
+SMALL = (64, 256, 512, 1024)  # prompt tokens of captured steps
+LARGE = (
+    2048,
+    4096,
+)  # and, beside the largest step, of those that are worth it only where the host is what takes longer
 
 Outputs = TypeVar("Outputs")
 Work = Callable[[Batch], tuple[torch.Tensor, torch.Tensor | None]]  # -> hidden states, and new tokens if it draws them
@@ -100,7 +104,6 @@ class GraphLimits:
     block_size: int
     drafts: int = 0
     verified: int = 0
-    vocab: int = 0
 
 
 class GraphKey(NamedTuple):
@@ -112,7 +115,7 @@ class GraphKey(NamedTuple):
         max_decode_len: the bound of the lengths' regime, see :mod:`tritonllm.layers.regime`.
         shared: some decodes share a prefix.
         drafts: to verify, of each of them.
-        masked: some may draw only certain tokens.
+        late: it ends with the hidden states, and is drawn when the host has had its say.
     """
 
     decodes: int
@@ -120,7 +123,7 @@ class GraphKey(NamedTuple):
     max_decode_len: int
     shared: bool = False
     drafts: int = 0
-    masked: bool = False
+    late: bool = False
 
     @property
     def room(self) -> "RoomKey":
@@ -223,15 +226,16 @@ class StepGraphs:
         self._memory = torch.zeros(max(layout_of(room).size for room in rooms), dtype=torch.uint8, device=device)
         most = max(room.segments.sequences for room in rooms)
         self._tables = torch.zeros(most, limits.max_blocks, dtype=torch.int32, device=device)
-        self._masks = MaskBuffers(limits.max_num_seqs, limits.vocab, device) if limits.vocab else None
         self._loaded: np.ndarray | None = None  # what the tables hold of a step without prompts
         self._plans = self._make_plans([size for size in self._sizes if may_share(size)])
         self._graphs: dict[GraphKey, Captured] = {}
+        self._late = decode_sizes(limits.max_num_seqs, 0)
+        late = [RoomKey(size) for size in self._late]
         nothing = dummy_step(0, [], rows=0, width=0)
-        for kind in (with_drafts, alone, self._beside):
+        for kind in (with_drafts, alone, late, self._beside):
             for room in reversed(kind):  # the largest first: the others then fit into its memory
                 for bound in regimes.bounds(self._rooms[room].segments):
-                    key = GraphKey(room.decodes, room.tokens, bound, drafts=room.drafts)
+                    key = GraphKey(room.decodes, room.tokens, bound, drafts=room.drafts, late=kind is late)
                     self._load(nothing, key)
                     self._graphs[key] = self._capture(key)
 
@@ -276,8 +280,7 @@ class StepGraphs:
         room = self._rooms[key.room]
         tables = self._tables[: room.segments.sequences]
         plan = self._plans[key.decodes] if key.shared else None
-        masks = self._masks.of(key.decodes) if key.masked and self._masks is not None else None
-        batch = make_batch(self._memory, room, tables, key.max_decode_len, plan, masks)
+        batch = make_batch(self._memory, room, tables, key.max_decode_len, plan, not key.late)
         graph, (hidden, tokens) = self._capture_graph(lambda: self._work(batch), key.tokens > 0)
         return Captured(graph, batch, hidden, tokens)
 
@@ -286,7 +289,7 @@ class StepGraphs:
         hidden states of all its tokens are wanted."""
         decode, verify, chunk = step.segments
         if step.segments.only_decodes:
-            return self._key(RoomKey(padded(decode.sequences, self._sizes)), step)
+            return self._key(RoomKey(padded(decode.sequences, self._late if step.late else self._sizes)), step)
         if verify.sequences:
             fits = verify.longest == 1 + self._limits.drafts and step.segments.tokens == verify.tokens
             fits = fits and verify.sequences <= self._limits.verified
@@ -304,8 +307,8 @@ class StepGraphs:
 
     def _key(self, room: RoomKey, step: Step) -> GraphKey:
         bound = self._regimes.bound(self._rooms[room].segments, step.longest)
-        masked = step.masks is not None and step.plain and self._masks is not None and step.segments.only_decodes
-        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts, masked)
+        late = step.late and step.segments.only_decodes
+        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts, late)
 
     def run(self, step: Step, key: GraphKey) -> Captured:
         """Replay the graph; what it wrote is valid until the next run. Of hidden states and tokens the step's own are
@@ -325,8 +328,6 @@ class StepGraphs:
         packed = pack(step, room, self._device)
         self._memory[: len(packed)].copy_(packed, non_blocking=True)
         self._load_tables(step, room.segments)
-        if key.masked and step.masks is not None and self._masks is not None:
-            self._masks.load(step.masks, key.decodes)
         new = upload_cascade(step, self._limits.block_size, self._device)
         if new is not None:
             mine = self._plans[key.decodes]

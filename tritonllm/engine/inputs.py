@@ -18,7 +18,7 @@ from tritonllm.engine.step import (
     layout_of,
     place,
 )
-from tritonllm.kernels import CascadePlan, TokenMasks
+from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.layers.metadata import AttentionMetadata
@@ -37,13 +37,13 @@ class Batch:
         inputs: the arrays.
         rows: what sampling wants, of each sequence that is sampled from; made from the seats.
         metadata: what attention reads of the arrays.
-        masks: of a captured step that draws with masks.
+        draws: a captured step of decodes alone goes on to the tokens.
     """
 
     inputs: StepInputs[torch.Tensor]
     rows: SamplingRows
     metadata: AttentionMetadata
-    masks: TokenMasks | None = None
+    draws: bool = True
 
     def sampling(self, rows: int) -> SamplingRows:
         """Of the first ``rows`` sequences that are sampled from."""
@@ -56,7 +56,7 @@ def make_batch(
     block_tables: torch.Tensor,
     max_decode_len: int | None,
     cascade: CascadePlan | None,
-    masks: TokenMasks | None = None,
+    draws: bool = True,
 ) -> Batch:
     """The one place where a step's arrays, in ``memory`` uint8, become attention's metadata."""
     layout = layout_of(room)
@@ -72,7 +72,7 @@ def make_batch(
         cascade=cascade,
         max_decode_len=max_decode_len,
     )
-    return Batch(inputs, SamplingRows(**views(memory, layout.rows)), metadata, masks)
+    return Batch(inputs, SamplingRows(**views(memory, layout.rows)), metadata, draws)
 
 
 def views(memory: torch.Tensor, spans: Mapping[str, Span]) -> dict[str, torch.Tensor]:

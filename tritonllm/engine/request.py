@@ -153,6 +153,12 @@ class Request:
         return self.held or (pending > 0 and any(control.waits(pending) for control in self.controls))
 
     @property
+    def is_restricted(self) -> bool:
+        """The host may have a say in the token that the last planned step samples, once it knows those before it."""
+        pending = max(0, self.num_pending_tokens - 1)
+        return any(control.restricts(pending) for control in self.controls)
+
+    @property
     def reports_prompt(self) -> bool:
         """Its steps report log-probabilities of the prompt: of siblings, the first one's do."""
         return self.params.prompt_logprobs is not None and (not self.siblings or self.siblings[0] is self)

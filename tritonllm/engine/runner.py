@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -23,12 +24,13 @@ from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.processors import BatchProcessors
-from tritonllm.engine.results import LogprobTensors, RunningStep
+from tritonllm.engine.restrictions import restrictions_of
+from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
-from tritonllm.engine.step import SeatTokens, Step
+from tritonllm.engine.step import FREE, Restrictions, SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
 from tritonllm.kernels import token_logprobs
 from tritonllm.kernels.speculative.clock import note_time
@@ -40,6 +42,25 @@ from tritonllm.sampling_params import ALL
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
 PROMPT_LOGPROB_ROWS = 256
 WHOLE_LOGPROB_ROWS = 32  # where all of the vocabulary is reported: 28 bytes a token and row
+
+
+class ComputedStep(NamedTuple):
+    """A step that runs up to what its tokens are drawn from.
+
+    Attributes:
+        step: which.
+        batch: the same on the device.
+        hidden: of the rows that are sampled from, and of padding.
+        tokens: what a graph has drawn, if it has.
+        prompt_logprobs, pooled: see :class:`~tritonllm.engine.results.RunningStep`.
+    """
+
+    step: Step
+    batch: Batch
+    hidden: torch.Tensor
+    tokens: torch.Tensor | None
+    prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]]
+    pooled: Sequence[PooledRows]
 
 
 @contextmanager
@@ -89,6 +110,7 @@ class ModelRunner:
         self._copies: list[BlockCopies] = []
         self.host: HostCopiesOfPools | None = None
         self._graphs: StepGraphs | None = None
+        self._computed: ComputedStep | None = None
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self._sampled = graph_sizes(seats)
@@ -283,8 +305,7 @@ class ModelRunner:
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             limits = GraphLimits(
-                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified),
-                vocab=self._model.spec.vocab_size,
+                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
             )
             capture = GraphCapture(partial(rehearsal_of, self._models), self._device)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
@@ -297,15 +318,25 @@ class ModelRunner:
             self._graphs = StepGraphs(work, limits, self._device, self._may_share, self._regimes, capture)
         self._seats.times.zero_()
 
-    def launch(self, plan: StepPlan) -> RunningStep:
-        """Build a plan's step, and :meth:`run` it."""
-        return self.run(self._builder.build(plan))
+    def launch(self, plan: StepPlan) -> RunningStep | None:
+        """Build a plan's step, and :meth:`run` it; ``None`` if it is late: :meth:`draw` must follow before the next
+        launch, as soon as the results of all steps before are taken in."""
+        step = self._builder.build(plan)
+        computed = self._computed = self.compute(step)
+        return None if step.late else self.finish(computed)
+
+    def draw(self, plan: StepPlan) -> RunningStep:
+        """Draw the tokens of a late step, the last one that was launched."""
+        assert self._computed is not None  # it was launched
+        return self.finish(self._computed, restrictions_of(plan))
+
+    def run(self, step: Step, late: Restrictions = FREE) -> RunningStep:
+        """Start one step; its results can be waited for, and the next one may be started before."""
+        return self.finish(self.compute(step), late)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> RunningStep:
-        """Start one step; its results can be waited for, and the next one may be started before."""
-        logprobs = errors = None
-        whole: Iterable[tuple[int, LogprobTensors]] = ()
+    def compute(self, step: Step) -> ComputedStep:
+        """Start one step up to what its tokens are drawn from; no other may be started before :meth:`finish`."""
         prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
         if step.transfers is not None:
             assert self.host is not None  # the scheduler knows of it
@@ -315,15 +346,12 @@ class ModelRunner:
         if step.copies is not None:
             for copies in self._copies:
                 copies.run(step.copies)
-        changed = False
         if self._processors is not None:
             self._processors.admit(step.admitted)
-            changed = self._processors.wanted(step)
         key = None if self._graphs is None else self._graphs.key_for(step)
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
             batch, tokens = captured.batch, captured.tokens
-            changed = changed or not (step.masks is None or key.masked)  # it has drawn without them
             hidden = captured.hidden
             if not step.segments.verify.sequences:
                 hidden = hidden[: padded(step.num_rows, self._sampled)]
@@ -339,18 +367,32 @@ class ModelRunner:
                 prompt_logprobs = self._prompt_logprobs(step, everything)
                 hidden = everything[batch.inputs.logit_rows]
         pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None) if step.pooled else ()
+        return ComputedStep(step, batch, hidden, tokens, prompt_logprobs, pooled)
+
+    @torch.inference_mode()
+    def finish(self, computed: ComputedStep, late: Restrictions = FREE) -> RunningStep:
+        """Start what is left of a step.
+
+        Args:
+            late: what the host lets come next, if the step is late.
+        """
+        self._computed = None
+        step, batch, hidden, tokens, prompt_logprobs, pooled = computed
+        logprobs = errors = None
+        whole: Iterable[tuple[int, LogprobTensors]] = ()
         rows, drafts = step.num_rows, None
         if step.segments.verify.sequences:
             drafts = self._seats.drafts[:rows]
+        changed = late != FREE or (self._processors is not None and self._processors.wanted(step))
         if rows and not step.draws:
             tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
         elif rows and (tokens is None or changed or not step.plain):
             logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
             sampling = batch.sampling(rows)
             drawn = (
-                self._sampler.sample(logits, sampling, step)
+                self._sampler.sample(logits, sampling, step, late)
                 if drafts is None
-                else self._sampler.sample_drafts(logits, sampling, drafts, step)
+                else self._sampler.sample_drafts(logits, sampling, drafts, step, late)
             )
             tokens, logprobs, whole, errors = drawn
         if step.tokens:
@@ -401,13 +443,13 @@ class ModelRunner:
         if chunk.tokens:
             return self._advance(batch, batch.inputs.logit_rows), None
         hidden = self._advance(batch, None)
-        if not self._model.spec.logits:
+        if not (self._model.spec.logits and batch.draws):
             return hidden, None
         if verify.sequences:
             drafts, sampling = self._seats.drafts[: verify.sequences], batch.sampling(verify.sequences)
             return hidden, self._sampler.verify(self._model.compute_logits(hidden), sampling, drafts)
         logits = self._model.compute_logits(hidden)
-        return hidden, self._sampler.draw(logits, batch.sampling(len(hidden)), batch.masks)
+        return hidden, self._sampler.draw(logits, batch.sampling(len(hidden)))
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
         """In parts, each computed when it is asked for."""

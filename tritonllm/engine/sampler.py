@@ -12,7 +12,7 @@ from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
 from tritonllm.engine.inputs import upload
 from tritonllm.engine.processors import BatchProcessors, Errors, apply_to_rows
 from tritonllm.engine.results import LogprobTensors
-from tritonllm.engine.step import Step
+from tritonllm.engine.step import FREE, Restrictions, RowMasks, Step
 from tritonllm.engine.token_masks import upload_masks
 from tritonllm.kernels import TokenMasks, rejection_sample, sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
@@ -67,9 +67,9 @@ class Sampler:
         captured in a graph."""
         return sample(logits, *inputs, masks=masks, workspace=self._workspace, out=self._drawn[: len(logits)])
 
-    def _masks(self, step: Step, rows: int) -> TokenMasks | None:
-        """Of a step's rows, on the device, if some have one."""
-        return None if step.masks is None else upload_masks(step.masks, rows, self._size[1], self._drawn.device)
+    def _masks(self, masks: RowMasks | None, rows: int) -> TokenMasks | None:
+        """Those of so many rows, on the device, if some have one."""
+        return None if masks is None else upload_masks(masks, rows, self._size[1], self._drawn.device)
 
     def _no_masks(self, rows: int) -> TokenMasks:
         """Masks of no row. Draws with edits always have masks, perhaps these: so they are compiled once, not twice."""
@@ -90,12 +90,14 @@ class Sampler:
         given = (drafts, None, logits, temperature, top_k, top_p, *noise)
         return rejection_sample(*given, min_p=min_p, workspace=self._workspace, out=out)[0]
 
-    def sample_drafts(self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor, step: Step) -> Drawn:
+    def sample_drafts(
+        self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor, step: Step, late: Restrictions = FREE
+    ) -> Drawn:
         """:meth:`verify`, whatever the R requests of a step ask for."""
         errors: Errors = {}
         batch = self._wanting(step)
-        if step.changed or batch is not None:
-            tokens = self._verify_one_by_one(logits, inputs, drafts, step, errors)
+        if step.edited is not None or late != FREE or batch is not None:
+            tokens = self._verify_one_by_one(logits, inputs, drafts, step, late, errors)
         else:
             tokens = self.verify(logits, inputs, drafts)
         each = tokens.shape[1]
@@ -107,7 +109,13 @@ class Sampler:
         return Drawn(tokens, logprobs, whole, errors)
 
     def _verify_one_by_one(
-        self, logits: torch.Tensor, inputs: SamplingRows, drafts: torch.Tensor, step: Step, errors: Errors
+        self,
+        logits: torch.Tensor,
+        inputs: SamplingRows,
+        drafts: torch.Tensor,
+        step: Step,
+        late: Restrictions,
+        errors: Errors,
     ) -> torch.Tensor:
         """What changes a token's logits depends on the tokens before it. So each row goes on, a token at a time, as
         long as its drafts are the tokens that it draws."""
@@ -124,10 +132,10 @@ class Sampler:
             mine = logits.view(rows, -1, logits.shape[1])[:, place].clone()  # changes are made in place
             now = inputs._replace(steps=inputs.steps + place)
             if place == 0:  # requests with functions or masks of their own have no drafts
-                errors |= apply_to_rows(mine, step.processors)
+                errors |= apply_to_rows(mine, late.processors)
             if batch is not None:
                 errors |= batch.apply(mine, now.steps, step, goes_on)
-            more = {"masks": self._masks(step, rows) if place == 0 else None, "workspace": self._workspace}
+            more = {"masks": self._masks(late.masks, rows) if place == 0 else None, "workspace": self._workspace}
             if edits is None or seats is None:
                 tokens = sample(mine, *now, **more)
             else:
@@ -147,20 +155,21 @@ class Sampler:
         """The processors of whole steps, if this one wants them."""
         return self._processors if self._processors is not None and self._processors.wanted(step) else None
 
-    def sample(self, logits: torch.Tensor, inputs: SamplingRows, step: Step) -> Drawn:
+    def sample(self, logits: torch.Tensor, inputs: SamplingRows, step: Step, late: Restrictions = FREE) -> Drawn:
         """One token for each row, whatever its request asks for.
 
         Args:
             logits: ``[R, V]`` float32; rows of requests that change them are overwritten.
             step: whose R rows they are.
+            late: what the host lets come next.
         """
         batch = self._wanting(step)
-        changed = step.changed or batch is not None
+        changed = step.edited is not None or late != FREE or batch is not None
         raw = logits.clone() if changed and step.logprobs is not None else logits  # changes are made in place
-        errors = apply_to_rows(logits, step.processors)
+        errors = apply_to_rows(logits, late.processors)
         if batch is not None:
             errors |= batch.apply(logits, inputs.steps, step)
-        masks = self._masks(step, len(logits))  # in the draw, so that no processor allows what it bans
+        masks = self._masks(late.masks, len(logits))  # in the draw, so that no processor allows what it bans
         if step.edited is not None:
             more = {"masks": masks or self._no_masks(len(logits)), "workspace": self._workspace}
             edits = self._told(step.new_edits)

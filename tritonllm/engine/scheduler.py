@@ -51,6 +51,7 @@ from tritonllm.engine.gang import fork, free, last_gang, parent_in
 from tritonllm.engine.host_tier import HostTier, TierStats
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
+from tritonllm.engine.prompt_budget import prompt_budget
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.speculation import Drafting
 from tritonllm.engine.waiting_queue import WaitingQueue
@@ -110,6 +111,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._free_seats = list(range(self.config.max_num_seqs))
         self._copies: list[tuple[int, int]] = []  # of the step that is being planned
+        self._prompts_left: int | None = None  # tokens that it may take; None: not looked at yet
 
     def reset(self) -> None:
         """Begin anew, with no request, all blocks free and nothing cached. Only totals stay, and admission numbers go
@@ -288,6 +290,7 @@ class Scheduler:
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
         budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
+        self._prompts_left = None
         possible, most_drafts = self._drafting.most, self._drafting.now(self._running)
         loading = () if self.tier is None else self.tier.loading
         while budget > 0 and at < len(self._running):
@@ -299,7 +302,9 @@ class Scheduler:
             if (request.controls and request.waits_for_tokens) or (loading and request in loading):
                 continue
             start = request.num_computed_tokens
-            end = last = min(total, start + budget)
+            end = last = total if total - start == 1 else min(total, start + self._most_of(request, budget))
+            if end == start:
+                continue  # others' prompts come first
             drafts = 0
             if possible:
                 if most_drafts and start + 1 == total:
@@ -323,6 +328,16 @@ class Scheduler:
             budget -= end - start + drafts
         return scheduled
 
+    def _most_of(self, request: Request, budget: int) -> int:
+        """Tokens of a request's prompt that the step which is planned may compute, if ``budget`` are left of it."""
+        if request.pooling is not None:
+            return budget  # it may have to be computed at once
+        if self._prompts_left is None:
+            behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
+            queued, most = self._waiting.num_tokens + sum(behind), self.config.max_num_batched_tokens
+            self._prompts_left = prompt_budget(most, queued) if 0 in behind else most
+        return min(budget, self._prompts_left)
+
     def _advance(self, request: Request, end: int, total: int, drafts: int = 0) -> ScheduledRequest:
         """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones, and drafts
         behind them."""
@@ -332,6 +347,8 @@ class Scheduler:
         request.num_pending_tokens += samples
         if drafts:
             request.num_possible_tokens += drafts
+        if self._prompts_left is not None and end - start > 1:
+            self._prompts_left -= end - start
         if not pending and self.prefix_cache is not None:
             self.prefix_cache.insert(request)
         return ScheduledRequest(request, start, end - start + drafts, samples, pending > 0, drafts)
@@ -349,11 +366,12 @@ class Scheduler:
             if request is None or request.num_pending_tokens:
                 break
             parent = parent_in(scheduled, request) if request.siblings else None
+            room = self._most_of(request, budget)
             if parent is not None:
                 if self.pool.num_free <= len(self._running):
                     break
                 fork(parent, request, self.pool, self.block_size)
-            elif budget <= 0 or not request.may_start(budget) or not self._give_blocks(request):
+            elif room <= 0 or not request.may_start(room) or not self._give_blocks(request):
                 break
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING
@@ -362,7 +380,7 @@ class Scheduler:
             if self.tier is not None and request in self.tier.loading:
                 continue
             total = request.num_tokens
-            item = self._advance(request, min(total, request.num_computed_tokens + budget), total)
+            item = self._advance(request, min(total, request.num_computed_tokens + room), total)
             budget -= item.num_tokens
             (scheduled if parent is None else forks.setdefault(parent, [])).append(item)
         return forks

@@ -227,6 +227,21 @@ class RowProcessors(NamedTuple):
     output: list[int]
 
 
+class Restrictions(NamedTuple):
+    """What the host lets come next in some rows of a step, which it knows when the results of the step before are in.
+
+    Attributes:
+        masks: of rows whose next token is restricted; ``None`` if there are none.
+        processors: functions of requests that change their logits.
+    """
+
+    masks: RowMasks | None = None
+    processors: tuple[RowProcessors, ...] = ()
+
+
+FREE = Restrictions()
+
+
 class SeatedRequest(NamedTuple):
     """What processors of whole batches are told of a request that takes a seat, with its tokens so far."""
 
@@ -285,8 +300,7 @@ class Step:
         whole_logprobs: the rows that want the whole vocabulary.
         edited: ``[R]`` int32, the seats of those whose logits are edited, -1 for the others; ``None`` for nobody.
         new_edits: of seats that have to be told first.
-        masks: of rows whose next token the host restricts; ``None`` if there are none.
-        processors: functions of requests that change their logits.
+        late: the host may have a say in some rows' tokens, and has it when the step is drawn (:class:`Restrictions`).
         admitted: requests that are new to their seats, if processors of whole batches want to know.
         prompt_spans: prompt tokens to report on.
         pooled: the tokens of prompts that are pooled.
@@ -307,8 +321,7 @@ class Step:
     whole_logprobs: tuple[int, ...] = ()
     edited: np.ndarray | None = None
     new_edits: tuple[SeatEdits, ...] = ()
-    masks: RowMasks | None = None
-    processors: tuple[RowProcessors, ...] = ()
+    late: bool = False
     admitted: tuple[SeatedRequest, ...] = ()
     prompt_spans: tuple[PromptSpan, ...] = ()
     pooled: tuple[PooledSpan, ...] = ()
@@ -339,13 +352,8 @@ class Step:
 
     @property
     def plain(self) -> bool:
-        """The draw alone serves all of them, with its masks: no logits are changed otherwise, or reported."""
-        return self.edited is None and not self.processors and self.logprobs is None
-
-    @property
-    def changed(self) -> bool:
-        """Logits of some rows are changed (by processors of whole batches, perhaps, which this does not know)."""
-        return self.edited is not None or self.masks is not None or bool(self.processors)
+        """The draw alone serves all of them: logits are neither edited nor reported."""
+        return self.edited is None and self.logprobs is None
 
 
 def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:

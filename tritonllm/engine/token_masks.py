@@ -29,26 +29,3 @@ def _pack(masks: RowMasks, rows: int, device: torch.device) -> torch.Tensor:
 def upload_masks(masks: RowMasks, rows: int, vocab: int, device: torch.device) -> TokenMasks:
     """Those of a step of ``rows`` rows in one copy, without waiting for it."""
     return _views(_pack(masks, rows, device).to(device, non_blocking=True), rows, vocab)
-
-
-class MaskBuffers:
-    """What captured steps read: masks of as many rows as a step may have, always in the same place.
-
-    Args:
-        most: rows of the largest step.
-        vocab: size of the vocabulary.
-        device: where they are.
-    """
-
-    def __init__(self, most: int, vocab: int, device: torch.device) -> None:
-        self._vocab, self._device = vocab, device
-        self._memory = torch.zeros(most * (1 + -(-vocab // 32)), dtype=torch.int32, device=device)
-
-    def of(self, rows: int) -> TokenMasks:
-        """Of a step with room for so many rows."""
-        return _views(self._memory[: rows * (1 + -(-self._vocab // 32))], rows, self._vocab)
-
-    def load(self, masks: RowMasks, rows: int) -> None:
-        """Take the masks of a step that is run in a room for so many rows."""
-        packed = _pack(masks, rows, self._device)
-        self._memory[: len(packed)].copy_(packed, non_blocking=True)
