@@ -149,13 +149,22 @@ def reference_drafts(model, head, tokens, count):
     return known[len(tokens) :]
 
 
-@pytest.mark.parametrize(("most", "twice"), [(None, False), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("most", "twice", "engine"),
+    [
+        (None, False, {}),
+        (1, False, {"max_num_batched_tokens": 13}),  # prompts in chunks that end inside of blocks
+        (1, True, {"enable_prefix_caching": False}),
+        (None, False, {"block_size": 1, "num_blocks": 200}),
+    ],
+)
 @pytest.mark.parametrize("ahead", [False, True])
-def test_drafts_are_those_of_the_published_method(ahead, most, twice):
-    """In every step: behind a prompt, behind rejected drafts and behind accepted ones, and behind plain steps; also
-    where each step runs twice, as one that is captured in service."""
+def test_drafts_are_those_of_the_published_method(ahead, most, twice, engine):
+    """In every step: behind a prompt, behind rejected drafts and behind accepted ones, behind plain steps, chunks, and
+    hits of the prefix cache, the second time all of them; also where each step runs twice, as one that is captured in
+    service."""
     model, head = certain_pair()
-    llm = with_head(model, head, drafts=4, most=most, async_scheduling=ahead, enable_prefix_caching=False)
+    llm = with_head(model, head, drafts=4, most=most, async_scheduling=ahead, **engine)
     drafter, seen = llm.engine._runner.drafter, []
     propose = drafter.propose
 
@@ -169,6 +178,8 @@ def test_drafts_are_those_of_the_published_method(ahead, most, twice):
         drafter.follow = lambda *args: (follow(*args), follow(*args))
     prompts = [PROMPTS[2], PROMPTS[0]]
     found = texts(llm.generate(prompts, [greedy(24), greedy(6)]))
+    assert texts(llm.generate(prompts, [greedy(24), greedy(6)])) == found
+    assert (llm.engine.stats.prefix_cache_hit_tokens > 0) != twice
     whole = [[*prompt, *text] for prompt, (text, _, _) in zip(prompts, found, strict=True)]
     accepted = llm.engine.stats.num_accepted_tokens
     assert 0 < accepted < llm.engine.stats.num_draft_tokens
@@ -180,7 +191,7 @@ def test_drafts_are_those_of_the_published_method(ahead, most, twice):
             possible = [reference_drafts(model, head, tokens[: end + 1], len(wanted)) for tokens in mine]
             assert wanted in possible
             checked += 1
-    assert checked >= 6
+    assert checked >= 12
 
 
 BAD = {

@@ -43,7 +43,8 @@ class DraftModel:
 
     Attributes:
         model: the same.
-        cache: a view for each of its layers; whoever runs steps sets it.
+        cache: a view for each of its layers; none before :meth:`take_cache`.
+        extra_bytes: what it keeps of a block beside keys and values.
         stores_last: it computes the last draft, too, for its keys and values.
         wants_all: :meth:`follow` wants the large model's states of all tokens.
     """
@@ -51,6 +52,7 @@ class DraftModel:
     remembers = False
     stores_last = True
     wants_all = False
+    extra_bytes = 0
 
     def __init__(self, model: CausalLM, seats: int, drafts: int, device: torch.device) -> None:
         self.model = model
@@ -62,6 +64,10 @@ class DraftModel:
         columns = torch.zeros(4, *room, dtype=torch.int64, device=device)
         self._positions, self._slots, self._draws, self._drawn = columns
         self._lengths = torch.zeros(room, dtype=torch.int32, device=device)
+
+    def take_cache(self, cache: Sequence[KVCacheView]) -> None:
+        """Begin anew with these blocks; with none where the model's are given up."""
+        self.cache = cache
 
     def remember(self, output: torch.Tensor) -> None:
         """It does not."""

@@ -163,7 +163,8 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
-        return sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
+        extra = 0 if self._draft is None else self._draft.extra_bytes
+        return extra + sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
 
     @property
     def host_slots(self) -> int:
@@ -227,12 +228,12 @@ class ModelRunner:
         made = [make_cache(model.spec, *sizes, part) for model, part in zip(self._models, own, strict=False)]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
-            self._draft.cache = made[1][0]
+            self._draft.take_cache(made[1][0])
 
     def _forget_cache(self) -> None:
         self._cache, self._copies = [], []
         if self._draft is not None:
-            self._draft.cache = []
+            self._draft.take_cache([])
 
     def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of these tokens ``[R]``, or of all."""
