@@ -113,7 +113,12 @@ def test_greedy_text_is_that_of_plain_decoding(family, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "engine",
-    [{}, {"max_num_batched_tokens": 16}, {"num_blocks": 22}, {"max_num_seqs": 3, "enable_prefix_caching": False}],
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"num_blocks": 22, "kv_offloading_size": 1 / 256},
+        {"max_num_seqs": 3, "enable_prefix_caching": False},
+    ],
     ids=str,
 )
 def test_no_kind_of_request_changes(engine, ahead):

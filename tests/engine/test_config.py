@@ -131,7 +131,7 @@ def test_an_unknown_argument_is_named_beside_the_known_ones():
 def test_every_known_argument_is_taken():
     defaults = EngineConfig(model=ModelConfig(model="m"))
     values = dataclasses.asdict(defaults)
-    for part in ("model", "cache", "scheduler"):
+    for part in ("model", "cache", "scheduler", "parallel"):
         values |= values.pop(part)
     assert sorted(values) == EngineConfig.known_kwargs()
     assert EngineConfig.from_kwargs(**values) == defaults

@@ -148,11 +148,19 @@ class GraphCapture:
         rehearsal: see :class:`~tritonllm.models.interface.CausalLM`; inside the block a model runs one layer of each
             kind.
         device: a CUDA device.
+        threads: others call CUDA meanwhile: NCCL's, which asks whether the collectives before have ended.
     """
 
-    def __init__(self, rehearsal: Callable[[], AbstractContextManager[None]], device: torch.device) -> None:
+    def __init__(
+        self,
+        rehearsal: Callable[[], AbstractContextManager[None]],
+        device: torch.device,
+        *,
+        threads: bool = False,
+    ) -> None:
         self._rehearsal = rehearsal
         self._device = device
+        self._mode = "thread_local" if threads else "global"  # whose forbidden calls break a capture
         self._kinds = [(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) for _ in range(2)]
 
     def __call__(self, work: Callable[[], Outputs], with_prompts: bool) -> tuple[torch.cuda.CUDAGraph, Outputs]:
@@ -167,7 +175,7 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         pool, stream = self._kinds[with_prompts]
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool)
+            graph.capture_begin(pool=pool, capture_error_mode=self._mode)
             try:
                 outputs = work()
             finally:

@@ -19,6 +19,7 @@ import torch
 from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.kernels.compile.aot import pretend, target_of
@@ -57,24 +58,25 @@ def kernels_of(
         draft: the configuration's draft model.
     """
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
-        models: list[Decoder] = [_without_repeats(spec, target)]
+        group = Group(0, config.parallel.tensor_parallel_size)
+        models: list[Decoder] = [_without_repeats(spec, target, group)]
         if draft is not None and config.speculative_config is not None:
-            is_head = config.speculative_config.method == "eagle"
-            limit = target.max_model_len
-            models.append(
-                make_head(draft, models[0], bias=False, limit=limit) if is_head else _without_repeats(draft, target)
-            )
-        runner = ModelRunner(models[0], config, META, target.max_model_len, draft=None if draft is None else models[1])
+            if config.speculative_config.method == "eagle":
+                models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))
+            else:
+                models.append(_without_repeats(draft, target, ALONE))
+        drafts = None if draft is None else models[1]
+        runner = ModelRunner(models[0], config, META, target.max_model_len, draft=drafts, group=group)
         runner.start(NUM_BLOCKS, target.max_model_len)
         with rehearsal_of(models):  # as the engine warms up
             runner.warm_up().run()
     return found
 
 
-def _without_repeats(spec: ModelSpec, target: Target) -> Decoder:
+def _without_repeats(spec: ModelSpec, target: Target, group: Group) -> Decoder:
     """One layer of each kind, without memory."""
     small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
-    return Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len)
+    return Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len, group=group)
 
 
 def compile_kernels_of(

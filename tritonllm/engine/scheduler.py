@@ -33,6 +33,8 @@ Why every request ends:
   that, and only once: when it is preempted itself, nothing behind it runs any more. Hence without new arrivals the
   front request ends.
 - If nothing runs, all blocks are free and the first waiting request fits.
+- A running request whose blocks are on their way from the host's memory (:mod:`tritonllm.engine.host_tier`) is left out
+  of plans like one that waits for its last token. If nobody else runs, the device waits for them instead.
 
 A step that preempted admits nobody, so that a newcomer (:mod:`tritonllm.engine.admission`) is not preempted at once.
 """
@@ -46,6 +48,7 @@ from operator import attrgetter
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.admission import Admission
 from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.control import MOST_FORCED
 from tritonllm.engine.endings import cut
 from tritonllm.engine.gang import fork, free, last_gang, parent_in
 from tritonllm.engine.host_tier import HostTier, TierStats
@@ -93,7 +96,8 @@ class Scheduler:
         self.block_size = cache.block_size
         self.max_model_len = max_model_len
         self._drafting = drafts or Drafting()
-        self._most_new_blocks = 1 + -(-2 * self._drafting.most // cache.block_size)  # of a running request in a step
+        beyond = 2 * self._drafting.most + MOST_FORCED  # one more token
+        self._most_new_blocks = 1 + -(-beyond // cache.block_size)  # of a running request in a step
         self.tier = tier
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(cache.block_size, self.pool, tier) if cache.enable_prefix_caching else None
@@ -151,17 +155,10 @@ class Scheduler:
             ValueError: an id in use, a request that has run before, an empty prompt, limits that contradict each
                 other, or a prompt that does not fit the pool.
         """
-        length = len(request.prompt_token_ids)
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
         request.check(self.max_model_len)
-        pools = request.pooling is not None  # then its new token takes no room
-        needed = self._blocks_for(length + (not pools))
-        if needed > self.pool.num_blocks:
-            raise ValueError(
-                f"a prompt of {length} tokens and one new token need {needed} blocks of {self.block_size} tokens, but "
-                f"num_blocks is {self.pool.num_blocks}: shorten the prompt, or raise num_blocks"
-            )
+        self._admission.check(request)
 
     def add(self, request: Request) -> None:
         """Queue a request; see :meth:`check` for what is refused."""
@@ -227,7 +224,7 @@ class Scheduler:
         preempted = self._preempt_gangs()
         scheduled = self._serve_running(preempted)
         forks = {} if preempted else self._admit(scheduled)
-        if not scheduled and tier is not None and tier.hurry():
+        if not scheduled and tier is not None and tier.hurry(self._running):
             scheduled = self._serve_running(preempted)
             forks = {} if preempted else self._admit(scheduled)
         if not scheduled and self._running and all(request.held for request in self._running):
@@ -286,6 +283,24 @@ class Scheduler:
                 # the step in flight computes this token, the last of its block, which is known only now
                 cache.insert(request)
         return new_tokens
+
+    def append(self, request: Request, tokens: Sequence[int]) -> NewTokens:
+        """Let tokens follow that nobody draws: the next step of the request computes them.
+
+        Args:
+            request: unfinished, with no token in flight.
+
+        Returns:
+            Those that do not come after its end.
+        """
+        output = request.output_token_ids
+        output += tokens
+        before = len(output) - len(tokens)
+        ending = cut(request, len(tokens))
+        if ending is not None:
+            self._just_ended[request.request_id] = request
+            self._end(request, *ending)
+        return request, output[before:]
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
