@@ -287,8 +287,6 @@ class EngineConfig:
                 "speculative_config: method='eagle' runs on one GPU so far: leave tensor_parallel_size out, or take "
                 "method='draft_model'"
             )
-        if speculative.model is not None and self.enable_sleep_mode:
-            raise ValueError("enable_sleep_mode: a draft model's weights cannot sleep; leave out one of the two")
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens
         if 1 + most > tokens:

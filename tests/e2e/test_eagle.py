@@ -243,3 +243,16 @@ def test_a_bias_and_a_file_in_vllms_layout(tmp_path):
     assert torch.equal(llm.engine._runner.drafter.model.fc.bias, tensors["fc.bias"])
     expected = token_ids(tiny_llm(folder).generate(PROMPTS, greedy(12)))
     assert token_ids(llm.generate(PROMPTS, greedy(12))) == expected
+
+
+def test_a_head_sleeps_with_its_model():
+    model, head = certain_pair()
+    llm = with_head(model, head, enable_sleep_mode=True)
+    before = texts(llm.generate(PROMPTS, greedy(12)))
+    accepted = llm.engine.stats.num_accepted_tokens
+    own = sum(p.numel() for p in llm.engine._runner.drafter.model.parameters())
+    assert own == sum(t.numel() for n, t in load_file(head / "model.safetensors").items() if n != "embed_tokens.weight")
+    llm.sleep(1)
+    llm.wake_up()
+    assert texts(llm.generate(PROMPTS, greedy(12))) == before
+    assert llm.engine.stats.num_accepted_tokens == 2 * accepted > 0

@@ -108,9 +108,9 @@ def test_a_step_with_a_prompt_has_no_drafts():
     scheduler = make_scheduler(Drafting(3))
     request = add(scheduler, "a", 3, 3000)
     run(scheduler, 1, lambda name: 0)
-    add(scheduler, "b", 600, 3000)
+    add(scheduler, "b", 300, 3000)
     plan = scheduler.schedule()
-    assert [(i.request.request_id, i.num_tokens, i.drafts) for i in plan.scheduled] == [("a", 1, 0), ("b", 508, 0)]
+    assert [(i.request.request_id, i.num_tokens, i.drafts) for i in plan.scheduled] == [("a", 1, 0), ("b", 256, 0)]
     assert request.num_possible_tokens == 0 and len(request.block_ids) == 2
     scheduler.update(plan, [[7], []])
     assert run(scheduler, 3, lambda name: 0) == [0, 6, 6]

@@ -49,9 +49,11 @@ class EagleHead(Decoder):
         max_model_len: int,
     ) -> None:
         super().__init__(spec, dtype=dtype, device=device, max_model_len=max_model_len)
-        self.embed = self.lm_head = target.embed  # in the place of tables of its own
+        for name in ("embed", "lm_head"):  # in their place the large model's, which are no part of this module
+            delattr(self, name)
+            vars(self)[name] = target.embed
         self.fc = Linear(2 * spec.hidden_size, spec.hidden_size, bias=bias, dtype=dtype, device=device)
-        self._target = (target,)  # no part of this module
+        self._target = (target,)
 
     def compute(
         self,
@@ -114,7 +116,7 @@ def load_eagle_weights(head: EagleHead, folder: Path, *, load_format: str = "aut
         ValueError: a tensor missing, left over or of a wrong shape, or values that are NaN or infinite, unless
             ``allow_nan``.
     """
-    parameters = {n: p for n, p in head.named_parameters() if not n.startswith(("embed.", "lm_head."))}
+    parameters = dict(head.named_parameters())
     slots = {n: s for n, s in weight_map(head.spec).items() if s.parameter in parameters}
     places: dict[str, Any] = {name.removeprefix("model."): slot for name, slot in slots.items()}
     places |= {name: None for name in parameters if name.startswith("fc.")}
@@ -150,9 +152,8 @@ def dummy_eagle_weights(head: EagleHead, seed: int) -> None:
     """Numbers from ``seed`` in the place of a file's, as :func:`~tritonllm.models.weights.dummy_weights` makes them."""
     generator = torch.Generator(head.fc.weight.device).manual_seed(seed)
     for name, parameter in head.named_parameters():
-        if not name.startswith(("embed.", "lm_head.")):
-            is_norm = name.endswith("norm.weight")
-            parameter.fill_(1.0) if is_norm else parameter.normal_(0.0, 0.02, generator=generator)
+        is_norm = name.endswith("norm.weight")
+        parameter.fill_(1.0) if is_norm else parameter.normal_(0.0, 0.02, generator=generator)
 
 
 def write_eagle_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
