@@ -282,6 +282,11 @@ class EngineConfig:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
+        if speculative.method == "eagle" and self.parallel.tensor_parallel_size > 1:
+            raise ValueError(
+                "speculative_config: method='eagle' runs on one GPU so far: leave tensor_parallel_size out, or take "
+                "method='draft_model'"
+            )
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens
         if 1 + most > tokens:

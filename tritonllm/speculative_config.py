@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from tritonllm.config_checks import at_least, is_a, names_code
 
-METHODS = ("ngram", "suffix", "draft_model")
+OF_MODELS = ("draft_model", "eagle")
+METHODS = ("ngram", "suffix", *OF_MODELS)
 DRAFTS = 4  # of a model that is named without a number
 MOST_DRAFTS, MOST_LOOKUP = 31, 32  # tokens that one launch verifies of a sequence, and that it compares
 
@@ -21,9 +22,10 @@ class SpeculativeConfig:
     Args:
         method: ``ngram`` looks for an earlier occurrence of a sequence's last tokens, and guesses what followed it;
             ``suffix`` looks in the outputs of past requests, too, and guesses more the longer what it found is;
-            ``draft_model`` asks a second, smaller model of the same vocabulary; ``"module:name"`` makes a drafter of
-            your own (:class:`tritonllm.engine.drafters.Drafter`).
-        model: of ``draft_model``: a folder in Hugging Face format, or a hub id.
+            ``draft_model`` asks a second, smaller model of the same vocabulary, ``eagle`` a head that was trained to go
+            on from this model's hidden states; ``"module:name"`` makes a drafter of your own
+            (:class:`tritonllm.engine.drafters.Drafter`).
+        model: of ``draft_model`` and ``eagle``: a folder in Hugging Face format, or a hub id.
         revision: branch, tag or commit of that hub id.
         num_speculative_tokens: guesses of a sequence in a step, at most 31.
         prompt_lookup_min, prompt_lookup_max: tokens that must have occurred, and that are compared, at most 32. Without
@@ -74,14 +76,16 @@ class SpeculativeConfig:
             )
 
     def _check_model(self, name: str) -> None:
-        if self.method == "draft_model":
+        if self.method in OF_MODELS:
             if not isinstance(self.model, str) or not self.model.strip():
                 raise ValueError(
-                    f"{name}method='draft_model' needs model, a folder or a hub id of a smaller model with the same "
+                    f"{name}method={self.method!r} needs model, a folder or a hub id of what drafts with the same "
                     f"vocabulary, got {self.model!r}"
                 )
         elif self.model is not None or self.revision is not None:
-            raise ValueError(f"{name}model and revision are for method='draft_model', got method={self.method!r}")
+            raise ValueError(
+                f"{name}model and revision are for methods {' and '.join(OF_MODELS)}, got method={self.method!r}"
+            )
 
     @property
     def lookup(self) -> tuple[int, int]:

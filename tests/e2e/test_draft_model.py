@@ -67,6 +67,7 @@ def test_greedy_text_is_that_of_plain_decoding(family, ahead):
         {},
         {"max_num_batched_tokens": 16},  # prompts in chunks, beside decodes
         {"num_blocks": 22},  # preemption
+        {"num_blocks": 22, "kv_offloading_size": 1 / 256},  # and blocks that come back from the host
         {"num_blocks": 22, "enable_prefix_caching": False},
         {"max_num_seqs": 3, "block_size": 1, "num_blocks": 300},
         {"block_size": 16},
@@ -86,6 +87,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(family, engine, ahead):
     stats = llm.engine.stats
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 60
     assert stats.num_free_blocks == stats.num_blocks
+    assert (stats.loaded_blocks > 0) == ("kv_offloading_size" in engine)
     assert (stats.preemptions > 0) == ("num_blocks" in engine and engine["num_blocks"] < 64)
     assert (stats.prefix_cache_hit_tokens > 0) == engine.get("enable_prefix_caching", True)
 

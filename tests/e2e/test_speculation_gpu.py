@@ -185,6 +185,29 @@ def test_a_draft_models_steps_are_captured_before_the_first_request(folder, smal
     assert llm.engine.stats.num_draft_tokens > 1000
 
 
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """An EAGLE head, whose weights are made up."""
+    folder = tmp_path_factory.mktemp("eagle")
+    names = ("hidden_size", "vocab_size", "head_dim", "hidden_act", "rms_norm_eps", "rope_theta")
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048, "num_hidden_layers": 1}
+    config = {name: QWEN3_0_6B[name] for name in names} | sizes | {"max_position_embeddings": 2048}
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_a_head_changes_no_token(folder, head, engine):
+    params = [greedy(60), SamplingParams(temperature=1.0, seed=2, n=2, max_tokens=40, ignore_eos=True)] * 4
+    expected = token_ids(make(folder).generate(PROMPTS, params, use_tqdm=False))
+    llm = make(folder, speculative_config={**draft_of(head, 3), "method": "eagle"}, **engine)
+    for _ in range(2):
+        assert token_ids(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+    assert (stats.num_free_blocks, stats.compilations_after_ready) == (stats.num_blocks, 0)
+
+
 def test_memory_holds_both_caches(folder, small):
     """As many blocks as fit, of both models: what a full pool computes is what a small one does."""
     llm = make(folder, num_blocks=None, gpu_memory_utilization=0.5, speculative_config=draft_of(small))

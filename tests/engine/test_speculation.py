@@ -108,9 +108,9 @@ def test_a_step_with_a_prompt_has_no_drafts():
     scheduler = make_scheduler(Drafting(3))
     request = add(scheduler, "a", 3, 3000)
     run(scheduler, 1, lambda name: 0)
-    add(scheduler, "b", 600, 3000)
+    add(scheduler, "b", 300, 3000)
     plan = scheduler.schedule()
-    assert [(i.request.request_id, i.num_tokens, i.drafts) for i in plan.scheduled] == [("a", 1, 0), ("b", 508, 0)]
+    assert [(i.request.request_id, i.num_tokens, i.drafts) for i in plan.scheduled] == [("a", 1, 0), ("b", 256, 0)]
     assert request.num_possible_tokens == 0 and len(request.block_ids) == 2
     scheduler.update(plan, [[7], []])
     assert run(scheduler, 3, lambda name: 0) == [0, 6, 6]
@@ -176,11 +176,12 @@ def test_lookup(given, lookup):
         (4, "must be a dict"),
         ({"method": "ngram"}, "num_speculative_tokens is missing"),
         ({"num_speculative_tokens": 4}, "method is missing"),
-        ({"method": "medusa", "num_speculative_tokens": 4}, "method must be one of ngram, suffix, draft_model or 'mo"),
+        ({"method": "medusa", "num_speculative_tokens": 4}, "must be one of ngram, suffix, draft_model, eagle or"),
+        ({"method": "eagle", "num_speculative_tokens": 4}, "method='eagle' needs model, a folder"),
         ({"method": "draft_model", "num_speculative_tokens": 4}, "method='draft_model' needs model, a folder"),
         ({"model": " ", "num_speculative_tokens": 4}, "method='draft_model' needs model, .* got ' '"),
         ({"model": 3, "num_speculative_tokens": 4}, "needs model, .* got 3"),
-        ({"method": "ngram", "model": "m", "num_speculative_tokens": 4}, "model and revision are for method='draft_mo"),
+        ({"method": "ngram", "model": "m", "num_speculative_tokens": 4}, "are for methods draft_model and eagle"),
         ({"method": "suffix", "revision": "m", "num_speculative_tokens": 4}, "model and revision are for"),
         ({"model": "m", "num_speculative_tokens": 32}, "num_speculative_tokens must be at most 31, got 32"),
         ({"model": "m", "num_speculative_tokens": 4, "adaptive": 0}, "adaptive must be of type bool, got 0"),

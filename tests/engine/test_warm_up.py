@@ -12,6 +12,7 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
@@ -119,6 +120,13 @@ def test_no_step_launches_what_the_start_has_not(model, length, gpu):
             launches_nothing_else()
 
 
+def head_of(target, length):
+    sizes = {"hidden_size": target.spec.hidden_size, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    spec = spec_from_config({**MODELS[DRAFT], **sizes})
+    spec = dataclasses.replace(spec, vocab_size=target.spec.vocab_size, first_norm=False, final_norm=False)
+    return make_head(spec, target, bias=False, limit=length)
+
+
 def few_layers(model):
     spec = spec_from_config(MODELS[model])
     return dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
@@ -127,19 +135,20 @@ def few_layers(model):
 @pytest.mark.parametrize(
     ("gpu", "length", "drafts", "draft"),
     [
-        ("NVIDIA H200", 600, 1, False),
-        ("NVIDIA H200", 6144, 4, False),
-        (None, 600, 7, False),
-        ("NVIDIA H200", 6144, 3, True),
-        (None, 600, 2, True),
+        ("NVIDIA H200", 600, 1, None),
+        ("NVIDIA H200", 6144, 4, None),
+        (None, 600, 7, None),
+        ("NVIDIA H200", 6144, 3, "draft_model"),
+        (None, 600, 2, "draft_model"),
+        ("NVIDIA H200", 600, 3, "eagle"),
     ],
 )
 @pytest.mark.parametrize("model", VARIED)
 def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, drafts, gpu, draft):
-    """Any number of sequences with drafts, of n-grams or of a draft model, and plain steps of an engine that has
+    """Any number of sequences with drafts, of n-grams, a draft model or a head, and plain steps of an engine that has
     some."""
     seats = 64
-    speculative = {"model": "small", "num_speculative_tokens": drafts} if draft else f"ngram:{drafts}"
+    speculative = {"method": draft or "ngram", "num_speculative_tokens": drafts, "model": "small" if draft else None}
     config = EngineConfig.from_kwargs(
         model="m",
         max_num_seqs=seats,
@@ -148,8 +157,10 @@ def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, draf
         speculative_config=speculative,
     )
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
-        models = [few_layers(model), *([few_layers(DRAFT)] if draft else [])]
+        models = [few_layers(model), *([few_layers(DRAFT)] if draft == "draft_model" else [])]
         decoders = [Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length) for spec in models]
+        if draft == "eagle":
+            decoders.append(head_of(decoders[0], length))
         runner = ModelRunner(decoders[0], config, META, length, draft=decoders[1] if draft else None)
         runner.start(NUM_BLOCKS, length)
         with rehearsal_of(decoders):
@@ -157,7 +168,7 @@ def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, draf
             loaded = {described(kernel) for kernel in found}
             names = {kernel.name for kernel in found}
             assert {"_chain_kernel", "_advance_seats_kernel"} < names
-            assert ("_ngram_kernel" in names) != draft
+            assert ("_ngram_kernel" in names) == (draft is None)
 
             @settings(max_examples=30, deadline=None)
             @given(

@@ -22,9 +22,11 @@ from tritonllm.engine.drafters import DraftStep
 from tritonllm.engine.inputs import Batch
 from tritonllm.engine.step import ALIGNMENT
 from tritonllm.kernels import sample
-from tritonllm.layers.metadata import KVCacheView
+from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.segments import Segments, decodes
 from tritonllm.models import checkpoint
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.eagle import EagleHead, dummy_eagle_weights, has_bias, load_eagle_weights, read_eagle_spec
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.spec import ModelSpec
@@ -41,10 +43,16 @@ class DraftModel:
 
     Attributes:
         model: the same.
-        cache: a view for each of its layers; whoever runs steps sets it.
+        cache: a view for each of its layers; none before :meth:`take_cache`.
+        extra_bytes: what it keeps of a block beside keys and values.
+        stores_last: it computes the last draft, too, for its keys and values.
+        wants_all: :meth:`follow` wants the large model's states of all tokens.
     """
 
     remembers = False
+    stores_last = True
+    wants_all = False
+    extra_bytes = 0
 
     def __init__(self, model: CausalLM, seats: int, drafts: int, device: torch.device) -> None:
         self.model = model
@@ -57,19 +65,36 @@ class DraftModel:
         self._positions, self._slots, self._draws, self._drawn = columns
         self._lengths = torch.zeros(room, dtype=torch.int32, device=device)
 
+    def take_cache(self, cache: Sequence[KVCacheView]) -> None:
+        """Begin anew with these blocks; with none where the model's are given up."""
+        self.cache = cache
+
     def remember(self, output: torch.Tensor) -> None:
         """It does not."""
 
-    def follow(self, batch: Batch, rows: torch.Tensor | None) -> None:
-        """Compute what the large model computes in a step without drafts, for the keys and values.
+    def follow(self, batch: Batch, rows: torch.Tensor | None, hidden: torch.Tensor) -> None:
+        """Compute what the large model has computed in a step without drafts, for the keys and values.
 
         Args:
             batch: the step, settled.
             rows: as the large model has them: behind the last layer's attention nothing is computed of the others.
+            hidden: the large model's states.
         """
         inputs = batch.inputs
+        if batch.metadata.segments.verify.sequences:
+            return  # it has computed these tokens to propose them
         metadata = dataclasses.replace(batch.metadata)  # what the large model binds to it is not of this cache
         self.model(inputs.input_ids, inputs.positions, metadata, self.cache, rows)
+
+    def begin(self, step: DraftStep) -> torch.Tensor | None:
+        """What the first decode step has of the one before it."""
+        return None
+
+    def compute(
+        self, tokens: torch.Tensor, carried: torch.Tensor | None, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One decode step of B sequences: hidden states, and what the next one has of it."""
+        return self.model(tokens, positions, metadata, self.cache), None
 
     def propose(self, step: DraftStep) -> None:
         """One decode step for each draft, and one more that stores the last draft's keys and values: the next step has
@@ -82,8 +107,8 @@ class DraftModel:
         lengths.copy_((positions + 1) * (slots >= 0))  # nothing is computed of sequences with fewer drafts
         draws, drawn = self._draws[mine], self._drawn[mine]
         draws.copy_(step.sampling.steps + self._places)
-        tokens = step.ids[:, 0].contiguous()
-        for place in range(most + 1):
+        tokens, carried = step.ids[:, 0].contiguous(), self.begin(step)
+        for place in range(most + self.stores_last):
             metadata = dataclasses.replace(
                 step.metadata,
                 segments=Segments(decodes(count)),
@@ -92,7 +117,7 @@ class DraftModel:
                 verify_starts=None,
                 decode_order=None,
             )
-            hidden = self.model(tokens, positions[place], metadata, self.cache)
+            hidden, carried = self.compute(tokens, carried, positions[place], metadata)
             if place < most:
                 sampling = step.sampling._replace(steps=draws[place])
                 rows = {"workspace": self._workspace, "out": drawn[place]}
@@ -112,7 +137,7 @@ def _weights(model: CausalLM) -> int:
 
 
 def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> ModelSpec | None:
-    """What the configuration's draft model is; ``None`` without one. Only its ``config.json`` is read.
+    """What the configuration's draft model or head is; ``None`` without one. Only its ``config.json`` is read.
 
     Args:
         spec: of the large model.
@@ -122,13 +147,14 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
         ValueError: a draft model that is not there, or that does not fit the large one.
     """
     speculative = config.speculative_config
-    if speculative is None or speculative.method != "draft_model":
+    if speculative is None or speculative.model is None:
         return None
+    of_head = speculative.method == "eagle"
     name = f"speculative_config: model={speculative.model!r}"
     if not (spec.causal and spec.logits):
         raise ValueError(f"{name}: {spec.architecture} generates no text that could be drafted; leave it out")
     try:
-        draft = read_spec(_folder(config))
+        draft = read_eagle_spec(_folder(config)) if of_head else read_spec(_folder(config))
     except ValueError as error:
         raise ValueError(f"{name} cannot be the draft model: {error}") from error
     if not isinstance(draft, ModelSpec) or not (draft.causal and draft.logits):
@@ -141,7 +167,13 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
             f"{name} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size}: they must be "
             "the same; take a smaller model of the same series"
         )
-    if draft.max_position_embeddings < limit:
+    if of_head:
+        if not isinstance(spec, ModelSpec) or draft.hidden_size != spec.hidden_size:
+            raise ValueError(
+                f"{name} is a head for hidden states of {draft.hidden_size} numbers, those of {spec.architecture} have "
+                f"{spec.hidden_size}: take a head that was trained for this model, which must have a family here"
+            )
+    elif draft.max_position_embeddings < limit:
         raise ValueError(
             f"{name} has max_position_embeddings={draft.max_position_embeddings}, and max_model_len is {limit}: set "
             f"max_model_len={draft.max_position_embeddings}, or take a draft model for longer texts"
@@ -150,21 +182,29 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
 
 
 def load_draft(
-    config: EngineConfig, spec: ModelSpec | None, *, dtype: torch.dtype, device: torch.device, limit: int
+    config: EngineConfig, spec: ModelSpec | None, target: CausalLM, device: torch.device, limit: int
 ) -> CausalLM | None:
-    """The draft model that :func:`read_draft_spec` described, in the large one's dtype.
+    """The draft model or head that :func:`read_draft_spec` described, in the large model's dtype and where that is.
+
+    Args:
+        target: the large model.
+        device: where it is.
+        limit: the longest sequence that may come.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names the model and a tensor.
     """
     if spec is None:
         return None
-    model = config.model
+    model, speculative = config.model, config.speculative_config
+    assert speculative is not None  # it has a draft model
     try:
+        if speculative.method == "eagle":
+            return _load_head(config, spec, target, limit)
         return load_model(
             _folder(config),
             spec,
-            dtype=dtype,
+            dtype=target.dtype,
             device=device,
             max_model_len=limit,
             load_format=model.load_format,
@@ -172,8 +212,24 @@ def load_draft(
             allow_nan=model.allow_nan,
         )
     except ValueError as error:
-        assert config.speculative_config is not None  # it has a draft model
-        raise ValueError(f"speculative_config: model={config.speculative_config.model!r}: {error}") from error
+        raise ValueError(f"speculative_config: model={speculative.model!r}: {error}") from error
+
+
+def make_head(spec: ModelSpec, target: CausalLM, *, bias: bool, limit: int) -> EagleHead:
+    """An EAGLE head without weights."""
+    assert isinstance(target, Decoder)  # :func:`read_draft_spec` has seen to it
+    device = target.embed.weight.device
+    return EagleHead(spec, target, bias=bias, dtype=target.dtype, device=device, max_model_len=limit)
+
+
+def _load_head(config: EngineConfig, spec: ModelSpec, target: CausalLM, limit: int) -> EagleHead:
+    folder, dummy = _folder(config), config.model.load_format == "dummy"
+    head = make_head(spec, target, bias=not dummy and has_bias(folder), limit=limit)
+    if dummy:
+        dummy_eagle_weights(head, config.model.seed)
+    else:
+        load_eagle_weights(head, folder, load_format=config.model.load_format, allow_nan=config.model.allow_nan)
+    return head
 
 
 def _folder(config: EngineConfig) -> Path:

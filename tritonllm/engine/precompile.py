@@ -20,6 +20,7 @@ from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
 from tritonllm.dist.group import ALONE, Group
+from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
@@ -58,9 +59,12 @@ def kernels_of(
     """
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
         group = Group(0, config.parallel.tensor_parallel_size)
-        models = [_without_repeats(spec, target, group)]
-        if draft is not None:
-            models.append(_without_repeats(draft, target, ALONE))
+        models: list[Decoder] = [_without_repeats(spec, target, group)]
+        if draft is not None and config.speculative_config is not None:
+            if config.speculative_config.method == "eagle":
+                models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))
+            else:
+                models.append(_without_repeats(draft, target, ALONE))
         drafts = None if draft is None else models[1]
         runner = ModelRunner(models[0], config, META, target.max_model_len, draft=drafts, group=group)
         runner.start(NUM_BLOCKS, target.max_model_len)

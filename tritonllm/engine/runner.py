@@ -14,8 +14,9 @@ from tritonllm.dist.group import ALONE, Group
 from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
-from tritonllm.engine.draft_model import DraftModel, draft_cost
+from tritonllm.engine.draft_model import draft_cost
 from tritonllm.engine.drafters import Drafter, make_drafter
+from tritonllm.engine.eagle import make_draft
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
 from tritonllm.engine.host_copies import HostCopies, staging_bytes
 from tritonllm.engine.host_memory import slots_for
@@ -121,7 +122,7 @@ class ModelRunner:
         speculative = config.speculative_config
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         self._verified = most_verified(speculative, config.scheduler)
-        self._draft = None if draft is None else DraftModel(draft, seats, self._drafts, device)
+        self._draft = make_draft(draft, seats, self._drafts, device)
         self.draft_cost = 0.0 if draft is None else draft_cost(draft, model)
         self.drafter: Drafter | None = self._draft
         if draft is None:
@@ -167,7 +168,8 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
-        return sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
+        extra = 0 if self._draft is None else self._draft.extra_bytes
+        return extra + sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
 
     @property
     def host_slots(self) -> int:
@@ -230,12 +232,12 @@ class ModelRunner:
         made = [make_cache(model.spec, *sizes) for model in self._models]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
-            self._draft.cache = made[1][0]
+            self._draft.take_cache(made[1][0])
 
     def _forget_cache(self) -> None:
         self._cache, self._copies = [], []
         if self._draft is not None:
-            self._draft.cache = []
+            self._draft.take_cache([])
 
     def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of these tokens ``[R]``, or of all."""
@@ -469,9 +471,12 @@ class ModelRunner:
             self._group.broadcast(drafting.drafts)  # also of a draft model whose last bits differ between GPUs
             self._group.broadcast(drafting.ids)
             note_time(self._seats.times, end=True)
-        elif self._draft is not None:
-            self._draft.follow(batch, rows)
-        return self._forward(batch, rows)
+        if self._draft is None:
+            return self._forward(batch, rows)
+        whole = self._draft.wants_all
+        hidden = self._forward(batch, None if whole else rows)
+        self._draft.follow(batch, rows, hidden)
+        return hidden if rows is None or not whole else hidden.index_select(0, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a graph holds of a step: of decodes alone all of it, from the last tokens to the next ones."""

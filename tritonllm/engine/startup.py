@@ -310,8 +310,7 @@ def load_part(origin: Origin, prepared: Prepared, group: Group) -> tuple[CausalL
             allow_nan=model.allow_nan,
             group=group,
         )
-    dtype, device = prepared.dtype, prepared.device
-    return loaded, load_draft(prepared.config, origin.draft, dtype=dtype, device=device, limit=origin.limit)
+    return loaded, load_draft(prepared.config, origin.draft, loaded, prepared.device, origin.limit)
 
 
 def start_runner(

@@ -1,0 +1,26 @@
+"""The trainer of EAGLE heads from end to end, some seconds long: what it writes drafts better than chance."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_head_that_was_trained_for_some_steps(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "train_eagle_head.py"), "--out", str(tmp_path / "head")]
+    command += ["--steps", "60", "--documents", "60"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout's package, wherever another is installed from
+    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    losses = [float(text) for text in re.findall(r"cross-entropy ([\d.]+)", run.stdout)]
+    assert len(losses) == 3 and losses[2] < losses[0] - 1
+    assert re.search(r"drafts that are right, greedy, at each place: \d+%, \d+%, \d+%", run.stdout)
+    names = load_file(tmp_path / "head" / "model.safetensors").keys()
+    assert (
+        "fc.weight" in names and len(names) == 9 and all(n == "fc.weight" or n.startswith("layers.0.") for n in names)
+    )
