@@ -182,6 +182,7 @@ def results(files: Sequence[File]) -> str:
     parts += section("One decode step, kernel by kernel", timelines(files))
     for title, kind, table in (
         ("Grammars and beams", "decoding", tables.decoding),
+        ("xgrammar and llguidance", "grammars", tables.grammars),
         ("The host", "host", tables.host),
         ("The cache's second tier", "swap", tables.swap),
         ("Without a GPU", "cpu", tables.cpu),

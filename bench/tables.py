@@ -162,6 +162,17 @@ def swap(report: Table) -> str:
     return "\n\n".join([text, copies, *([markdown([*head, "longest step"], back)] if back else [])])
 
 
+def grammars(report: Table) -> str:
+    """Packages that make masks of JSON schemas, beside each other."""
+    head = ["schema", "tokens", "package", "first mask, ms", "others, us", "slowest, us", "forced", "forced, compact"]
+    rows = []
+    for row in report["grammars"]:
+        numbers = [f"{row['first_ms']:.2f}", f"{row['fill_us']:.1f}", f"{row['slowest_us']:.0f}"]
+        forced = [f"{row['forced']:.0f}", f"{row['forced_compact']:.0f}"]
+        rows.append([row["case"], str(row["tokens"]), row["package"], *numbers, *forced])
+    return f"A vocabulary of {report['vocabulary']} tokens, one thread.\n\n" + markdown(head, rows)
+
+
 def parity(report: Table) -> str:
     """Model outputs beside transformers': how many comparisons, and the largest error of each kind."""
     kinds: dict[str, list[Table]] = {}
@@ -192,6 +203,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "parity": parity,
         "decoding": decoding,
         "swap": swap,
+        "grammars": grammars,
     }
     if kind == "timeline":
         body = "\n\n".join(map(timeline.text, report["timelines"]))

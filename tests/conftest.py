@@ -62,10 +62,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a GPU every kernel test is a GPU test; without one, tests marked `gpu` are deselected."""
+    """On a GPU every kernel test and every test marked `also_gpu` is a GPU test; without one, tests marked `gpu` are
+    deselected."""
     if HAS_GPU:
         for item in items:
-            if HERE / "kernels" in item.path.parents:
+            if HERE / "kernels" in item.path.parents or item.get_closest_marker("also_gpu"):
                 item.add_marker(pytest.mark.gpu)
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]

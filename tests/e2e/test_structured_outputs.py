@@ -14,7 +14,9 @@ from support.schemas import SCHEMAS, valid
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
+from tritonllm.engine import engine as engine_module
 from tritonllm.engine import grammar as grammar_module
+from tritonllm.engine import jump_forward
 from tritonllm.engine.grammar import GrammarControl, Grammars, masks_of
 from tritonllm.engine.results import RunningStep
 from tritonllm.sampling_params import GuidedDecodingParams
@@ -30,6 +32,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+ON_GPU = pytest.mark.also_gpu
 AHEAD = pytest.mark.parametrize("ahead", [False, True])
 
 
@@ -184,6 +187,90 @@ def test_neighbours_get_the_tokens_they_would_get_alone(ahead, limits):
     stats = llm.engine.stats
     assert stats.num_free_blocks == stats.num_blocks
     assert (stats.preemptions > 0) == ("num_blocks" in limits)
+
+
+def together(llm, params, jumps):
+    """Outputs and texts in one batch, with every jump that there is or with none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jump_forward, "WORTH", 10**9)
+        if not jumps:
+            patch.setattr(engine_module, "jump", lambda requests, scheduler: [])
+        before = llm.engine.stats
+        outputs = generate(llm, PROMPTS[: len(params)], params)
+        after = llm.engine.stats
+    assert after.num_free_blocks == after.num_blocks
+    return outputs, after.forced_tokens - before.forced_tokens, after.steps - before.steps
+
+
+KEYS = {name: {"type": "boolean"} for name in ("xylophone", "question_mark_1234", "zzzz")}
+ALL_KEYS = {"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False}
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.one_of(SCHEMAS, st.just(ALL_KEYS)), min_size=1, max_size=3),
+    st.sampled_from([0.0, 1.0]),
+    st.integers(1, 60),
+    st.sampled_from([{}, {"stop": ["e", "1"]}, {"include_stop_str_in_output": True, "stop": ["fa"]}, {"n": 2}]),
+)
+def test_jumping_forward_changes_no_token(llm, schemas, temperature, max_tokens, more):
+    """Nor texts, endings and lengths, beside a neighbour without a grammar."""
+    params = [structured(temperature, max_tokens, seed=3, json=s, disable_any_whitespace=True) for s in schemas]
+    for p in params:
+        for name, value in more.items():
+            setattr(p, name, value)
+    params.append(SamplingParams(temperature=1.0, seed=1, max_tokens=20))
+    jumped, _, _ = together(llm, params, True)
+    stepwise, forced, _ = together(llm, params, False)
+    assert forced == 0 and token_ids(jumped) == token_ids(stepwise)
+    for mine, other in zip(jumped, stepwise, strict=True):
+        ends = [(c.text, c.finish_reason, c.stop_reason) for c in mine.outputs]
+        assert ends == [(c.text, c.finish_reason, c.stop_reason) for c in other.outputs]
+
+
+@ON_GPU
+@AHEAD
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 8}, {"num_blocks": 50, "block_size": 2}])
+def test_jumping_forward_saves_steps(ahead, limits):
+    """Also in chunks, over many blocks, and preempted."""
+    llm = demo(async_scheduling=ahead, max_model_len=100, dtype="float32", **limits)
+    params = [structured(max_tokens=90, json=ALL_KEYS, disable_any_whitespace=True)] * 2
+    jumped, forced, steps = together(llm, params, True)
+    stepwise, _, more_steps = together(llm, params, False)
+    assert token_ids(jumped) == token_ids(stepwise) and forced > 10
+    assert all(valid(ALL_KEYS, json.loads(text)) for text in texts(jumped))
+    if not limits:
+        assert steps < more_steps - 10  # both jump at once, and with planning ahead each jump costs a step
+    lengths = [len(output.outputs[0].token_ids) for output in jumped + stepwise]
+    assert llm.engine.stats.generated_tokens == sum(lengths)
+
+
+@pytest.mark.gpu
+@AHEAD
+def test_captured_steps_draw_with_masks(ahead):
+    """As steps without graphs do, beside requests of other kinds, and nothing is compiled after the start."""
+    kinds = [
+        structured(json=PERSON, disable_any_whitespace=True),
+        SamplingParams(temperature=1.0, seed=8, max_tokens=40),
+        structured(1.0, seed=5, n=2, json=PERSON, disable_any_whitespace=True),
+        structured(1.0, seed=6, regex="[a-z ]{30}[0-9]+"),
+    ]
+    kinds[2].top_k = 20
+    outputs = {}
+    for eager in (True, False):
+        llm = demo(async_scheduling=ahead, dtype="float32", enforce_eager=eager)
+        outputs[eager] = [token_ids(generate(llm, PROMPTS, kinds)), token_ids(generate(llm, PROMPTS[:1], kinds[:1]))]
+        assert llm.engine.stats.compilations_after_ready == 0
+    assert outputs[True] == outputs[False]
+
+
+def test_what_must_see_each_token_drawn_does_not_jump(llm):
+    for name, value in (("logprobs", 1), ("min_tokens", 2), ("repetition_penalty", 1.1), ("logit_bias", {5: 1.0})):
+        params = structured(json=ALL_KEYS, disable_any_whitespace=True)
+        setattr(params, name, value)
+        outputs, forced, _ = together(llm, [params], True)
+        assert forced == 0 and outputs[0].error is None
+        assert name != "logprobs" or len(outputs[0].outputs[0].logprobs) == len(outputs[0].outputs[0].token_ids)
 
 
 def test_where_the_grammar_allows_it_the_model_is_not_disturbed(llm):

@@ -167,6 +167,9 @@ class Beam(SequenceOutput):
     def mask(self) -> np.ndarray | None:
         return None
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
 
 @dataclass(kw_only=True)
 class BeamState(RequestState):

@@ -19,6 +19,8 @@ THOUGHTS = (  # tokens that begin and end a model's thoughts: of Qwen3 and DeepS
     ("<seed:think>", "</seed:think>"),
 )
 
+MOST_FORCED = 16  # tokens that are known to follow, at most
+
 
 class Control(Protocol):
     """Decides which tokens may come next in one sequence. It is told of the output's tokens in their order."""
@@ -36,6 +38,9 @@ class Control(Protocol):
     def mask(self) -> np.ndarray | None:
         """``[ceil(V / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` says that token t may be next. ``None``: all."""
 
+    def forced(self) -> Sequence[int]:
+        """Tokens that must come next, one after the other; not always all of them."""
+
 
 def thought_tokens(vocabulary: dict[str, int]) -> tuple[int, int] | None:
     """The tokens that begin and end a thought, if the tokenizer's vocabulary has a pair that is known."""
@@ -43,6 +48,22 @@ def thought_tokens(vocabulary: dict[str, int]) -> tuple[int, int] | None:
         if begin in vocabulary and end in vocabulary:
             return vocabulary[begin], vocabulary[end]
     return None
+
+
+def mask_of(token: int, words: int) -> np.ndarray:
+    """The mask of one token."""
+    mask = np.zeros(words, dtype=np.uint32)
+    mask[token // 32] = 1 << token % 32
+    return mask.view(np.int32)
+
+
+def only_token(mask: np.ndarray) -> int | None:
+    """The token that a mask allows, if it is one."""
+    if np.count_nonzero(mask) != 1:
+        return None
+    at = int(np.flatnonzero(mask)[0])
+    word = int(mask[at]) & 0xFFFFFFFF
+    return at * 32 + word.bit_length() - 1 if word & (word - 1) == 0 else None
 
 
 class ReadsOutput:
@@ -59,6 +80,9 @@ class ReadsOutput:
 
     def mask(self) -> np.ndarray | None:
         return None
+
+    def forced(self) -> Sequence[int]:
+        return ()
 
 
 class ThinkingBudget:
@@ -96,9 +120,10 @@ class ThinkingBudget:
     def mask(self) -> np.ndarray | None:
         if not 0 <= self._budget <= self._thought:
             return None
-        words = np.zeros(self._words, dtype=np.uint32)
-        words[self._end // 32] = 1 << self._end % 32
-        return words.view(np.int32)
+        return mask_of(self._end, self._words)
+
+    def forced(self) -> Sequence[int]:
+        return ()
 
 
 class AfterThought:
@@ -133,6 +158,9 @@ class AfterThought:
                 self._may_begin = False
                 return self._control.take(tokens[number:])
         return None
+
+    def forced(self) -> Sequence[int]:
+        return () if self._inside or self._may_begin else self._control.forced()
 
     def mask(self) -> np.ndarray | None:
         if self._inside:

@@ -24,13 +24,14 @@ from tritonllm.engine.beam_search import beam_state
 from tritonllm.engine.executor import ranks_of
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.jump_forward import jump
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from tritonllm.engine.plan import NewTokens, StepPlan, describe
 from tritonllm.engine.pooling import PoolingAbility, PoolingState, pooling_state
 from tritonllm.engine.ranks import Executor
 from tritonllm.engine.request import Request, RequestStatus
-from tritonllm.engine.results import RunningStep, StepResult
+from tritonllm.engine.results import RunningStep, StepResult, TokenLogprobs
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory, SleepMethods
 from tritonllm.engine.speculation import DraftCounts, count_positions
@@ -82,7 +83,7 @@ class LLMEngine(SleepMethods):
         self._failure = "the step was interrupted"  # why the last one was broken off
         self._lost: dict[str, EngineOutput] = {}  # last outputs of the requests that were lost with it
         self._prepared_at_ready = MONITOR.prepared
-        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._steps = self._prompt_tokens = self._generated_tokens = self._forced_tokens = 0
         self._drafts = DraftCounts()
 
     @classmethod
@@ -338,30 +339,42 @@ class LLMEngine(SleepMethods):
             self._count_drafts(plan, result)
         touched, errors = dict[str, RequestState](), result.errors
         now, taken = time.monotonic(), 0
-        for request, new in new_tokens:
-            state, sequence = self._sequences[request.request_id]
-            if state.metrics.first_token_time is None:
-                state.metrics.first_token_time = now
-            taken += len(new) * (request.pooling is None)
-            try:
-                stopped = sequence.extend(new, result.logprobs, rows.get(request.request_id, 0))
-            except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
-                state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
-                self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
-            else:
-                wrong = None
-                if request.controls or errors:  # asked of each request in each step
-                    wrong = errors.get(request.request_id) or self._control(request, new)
-                if wrong is not None:
-                    state.error = wrong
-                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))
-                elif stopped is not None:
-                    stop, drop = stopped
-                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
-                    taken -= drop
-            touched[state.request_id] = state
+        reported: TokenLogprobs | None = result.logprobs
+        while new_tokens:
+            controlled = []
+            for request, new in new_tokens:
+                state, sequence = self._sequences[request.request_id]
+                if state.metrics.first_token_time is None:
+                    state.metrics.first_token_time = now
+                taken += len(new) * (request.pooling is None)
+                try:
+                    stopped = sequence.extend(new, reported, rows.get(request.request_id, 0))
+                except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
+                    state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
+                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
+                else:
+                    wrong = None
+                    if request.controls or errors:  # asked of each request in each step
+                        wrong = errors.get(request.request_id) or self._control(request, new)
+                        controlled.append(request)
+                    if wrong is not None:
+                        state.error = wrong
+                        self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))
+                    elif stopped is not None:
+                        stop, drop = stopped
+                        self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
+                        taken -= drop
+                touched[state.request_id] = state
+            new_tokens, reported = self._jump(controlled) if controlled else [], None
         self._generated_tokens += taken
         return touched
+
+    def _jump(self, controlled: Sequence[Request]) -> list[NewTokens]:
+        """What follows without being drawn. Processors of whole batches may have to see each token drawn."""
+        self._draw()  # first, so that the device has work meanwhile
+        forced = [] if self.config.logits_processors else jump(controlled, self._scheduler)
+        self._forced_tokens += sum(len(new) for _, new in forced)
+        return forced
 
     def _count_drafts(self, plan: StepPlan, result: StepResult) -> None:
         self._drafts.draft_seconds = 1e-9 * result.draft_nanoseconds
@@ -400,6 +413,7 @@ class LLMEngine(SleepMethods):
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
+            forced_tokens=self._forced_tokens,
             prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
             prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
             preemptions=scheduler.preemptions,

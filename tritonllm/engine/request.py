@@ -67,6 +67,7 @@ class Request:
         bad_words: token sequences that the output may not contain, tokenized.
         controls: decide which tokens may come next.
         pooling: what becomes of the prompt; ``None`` if it is continued.
+        jumps: tokens are forced behind the one in flight, and are computed together once that is in.
         held: its next token is being chosen by others than the scheduler (a beam search), which go on from here.
         siblings: the sequences of one user's request, of the same prompt and parameters, this one among them; all have
             the same tuple. Empty if it is the only one.
@@ -109,6 +110,7 @@ class Request:
     pooling: Pooling | None = None
     siblings: tuple["Request", ...] = field(default=(), repr=False)
     held: bool = False
+    jumps: bool = False
 
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
@@ -150,7 +152,8 @@ class Request:
     def waits_for_tokens(self) -> bool:
         """Its next token cannot be planned before those in flight are known, or the last one is chosen."""
         pending = self.num_pending_tokens
-        return self.held or (pending > 0 and any(control.waits(pending) for control in self.controls))
+        waits = self.jumps or any(control.waits(pending) for control in self.controls)
+        return self.held or (pending > 0 and waits)
 
     @property
     def is_restricted(self) -> bool:

@@ -48,6 +48,7 @@ from operator import attrgetter
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.admission import Admission
 from tritonllm.engine.block_pool import BlockPool
+from tritonllm.engine.control import MOST_FORCED
 from tritonllm.engine.endings import cut
 from tritonllm.engine.gang import fork, free, last_gang, parent_in
 from tritonllm.engine.host_tier import HostTier, TierStats
@@ -95,7 +96,8 @@ class Scheduler:
         self.block_size = cache.block_size
         self.max_model_len = max_model_len
         self._drafting = drafts or Drafting()
-        self._most_new_blocks = 1 + -(-2 * self._drafting.most // cache.block_size)  # of a running request in a step
+        beyond = 2 * self._drafting.most + MOST_FORCED  # one more token
+        self._most_new_blocks = 1 + -(-beyond // cache.block_size)  # of a running request in a step
         self.tier = tier
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(cache.block_size, self.pool, tier) if cache.enable_prefix_caching else None
@@ -281,6 +283,24 @@ class Scheduler:
                 # the step in flight computes this token, the last of its block, which is known only now
                 cache.insert(request)
         return new_tokens
+
+    def append(self, request: Request, tokens: Sequence[int]) -> NewTokens:
+        """Let tokens follow that nobody draws: the next step of the request computes them.
+
+        Args:
+            request: unfinished, with no token in flight.
+
+        Returns:
+            Those that do not come after its end.
+        """
+        output = request.output_token_ids
+        output += tokens
+        before = len(output) - len(tokens)
+        ending = cut(request, len(tokens))
+        if ending is not None:
+            self._just_ended[request.request_id] = request
+            self._end(request, *ending)
+        return request, output[before:]
 
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []

@@ -9,7 +9,8 @@ class EngineStats:
 
     ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
     made a request wait, so there should be none. ``takes_requests``: the engine is awake and has
-    weights. ``num_host_blocks`` to ``loaded_bytes`` are of the cache's tier in the host's memory; those of drafts:
+    weights. ``forced_tokens`` are those of ``generated_tokens`` that nobody drew, for a grammar allowed no others.
+    ``num_host_blocks`` to ``loaded_bytes`` are of the cache's tier in the host's memory; those of drafts:
     :class:`~tritonllm.engine.speculation.DraftCounts`.
     """
 
@@ -24,6 +25,7 @@ class EngineStats:
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
+    forced_tokens: int = 0
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
     stored_blocks: int = 0
