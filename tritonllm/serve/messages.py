@@ -110,6 +110,7 @@ class Stats(msgspec.Struct, array_like=True):
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    forced_tokens: int = 0
     prefix_cache_query_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
     preemptions: int = 0

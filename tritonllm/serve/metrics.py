@@ -67,6 +67,7 @@ class EngineStatsCollector(Collector):
             ("vllm:num_preemptions", "Preemptions by the engine.", stats.preemptions),
             ("vllm:prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens),
             ("vllm:generation_tokens", "Generated tokens.", stats.generated_tokens),
+            ("tritonllm:forced_tokens", "Generated tokens that grammars left no choice of.", stats.forced_tokens),
             ("vllm:spec_decode_num_drafts", "Sequences of steps that had drafts.", stats.num_drafts),
             ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", stats.num_draft_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", stats.num_accepted_tokens),
