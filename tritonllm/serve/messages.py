@@ -119,7 +119,6 @@ class Stats(msgspec.Struct, array_like=True):
     num_waiting: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
-    forced_tokens: int = 0
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
     stored_blocks: int = 0
