@@ -106,6 +106,9 @@ class Recorded:
     def restricts(self, pending):
         return True
 
+    def forced(self):
+        return (9, 9)
+
     def take(self, tokens):
         self.taken += tokens
         return "wrong" if 13 in tokens else None
@@ -126,9 +129,11 @@ def test_a_control_begins_behind_the_thought(begin):
     inner = Recorded()
     control = AfterThought(inner, begin, 50, [5, 6], 70)
     assert allowed(control) == {9, begin}, "to think or not to think"
-    assert control.take([begin, 7]) is None and allowed(control) is None
+    assert control.forced() == ()
+    assert control.take([begin, 7]) is None and allowed(control) is None and control.forced() == ()
     assert control.take([8, 50]) is None and allowed(control) == {9} and inner.taken == []
     assert control.take([9, begin]) is None and inner.taken == [9, begin], "there is one thought only"
+    assert control.forced() == (9, 9)
     assert control.take([13]) == "wrong"
 
 

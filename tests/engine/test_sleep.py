@@ -10,7 +10,7 @@ from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
-from tritonllm.engine.sleep import AsleepError
+from tritonllm.engine.sleep import AsleepError, EngineMemory
 
 PROMPTS = [list(range(5, 25)), list(range(40, 47))]
 
@@ -213,3 +213,9 @@ def test_blocks_on_the_host_are_forgotten(expected, other):
     llm.wake_up()
     llm.reload_weights()
     assert answers(llm) == expected
+
+
+def test_ranks_keep_their_weights():
+    config = tiny_llm().engine.config.model
+    with pytest.raises(ValueError, match="tensor_parallel_size=1 instead of 2"):
+        EngineMemory(None, config, ranks=2).reload_weights(None)

@@ -1,6 +1,7 @@
 """The loop of the engine process, with a socket that is a list."""
 
 from collections import deque
+from dataclasses import fields
 
 import msgspec
 import pytest
@@ -8,8 +9,9 @@ import zmq
 from support.engines import greedy, tiny_llm
 
 from tritonllm.engine.results import StepTimeoutError
+from tritonllm.engine.stats import EngineStats
 from tritonllm.serve.engine_process import EngineLoop
-from tritonllm.serve.messages import Abort, Add, News, Stop, pack_params
+from tritonllm.serve.messages import Abort, Add, News, Stats, Stop, pack_params
 
 PROMPT = list(range(5, 25))
 MINE, THEIRS = b"api-1", b"api-2"
@@ -126,3 +128,7 @@ def test_statistics_come_without_updates():
     socket = Socket((MINE, add("a", 30)), None, (MINE, Abort(["a"])), (THEIRS, Abort(["nobody"])))
     EngineLoop(engine, socket).run()
     assert socket.sent[THEIRS][-1].stats.num_free_blocks == engine.stats.num_blocks
+
+
+def test_statistics_have_the_engines_fields():
+    assert set(Stats.__struct_fields__) == {field.name for field in fields(EngineStats)}

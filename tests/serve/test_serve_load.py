@@ -74,7 +74,7 @@ def test_a_rehearsal(tmp_path, capsys):
     left = [row["left"] for row in report["faults"] if row["fault"].startswith("streams that leave")]
     assert min(left) > 0, "nobody left"
     ends = {row["fault"]: row["clients"] for row in report["faults"] if "clients" in row}
-    assert set(ends["kill -9 of the engine"]) == {"error"}
+    assert "error" in ends["kill -9 of the engine"], "those that had not ended before"
     assert "whole" in ends["SIGTERM under load"]
 
 

@@ -159,6 +159,9 @@ class AfterThought:
                 return self._control.take(tokens[number:])
         return None
 
+    def forced(self) -> Sequence[int]:
+        return () if self._inside or self._may_begin else self._control.forced()
+
     def mask(self) -> np.ndarray | None:
         if self._inside:
             return None
@@ -168,6 +171,3 @@ class AfterThought:
         words = words.copy()
         words.view(np.uint32)[self._begin // 32] |= np.uint32(1 << self._begin % 32)
         return words
-
-    def forced(self) -> Sequence[int]:
-        return () if self._inside or self._may_begin else self._control.forced()
