@@ -23,7 +23,15 @@ BEGIN, END = "<!-- python -m bench.report: begin -->\n", "<!-- end -->\n"
 KERNELS = ("K3", "K4", "K5", "K6")
 CLAIMED = {"Attention": ("K1", "K2"), "Other kernels": KERNELS, "Products of few rows": ("K7",)}
 TIMELINE_ROWS = 10
-UNPUBLISHED = ("attention.json", "decoding.json", "engine.json", "engine-vllm.json", "kernels.json", "timeline.json")
+UNPUBLISHED = (
+    "attention.json",
+    "decoding.json",
+    "engine.json",
+    "engine-vllm.json",
+    "kernels.json",
+    "swap.json",
+    "timeline.json",
+)
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,7 @@ def results(files: Sequence[File]) -> str:
         ("Grammars and beams", "decoding", tables.decoding),
         ("xgrammar and llguidance", "grammars", tables.grammars),
         ("The host", "host", tables.host),
+        ("The cache's second tier", "swap", tables.swap),
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),
     ):

@@ -55,6 +55,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "outcomes": "parity",
         "decoding": "cpu",
         "comparisons": "decoding",
+        "copies": "swap",
         "grammars": "grammars",
     }
     return next((kind for key, kind in keys.items() if key in report), None)

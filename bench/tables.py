@@ -145,6 +145,34 @@ def decoding(report: Table) -> str:
     return markdown(head, rows)
 
 
+def swap(report: Table) -> str:
+    """Copies of blocks to the host's memory and back beside a plain copy, and prompts that come back."""
+    link = report["link"]
+    text = f"One plain copy: {link['store_gb_per_s']:.1f} GB/s to the host, {link['load_gb_per_s']:.1f} GB/s back."
+    rows = []
+    for row in report["copies"]:
+        cells = [f"{row['layout']}, {row['blocks']}{', shuffled' if row['shuffled'] else ''}"]
+        for kind in ("store", "load"):
+            direct = row.get(f"direct_{kind}_gb_per_s")
+            cells += [f"{row[f'{kind}_gb_per_s']:.1f}", f"{row[f'{kind}_percent_of_link']:.0f}%"]
+            cells += [f"{row[f'{kind}_issue_ms']:.2f}", f"{direct:.1f}" if direct else ""]
+        rows.append(cells)
+    each = ["GB/s", "of a plain copy", "host, ms", "by a kernel, GB/s"]
+    copies = markdown(["blocks", *(f"{kind}: {name}" for kind in ("store", "load") for name in each)], rows)
+    head = ["prompt", "GB", "loaded, ms", "computed, ms", "beside 8 decodes: loaded", "longest step", "computed"]
+    back = [
+        [
+            f"{row['model']}, {row['prompt']} tokens",
+            f"{row['bytes'] / 1e9:.2f}",
+            *(number(row[f"{name}_ms"]) for name in ("load", "compute", "load_beside_8")),
+            *(number(row[f"{name}_ms"]) for name in ("load_beside_8_longest_step", "compute_beside_8")),
+            number(row["compute_beside_8_longest_step_ms"]),
+        ]
+        for row in report["returns"]
+    ]
+    return "\n\n".join([text, copies, *([markdown([*head, "longest step"], back)] if back else [])])
+
+
 def grammars(report: Table) -> str:
     """Packages that make masks of JSON schemas, beside each other."""
     head = ["schema", "tokens", "package", "first mask, ms", "others, us", "slowest, us", "forced", "forced, compact"]
@@ -185,6 +213,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "cpu": cpu,
         "parity": parity,
         "decoding": decoding,
+        "swap": swap,
         "grammars": grammars,
     }
     if kind == "timeline":

@@ -8,7 +8,10 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("use_*.py"))
 
 
-ENGINE = [Path(__file__).parents[1] / "examples" / name for name in ("beam_search.py", "embed.py", "structured.py")]
+ENGINE = [
+    Path(__file__).parents[1] / "examples" / name
+    for name in ("beam_search.py", "embed.py", "host_cache.py", "structured.py")
+]
 
 
 def test_examples_were_found():

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tritonllm.config_checks import at_least, is_a, names_code, one_of
+from tritonllm.parallel_config import EXECUTORS as EXECUTORS
+from tritonllm.parallel_config import ParallelConfig as ParallelConfig
 from tritonllm.pooling_params import PoolerConfig
 from tritonllm.speculative_config import SpeculativeConfig as SpeculativeConfig
 from tritonllm.vllm_arguments import translate
@@ -208,6 +210,14 @@ class CompilationConfig:
         return cls(**fields)
 
 
+PARTS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+}  # of EngineConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine needs.
@@ -231,6 +241,7 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
@@ -245,6 +256,19 @@ class EngineConfig:
         is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
         is_a("enable_sleep_mode", self.enable_sleep_mode, bool)
         is_a("compilation_config", self.compilation_config, CompilationConfig)
+        self.parallel.check_device(self.model.device)
+        size = self.parallel.tensor_parallel_size
+        if size > 1 and self.enable_sleep_mode:
+            raise ValueError(
+                f"enable_sleep_mode: ranks do not sleep yet; leave it out with tensor_parallel_size={size}"
+            )
+        if size > 1 and self.cache.kv_offloading_size:
+            raise ValueError(f"kv_offloading_size: ranks do not offload; leave it out with tensor_parallel_size={size}")
+        if size > 1 and self.compilation_config.mode:
+            raise ValueError(
+                f"compilation_config: torch.compile does not know the sums over ranks: leave it off with "
+                f"tensor_parallel_size={size}"
+            )
         if self.speculative_config is not None:
             is_a("speculative_config", self.speculative_config, SpeculativeConfig)
             self._check_speculation(self.speculative_config)
@@ -258,11 +282,8 @@ class EngineConfig:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
-        if speculative.method == "draft_model":
-            if self.enable_sleep_mode:
-                raise ValueError("enable_sleep_mode: a draft model's weights cannot sleep; leave out one of the two")
-            if self.cache.kv_offloading_size:
-                raise ValueError("kv_offloading_size: a draft model's cache stays on the GPU; leave out one of the two")
+        if speculative.method == "draft_model" and self.enable_sleep_mode:
+            raise ValueError("enable_sleep_mode: a draft model's weights cannot sleep; leave out one of the two")
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens
         if 1 + most > tokens:
@@ -286,7 +307,7 @@ class EngineConfig:
         if "pooler_config" in kwargs:
             kwargs["pooler_config"] = PoolerConfig.of(kwargs["pooler_config"])
         parts: dict[str, Any] = {}
-        for name, part in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
+        for name, part in PARTS.items():
             names = {f.name for f in dataclasses.fields(part)}
             parts[name] = part(**{key: kwargs.pop(key) for key in list(kwargs) if key in names})
         own = {key: kwargs.pop(key) for key in _OWN_KWARGS if key in kwargs}
@@ -298,5 +319,4 @@ class EngineConfig:
 
     @classmethod
     def known_kwargs(cls) -> list[str]:
-        parts = (ModelConfig, CacheConfig, SchedulerConfig)
-        return sorted([*(f.name for part in parts for f in dataclasses.fields(part)), *_OWN_KWARGS])
+        return sorted([*(f.name for part in PARTS.values() for f in dataclasses.fields(part)), *_OWN_KWARGS])

@@ -12,7 +12,28 @@
 """
 
 import os
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
+
+
+class Launched(NamedTuple):
+    """Which of its processes a launcher says this one is."""
+
+    rank: int
+    local_rank: int
+    size: int
+
+
+def launched() -> Launched | None:
+    """What torchrun and its like set: ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``; ``None`` without them."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank = os.environ["RANK"]
+    return Launched(int(rank), int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
+
+
+def leave_nccl_errors_to_us() -> None:
+    """Without this torch ends a process whose peer has died, and no request would learn why."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def share_metrics(folder: str) -> None:

@@ -38,8 +38,7 @@ class VllmSampling:
 class VllmEngine:
     """Engine arguments of vLLM that have no effect here."""
 
-    # one GPU in one process
-    tensor_parallel_size: Any = 1
+    # tensor parallelism alone
     pipeline_parallel_size: Any = 1
     data_parallel_size: Any = 1
     prefill_context_parallel_size: Any = 1
@@ -48,7 +47,6 @@ class VllmEngine:
     node_rank: Any = 0
     enable_expert_parallel: Any = False
     enable_eplb: Any = False
-    distributed_executor_backend: Any = None
     max_parallel_loading_workers: Any = None
     worker_use_ray: Any = False
     ray_workers_use_nsight: Any = False
@@ -151,7 +149,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "task": ("generate",),
     "config_format": ("hf",),
     "tokenizer_mode": ("hf",),
-    "distributed_executor_backend": ("uni",),
     "prefix_caching_hash_algo": ("builtin", "sha256", "xxhash"),
     "calculate_kv_scales": (False,),
     "kv_offloading_backend": ("native",),
@@ -172,7 +169,6 @@ ANY_VALUE = {
 }
 ADVICE = {
     "task": "use runner='pooling', and convert='embed' or 'classify'",
-    "tensor_parallel_size": "only one GPU so far, leave it at 1",
     "best_of": "ask for n outputs and choose among them",
     "enable_chunked_prefill": "long prompts are always computed in chunks; max_num_batched_tokens limits a step",
     "kv_cache_memory_bytes": "use gpu_memory_utilization or num_gpu_blocks_override",

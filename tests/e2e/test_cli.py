@@ -185,6 +185,7 @@ def test_chat(llm, capsys):
 def test_options_reach_the_engine(llm):
     argv = "generate m --prompt a --dtype float16 --device cpu --max-model-len 64 --block-size 8 --num-blocks 9"
     argv += " --max-num-seqs 3 --max-num-batched-tokens 77 --gpu-memory-utilization 0.5 --enforce-eager --compile"
+    argv += " --kv-offloading-size 1.5"
     argv += " --no-prefix-caching --tokenizer t --revision r --load-format dummy --trust-remote-code --priority -2"
     llm.before_step = lambda: priorities.append(llm.requests["0"]["priority"])
     priorities = []
@@ -199,6 +200,7 @@ def test_options_reach_the_engine(llm):
         "max_num_seqs": 3,
         "max_num_batched_tokens": 77,
         "gpu_memory_utilization": 0.5,
+        "kv_offloading_size": 1.5,
         "enforce_eager": True,
         "compilation_config": 3,
         "enable_prefix_caching": False,
@@ -306,6 +308,8 @@ def test_a_priority_for_each_prompt(llm):
         (["--max-tokens", "0"], "max_tokens"),
         (["--stop", ""], "stop"),
         (["--num-blocks", "0"], "num_blocks"),
+        (["--kv-offloading-size", "-1"], "kv_offloading_size must be a number of GiB"),
+        (["--kv-offloading-size", "much"], "kv-offloading-size"),
         (["--dtype", "int3"], "dtype"),
         (["--speculative", "medusa:3"], "method must be one of ngram"),
         (["--speculative-config", "{}"], "method is missing"),

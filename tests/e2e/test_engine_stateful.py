@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.engines import tiny_llm
+from support.engines import always_load, tiny_llm
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -68,11 +68,12 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(6, 40),
         caching=st.booleans(),
         ahead=st.booleans(),
+        offloaded=st.sampled_from([None, 0.00002, 0.001]),  # GiB: some blocks, or all that there can be
         way=st.sampled_from(sorted(WAYS)),
     )
-    def start(self, blocks, seats, budget, caching, ahead, way):
+    def start(self, blocks, seats, budget, caching, ahead, offloaded, way):
         self.way = way
-        self.engine = tiny_llm(
+        llm = tiny_llm(
             num_blocks=blocks,
             max_model_len=MAX_LEN,
             max_num_seqs=seats,
@@ -80,8 +81,10 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             policy="priority",
             async_scheduling=ahead,
+            kv_offloading_size=offloaded,
             pooler_config={"pooling_type": way},
-        ).engine
+        )
+        self.engine = (always_load(llm) if offloaded else llm).engine
         self.live = {}
         self.count = 0
 

@@ -5,7 +5,7 @@ import gc
 import weakref
 
 import pytest
-from support.engines import greedy, tiny_llm, token_ids
+from support.engines import always_load, greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -32,7 +32,7 @@ def run(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("more", [{}, {"max_num_batched_tokens": 8}, {"speculative_config": "ngram:3"}])
 def test_preemption_changes_nothing_and_blocks_come_back(alone, caching, ahead, more):
     settings = {"num_blocks": 16, "max_model_len": 48, "enable_prefix_caching": caching, "async_scheduling": ahead}
-    llm = tiny_llm(**settings, kv_offloading_size=ROOM, **more)
+    llm = always_load(tiny_llm(**settings, kv_offloading_size=ROOM, **more))
     assert run(llm) == alone
     stats = llm.engine.stats
     assert stats.preemptions and stats.stored_blocks and stats.loaded_blocks
@@ -52,7 +52,7 @@ def test_a_tier_of_few_blocks(alone, slots):
 
 def test_an_evicted_prefix_comes_back(alone):
     """And counts as cached, in the output and in the statistics."""
-    llm = tiny_llm(num_blocks=14, max_model_len=48, max_num_seqs=1, kv_offloading_size=ROOM)
+    llm = always_load(tiny_llm(num_blocks=14, max_model_len=48, max_num_seqs=1, kv_offloading_size=ROOM))
     first, *_, last = [llm.generate([prompt], greedy(16), use_tqdm=False)[0] for prompt in [*PROMPTS, PROMPTS[0]]]
     assert first.num_cached_tokens == 0 and last.num_cached_tokens == len(PROMPTS[0]) // 4 * 4
     assert token_ids([first]) == token_ids([last]) == alone[:1]
@@ -89,11 +89,32 @@ def test_siblings_and_beams(caching):
     answers = []
     for more in ({"num_blocks": 200}, {"num_blocks": 30, "kv_offloading_size": ROOM}):
         llm = tiny_llm(max_model_len=48, enable_prefix_caching=caching, **more)
+        if llm.engine._scheduler.tier is not None:
+            always_load(llm)
         found = [sequence.tokens for output in llm.beam_search(prompts, beams) for sequence in output.sequences]
         answers.append((token_ids(llm.generate(PROMPTS, params, use_tqdm=False)), found))
     assert answers[0] == answers[1]
     stats = llm.engine.stats
     assert stats.preemptions and stats.loaded_blocks and stats.num_free_blocks == stats.num_blocks
+
+
+def test_a_draft_models_blocks_come_back_too(alone):
+    """It would draft as well without them, but wrong. Here it is the model itself, and right as long as it has them."""
+    drafting = {"model": str(tiny_checkpoint()), "num_speculative_tokens": 3, "adaptive": False}
+    settings = {"max_model_len": 64, "max_num_seqs": 1, "speculative_config": drafting}
+    llm = always_load(tiny_llm(num_blocks=18, kv_offloading_size=ROOM, **settings))
+    assert run(llm) == run(llm) == alone
+    stats = llm.engine.stats
+    assert stats.loaded_blocks and stats.num_accepted_tokens == stats.num_draft_tokens
+
+
+def test_sleep_forgets_what_the_host_has(alone):
+    llm = tiny_llm(num_blocks=16, max_model_len=48, kv_offloading_size=ROOM, enable_sleep_mode=True)
+    assert run(llm) == alone
+    llm.sleep()
+    assert llm.engine.stats.num_used_host_blocks == 0
+    llm.wake_up()
+    assert run(llm) == alone
 
 
 def test_a_step_that_breaks_off_leaves_no_trace(alone, monkeypatch):
@@ -117,7 +138,7 @@ def test_without_it_nothing_is_kept():
 def test_the_memory_is_given_back_with_the_engine():
     llm = tiny_llm(kv_offloading_size=ROOM)
     run(llm)
-    memory = weakref.ref(llm.engine._runner.host._host)
+    memory = weakref.ref(llm.engine._runner.host._parts[0].host)
     del llm
     gc.collect()
     assert memory() is None

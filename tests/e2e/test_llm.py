@@ -492,7 +492,7 @@ def test_prompt_that_fills_the_model_gets_one_token(llm):
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"device": "tpu"}, "device must be"),
         ({"device": "cuda:99"}, "CUDA devices"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 64}, "tensor_parallel_size=64 must divide"),
         ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization"),
         ({"num_gpu_blocks_override": 3}, "the same"),
     ],

@@ -55,11 +55,6 @@ DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="m", num_speculative
             {"enable_sleep_mode": True, "speculative_config": DRAFT_MODEL},
             "a draft model's weights cannot",
         ),
-        (
-            EngineConfig,
-            {"cache": CacheConfig(kv_offloading_size=1), "speculative_config": DRAFT_MODEL},
-            "a draft model's",
-        ),
         (EngineConfig, {"step_timeout": 0}, "step_timeout must be a number of seconds greater than 0"),
         (EngineConfig, {"step_timeout": "1"}, "step_timeout must be a number of seconds greater than 0"),
         (EngineConfig, {"step_timeout": float("nan")}, "step_timeout must be a number of seconds greater than 0"),
@@ -136,7 +131,7 @@ def test_an_unknown_argument_is_named_beside_the_known_ones():
 def test_every_known_argument_is_taken():
     defaults = EngineConfig(model=ModelConfig(model="m"))
     values = dataclasses.asdict(defaults)
-    for part in ("model", "cache", "scheduler"):
+    for part in ("model", "cache", "scheduler", "parallel"):
         values |= values.pop(part)
     assert sorted(values) == EngineConfig.known_kwargs()
     assert EngineConfig.from_kwargs(**values) == defaults

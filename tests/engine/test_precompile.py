@@ -60,6 +60,14 @@ def test_lists_what_the_target_and_the_configuration_ask_for():
     assert small < large
 
 
+def test_lists_copies_to_the_host_if_there_are_any():
+    """One kernel for each direction, whatever the number of layers; and no memory of the host is taken."""
+    spec = spec_from_config(tiny_config("qwen3"))
+    found = kernels_of(spec, config(kv_offloading_size=1e6), TARGET)
+    assert [kernel.name for kernel in found].count("_pack_blocks_kernel") == 2
+    assert "_pack_blocks_kernel" not in names("qwen3")
+
+
 @pytest.mark.parametrize(
     ("budget", "seats", "kernels"),
     [(1000, 4, 0), (1024, 4, 1), (1500, 4, 1), (4096, 4, 1), (1000, 800, 1)],

@@ -2,8 +2,11 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.scheduling import add, make, make_scheduler, short_of_blocks, step, steps
 
+from tritonllm.engine.prompt_budget import prompt_budget
 from tritonllm.engine.request import Pooling, RequestStatus
 from tritonllm.layers.segments import Segment, Segments
 
@@ -127,6 +130,56 @@ def test_prompts_are_cut_anywhere_to_fill_the_budget():
         {"a": 1, "b": 3, "c": 1},
         {"a": 1, "b": 1, "c": 1},
     ]
+
+
+def make_long(seats=400, tokens=8192):
+    return make_scheduler(40_000, seats=seats, tokens=tokens, max_model_len=20_000)
+
+
+def test_a_prompt_beside_decodes_comes_in_small_chunks():
+    """So that they wait little for it; alone it fills the step."""
+    scheduler = make_long()
+    add(scheduler, "a", 9000, 20_000)
+    assert steps(scheduler, 3) == [{"a": 8192}, {"a": 808}, {"a": 1}]
+    add(scheduler, "b", 3000, 20_000)
+    chunks = [256] * 11 + [184, 1]
+    assert steps(scheduler, 13) == [{"a": 1, "b": chunk} for chunk in chunks]
+    scheduler.abort("a")
+    scheduler.abort("b")
+    add(scheduler, "c", 5000, 20_000)
+    assert step(scheduler) == {"c": 5000}
+
+
+def test_the_more_prompts_wait_the_more_a_step_takes_beside_decodes():
+    """And the first that came are the first."""
+    scheduler = make_long()
+    add(scheduler, "a", 3, 20_000)
+    step(scheduler)
+    for i in range(100):
+        add(scheduler, f"{i:02}", 500, 20_000)
+    first, *more = steps(scheduler, 50)
+    assert list(first)[:9] == ["a", "00", "01", "02", "03", "04", "05", "06", "07"]
+    assert sum(first.values()) - 1 == 4096  # the power of two above 50,000 / 16
+    taken = [sum(tokens for tokens in plan.values() if tokens > 1) for plan in more]
+    assert taken == sorted(taken, reverse=True) and {0, 256, 512, 1024, 2048} <= set(taken)
+    assert all(plan["a"] == 1 for plan in more) and scheduler.num_waiting == 0
+
+
+@given(st.integers(1, 10_000), st.integers(0, 10**7))
+def test_prompt_budget(most, queued):
+    budget = prompt_budget(most, queued)
+    assert 1 <= budget <= most and (budget == most or budget.bit_count() == 1)
+    assert budget == most or (budget >= 256 and budget * 16 >= queued)
+    assert budget <= max(256, queued // 8)
+    assert prompt_budget(most, queued + 1) >= budget
+
+
+def test_prompts_that_are_pooled_at_once_are_not_held_back_by_decodes():
+    scheduler = make_long()
+    add(scheduler, "a", 3, 20_000)
+    step(scheduler)
+    pooled(scheduler, "p", 3000, whole=True)
+    assert step(scheduler) == {"a": 1, "p": 3000}
 
 
 def test_only_the_last_chunk_samples():

@@ -120,6 +120,19 @@ def test_the_sum_of_experts_normalises_many_rows(rows):
     assert plan([SHARED] * 2, rows) == (FIRST_OF_MANY, MANY, ADDITION)
 
 
+@pytest.mark.parametrize("layer", [DENSE, LARGE, EXPERTS, SHARED, LAYER_NORM])
+@pytest.mark.parametrize("rows", [1, 64, 128, 5000])
+def test_a_part_of_a_sum_is_pending(layer, rows):
+    """Whatever the size: nothing but the launch behind the sum over the ranks may add it."""
+    partial = dataclasses.replace(layer, partial=True)
+    assert plan([partial] * 2, rows, wanted=1) == (FIRST_OF_MANY, MANY, ADDITION)
+
+
+def test_parallel_parts_are_pending_together():
+    partial = dataclasses.replace(PARALLEL, partial=True)
+    assert plan([partial] * 2, 3) == ((ALONE, LATER, ALONE, LATER), (ADDITION, LATER, ALONE, LATER), ADDITION)
+
+
 def test_layers_that_differ():
     """A norm that was begun is computed again by a layer that cannot end it."""
     begins = PRODUCT, ADDS_AND_NORMALISES, BEFORE, ADDS_AND_NORMALISES

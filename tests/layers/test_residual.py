@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.compare import assert_close
+from tritonllm.dist.group import Group
 
 from tritonllm.layers.fusion import AddBy, NormBy
 from tritonllm.layers.linear import Linear
@@ -155,3 +156,24 @@ def test_keep(device):
     stream.keep(torch.tensor([3, 1], device=device))
     stream.add(Addend(product, x), AddBy.PRODUCT)
     assert_close(stream.rows, rows[[3, 1]] + product(x))
+
+
+@pytest.mark.parametrize("after", [None, RMS])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_parts_are_summed_up_once(after, blocks, monkeypatch):
+    """Two parallel blocks that are pending together cost one sum over the ranks; a norm of a result comes behind it."""
+    device, sums = torch.device("cpu"), []
+    x, rows = torch.randn(ROWS, INNER), torch.randn(ROWS, SIZE)
+    parts, norm = [linear(device) for _ in range(blocks)], norm_of(RMS, device)
+    behind = None if after is None else norm_of(after, device)
+    group = Group(0, 2)
+    monkeypatch.setattr(group, "all_reduce", lambda x: sums.append(x.clone()) or x.mul_(3.0))
+    stream = Stream(rows.clone(), scale=0.5, group=group)
+    for part in parts:
+        stream.add(Addend(part, x), AddBy.LATER, after=behind)
+    entered = stream.enter(norm, NormBy.ADDITION)
+    alone = [3.0 * part(x) for part in parts]
+    added = sum(alone if behind is None else [behind.normalize(y) for y in alone])
+    assert len(sums) == (1 if behind is None else blocks)
+    assert_close(stream.rows, rows + 0.5 * added)
+    assert_close(entered.rows, norm.normalize(rows + 0.5 * added))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.engines import always_load
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.sampling_params import RequestOutputKind
@@ -118,3 +119,25 @@ def test_preemption_changes_nothing(settings, wanted):
     few = LLM(**{**settings, "max_model_len": 48}, max_num_seqs=5, num_blocks=16, block_size=4)
     assert [list(o.token_ids) for o in generate(few, PROMPTS, greedy())] == wanted
     assert few.engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_requests_come_back_from_the_host(settings, wanted, caching):
+    few = {"max_num_seqs": 5, "num_blocks": 16, "block_size": 4, "enable_prefix_caching": caching}
+    swaps = always_load(LLM(**{**settings, "max_model_len": 48}, **few, kv_offloading_size=0.05))
+    assert [list(o.token_ids) for o in generate(swaps, PROMPTS, greedy())] == wanted
+    stats = swaps.engine.stats
+    assert stats.preemptions and stats.stored_blocks
+    assert stats.loaded_blocks
+
+
+def test_an_evicted_prefix_comes_back_from_the_host(settings, reference, tokenizer):
+    few = {"max_num_seqs": 1, "num_blocks": 20, "block_size": 8}
+    small = always_load(LLM(**{**settings, "max_model_len": 128}, **few, kv_offloading_size=0.1))
+    prompts = [f"{'You are a careful assistant. ' * 12}Name a {what}:" for what in ("fruit", "river")]
+    other = "In the beginning there was nothing but the sea and the sky above it. " * 7
+    for prompt in (prompts[0], other, prompts[1]):
+        (output,) = small.generate([prompt], greedy(6), use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == expected(reference, tokenizer(prompt).input_ids, 6)
+    assert output.num_cached_tokens >= 64
+    assert small.engine.stats.loaded_blocks

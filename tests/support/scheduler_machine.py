@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from support.scheduling import has_unfinished
 from tritonllm.config import CacheConfig, SchedulerConfig
+from tritonllm.engine import prompt_budget
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.speculation import Drafting
@@ -154,9 +155,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         more_tokens=st.integers(0, 8),
         ahead=st.booleans(),
         drafts=st.sampled_from([0, 0, 1, 3, 7]),
+        beside=st.sampled_from([1, 3, prompt_budget.BESIDE]),
         luck=st.randoms(use_true_random=False),
     )
-    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead, drafts, luck):
+    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead, drafts, beside, luck):
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr(prompt_budget, "BESIDE", beside)
         self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
         self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, Drafting(drafts))
@@ -380,6 +384,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         a token for good, unless (policy `priority` only) an earlier one joins, once per request at most."""
         if not hasattr(self, "scheduler"):
             return
+        try:
+            self.end()
+        finally:
+            self.patched.undo()
+
+    def end(self):
         rounds = 1 if self.config.policy == "fcfs" else 1 + len(self.live)
         rounds *= 1 + self.ahead  # it may wait for its last token, which is in flight
         rounds *= self.patience

@@ -14,7 +14,7 @@ from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.cli.prompts import read_prompts
-from tritonllm.config import COMPILATION, DTYPES, LOAD_FORMATS, NO_COMPILATION, EngineConfig
+from tritonllm.config import COMPILATION, DTYPES, EXECUTORS, LOAD_FORMATS, NO_COMPILATION, EngineConfig
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tritonllm.speculative_config import parse_draft
@@ -99,6 +99,21 @@ ENGINE: dict[str, dict[str, Any]] = {
         "metavar": "GIB",
         "help": "host memory for blocks that the KV cache gives up, so that they are not computed again (default: 0)",
     },
+    "tensor-parallel-size": {
+        "short": "-tp",
+        "type": int,
+        "metavar": "N",
+        "help": "GPUs, or processes on the CPU, among which each layer is dealt out (default: 1)",
+    },
+    "distributed-executor-backend": {
+        "choices": EXECUTORS,
+        "help": "who starts those processes (default: mp, this one), see docs/distributed.md",
+    },
+    "worker-timeout": {
+        "type": float,
+        "metavar": "S",
+        "help": "seconds without a sign of life of a process before requests end with an error (default: 10)",
+    },
     "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
     "compile": {
         "action": "store_const",
@@ -167,7 +182,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def add_options(group: Any, options: dict[str, dict[str, Any]]) -> None:
     """An option that is not given leaves no trace, so that the engine's own default holds."""
     for name, keywords in options.items():
-        group.add_argument(f"--{name}", default=argparse.SUPPRESS, **keywords)
+        spellings = [f"--{name}", *filter(None, [keywords.get("short")])]
+        others = {key: value for key, value in keywords.items() if key != "short"}
+        group.add_argument(*spellings, default=argparse.SUPPRESS, **others)
 
 
 def given(args: argparse.Namespace, options: dict[str, dict[str, Any]]) -> dict[str, Any]:

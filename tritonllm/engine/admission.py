@@ -31,6 +31,18 @@ class Admission:
         self._prefix_cache = prefix_cache
         self._tier = tier
 
+    def check(self, request: Request) -> None:
+        """Raises:
+        ValueError: the pool cannot hold the request's prompt and a new token.
+        """
+        length, pools = len(request.prompt_token_ids), request.pooling is not None  # then its new token takes no room
+        needed = -(-(length + (not pools)) // self._block_size)
+        if needed > self._pool.num_blocks:
+            raise ValueError(
+                f"a prompt of {length} tokens and one new token need {needed} blocks of {self._block_size} tokens, but "
+                f"num_blocks is {self._pool.num_blocks}: shorten the prompt, or raise num_blocks"
+            )
+
     def allocate(self, request: Request, running: int, free_seats: int) -> bool:
         """Give a waiting request the blocks of all its known tokens, cached ones first; false if they are too few, or
         if its siblings would not fit beside it (unless it is alone: then it need not wait for more).

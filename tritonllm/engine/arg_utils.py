@@ -45,6 +45,9 @@ class EngineArgs(VllmEngine):
     max_num_batched_tokens: int | None = None
     scheduling_policy: str = "fcfs"
     async_scheduling: bool | None = None
+    tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    worker_timeout: float | None = None
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     compilation_config: int | dict[str, Any] | CompilationConfig | None = None

@@ -21,6 +21,7 @@ from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.beam_search import beam_state
+from tritonllm.engine.executor import ranks_of
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.jump_forward import jump
@@ -28,9 +29,9 @@ from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from tritonllm.engine.plan import NewTokens, StepPlan, describe
 from tritonllm.engine.pooling import PoolingAbility, PoolingState, pooling_state
+from tritonllm.engine.ranks import Executor
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.results import RunningStep, StepResult, TokenLogprobs
-from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory, SleepMethods
 from tritonllm.engine.speculation import DraftCounts, count_positions
@@ -51,7 +52,7 @@ class LLMEngine(SleepMethods):
 
     Args:
         config: see :class:`EngineConfig`; its values are resolved already.
-        runner: a started model runner.
+        runner: a started model runner, or what runs steps on several ranks.
         scheduler: over the runner's cache.
         inputs: checks and tokenizes requests.
         pooling: what the model can pool; by default nothing.
@@ -61,7 +62,7 @@ class LLMEngine(SleepMethods):
     def __init__(
         self,
         config: EngineConfig,
-        runner: ModelRunner,
+        runner: Executor,
         scheduler: Scheduler,
         inputs: InputProcessor,
         pooling: PoolingAbility | None = None,
@@ -88,7 +89,7 @@ class LLMEngine(SleepMethods):
     @classmethod
     def from_config(cls, config: EngineConfig) -> "LLMEngine":
         """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.load_parts`."""
-        return cls(*load_parts(config))
+        return cls(*load_parts(config, ranks_of(config)))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":

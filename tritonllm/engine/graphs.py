@@ -36,8 +36,11 @@ from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes, verified
 
-SMALL = (64, 256, 1024)  # prompt tokens of captured steps
-LARGE = (4096,)  # and, beside the largest step, of those that are worth it only where the host is what takes longer
+SMALL = (64, 256, 512, 1024)  # prompt tokens of captured steps
+LARGE = (
+    2048,
+    4096,
+)  # and, beside the largest step, of those that are worth it only where the host is what takes longer
 
 Outputs = TypeVar("Outputs")
 Work = Callable[[Batch], tuple[torch.Tensor, torch.Tensor | None]]  # -> hidden states, and new tokens if it draws them
@@ -145,11 +148,19 @@ class GraphCapture:
         rehearsal: see :class:`~tritonllm.models.interface.CausalLM`; inside the block a model runs one layer of each
             kind.
         device: a CUDA device.
+        threads: others call CUDA meanwhile: NCCL's, which asks whether the collectives before have ended.
     """
 
-    def __init__(self, rehearsal: Callable[[], AbstractContextManager[None]], device: torch.device) -> None:
+    def __init__(
+        self,
+        rehearsal: Callable[[], AbstractContextManager[None]],
+        device: torch.device,
+        *,
+        threads: bool = False,
+    ) -> None:
         self._rehearsal = rehearsal
         self._device = device
+        self._mode = "thread_local" if threads else "global"  # whose forbidden calls break a capture
         self._kinds = [(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) for _ in range(2)]
 
     def __call__(self, work: Callable[[], Outputs], with_prompts: bool) -> tuple[torch.cuda.CUDAGraph, Outputs]:
@@ -164,7 +175,7 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         pool, stream = self._kinds[with_prompts]
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool)
+            graph.capture_begin(pool=pool, capture_error_mode=self._mode)
             try:
                 outputs = work()
             finally:

@@ -98,7 +98,7 @@ class HostTier:
         self._free = list(reversed(range(self.num_slots)))  # taken from the end: neighbours are copied together
         self._queue: dict[bytes, int] = {}  # blocks to store with the next plan, by label
         self._stores: list[tuple[int, int]] = []
-        self._loads: list[tuple[int, int]] = []
+        self._loads: dict[int, int] = {}  # blocks and the slots that they come from; a block can be given anew
         self._read: set[int] = set()  # slots of those loads
         self._storing: dict[int, int] = {}  # blocks that are being copied, and by which batch
         self._arriving: dict[int, int] = {}
@@ -162,9 +162,10 @@ class HostTier:
             self._store(label, block)
         self._let_go(self.done)
 
-    def hurry(self) -> bool:
-        """Nobody else can run: let the step wait for the first of the loads. False if there is none."""
-        if not self.loading:
+    def hurry(self, running: Iterable[Request]) -> bool:
+        """A step would be empty: let it wait for the first of the loads. False if there is none, or if one of these
+        requests goes on as soon as a token in flight is known."""
+        if not self.loading or any(request.num_pending_tokens for request in running):
             return False
         self._let_go(min(self.loading.values()))
         return True
@@ -180,7 +181,7 @@ class HostTier:
         self.overwrite(blocks)
         last = max((self._arriving.get(block, 0) for block in there), default=0)
         for slot, block in zip(slots, blocks, strict=False):
-            self._loads.append((slot, block))
+            self._loads[block] = slot
             self._arriving[block] = last = self._number
             self._read.add(slot)
         if last > self.done:
@@ -202,7 +203,8 @@ class HostTier:
         Args:
             runs: there is a step; without one the batch is left for the next plan.
         """
-        wait, stores, loads = self._wait, self._stores, self._loads
+        wait, stores = self._wait, self._stores
+        loads = [(slot, block) for block, slot in self._loads.items()]
         if not runs or not (wait or stores or loads):
             return None
         transfers = Transfers(self._number if stores or loads else 0, tuple(stores), tuple(loads), wait)
@@ -211,7 +213,7 @@ class HostTier:
             self._number += 1
             self.stored += len(stores)
             self.loaded += len(loads)
-            self._stores, self._loads = [], []
+            self._stores, self._loads = [], {}
             self._read.clear()
         self._wait = 0
         return transfers

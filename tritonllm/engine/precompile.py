@@ -19,6 +19,7 @@ import torch
 from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
@@ -56,18 +57,22 @@ def kernels_of(
         draft: the configuration's draft model.
     """
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
-        models = [_without_repeats(each, target) for each in (spec, draft) if each is not None]
-        runner = ModelRunner(models[0], config, META, target.max_model_len, draft=None if draft is None else models[1])
+        group = Group(0, config.parallel.tensor_parallel_size)
+        models = [_without_repeats(spec, target, group)]
+        if draft is not None:
+            models.append(_without_repeats(draft, target, ALONE))
+        drafts = None if draft is None else models[1]
+        runner = ModelRunner(models[0], config, META, target.max_model_len, draft=drafts, group=group)
         runner.start(NUM_BLOCKS, target.max_model_len)
         with rehearsal_of(models):  # as the engine warms up
             runner.warm_up().run()
     return found
 
 
-def _without_repeats(spec: ModelSpec, target: Target) -> Decoder:
+def _without_repeats(spec: ModelSpec, target: Target, group: Group) -> Decoder:
     """One layer of each kind, without memory."""
     small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
-    return Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len)
+    return Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len, group=group)
 
 
 def compile_kernels_of(

@@ -100,6 +100,7 @@ class RunningStep:
         pooled: Sequence[PooledRows] = (),
         drafted: torch.Tensor | None = None,
     ) -> None:
+        self._check: Callable[[], None] = lambda: None
         self._pooled = [part._replace(rows=_to_host(part.rows)) for part in pooled]
         self._errors = errors or {}
         self._drafted = None if drafted is None else _to_host(drafted)
@@ -111,6 +112,10 @@ class RunningStep:
         self._done = torch.cuda.Event() if device.type == "cuda" else None
         if self._done is not None:
             self._done.record(torch.cuda.current_stream(device))
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call ``check`` while the device is waited for: it raises if the step will never end."""
+        self._check = check
 
     def _await(self, event: torch.cuda.Event, timeout: float, what: Callable[[], str]) -> None:
         """Wait as ``event.synchronize()`` does, spinning, but so that Ctrl-C and the end of patience come through."""
@@ -125,6 +130,7 @@ class RunningStep:
             if waited < SHORT_WAIT:
                 os.sched_yield()
             else:
+                self._check()
                 time.sleep(0.001)
 
     def wait(self, timeout: float, what: Callable[[], str]) -> StepResult:

@@ -1,5 +1,6 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -9,6 +10,7 @@ from weakref import WeakMethod
 import torch
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
@@ -82,6 +84,7 @@ class ModelRunner:
         pooler: of prompts that are not continued; by default one without a head.
         draft: the draft model, loaded, on ``device``, if the configuration has one.
         memory: where the cache's memory is from; by default torch.
+        group: the ranks that share the model. All run the same steps; rank 0 draws, and the others get its tokens.
 
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
@@ -98,8 +101,10 @@ class ModelRunner:
         pooler: Pooler | None = None,
         draft: CausalLM | None = None,
         memory: EngineMemory | None = None,
+        group: Group = ALONE,
     ) -> None:
         self._model = model
+        self._group = group
         self._dtype = model.dtype
         self._config = config
         self._device = device
@@ -125,7 +130,7 @@ class ModelRunner:
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self._drafts, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
-        if config.logits_processors:
+        if config.logits_processors and group.leads:
             self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
         self._sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict)
         self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
@@ -219,15 +224,14 @@ class ModelRunner:
         step()
         return torch.cuda.max_memory_allocated(self._device) - before
 
-    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> torch.Tensor:
-        """Blocks of the same numbers for each model; the first one's, from ``memory``, are returned."""
+    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
+        """Blocks of the same numbers for each model, the first one's from ``memory``."""
         sizes = self._dtype, num_blocks, self._block_size, self._device
         own = [memory, None]
         made = [make_cache(model.spec, *sizes, part) for model, part in zip(self._models, own, strict=False)]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
             self._draft.cache = made[1][0]
-        return made[0][1].pool
 
     def _forget_cache(self) -> None:
         self._cache, self._copies = [], []
@@ -238,10 +242,6 @@ class ModelRunner:
         """Hidden states of these tokens ``[R]``, or of all."""
         inputs = batch.inputs
         return self._model(inputs.input_ids, inputs.positions, batch.metadata, self._cache, rows)
-
-    def _warm_up_copies(self) -> None:
-        for copies in self._copies:
-            copies.warm_up()
 
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
@@ -270,15 +270,24 @@ class ModelRunner:
             verified=self._verified,
         )
 
+    def _warm_up_copies(self) -> None:
+        for copies in self._copies:
+            copies.warm_up()
+        if self.host is not None:
+            self.host.warm_up()
+
     def sample_hidden(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
         if self._model.spec.logits:
-            self._sampler.warm_up(self._model.compute_logits(hidden))
+            logits = self._model.compute_logits(hidden)
+            if self._group.leads:
+                self._sampler.warm_up(logits)
 
     def verify_hidden(self, hidden: torch.Tensor) -> None:
         """The same of ``hidden[R (G + 1), hidden]``, of R sequences with G drafts each."""
         logits = self._model.compute_logits(hidden)
-        self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._drafts)])
+        if self._group.leads:
+            self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._drafts)])
 
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
@@ -293,9 +302,9 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        pool = self._allocate(num_blocks, self._memory)
+        self._allocate(num_blocks, self._memory)
         if self.host_slots:
-            self.host = HostCopies(pool, self.host_slots)
+            self.host = HostCopies([copies.pool for copies in self._copies], self.host_slots)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
@@ -307,7 +316,8 @@ class ModelRunner:
             limits = GraphLimits(
                 *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
             )
-            capture = GraphCapture(partial(rehearsal_of, self._models), self._device)
+            rehearsal = partial(rehearsal_of, self._models)
+            capture = GraphCapture(rehearsal, self._device, threads=self._group.size > 1)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
 
             def work(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -319,9 +329,22 @@ class ModelRunner:
         self._seats.times.zero_()
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
-        """Build a plan's step, and :meth:`run` it; ``None`` if it is late: :meth:`draw` must follow before the next
-        launch, as soon as the results of all steps before are taken in."""
+        """Build a plan's step and start it; ``None`` if it is late: :meth:`draw` must follow before the next launch, as
+        soon as the results of all steps before are taken in."""
+        return self.begin(self.build(plan))
+
+    def build(self, plan: StepPlan) -> Step:
+        """A plan's step, once its new requests are known to processors of whole batches: they say whether they want to
+        change its logits."""
         step = self._builder.build(plan)
+        if self._processors is not None:
+            self._processors.admit(step.admitted)
+            if self._processors.wanted(step):
+                step = dataclasses.replace(step, redrawn=True)
+        return step
+
+    def begin(self, step: Step) -> RunningStep | None:
+        """:meth:`run` it, but for the draw of a late one."""
         computed = self._computed = self.compute(step)
         return None if step.late else self.finish(computed)
 
@@ -346,8 +369,6 @@ class ModelRunner:
         if step.copies is not None:
             for copies in self._copies:
                 copies.run(step.copies)
-        if self._processors is not None:
-            self._processors.admit(step.admitted)
         key = None if self._graphs is None else self._graphs.key_for(step)
         if self._graphs is not None and key is not None:
             captured = self._graphs.run(step, key)
@@ -366,7 +387,9 @@ class ModelRunner:
             if step.wants_all:
                 prompt_logprobs = self._prompt_logprobs(step, everything)
                 hidden = everything[batch.inputs.logit_rows]
-        pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None) if step.pooled else ()
+        pooled: Sequence[PooledRows] = ()
+        if step.pooled and self._group.leads:
+            pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None)
         return ComputedStep(step, batch, hidden, tokens, prompt_logprobs, pooled)
 
     @torch.inference_mode()
@@ -383,24 +406,38 @@ class ModelRunner:
         rows, drafts = step.num_rows, None
         if step.segments.verify.sequences:
             drafts = self._seats.drafts[:rows]
-        changed = late != FREE or (self._processors is not None and self._processors.wanted(step))
         if rows and not step.draws:
             tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
-        elif rows and (tokens is None or changed or not step.plain):
+        elif rows and (tokens is None or step.late or not step.plain):
             logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
-            sampling = batch.sampling(rows)
-            drawn = (
-                self._sampler.sample(logits, sampling, step, late)
-                if drafts is None
-                else self._sampler.sample_drafts(logits, sampling, drafts, step, late)
-            )
-            tokens, logprobs, whole, errors = drawn
+            if self._group.leads:
+                sampling = batch.sampling(rows)
+                drawn = (
+                    self._sampler.sample(logits, sampling, step, late)
+                    if drafts is None
+                    else self._sampler.sample_drafts(logits, sampling, drafts, step, late)
+                )
+                _, logprobs, whole, errors = drawn
+            tokens = self._share_drawn(rows, drafts is not None)
         if step.tokens:
             self._tell_tokens(step.tokens)
         tokens = None if tokens is None else tokens[:rows]
         scores = logprobs, prompt_logprobs
         drafted = None if drafts is None else self._seats.drafted(rows)
         return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafted)
+
+    def _share_drawn(self, rows: int, verified: bool) -> torch.Tensor:
+        """What rank 0 has drawn of so many rows, on every rank: the next step reads it there.
+
+        Returns:
+            ``[rows]`` int64; of a step that ``verified`` drafts ``[rows, G + 1]``.
+        """
+        if not verified:
+            return self._group.broadcast(self._seats.drawn[:rows])
+        verdict = self._seats.verdict
+        assert verdict is not None  # there are drafts
+        self._group.broadcast(verdict.accepted[:rows])
+        return self._group.broadcast(verdict.ids[:rows])
 
     def _tell_tokens(self, new: Sequence[SeatTokens]) -> None:
         """In one copy: each takes a block of pinned memory, and a step may admit hundreds of requests."""
@@ -428,7 +465,10 @@ class ModelRunner:
         count = batch.metadata.segments.verify.sequences
         if self.drafter is not None and count:
             note_time(self._seats.times, end=False)
-            self.drafter.propose(self._seats.draft_step(batch))
+            drafting = self._seats.draft_step(batch)
+            self.drafter.propose(drafting)
+            self._group.broadcast(drafting.drafts)  # also of a draft model whose last bits differ between GPUs
+            self._group.broadcast(drafting.ids)
             note_time(self._seats.times, end=True)
         elif self._draft is not None:
             self._draft.follow(batch, rows)
@@ -442,11 +482,13 @@ class ModelRunner:
         hidden = self._advance(batch, None)
         if not (self._model.spec.logits and batch.draws):
             return hidden, None
-        if verify.sequences:
-            drafts, sampling = self._seats.drafts[: verify.sequences], batch.sampling(verify.sequences)
-            return hidden, self._sampler.verify(self._model.compute_logits(hidden), sampling, drafts)
-        logits = self._model.compute_logits(hidden)
-        return hidden, self._sampler.draw(logits, batch.sampling(len(hidden)))
+        logits, rows = self._model.compute_logits(hidden), verify.sequences or len(hidden)
+        if self._group.leads:
+            if verify.sequences:
+                self._sampler.verify(logits, batch.sampling(rows), self._seats.drafts[:rows])
+            else:
+                self._sampler.draw(logits, batch.sampling(rows))
+        return hidden, self._share_drawn(rows, verify.sequences > 0)
 
     def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
         """In parts, each computed when it is asked for."""

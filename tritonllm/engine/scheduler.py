@@ -33,6 +33,8 @@ Why every request ends:
   that, and only once: when it is preempted itself, nothing behind it runs any more. Hence without new arrivals the
   front request ends.
 - If nothing runs, all blocks are free and the first waiting request fits.
+- A running request whose blocks are on their way from the host's memory (:mod:`tritonllm.engine.host_tier`) is left out
+  of plans like one that waits for its last token. If nobody else runs, the device waits for them instead.
 
 A step that preempted admits nobody, so that a newcomer (:mod:`tritonllm.engine.admission`) is not preempted at once.
 """
@@ -52,6 +54,7 @@ from tritonllm.engine.gang import fork, free, last_gang, parent_in
 from tritonllm.engine.host_tier import HostTier, TierStats
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
+from tritonllm.engine.prompt_budget import prompt_budget
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.speculation import Drafting
 from tritonllm.engine.waiting_queue import WaitingQueue
@@ -112,6 +115,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._free_seats = list(range(self.config.max_num_seqs))
         self._copies: list[tuple[int, int]] = []  # of the step that is being planned
+        self._prompts_left: int | None = None  # tokens that it may take; None: not looked at yet
 
     def reset(self) -> None:
         """Begin anew, with no request, all blocks free and nothing cached. Only totals stay, and admission numbers go
@@ -151,17 +155,10 @@ class Scheduler:
             ValueError: an id in use, a request that has run before, an empty prompt, limits that contradict each
                 other, or a prompt that does not fit the pool.
         """
-        length = len(request.prompt_token_ids)
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
         request.check(self.max_model_len)
-        pools = request.pooling is not None  # then its new token takes no room
-        needed = self._blocks_for(length + (not pools))
-        if needed > self.pool.num_blocks:
-            raise ValueError(
-                f"a prompt of {length} tokens and one new token need {needed} blocks of {self.block_size} tokens, but "
-                f"num_blocks is {self.pool.num_blocks}: shorten the prompt, or raise num_blocks"
-            )
+        self._admission.check(request)
 
     def add(self, request: Request) -> None:
         """Queue a request; see :meth:`check` for what is refused."""
@@ -227,7 +224,7 @@ class Scheduler:
         preempted = self._preempt_gangs()
         scheduled = self._serve_running(preempted)
         forks = {} if preempted else self._admit(scheduled)
-        if not scheduled and tier is not None and tier.hurry():
+        if not scheduled and tier is not None and tier.hurry(self._running):
             scheduled = self._serve_running(preempted)
             forks = {} if preempted else self._admit(scheduled)
         if not scheduled and self._running and all(request.held for request in self._running):
@@ -308,6 +305,7 @@ class Scheduler:
     def _serve_running(self, preempted: list[Request]) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
         budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
+        self._prompts_left = None
         possible, most_drafts = self._drafting.most, self._drafting.now(self._running)
         loading = () if self.tier is None else self.tier.loading
         while budget > 0 and at < len(self._running):
@@ -319,7 +317,9 @@ class Scheduler:
             if (request.controls and request.waits_for_tokens) or (loading and request in loading):
                 continue
             start = request.num_computed_tokens
-            end = last = min(total, start + budget)
+            end = last = total if total - start == 1 else min(total, start + self._most_of(request, budget))
+            if end == start:
+                continue  # others' prompts come first
             drafts = 0
             if possible:
                 if most_drafts and start + 1 == total:
@@ -343,6 +343,16 @@ class Scheduler:
             budget -= end - start + drafts
         return scheduled
 
+    def _most_of(self, request: Request, budget: int) -> int:
+        """Tokens of a request's prompt that the step which is planned may compute, if ``budget`` are left of it."""
+        if request.pooling is not None:
+            return budget  # it may have to be computed at once
+        if self._prompts_left is None:
+            behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
+            queued, most = self._waiting.num_tokens + sum(behind), self.config.max_num_batched_tokens
+            self._prompts_left = prompt_budget(most, queued) if 0 in behind else most
+        return min(budget, self._prompts_left)
+
     def _advance(self, request: Request, end: int, total: int, drafts: int = 0) -> ScheduledRequest:
         """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones, and drafts
         behind them."""
@@ -352,6 +362,8 @@ class Scheduler:
         request.num_pending_tokens += samples
         if drafts:
             request.num_possible_tokens += drafts
+        if self._prompts_left is not None and end - start > 1:
+            self._prompts_left -= end - start
         if not pending and self.prefix_cache is not None:
             self.prefix_cache.insert(request)
         return ScheduledRequest(request, start, end - start + drafts, samples, pending > 0, drafts)
@@ -369,11 +381,12 @@ class Scheduler:
             if request is None or request.num_pending_tokens:
                 break
             parent = parent_in(scheduled, request) if request.siblings else None
+            room = self._most_of(request, budget)
             if parent is not None:
                 if self.pool.num_free <= len(self._running):
                     break
                 fork(parent, request, self.pool, self.block_size)
-            elif budget <= 0 or not request.may_start(budget) or not self._give_blocks(request):
+            elif room <= 0 or not request.may_start(room) or not self._give_blocks(request):
                 break
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING
@@ -382,7 +395,7 @@ class Scheduler:
             if self.tier is not None and request in self.tier.loading:
                 continue
             total = request.num_tokens
-            item = self._advance(request, min(total, request.num_computed_tokens + budget), total)
+            item = self._advance(request, min(total, request.num_computed_tokens + room), total)
             budget -= item.num_tokens
             (scheduled if parent is None else forks.setdefault(parent, [])).append(item)
         return forks

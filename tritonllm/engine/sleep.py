@@ -141,6 +141,8 @@ class EngineMemory:
             raise AsleepError("the weights sleep: wake_up(tags=['weights']) first")
         if not isinstance(self._model, Decoder):
             raise ValueError("reload_weights: a model that runs through transformers keeps its weights; start anew")
+        if self._model.group.size > 1:
+            raise ValueError("reload_weights: several ranks keep their weights (tensor_parallel_size); start anew")
         config = self._config
         if config.load_format == "dummy" and model is None and self._device.type == "cuda":
             dummy_weights(self._model, config.seed)  # a seed gives other values on the host

@@ -2,17 +2,17 @@
 
 import dataclasses
 import logging
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig, SchedulerConfig
-from tritonllm.engine.cpu_threads import SINGLE_THREAD_BELOW, granted_cores, threads_for
+from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig
+from tritonllm.dist.group import Group
+from tritonllm.engine.cpu_threads import granted_cores, threads_for
 from tritonllm.engine.draft_model import load_draft, read_draft_spec
 from tritonllm.engine.host_memory import check_offloading
 from tritonllm.engine.host_tier import HostTier
@@ -20,7 +20,18 @@ from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.precompile import BackgroundCompiler, Target
+from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.rates import Rates
+from tritonllm.engine.resolve import (
+    for_encoder,
+    gains_from_bfloat16,
+    length_limit,
+    length_that_fits,
+    most_blocks,
+    resolve_async,
+    resolve_device,
+    resolve_dtype,
+)
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory
@@ -28,14 +39,14 @@ from tritonllm.engine.speculation import Drafting, most_verified
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.kernels.compile.cache_folder import read_kernels_from
 from tritonllm.kernels.compile.monitor import MONITOR
-from tritonllm.kernels.dense.cpu import multiplies_bfloat16
 from tritonllm.kernels.runtime.gpus import gpu_at
 from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
-from tritonllm.models.fallback_decoder import TransformersDecoder
+from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
+from tritonllm.models.shards import check
 from tritonllm.models.spec import ModelSpec
 from tritonllm.sampling_params import SamplingParams
 
@@ -44,136 +55,6 @@ DEFAULTED = {  # entry of generation_config.json: field of SamplingParams
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def resolve_device(name: str) -> torch.device:
-    """``auto`` is CUDA if there is one.
-
-    Raises:
-        ValueError: a device that is not there or not supported.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices; try device='cpu'")
-    return device
-
-
-def resolve_dtype(
-    name: str,
-    device_type: str,
-    capability: tuple[int, int],
-    in_checkpoint: torch.dtype,
-    *,
-    bfloat16_on_cpu: bool = False,
-) -> torch.dtype:
-    """What ``name`` means here.
-
-    ``auto`` is the checkpoint's own on a GPU. On the CPU it is float32, but for a checkpoint in bfloat16 with
-    ``bfloat16_on_cpu``: see :func:`gains_from_bfloat16`.
-
-    Raises:
-        ValueError: bfloat16 on a GPU older than Ampere.
-    """
-    kept = device_type == "cuda" or (bfloat16_on_cpu and in_checkpoint is torch.bfloat16)
-    auto = in_checkpoint if kept else torch.float32
-    lacks_bf16 = device_type == "cuda" and capability < (8, 0)
-    if name == "auto":
-        return torch.float16 if lacks_bf16 and auto is torch.bfloat16 else auto
-    dtype = TORCH_DTYPES[name]
-    if lacks_bf16 and dtype is torch.bfloat16:
-        raise ValueError(
-            f"dtype='bfloat16' needs a GPU of compute capability 8.0, this one has {capability[0]}.{capability[1]}: "
-            "use dtype='float16'"
-        )
-    return dtype
-
-
-def length_limit(config: ModelConfig, spec: ModelFacts, modules: SentenceModules | None = None) -> int:
-    """The longest sequence that model and user allow; of an encoder, by default, what its ``modules`` say.
-
-    Raises:
-        ValueError: the user asks for more than the model was made for.
-    """
-    if config.max_model_len is None:
-        trained = None if modules is None or spec.causal else modules.max_seq_length
-        return min(spec.max_position_embeddings, trained or spec.max_position_embeddings)
-    if config.max_model_len > spec.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len={config.max_model_len} is beyond the model's max_position_embeddings="
-            f"{spec.max_position_embeddings}: lower it, or set rope scaling in the model's config.json"
-        )
-    return config.max_model_len
-
-
-def length_that_fits(config: EngineConfig, limit: int, num_blocks: int) -> int:
-    """``limit``, lowered to what the cache can hold for one request unless the user set it.
-
-    Raises:
-        ValueError: the user's own ``max_model_len`` does not fit.
-    """
-    room = num_blocks * config.cache.block_size
-    if room >= limit:
-        return limit
-    if config.model.max_model_len is not None:
-        needed = -(-limit // config.cache.block_size)
-        raise ValueError(
-            f"max_model_len={limit} needs {needed} cache blocks of {config.cache.block_size} tokens, but there are "
-            f"{num_blocks}: lower max_model_len to {room}, or raise num_blocks (or the memory that decides it)"
-        )
-    if room < 2:
-        raise ValueError(f"num_blocks={num_blocks} holds {room} token: a request needs at least a prompt and an output")
-    return room
-
-
-def for_encoder(config: EngineConfig, spec: ModelFacts, limit: int) -> EngineConfig:
-    """The settings of a model whose tokens see those behind them: prompts come whole, and the keys of a prompt's
-    beginning depend on its end. Other models keep theirs.
-
-    Args:
-        limit: the longest prompt.
-
-    Raises:
-        ValueError: a step cannot hold the longest prompt.
-    """
-    if spec.causal:
-        return config
-    if limit > config.scheduler.max_num_batched_tokens:
-        raise ValueError(
-            f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens} must hold the longest prompt of an "
-            f"encoder, max_model_len={limit}: raise the one or lower the other"
-        )
-    return dataclasses.replace(
-        config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False, kv_offloading_size=None)
-    )
-
-
-def most_blocks(config: EngineConfig, spec: ModelFacts) -> int:
-    """Of which the cache makes use. An encoder's prompt has blocks for one step only, and two steps are in flight."""
-    if spec.causal or config.cache.num_blocks is not None:
-        return sys.maxsize
-    scheduler, size = config.scheduler, config.cache.block_size
-    return 2 * (-(-scheduler.max_num_batched_tokens // size) + scheduler.max_num_seqs) + scheduler.max_num_seqs
-
-
-def resolve_async(config: SchedulerConfig, device_type: str) -> SchedulerConfig:
-    """Unless the user says, plan ahead on a GPU only: on the CPU nothing runs beside the host, and a request that stops
-    would have computed its last token for nothing."""
-    ahead = device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
-    return dataclasses.replace(config, async_scheduling=ahead)
-
-
-def gains_from_bfloat16(spec: ModelFacts) -> bool:
-    """The CPU multiplies bfloat16 itself, and reading this model's weights is what takes the time: SmolLM2-135M decodes
-    1.4 times as fast as in float32 (Zen 4). Elsewhere every product would convert them first."""
-    return multiplies_bfloat16() and spec.hidden_size >= SINGLE_THREAD_BELOW
 
 
 def end_tokens(spec: ModelFacts, generation_config: dict[str, Any], tokenizer: Any = None) -> frozenset[int]:
@@ -325,89 +206,207 @@ def drafting_of(config: EngineConfig, draft_cost: float) -> Drafting:
     return Drafting(most, verified, adaptive=adaptive, draft_cost=draft_cost)
 
 
+def tier_of(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
+    """What the scheduler is told of the cache's second tier, if there is one."""
+    if runner.host is None:
+        return None
+    return HostTier(runner.host_slots, Rates(runner.block_bytes, config.cache.block_size, runner.host.measure()))
+
+
 class Parts(NamedTuple):
     """What an engine is made of."""
 
     config: EngineConfig  # its values are resolved
-    runner: ModelRunner
+    runner: Executor
     scheduler: Scheduler
     inputs: InputProcessor
     pooling: PoolingAbility
     memory: EngineMemory
 
 
-def load_parts(config: EngineConfig) -> Parts:
+class Origin(NamedTuple):
+    """What checkpoints say of themselves before their weights are read.
+
+    Attributes:
+        limit: the longest sequence that model and user allow.
+        draft: the draft model, if the configuration has one. It is whole on every rank.
+    """
+
+    folder: Path
+    spec: ModelSpec | FallbackSpec
+    modules: SentenceModules | None
+    limit: int
+    draft: ModelSpec | None
+
+
+class Prepared(NamedTuple):
+    """A rank before its weights. The configuration is the user's, or one for an encoder."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+
+
+def read_origin(config: EngineConfig) -> Origin:
+    """Raises:
+    ValueError: no checkpoint, a bad configuration, or a model that cannot be cut for so many ranks.
+    """
+    model, size = config.model, config.parallel.tensor_parallel_size
+    folder = checkpoint.resolve(model.model, model.revision, trust_remote_code=model.trust_remote_code)
+    classifies = model.convert == "classify"
+    spec = read_spec(folder, trust_remote_code=model.trust_remote_code, as_classifier=classifies)
+    if size > 1 and not isinstance(spec, ModelSpec):
+        raise ValueError(
+            f"tensor_parallel_size={size}: {spec.architecture} runs through transformers, which is one rank's: leave "
+            "it at 1"
+        )
+    if isinstance(spec, ModelSpec):
+        check(spec, size)
+    modules = None if model.runner == "generate" else read_modules(folder)
+    limit = length_limit(model, spec, modules)
+    return Origin(folder, spec, modules, limit, read_draft_spec(config, spec, limit))
+
+
+def prepare(config: EngineConfig, origin: Origin, rank: int = 0) -> Prepared:
+    """Resolve what model and machine decide.
+
+    Args:
+        rank: whose device it is.
+
+    Raises:
+        ValueError: a bad value, or no such device.
+    """
+    spec, size = origin.spec, config.parallel.tensor_parallel_size
+    device = resolve_device(config.model.device)
+    if size > 1 and device.type == "cuda":
+        if torch.cuda.device_count() < size:
+            raise ValueError(
+                f"tensor_parallel_size={size} needs as many GPUs, and there are {torch.cuda.device_count()}: lower it"
+            )
+        device = resolve_device(f"cuda:{rank}")
+        torch.cuda.set_device(device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    gains = device.type == "cpu" and gains_from_bfloat16(spec)
+    dtype = resolve_dtype(config.model.dtype, device.type, capability, spec.dtype, bfloat16_on_cpu=gains)
+    return Prepared(for_encoder(config, spec, origin.limit), device, dtype)
+
+
+def load_part(origin: Origin, prepared: Prepared, group: Group) -> tuple[CausalLM, CausalLM | None]:
+    """This rank's part of the model, with its weights, and the draft model. Raises as :func:`load_model`."""
+    model = prepared.config.model
+    if prepared.device.type == "cpu":
+        cores = max(1, granted_cores() // group.size)
+        torch.set_num_threads(threads_for(origin.spec.hidden_size, torch.get_num_threads(), cores))
+    with named_convert(model):
+        loaded = load_model(
+            origin.folder,
+            origin.spec,
+            dtype=prepared.dtype,
+            device=prepared.device,
+            max_model_len=origin.limit,
+            load_format=model.load_format,
+            seed=model.seed,
+            trust_remote_code=model.trust_remote_code,
+            allow_nan=model.allow_nan,
+            group=group,
+        )
+    dtype, device = prepared.dtype, prepared.device
+    return loaded, load_draft(prepared.config, origin.draft, dtype=dtype, device=device, limit=origin.limit)
+
+
+def start_runner(
+    origin: Origin, prepared: Prepared, models: tuple[CausalLM, CausalLM | None], group: Group
+) -> tuple[EngineConfig, ModelRunner, EngineMemory]:
+    """Allocate the cache, compile and capture. All ranks do this at once, and have equally many blocks.
+
+    Returns:
+        The configuration with its values resolved, the runner, and the memory of weights and cache.
+    """
+    config, device, dtype = prepared
+    spec, modules, limit = origin.spec, origin.modules, origin.limit
+    model, draft = models
+    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode)
+    group.least(0)  # none compiles what rank 0 has others compile
+    model = compiled_if_asked(model, config)
+    projection = None if modules is None else modules.projection(dtype=dtype, device=device)
+    pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
+    runner = ModelRunner(model, config, device, limit, pooler, draft, memory, group)
+    num_blocks = group.least(min(runner.fit_num_blocks(), most_blocks(config, spec)))
+    max_model_len = length_that_fits(config, limit, num_blocks)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, max_model_len=max_model_len),
+        cache=dataclasses.replace(config.cache, num_blocks=num_blocks),
+        scheduler=resolve_async(config.scheduler, device.type),
+    )
+    runner.start(num_blocks, max_model_len)
+    return config, runner, memory
+
+
+def load_rank(
+    config: EngineConfig, rank: int, join: Callable[[torch.device], Group]
+) -> tuple[ModelRunner, torch.device, Group]:
+    """What a rank other than the first has of an engine: its runner, started, its device and its group.
+
+    Args:
+        join: meets the others.
+
+    Raises:
+        ValueError: as :func:`load_parts`.
+    """
+    if config.kernel_cache is not None:
+        read_kernels_from(Path(config.kernel_cache))
+    origin = read_origin(config)
+    prepared = prepare(config, origin, rank)
+    group = join(prepared.device)
+    models = load_part(origin, prepared, group)
+    _, runner, _ = start_runner(origin, prepared, models, group)
+    return runner, prepared.device, group
+
+
+def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     """Load a model and everything around it.
+
+    Args:
+        ranks: the others, which are started here; they are ended if anything fails.
 
     Raises:
         ValueError: bad configuration, checkpoint, tokenizer or folder of kernels; the message names the argument or
             tensor and the fix.
+        WorkerError: another rank failed.
     """
     begin = time.monotonic()
     MONITOR.serving = False
     check_offloading(config.cache.kv_offloading_size)
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
-    model_config = config.model
-    trusted = model_config.trust_remote_code
-    folder = checkpoint.resolve(model_config.model, model_config.revision, trust_remote_code=trusted)
-    spec = read_spec(folder, trust_remote_code=trusted, as_classifier=model_config.convert == "classify")
-    generation_config = read_generation_config(model_config.generation_config, folder)
-    defaults = default_params(model_config.generation_config, generation_config)
-    modules = None if model_config.runner == "generate" else read_modules(folder)
-    pooling = PoolingAbility.of(model_config, spec, checkpoint.read_config(folder), modules)
-    limit = length_limit(model_config, spec, modules)
-    draft_spec = read_draft_spec(config, spec, limit)
-    with background_compiler(spec, config, draft_spec) as compiler:  # leaving the block waits for it
-        device = resolve_device(model_config.device)
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        gains = device.type == "cpu" and gains_from_bfloat16(spec)
-        dtype = resolve_dtype(model_config.dtype, device.type, capability, spec.dtype, bfloat16_on_cpu=gains)
-        config = for_encoder(config, spec, limit)
-        if compiler is not None and device.type == "cuda":
-            gpu = gpu_at(device.index or 0)
-            compiler.begin(Target(gpu.arch, name_in_tables(gpu), dtype, limit))
-        tokenizer = tokenizer_of(model_config, folder)
-        if device.type == "cpu":
-            torch.set_num_threads(threads_for(spec.hidden_size, torch.get_num_threads(), granted_cores()))
-        with named_convert(model_config):
-            model = load_model(
-                folder,
-                spec,
-                dtype=dtype,
-                device=device,
-                max_model_len=limit,
-                load_format=model_config.load_format,
-                seed=model_config.seed,
-                trust_remote_code=trusted,
-                allow_nan=model_config.allow_nan,
-            )
-        draft = load_draft(config, draft_spec, dtype=dtype, device=device, limit=limit)
-    memory = EngineMemory(model, model_config, device, config.enable_sleep_mode)
-    model = compiled_if_asked(model, config)
-    projection = None if modules is None else modules.projection(dtype=dtype, device=device)
-    pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
-    runner = ModelRunner(model, config, device, limit, pooler, draft, memory)
-    num_blocks = min(runner.fit_num_blocks(), most_blocks(config, spec))
-    max_model_len = length_that_fits(config, limit, num_blocks)
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(model_config, max_model_len=max_model_len),
-        cache=dataclasses.replace(config.cache, num_blocks=num_blocks),
-        scheduler=resolve_async(config.scheduler, device.type),
-    )
-    runner.start(num_blocks, max_model_len)
-    tier = None
-    if runner.host is not None:
-        rates = Rates(runner.block_bytes, config.cache.block_size, runner.host.measure())
-        tier = HostTier(runner.host_slots, rates)
+    origin = read_origin(config)
+    folder, spec, modules = origin.folder, origin.spec, origin.modules
+    generation_config = read_generation_config(config.model.generation_config, folder)
+    defaults = default_params(config.model.generation_config, generation_config)
+    pooling = PoolingAbility.of(config.model, spec, checkpoint.read_config(folder), modules)
+    with ranks:
+        with background_compiler(spec, config, origin.draft) as compiler:  # leaving the block waits for it
+            ranks.begin()
+            prepared = prepare(config, origin)
+            device, dtype = prepared.device, prepared.dtype
+            if compiler is not None and device.type == "cuda":
+                gpu = gpu_at(device.index or 0)
+                compiler.begin(Target(gpu.arch, name_in_tables(gpu), dtype, origin.limit))
+            tokenizer = tokenizer_of(config.model, folder)
+            group = ranks.join(device)
+            models = load_part(origin, prepared, group)
+        config, runner, memory = start_runner(origin, prepared, models, group)
+        executor = ranks.lead(runner)
+    assert config.cache.num_blocks is not None and config.model.max_model_len is not None
+    limits = config.cache.num_blocks, config.model.max_model_len
     drafting = drafting_of(config, runner.draft_cost)
-    scheduler = Scheduler(config.scheduler, config.cache, num_blocks, max_model_len, drafting, tier)
+    scheduler = Scheduler(config.scheduler, config.cache, *limits, drafting, tier_of(config, runner))
     eos = end_tokens(spec, generation_config, tokenizer)
     inputs = InputProcessor(
-        *(tokenizer, spec.vocab_size, max_model_len, eos, model_config.seed, defaults),
+        *(tokenizer, spec.vocab_size, limits[1], eos, config.model.seed, defaults),
         takes_extra_args=bool(config.logits_processors),
     )
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
-    return Parts(config, runner, scheduler, inputs, pooling, memory)
+    return Parts(config, executor, scheduler, inputs, pooling, memory)

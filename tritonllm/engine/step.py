@@ -7,7 +7,7 @@ one to the other and the steps of the warm-up are all made from it.
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -308,6 +308,8 @@ class Step:
             none.
         tokens: of requests that are new to their seats, if a drafter wants to know.
         transfers: between the cache and the host's memory, before anything else; ``None`` for none.
+        redrawn: what a captured step draws does not hold, for a reason that the step does not hold: processors of whole
+            batches, or what only rank 0 is told.
     """
 
     segments: Segments
@@ -328,6 +330,12 @@ class Step:
     copies: np.ndarray | None = None
     tokens: tuple[SeatTokens, ...] = ()
     transfers: Transfers | None = None
+    redrawn: bool = False
+
+    def for_followers(self) -> "Step":
+        """The step without what only the rank that draws needs."""
+        nothing: dict[str, Any] = {"admitted": (), "edited": None, "new_edits": (), "logprobs": None}
+        return replace(self, whole_logprobs=(), redrawn=not self.plain, **nothing)
 
     @property
     def wants_all(self) -> bool:
@@ -353,7 +361,7 @@ class Step:
     @property
     def plain(self) -> bool:
         """The draw alone serves all of them: logits are neither edited nor reported."""
-        return self.edited is None and self.logprobs is None
+        return self.edited is None and self.logprobs is None and not self.redrawn
 
 
 def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:

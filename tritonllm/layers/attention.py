@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.kernels import (
     BoundLayer,
     apply_rope,
@@ -80,13 +81,27 @@ class AttentionSpec:
 
 
 class Attention(nn.Module):
-    """Attention as an :class:`AttentionSpec` says."""
+    """Attention as an :class:`AttentionSpec` says.
+
+    Args:
+        group: the ranks among which the heads are dealt out; ``spec`` says what this one has of them. Its result is
+            then a part of a sum.
+    """
 
     alibi_slopes: torch.Tensor | None
 
-    def __init__(self, hidden_size: int, spec: AttentionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: AttentionSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group = ALONE,
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self._group = group
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         q_size = spec.num_heads * spec.head_size
         columns = sum(self.heads) * spec.head_size
@@ -182,9 +197,13 @@ class Attention(nn.Module):
         """The norms that this kernel does not know, in place."""
         if self.q_norm is None or self.k_norm is None:
             return
+        over_all = self.spec.qk_norm_over == "all"
         for module, x in zip((self.q_norm, self.k_norm), self._queries_and_keys(qkv), strict=True):
-            x = x.view(x.shape[0], -1) if self.spec.qk_norm_over == "all" else x
-            module.normalize(x, out=x)
+            x = x.view(x.shape[0], -1) if over_all else x
+            if over_all and self._group.size > 1:
+                module.normalize_over(self._group, x)
+            else:
+                module.normalize(x, out=x)
 
     def _queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of them: ``[T, H, D]`` and ``[T, K, D]``."""

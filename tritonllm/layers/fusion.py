@@ -17,8 +17,9 @@ does what it says. A kernel knows what it can take along and for which sizes tha
 :mod:`~tritonllm.kernels.dense.linear`, ``rows_that_begin_norms`` and ``begins_norms`` of
 :mod:`~tritonllm.kernels.dense.medium`); it is asked here and nowhere else.
 
-Tensor parallelism, adapters and narrow weights have their place here too: each is a trait of a layer, which
-:func:`plan_step` turns into another way to add or to normalise.
+Tensor parallelism is a trait of a layer: a rank's part of a result is not added to the stream, so it is pending until
+the block that follows sums it up and enters. Adapters and narrow weights have their place here too: each will be a
+trait, which :func:`plan_step` turns into another way to add or to normalise.
 """
 
 from collections.abc import Sequence
@@ -88,21 +89,25 @@ class LayerTraits:
         router: elements of the router's weight; 0 if the MLP is dense.
         norms_router: the launch of the router can take the norm before it along: they are of one dtype.
         sums_last: nothing comes after the sum of the experts: there are experts, and no shared MLP.
+        partial: its blocks compute a rank's part of a sum.
     """
 
     sequential: bool
     rms: bool
     parallel: bool = False
+    partial: bool = False
     begins_norms: bool = False
     router: int = 0
     norms_router: bool = True
     sums_last: bool = False
 
     @classmethod
-    def of_dense(cls, *, sequential: bool, rms: bool, parallel: bool, weights: Sequence[torch.Tensor]) -> "LayerTraits":
+    def of_dense(
+        cls, *, sequential: bool, rms: bool, parallel: bool, weights: Sequence[torch.Tensor], partial: bool = False
+    ) -> "LayerTraits":
         """A layer whose products have these ``weights``, from the first to the last."""
-        begins = sequential and rms and all(map(begins_norms, weights))
-        return cls(sequential=sequential, rms=rms, parallel=parallel, begins_norms=begins)
+        begins = sequential and rms and not partial and all(map(begins_norms, weights))
+        return cls(sequential=sequential, rms=rms, parallel=parallel, begins_norms=begins, partial=partial)
 
     @classmethod
     def of_experts(
@@ -114,6 +119,7 @@ class LayerTraits:
         router: torch.Tensor,
         shared: bool,
         norms_router: bool = True,
+        partial: bool = False,
     ) -> "LayerTraits":
         """A layer with experts, and perhaps a ``shared`` MLP."""
         return cls(
@@ -123,6 +129,7 @@ class LayerTraits:
             router=router.numel(),
             norms_router=norms_router,
             sums_last=not shared,
+            partial=partial,
         )
 
 
@@ -191,6 +198,9 @@ def plan_step(layers: Sequence[LayerTraits], limits: Limits, rows: int, wanted: 
 def _plan_layer(
     layer: LayerTraits, limits: Limits, rows: int, wanted: int | None, handed: _Handed, last: bool
 ) -> LayerPlan:
+    if layer.partial:
+        enter = NormBy.ADDITION if handed is _Handed.ADDEND else NormBy.ALONE
+        return LayerPlan(enter, AddBy.LATER, NormBy.ALONE if layer.parallel else NormBy.ADDITION, AddBy.LATER)
     kept = rows if wanted is None else wanted
     # a product that begins a norm has the rows of the one that ends it; a norm that is computed need not be ended
     medium = layer.begins_norms and wanted is None and rows in limits.medium and handed is not _Handed.NORMED

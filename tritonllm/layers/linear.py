@@ -149,21 +149,38 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of ``weight[num_embeddings, size]``, and the same table as an output projection."""
+    """Rows of ``weight[num_embeddings, size]``, and the same table as an output projection.
 
-    def __init__(self, num_embeddings: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        projects: the rows with which it is an output projection; ``None`` for all.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        projects: range | None = None,
+    ) -> None:
         super().__init__()
         self.weight = empty_parameter(num_embeddings, size, dtype=dtype, device=device)
+        self._projects = projects
         self._packed: Weight | None = None
+
+    def _output(self) -> torch.Tensor:
+        rows = self._projects
+        return self.weight if rows is None else self.weight[rows.start : rows.stop]
 
     def pack(self) -> None:
         """As :meth:`Linear.pack`, for :meth:`logits`; rows are looked up in the table itself, which stays."""
-        self._packed = pack_weight(self.weight)
+        self._packed = pack_weight(self._output())
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids[T]`` int32 or int64 -> ``[T, size]``."""
         return F.embedding(ids, self.weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden[N, size] @ weight.T`` -> ``[N, num_embeddings]`` float32."""
-        return linear_float32(hidden, Weight(self.weight) if self._packed is None else self._packed)
+        """``hidden[N, size] @ weight.T`` -> ``[N, num_embeddings]`` float32, or as many as it ``projects`` with."""
+        return linear_float32(hidden, Weight(self._output()) if self._packed is None else self._packed)

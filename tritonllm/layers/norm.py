@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from tritonllm.dist.group import Group
 from tritonllm.kernels import elementwise as kernels
 from tritonllm.kernels.elementwise import cpu
 from tritonllm.kernels.elementwise.norm import add_and_normalize, normalize
@@ -80,6 +81,20 @@ class Norm(nn.Module):
         if out is None and self._of_rows and runs_in_torch(x):
             return self._in_torch(x)
         return normalize(x, self._arguments(), out)
+
+    def normalize_over(self, group: Group, x: torch.Tensor) -> None:
+        """Normalise rows of which each rank has a part, ``x[T, size]``, in place.
+
+        All parts are equally long. Where two ranks have the same one (replicated key heads) all do equally often, so
+        the mean over the ranks is that over the row.
+        """
+        assert self.weight is not None and self._of_rows
+        spec, wide = self.spec, x.float()
+        if spec.kind == "layer":
+            wide = wide - group.all_reduce(wide.mean(-1, keepdim=True)) / group.size
+        square = group.all_reduce(wide.square().mean(-1, keepdim=True)) / group.size
+        wide = wide * torch.rsqrt(square + spec.eps) * (self.weight.float() + spec.weight_offset)
+        x.copy_(wide if self.bias is None else wide + self.bias.float())
 
     def _arguments(self) -> kernels.Norm:
         spec = self.spec

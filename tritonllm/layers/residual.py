@@ -4,9 +4,10 @@ A block (attention, an MLP) enters the stream, which gives it its input, and its
 adding and which the norm is planned (:mod:`tritonllm.layers.fusion`), so two things may be pending: a result that is
 not added yet, or a norm that the launch which added has begun or computed for the block that follows.
 
-What else will be pending here: a sum over the GPUs that share a layer's weights (:meth:`Stream.add` gets each GPU's
-part, and what adds or normalises next sums them up), and an adapter's part of a block's last product (one more thing
-that an :class:`Addend` brings along). Both are other ways to add, which the plan names; no block sees them.
+With tensor parallelism a block's result is a rank's part of a sum, which is pending, too: what adds it sums it up over
+the ranks first. Two parallel blocks are summed up once. No block sees that. (The launch that sums up, adds and
+normalises at once will be another way to enter.) What else will be pending here is an adapter's part of a block's last
+product: one more thing that an :class:`Addend` brings along.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.layers.fusion import AddBy, NormBy
 from tritonllm.layers.norm import BlockInput, Norm
 
@@ -50,13 +52,18 @@ class Stream:
         rows: ``[T, hidden]``, with which it begins; changed in place.
         scale: multiplies what is added (Granite, MiniCPM).
         becomes_normed: a norm's result is the stream from there on (the original transformer).
+        group: the ranks whose parts add up to a block's result; each has the whole stream.
     """
 
-    def __init__(self, rows: torch.Tensor, *, scale: float = 1.0, becomes_normed: bool = False) -> None:
+    def __init__(
+        self, rows: torch.Tensor, *, scale: float = 1.0, becomes_normed: bool = False, group: Group = ALONE
+    ) -> None:
         self.rows = rows
+        self._group = group
         self._scale = scale
         self._becomes_normed = becomes_normed
-        self._addend: torch.Tensor | None = None  # a result to be added
+        self._addend: torch.Tensor | None = None  # a result to be added, or this rank's part of it
+        self._partial = False  # it is a part
         self._input: BlockInput | None = None  # the next block's, as far as it is computed
 
     def enter(self, norm: Norm | None, by: NormBy) -> BlockInput:
@@ -70,6 +77,8 @@ class Stream:
         if by is NormBy.ADDITION:
             addend, self._addend = self._addend, None
             assert addend is not None
+            if self._partial:
+                addend, self._partial = self._group.all_reduce(addend), False
             if norm is None:
                 self.rows.add_(addend, alpha=self._scale)
                 return BlockInput(self.rows)
@@ -96,7 +105,10 @@ class Stream:
             self._input = block.product.add_and_normalize(self.rows, block.x, following, self._scale)
         else:
             result = block.product.alone(block.x)
+            self._partial = self._group.size > 1
             if after is not None:
+                if self._partial:
+                    result, self._partial = self._group.all_reduce(result), False
                 after.normalize(result, out=result)
             # of two parallel blocks both are pending: their sum is added at once
             self._addend = result if self._addend is None else self._addend.add_(result)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.kernels import cap_logits, decode_short_keys
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner, LayerPlan, LayerTraits
@@ -18,13 +19,16 @@ from tritonllm.layers.norm import BlockInput, Norm
 from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Stream
 from tritonllm.models.interface import LayerWork
+from tritonllm.models.shards import Section, local_spec
 from tritonllm.models.spec import ModelSpec
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP around a residual stream."""
+    """Attention and MLP around a residual stream; with a ``group``, a rank's part of both."""
 
-    def __init__(self, spec: ModelSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, index: int, *, dtype: torch.dtype, device: torch.device, group: Group = ALONE
+    ) -> None:
         super().__init__()
         layer = spec.layers[index]
         before = spec.norm_position in ("pre", "sandwich")
@@ -38,7 +42,7 @@ class DecoderLayer(nn.Module):
         # with norms of the stream, the one after a layer's MLP is where the next layer enters
         first = index == 0
         self.attention_norm = norm((before and (spec.first_norm or not first)) or (of_stream and not first))
-        self.attention = Attention(spec.hidden_size, layer.attention, dtype=dtype, device=device)
+        self.attention = Attention(spec.hidden_size, layer.attention, dtype=dtype, device=device, group=group)
         self.attention_post_norm = norm(after)
         self.mlp_norm = norm((before or of_stream) and not self.one_norm)
         self.mlp: MLP | MoE
@@ -47,15 +51,16 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MoE(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
         self.mlp_post_norm = norm(after)
-        self.traits = self._traits(spec)
+        self.traits = self._traits(spec, partial=group.size > 1)
 
-    def _traits(self, spec: ModelSpec) -> LayerTraits:
+    def _traits(self, spec: ModelSpec, *, partial: bool) -> LayerTraits:
         attention, mlp = self.attention, self.mlp
         parallel = spec.parallel is not None
         traits = {
             "sequential": spec.norm_position == "pre" and not parallel,
             "rms": spec.norm.kind == "rms",
             "parallel": parallel,
+            "partial": partial,
         }
         if isinstance(mlp, MoE):
             router, shared = mlp.router.weight, mlp.shared is not None
@@ -108,16 +113,35 @@ class Decoder(nn.Module):
         dtype: of the weights and activations; norms, rotations and softmax compute in float32.
         device: where the weights are.
         max_model_len: positions go from 0 to ``max_model_len - 1``.
+        group: the ranks that share the model (:mod:`tritonllm.models.shards`).
+
+    Attributes:
+        spec: what this rank computes.
+        whole: what all ranks compute together.
+        group: see above.
+
+    Raises:
+        ValueError: the model cannot be cut for so many ranks.
     """
 
     supports_graphs = True
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        group: Group = ALONE,
+    ) -> None:
         super().__init__()
-        self.spec = spec
+        self.whole, self.group = spec, group
+        self.spec = spec = local_spec(spec, group.rank, group.size)
         self.dtype = dtype
         size = spec.embedding_size or spec.hidden_size
-        self.embed = Embedding(spec.vocab_size, size, dtype=dtype, device=device)
+        projects = None if group.size == 1 else Section(spec.vocab_size, uneven=True).of(group.rank, group.size)
+        self.embed = Embedding(spec.vocab_size, size, dtype=dtype, device=device, projects=projects)
         # a model multiplies by a number of its own dtype: Gemma's sqrt(3072) is 55.5 in bfloat16
         self.embedding_multiplier = float(torch.tensor(spec.embedding_multiplier, dtype=dtype))
         self.positions = self.project_in = self.project_out = self.norm = self.logit_bias = None
@@ -131,13 +155,14 @@ class Decoder(nn.Module):
         if size != spec.hidden_size:
             self.project_in = Linear(size, spec.hidden_size, bias=False, dtype=dtype, device=device)
             self.project_out = Linear(spec.hidden_size, size, bias=False, dtype=dtype, device=device)
-        layers = [DecoderLayer(spec, i, dtype=dtype, device=device) for i in range(spec.num_layers)]
+        layers = [DecoderLayer(spec, i, dtype=dtype, device=device, group=group) for i in range(spec.num_layers)]
         self.layers = nn.ModuleList(layers)
         if spec.final_norm:
             self.norm = Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device)
         self.lm_head = self.embed
         if spec.logits and not spec.tie_word_embeddings:
-            self.lm_head = Embedding(spec.vocab_size, size, dtype=dtype, device=device)
+            rows = spec.vocab_size if projects is None else len(projects)
+            self.lm_head = Embedding(rows, size, dtype=dtype, device=device)
         if spec.logit_bias:
             self.logit_bias = empty_parameter(spec.vocab_size, dtype=dtype, device=device)
         self.classifier = None if spec.head is None else Head(spec.head.dense, dtype=dtype, device=device)
@@ -196,6 +221,7 @@ class Decoder(nn.Module):
             self._embed(input_ids, positions),
             scale=self.spec.residual_multiplier,
             becomes_normed=self.spec.norm_position == "stream",
+            group=self.group,
         )
         for place, after, how in zip(self._running, [*self._running[1:], None], plan.layers, strict=True):
             wanted, following = (rows, None) if after is None else (None, self.layers[after].attention_norm)
@@ -244,7 +270,7 @@ class Decoder(nn.Module):
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32, if the model has ``logits``."""
         if self.project_out is not None:
             hidden = self.project_out(hidden)
-        logits = self.lm_head.logits(hidden)
+        logits = self.group.all_gather(self.lm_head.logits(hidden), self.spec.vocab_size)
         if self.logit_bias is not None:
             logits += self.logit_bias
         if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.layers.linear import Linear
 from tritonllm.models import checkpoint, families
 from tritonllm.models.decoder import Decoder
@@ -78,6 +79,7 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
     allow_nan: bool = False,
+    group: Group = ALONE,
 ) -> CausalLM:
     """Build the model and fill its weights.
 
@@ -88,6 +90,7 @@ def load_model(
         load_format: which files; ``dummy`` makes weights up from ``seed`` instead of reading them.
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
         allow_nan: take weights that are NaN or infinite.
+        group: the ranks that share the model, of which this one gets its part; for one of our families.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor.
@@ -106,7 +109,7 @@ def load_model(
             max_model_len=max_model_len,
             allow_nan=allow_nan,
         )
-    model = Decoder(spec, dtype=dtype, device=device, max_model_len=max_model_len)
+    model = Decoder(spec, dtype=dtype, device=device, max_model_len=max_model_len, group=group)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:

@@ -92,6 +92,9 @@ class TensorFile(Protocol):
     def get(self, name: str) -> torch.Tensor:
         """A tensor, to be let go before the file is closed."""
 
+    def part(self, name: str, axis: int, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin`` to ``end`` (exclusive) of it along a dimension; nothing else of it is read."""
+
 
 class _SafetensorsFile:
     def __init__(self, path: Path, file: Any) -> None:
@@ -108,6 +111,9 @@ class _SafetensorsFile:
     def get(self, name: str) -> torch.Tensor:
         return self._file.get_tensor(name)
 
+    def part(self, name: str, axis: int, begin: int, end: int) -> torch.Tensor:
+        return self._file.get_slice(name)[(*[slice(None)] * axis, slice(begin, end))]
+
 
 class _PytorchFile:
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -119,6 +125,9 @@ class _PytorchFile:
 
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name]
+
+    def part(self, name: str, axis: int, begin: int, end: int) -> torch.Tensor:
+        return self._tensors[name].narrow(axis, begin, end - begin)
 
 
 def describe(tensor: torch.Tensor, path: Path | None = None) -> StoredTensor:
@@ -251,10 +260,17 @@ def _joined(name: str, blocks: StoredTensor, scales_name: str, scales: StoredTen
     return StoredTensor((experts, 2 * BLOCK_BYTES * groups, rows), MXFP4, blocks.path, scales.path)
 
 
-def read(file: TensorFile, name: str, stored: StoredTensor) -> torch.Tensor | PackedExperts:
-    """A tensor of :func:`stored_tensors` from the open file ``stored.path``."""
+def read(
+    file: TensorFile, name: str, stored: StoredTensor, part: tuple[int, int, int] | None = None
+) -> torch.Tensor | PackedExperts:
+    """A tensor of :func:`stored_tensors` from the open file ``stored.path``.
+
+    Args:
+        part: dimension, first and last (exclusive) element, of a tensor that is not packed; ``None`` for all of it.
+    """
     if stored.scales is None:
-        return file.get(name)
+        return file.get(name) if part is None else file.part(name, *part)
+    assert part is None  # the dimension that is cut may be the packed one
     with open_tensors(stored.scales) as other:
         scales = other.get(name + _SCALES).clone()
     return PackedExperts(file.get(name + _BLOCKS), scales)

@@ -3,9 +3,11 @@
 Everything is checked from the files' headers before the first byte is copied: every element of every parameter has
 exactly one tensor, and every tensor has a place, its shape and a type that needs no more than a cast; what does not is
 an error that names it. Then tensors are copied one at a time from memory-mapped files, one file open at a time, so what
-the host holds beside the model is at most the largest file.
+the host holds beside the model is at most the largest file. A rank of several checks all of it and reads its part
+(:mod:`tritonllm.models.shards`).
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,10 +18,12 @@ import torch
 import xxhash
 from tqdm import tqdm
 
+from tritonllm.dist.group import Group
 from tritonllm.layers.norm import Norm
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import is_extra, weight_map
 from tritonllm.models.finite import not_finite, refuse
+from tritonllm.models.shards import Cut, Once, Split, cuts, local_shape, splits
 from tritonllm.models.slots import PIECE, Slot, parameter_shape, unfilled
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.tensor_files import (
@@ -51,8 +55,9 @@ def hf_tensors(model: Decoder) -> dict[str, torch.Tensor]:
     """The model's weights under their checkpoint names, in the first spelling that the weight map has.
 
     They are views of the parameters, except where a checkpoint orders the rows or counts the values differently: those
-    are copies. Use :func:`copy_tensors` to write.
+    are copies. Use :func:`copy_tensors` to write. One rank of several does not have them.
     """
+    assert model.group.size == 1
     slots, parameters = weight_map(model.spec), dict(model.named_parameters())
     return {name: slots[name].read(parameters[slots[name].parameter]) for name in unfilled(slots, {})}
 
@@ -82,7 +87,7 @@ def load_weights(
     plan = _plan(model, stored, f"{folder}: ")
     _check_twins(plan.twins, lambda name: _digest_in_file(name, stored[name]))
     parameters = dict(model.named_parameters())
-    total = sum(stored[name].num_bytes for name in plan.slots)
+    total = sum(plan.share_of(name) * stored[name].num_bytes for name in plan.slots)
     off = None if progress is None else not progress
     bar = tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, leave=False, disable=off)
     with bar:
@@ -90,12 +95,16 @@ def load_weights(
             assert path is not None
             with open_tensors(path) as file:
                 for name in names:
-                    slot = plan.slots[name]
-                    _write(slot, parameters[slot.parameter], read(file, name, stored[name]))
-                    bar.update(stored[name].num_bytes)
+                    for cut in plan.cuts[name]:
+                        part = cut.part if stored[name].scales is None else None
+                        # without a name for the tensor: it would hold the file's memory when the next one is opened
+                        _write(cut, parameters[cut.slot.parameter], read(file, name, stored[name], part))
+                    bar.update(plan.share_of(name) * stored[name].num_bytes)
+    plan.clear_others(parameters)
     if not allow_nan and (bad := not_finite(parameters)):
-        places = {name: slot for name, slot in plan.slots.items() if slot.parameter in bad}
-        refuse(f"{folder}: ", ((name, slot.place(parameters[slot.parameter])) for name, slot in places.items()))
+        places = [(name, cut.slot) for name, parts in plan.cuts.items() for cut in parts]
+        here = ((name, slot.place(parameters[slot.parameter])) for name, slot in places if slot.parameter in bad)
+        refuse(f"{folder}: ", here)
 
 
 @torch.no_grad()
@@ -108,23 +117,50 @@ def copy_tensors(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> None:
     plan = _plan(model, {name: describe(tensor) for name, tensor in tensors.items()}, "")
     _check_twins(plan.twins, lambda name: _digest(tensors[name]))
     parameters = dict(model.named_parameters())
-    for name, slot in plan.slots.items():
-        slot.write(parameters[slot.parameter], tensors[name])
+    for name, parts in plan.cuts.items():
+        for cut in parts:
+            cut.slot.write(parameters[cut.slot.parameter], cut.of(tensors[name]))
+    plan.clear_others(parameters)
 
 
 def dummy_weights(model: Decoder, seed: int) -> None:
     """Fill ``model`` with numbers from ``seed``: norms' factors 1, the rest normal with standard deviation 0.02.
 
     They are drawn where the weights are, which on a GPU is quick for billions, so a seed gives the same values on
-    devices of one type and for one dtype only.
+    devices of one type and for one dtype only. A rank of several draws each parameter whole and keeps its part.
     """
     generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
-    for module in model.modules():
+    shards = splits(model.whole) if model.group.size > 1 else {}
+    whole = _whole_shapes(model) if shards else {}
+    for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}" if path else name
+            split = shards.get(full)
             if isinstance(module, Norm) and name == "weight":
                 parameter.fill_(1.0 - module.spec.weight_offset)
-            else:
+            elif split is None:
                 parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                drawn = parameter.new_empty(whole[full]).normal_(0.0, 0.02, generator=generator)
+                _keep(parameter, drawn, split, model.group)
+
+
+def _whole_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """Of the parameters of all ranks together."""
+    by_parameter: dict[str, list[Slot]] = {}
+    for slot in weight_map(model.whole).values():
+        by_parameter.setdefault(slot.parameter, []).append(slot)
+    return {name: parameter_shape(slots) for name, slots in by_parameter.items()}
+
+
+def _keep(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, group: Group) -> None:
+    if isinstance(split, Split):
+        parts = [whole.narrow(split.axis, r.start, len(r)) for r in split.held(group.rank, group.size)]
+        torch.cat(parts, dim=split.axis, out=parameter)
+    elif group.leads:
+        parameter.copy_(whole)
+    else:
+        parameter.zero_()
 
 
 @dataclass(frozen=True)
@@ -134,16 +170,29 @@ class _Plan:
     Attributes:
         slots: by the name that the checkpoint has, in its order.
         twins: an output projection that the model does not have, and the embeddings that it must be equal to.
+        cuts: of the same tensors what this rank reads.
+        others: parameters that only rank 0 has, and this is another.
     """
 
     slots: dict[str, Slot]
     twins: list[tuple[str, str]]
+    cuts: dict[str, list[Cut]]
+    others: list[str]
+
+    def share_of(self, name: str) -> float:
+        """How much of a tensor this rank reads, from 0 to 1."""
+        return sum(math.prod(cut.slot.shape) for cut in self.cuts[name]) / math.prod(self.slots[name].shape)
+
+    def clear_others(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        for name in self.others:
+            parameters[name].zero_()
 
 
 def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Plan:
     """Check names, shapes, types and coverage; ``where`` begins messages that are not about one file."""
-    slots = weight_map(model.spec)
-    _check_map(model, slots)
+    slots, group = weight_map(model.whole), model.group
+    shards = splits(model.whole) if group.size > 1 else {}
+    _check_map(model, slots, shards)
     embedding = next(name for name, slot in slots.items() if slot.parameter == "embed.weight")
     outputs = [name for name in _OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
     slots = {**slots, **dict.fromkeys(outputs, slots[embedding])}
@@ -159,16 +208,22 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     twins = [(home.pop(name), home[embedding]) for name in outputs if name in home and embedding in home]
     _check_complete(slots, home, where)
     by_name = {name: slots[slot] for slot, name in home.items()}
-    return _Plan({name: by_name[name] for name in stored if name in by_name}, twins)
+    by_name = {name: by_name[name] for name in stored if name in by_name}
+    parts = {name: cuts(slot, shards.get(slot.parameter), group.rank, group.size) for name, slot in by_name.items()}
+    others = [name for name, split in shards.items() if isinstance(split, Once) and not group.leads]
+    own = {slot.parameter for slot in by_name.values()}
+    return _Plan(by_name, twins, parts, [name for name in others if name in own])
 
 
-def _check_map(model: Decoder, slots: Mapping[str, Slot]) -> None:
+def _check_map(model: Decoder, slots: Mapping[str, Slot], shards: Mapping[str, Split | Once]) -> None:
     """The weight map is about this model's parameters, all of them: a copy must not broadcast."""
     by_parameter: dict[str, list[Slot]] = {}
     for slot in slots.values():
         by_parameter.setdefault(slot.parameter, []).append(slot)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if (mapped := {name: parameter_shape(of_one) for name, of_one in by_parameter.items()}) != shapes:
+    ranks = model.group.rank, model.group.size
+    whole = {name: parameter_shape(of_one) for name, of_one in by_parameter.items()}
+    if (mapped := {name: local_shape(shape, shards.get(name), *ranks) for name, shape in whole.items()}) != shapes:
         name = min(name for name, _ in mapped.items() ^ shapes.items())
         raise ValueError(f"the weight map gives {name} the shape {mapped.get(name)}, the model {shapes.get(name)}")
 
@@ -242,9 +297,12 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
-def _write(slot: Slot, parameter: torch.Tensor, tensor: torch.Tensor | PackedExperts) -> None:
+def _write(cut: Cut, parameter: torch.Tensor, tensor: torch.Tensor | PackedExperts) -> None:
+    """Of a tensor the part, of packed experts, which are unpacked whole, all."""
     if isinstance(tensor, torch.Tensor):
-        slot.write(parameter, tensor)
+        cut.slot.write(parameter, tensor)
         return
+    of_one = None if cut.part is None else (cut.part[0] - 1, *cut.part[1:])
     for i in range(len(tensor)):
-        slot.of_expert(i).write(parameter, tensor.expert(i, parameter.dtype, parameter.device))
+        one = Cut(cut.slot.of_expert(i), of_one)
+        one.slot.write(parameter, one.of(tensor.expert(i, parameter.dtype, parameter.device)))

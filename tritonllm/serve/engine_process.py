@@ -23,6 +23,7 @@ import zmq
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
+from tritonllm.dist.watch import WorkerError
 from tritonllm.engine.engine import EngineOutput, LLMEngine
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.engine.results import StepTimeoutError
@@ -171,7 +172,8 @@ class EngineLoop:
         """Until :class:`Stop` comes.
 
         Raises:
-            Exception: what broke off a step, if the device did not answer in time or the step before failed, too.
+            Exception: what broke off a step, if the device did not answer in time, a rank failed, or the step before
+                failed, too.
         """
         while not self._stopped:
             updates = self._take_messages(block=not self._engine.has_unfinished_requests())
@@ -184,7 +186,7 @@ class EngineLoop:
     def _step(self) -> list[Update]:
         try:
             outputs = self._engine.step()
-        except StepTimeoutError:
+        except (StepTimeoutError, WorkerError):  # nothing repairs them
             raise
         except Exception:
             if self._failed_before:

@@ -18,13 +18,14 @@ from tritonllm.kernels.runtime.registry import register_op, with_reference
 DTYPES = (*FLOATS, torch.float8_e4m3fn)
 
 
-@triton.jit(do_not_specialize=["blocks_ptr"])
+# Neither the number of blocks nor that of layers makes another kernel.
+@triton.jit(do_not_specialize=["blocks_ptr", "rows"])
 def _pack_blocks_kernel(
     pool_ptr,  # [R, P, E]
     blocks_ptr,  # [N]
     packed_ptr,  # [N, R, E]
+    rows,
     stride_row,
-    ROWS: tl.constexpr,
     ELEMENTS: tl.constexpr,
     INTO_POOL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -33,12 +34,12 @@ def _pack_blocks_kernel(
     # One axis for blocks, pieces and their parts: a second one ends at 65,535.
     PARTS: tl.constexpr = triton.cdiv(ELEMENTS, BLOCK)
     piece = (tl.program_id(0) // PARTS).to(tl.int64)
-    block = tl.load(blocks_ptr + piece // ROWS)
+    block = tl.load(blocks_ptr + piece // rows)
     if block < 0:
         return
     b_element = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     mask = b_element < ELEMENTS
-    p_pool = pool_ptr + piece % ROWS * stride_row + block * ELEMENTS + b_element
+    p_pool = pool_ptr + piece % rows * stride_row + block * ELEMENTS + b_element
     p_packed = packed_ptr + piece * ELEMENTS + b_element
     if INTO_POOL:
         tl.store(p_pool, tl.load(p_packed, mask=mask), mask=mask)
@@ -67,8 +68,7 @@ def _launch(pool: torch.Tensor, blocks: torch.Tensor, packed: torch.Tensor, into
     count, rows, elements = packed.shape
     config = tuning.get_config("pack_blocks", pool.device, default_pack_config, elements=elements)
     _pack_blocks_kernel[(count * rows * triton.cdiv(elements, config["BLOCK"]),)](
-        *(as_movable(pool), blocks, as_movable(packed), pool.stride(0)),
-        ROWS=rows,
+        *(as_movable(pool), blocks, as_movable(packed), rows, pool.stride(0)),
         ELEMENTS=elements,
         INTO_POOL=into_pool,
         **config,

@@ -1,0 +1,45 @@
+"""The collectives, between ranks that are threads here."""
+
+import pytest
+import torch
+from support.ranks import run_ranks
+
+from tritonllm.dist.group import ALONE, Group
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_reduce_gives_all_ranks_the_same_bits(size, dtype):
+    parts = [torch.randn(37, 65, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)]
+    found = run_ranks(size, lambda group: group.all_reduce(parts[group.rank].clone()))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    torch.testing.assert_close(found[0].double(), sum(p.double() for p in parts), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("columns", [16, 21, 24, 101])
+def test_all_gather_puts_columns_side_by_side(columns):
+    rows = torch.arange(3 * columns, dtype=torch.float32).view(3, columns)
+
+    def gather(group: Group) -> torch.Tensor:
+        each = -(-columns // (8 * group.size)) * 8
+        return group.all_gather(rows[:, group.rank * each : (group.rank + 1) * each], columns)
+
+    for found in run_ranks(3, gather):
+        assert torch.equal(found, rows)
+
+
+def test_broadcast_and_least():
+    found = run_ranks(3, lambda group: (int(group.broadcast(torch.tensor([7 + group.rank]))), group.least(9 - group.rank)))
+    assert found == [(7, 7)] * 3
+
+
+def test_a_group_of_one_gives_back_what_it_gets():
+    x = torch.ones(2, 3)
+    assert ALONE.all_reduce(x) is x and ALONE.all_gather(x, 3) is x and ALONE.broadcast(x) is x and ALONE.least(5) == 5
+    assert ALONE.leads and not Group(1, 2).leads
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 0), (2, 2), (-1, 2)])
+def test_bad_ranks(rank, size):
+    with pytest.raises(ValueError, match="rank must be from 0 to size - 1"):
+        Group(rank, size)

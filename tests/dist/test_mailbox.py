@@ -1,0 +1,83 @@
+"""Messages of any size reach every reader, in order, and nobody waits for a reader that is gone."""
+
+import multiprocessing
+import threading
+
+import pytest
+from support.ranks import shared_memory
+
+from tritonllm.dist import mailbox as module
+from tritonllm.dist.mailbox import Mailbox
+
+MESSAGES = [b"x" * n for n in (1, 0, 5, 3 * module.SLOT + 7, module.SLOT, 12, 2 * module.SLOT)]
+
+
+def read_all(box, reader, count, found):
+    found[reader] = [box.receive(reader) for _ in range(count)]
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_all_readers_get_all_messages(readers):
+    """Also those longer than all slots together."""
+    box, found = Mailbox(readers), {}
+    messages = [*MESSAGES, b"y" * (module.SLOTS + 2) * module.SLOT, b"end"]
+    threads = [threading.Thread(target=read_all, args=(box, r, len(messages), found)) for r in range(readers)]
+    for thread in threads:
+        thread.start()
+    for message in messages:
+        box.send(message)
+    for thread in threads:
+        thread.join(30)
+    assert all(found[r] == messages for r in range(readers))
+    assert box.sent == len(messages)
+
+
+def answer(box, pipe):
+    pipe.send([len(box.receive(0)) for _ in range(3)])
+    box.beat(0)
+    box.acted(0)
+
+
+def test_another_process_reads():
+    spawn = multiprocessing.get_context("spawn")
+    box, (mine, theirs) = Mailbox(1), spawn.Pipe()
+    process = spawn.Process(target=answer, args=(box, theirs))
+    process.start()
+    for size in (3, module.SLOT + 1, 9):
+        box.send(b"z" * size)
+    assert mine.recv() == [3, module.SLOT + 1, 9]
+    process.join(30)
+    assert (process.exitcode, box.beats(0), box.acts(0)) == (0, 1, 1)
+
+
+def test_a_full_mailbox_asks_whether_anybody_reads():
+    box, asked = Mailbox(2), []
+
+    def check():
+        asked.append(box.sent)
+        if len(asked) == 3:
+            raise TimeoutError
+
+    for _ in range(module.SLOTS):
+        box.send(b"x", check)
+    assert asked == []
+    for _ in range(module.SLOTS):
+        box.receive(0)
+    with pytest.raises(TimeoutError):  # the other reader has read nothing
+        box.send(b"x", check)
+    assert asked == [module.SLOTS] * 3
+
+
+def test_a_reader_asks_whether_anybody_writes():
+    def check():
+        raise EOFError
+
+    with pytest.raises(EOFError):
+        Mailbox(1).receive(0, check)
+
+
+def test_the_memory_has_no_name():
+    before = shared_memory()
+    box = Mailbox(1)
+    box.send(b"x")
+    assert shared_memory() == before

@@ -1,0 +1,176 @@
+"""A rank that dies, stops, hangs or raises: requests end with an error that says which one and why, and no process is
+left."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.engines import greedy, tiny_checkpoint, tiny_llm
+from support.ranks import shared_memory
+from tritonllm.dist.watch import WorkerError
+
+PATIENCE = 1.5  # seconds of silence
+LIMIT = 30.0  # seconds after which a test would have waited for ever
+
+
+def start(size=2, **kwargs):
+    """An engine, and its other ranks."""
+    before = set(multiprocessing.active_children())
+    llm = tiny_llm(**{"tensor_parallel_size": size, "worker_timeout": PATIENCE, **kwargs})
+    return llm, sorted(set(multiprocessing.active_children()) - before, key=lambda process: process.name)
+
+
+def assert_ended(processes):
+    for process in processes:
+        process.join(LIMIT)
+        assert process.exitcode is not None
+
+
+def run_into(llm, message):
+    """Requests run until the failure, which is told to them and to those that come later."""
+    for request_id in ("a", "b"):
+        llm.engine.add_request(request_id, [1, 2, 3], greedy(200))
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=message):
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+    assert time.monotonic() - begin < LIMIT
+    outputs = {output.request_id: output for output in llm.engine.step()}
+    assert sorted(outputs) == ["a", "b"]
+    assert all(o.outputs[0].finish_reason == "error" and "rank" in o.error for o in outputs.values())
+    with pytest.raises(WorkerError, match="rank"):
+        llm.generate([[1, 2]], greedy(2), use_tqdm=False)
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "silent for 2 s")])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_signal_while_steps_run(number, reason, size):
+    llm, processes = start(size)
+    victim = processes[-1]
+    timer = threading.Timer(0.3, os.kill, (victim.pid, number))
+    timer.start()
+    run_into(llm, rf"rank {size - 1} \(process {victim.pid}\) failed after \d+ steps: .*{reason}")
+    assert_ended(processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_signal_while_nothing_runs(number):
+    llm, processes = start()
+    os.kill(processes[0].pid, number)
+    assert_ended(processes)  # the watch ends one that has stopped
+    run_into(llm, r"rank 1 .* failed after 0 steps")
+
+
+@pytest.mark.parametrize(
+    ("trap", "reason"),
+    [("Raises", "ValueError: 7 is no lucky number"), ("Hangs", r"it has not finished a step for 2 s \(step_timeout\)")],
+)
+def test_code_that_fails_on_one_rank(trap, reason):
+    """A drafter runs on every rank; this one fails on all but the first."""
+    drafter = {"method": f"support.traps:{trap}", "num_speculative_tokens": 2}
+    llm, processes = start(speculative_config=drafter, step_timeout=PATIENCE)
+    run_into(llm, rf"rank 1 .* failed after \d+ steps: {reason}")
+    assert_ended(processes)
+
+
+def test_a_rank_that_does_not_start():
+    drafter = {"method": "support.traps:NeverMade", "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="only the first rank is made"):
+        start(speculative_config=drafter)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_step_that_fails_on_the_first_rank(monkeypatch):
+    """The others are in the middle of it: the group ends."""
+    llm, processes = start()
+
+    def broken(hidden):
+        raise KeyError("no such step")
+
+    monkeypatch.setattr(llm.engine._runner._runner._model, "compute_logits", broken)
+    with pytest.raises(KeyError, match="no such step"):
+        llm.generate([[1, 2]], greedy(2), use_tqdm=False)
+    assert_ended(processes)
+    with pytest.raises(WorkerError, match=r"a step was broken off: KeyError.*make a new engine"):
+        llm.generate([[1, 2]], greedy(2), use_tqdm=False)
+
+
+def test_ctrl_c_leaves_the_ranks_whole(monkeypatch):
+    """It waits for the end of the step's launch; the next requests are answered."""
+    llm, _ = start()
+    expected = llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids
+    model = llm.engine._runner._runner._model
+    logits, left = model.compute_logits, [2]
+
+    def interrupted(hidden):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return logits(hidden)
+
+    monkeypatch.setattr(model, "compute_logits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2]], greedy(20), use_tqdm=False)
+    assert llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_an_engine_that_is_dropped_ends_its_ranks():
+    llm, processes = start()
+    llm.generate([[1, 2]], greedy(2), use_tqdm=False)
+    del llm
+    assert_ended(processes)
+    assert [process.exitcode for process in processes] == [0]
+
+
+SCRIPT = """
+import multiprocessing, sys
+from tritonllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, num_blocks=64, max_num_seqs=4)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    params = SamplingParams(max_tokens=100000, ignore_eos=True)
+    while sys.argv[2] == "run":
+        llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    if sys.argv[2] == "wait":
+        sys.stdin.read()
+"""
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("doing", ["run", "wait", "end"])
+def test_no_rank_outlives_the_engine(tmp_path, doing):
+    """Killed while it runs or waits, or at its own end."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tiny_checkpoint()), doing]
+    shared = shared_memory()
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    )
+    (pid,) = map(int, process.stdout.readline().split())
+    if doing == "end":
+        assert process.wait(LIMIT) == 0
+    else:
+        assert alive(pid)
+        time.sleep(0.3)
+        process.kill()
+    said = process.communicate()[1]
+    until = time.monotonic() + LIMIT
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(pid)
+    assert shared_memory() <= shared
+    assert doing != "end" or said == ""

@@ -1,0 +1,91 @@
+"""Two GPUs give the tokens of one, in captured steps whose collectives are NCCL's, and fail as they should."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from support.engines import greedy, token_ids
+from support.real_configs import QWEN3_0_6B
+from support.tiny_models import random_tokens
+
+from tritonllm import LLM, SamplingParams
+from tritonllm.dist.watch import WorkerError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+PROMPTS = [random_tokens(n, 10000, seed=n) for n in (1, 700, 33, 128, 2, 511, 90, 300)]
+KINDS = [
+    greedy(40),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.5, seed=3, max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.2),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1),
+]
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    (folder / "config.json").write_text(json.dumps(QWEN3_0_6B))
+    return str(folder)
+
+
+def make(folder, **kwargs):
+    """float32, where sums in another order differ far less than tokens do."""
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 2048}
+    return LLM(folder, **{**settings, "num_blocks": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 512, **kwargs})
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return token_ids(make(folder).generate(PROMPTS, KINDS * 2, use_tqdm=False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enforce_eager": True}, {"speculative_config": NGRAMS}, {"num_blocks": 130}, {"async_scheduling": False}],
+)
+def test_tokens_are_those_of_one_gpu(folder, expected, options):
+    llm = make(folder, tensor_parallel_size=2, **options)
+    for _ in range(2):  # the second time from the prefix cache
+        assert token_ids(llm.generate(PROMPTS, KINDS * 2, use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    assert stats.compilations_after_ready == 0
+    assert stats.num_free_blocks == stats.num_blocks
+    assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
+
+
+def test_bfloat16_in_captured_steps_is_as_without_them(folder):
+    """The same collectives of the same parts: not one bit differs."""
+    found = [
+        token_ids(
+            make(folder, tensor_parallel_size=2, dtype="bfloat16", enforce_eager=eager).generate(
+                [PROMPTS[2]], greedy(60), use_tqdm=False
+            )
+        )
+        for eager in (False, True)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "silent")])
+def test_a_lost_rank_ends_the_requests(folder, number, reason):
+    """A collective in a graph waits on the GPU for ever, and rank 0 does not."""
+    before = set(multiprocessing.active_children())
+    llm = make(folder, tensor_parallel_size=2, worker_timeout=2.0)
+    (victim,) = set(multiprocessing.active_children()) - before
+    threading.Timer(0.5, os.kill, (victim.pid, number)).start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"rank 1 .*{reason}"):
+        while True:
+            llm.generate(PROMPTS, greedy(200), use_tqdm=False)
+    assert time.monotonic() - begin < 60.0
+    victim.join(10.0)
+    assert victim.exitcode is not None

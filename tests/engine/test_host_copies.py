@@ -1,0 +1,130 @@
+"""Blocks on their way to the host's memory and back: contents, order, and memory that is given back."""
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonllm.engine import host_copies
+from tritonllm.engine.host_copies import HostCopies, runs, staging_bytes
+from tritonllm.engine.host_tier import Transfers
+
+
+def make(device, blocks=12, slots=9, dtype=torch.bfloat16, layers=(2, 1)):
+    pools = [torch.randn(count, 2, blocks, 4, 2, 8, device=device).to(dtype) for count in layers]
+    return pools, HostCopies(pools, slots)
+
+
+@given(slots=st.lists(st.integers(0, 20)))
+def test_runs_are_the_slots(slots):
+    found = [*runs(slots)]
+    assert [slot + i for _, slot, count in found for i in range(count)] == slots
+    assert [at for at, _, _ in found] == [sum(count for _, _, count in found[:i]) for i in range(len(found))]
+    assert all(b[1] != a[1] + a[2] for a, b in itertools.pairwise(found))  # no two that could be one
+
+
+@given(data=st.data(), staged=st.integers(1, 4))
+def test_what_was_stored_comes_back(device, data, staged):
+    """Of every model, in pieces of any size, into other blocks."""
+    count = data.draw(st.integers(0, 6))
+    there = data.draw(st.permutations(range(12)))
+    slots = data.draw(st.permutations(range(9)))[:count]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copies, "STAGING_BYTES", staged * 3 * 2 * 4 * 2 * 8 * 2)
+        pools, copies = make(device)
+    assert len(copies._parts[0].staging) == staged
+    want = [pool.clone() for pool in pools]
+    stores = tuple(zip(there[:count], slots, strict=True))
+    loads = tuple(zip(slots, there[count : 2 * count], strict=True))
+    copies.run(Transfers(1, stores, ()))
+    copies.run(Transfers(2, (), loads, wait=2))
+    for pool, before in zip(pools, want, strict=True):
+        for (source, _), (_, target) in zip(stores, loads, strict=True):
+            before[:, :, target] = before[:, :, source]
+        assert torch.equal(pool, before)
+
+
+def test_stores_come_before_loads(device):
+    pools, copies = make(device)
+    first = pools[0][:, :, 3].clone()
+    copies.run(Transfers(1, ((3, 5),), ((5, 4),), wait=1))
+    assert torch.equal(pools[0][:, :, 4], first)
+
+
+def test_staging_memory():
+    assert staging_bytes(1 << 20, 0) == 0
+    assert staging_bytes(1 << 20, 5) == 5 << 20
+    assert staging_bytes(1 << 20, 1000) == host_copies.STAGING_BYTES
+    assert staging_bytes(1 << 30, 1000) == 1 << 30  # one block at least
+
+
+def test_measuring_leaves_a_clean_cache(device):
+    pools, copies = make(device)
+    before = [pool.clone() for pool in pools]
+    copies.warm_up()
+    assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
+    assert copies.measure() > 0
+    for pool, old in zip(pools, before, strict=True):
+        assert not pool[:, :, 0].any() and torch.equal(pool[:, :, 1:], old[:, :, 1:])
+    assert copies.done == 0
+
+
+def test_memory_goes_with_its_owner(device):
+    pools, copies = make(device)
+    copies.run(Transfers(1, ((3, 5),), ()))
+    memory = weakref.ref(copies._parts[0].host)
+    del copies
+    gc.collect()
+    assert memory() is None and pools
+
+
+@pytest.mark.gpu
+def test_copies_run_beside_steps_and_the_host_waits_for_none(device):
+    """A step that does not wait goes on while a gigabyte is copied, and one that waits reads what has arrived."""
+    pool = torch.zeros(32, 2, 600, 16, 8, 128, dtype=torch.bfloat16, device=device)
+    copies = HostCopies([pool], 500)
+    copies.warm_up()
+    copies.run(Transfers(1, tuple((i, i) for i in range(500)), ()))
+    torch.cuda.synchronize()
+    assert copies.done == 1
+    for part in copies._parts:
+        part.host.fill_(3.0)
+    copies.run(Transfers(2, (), tuple((i, i) for i in range(500))))
+    step = torch.cuda.Event()
+    torch.zeros(8, device=device).add_(1)
+    step.record()
+    step.synchronize()
+    assert copies.done == 1  # 1 GB takes some 20 ms, the step microseconds
+    copies.run(Transfers(0, (), (), wait=2))
+    assert bool((pool[:, :, :500] == 3).all())
+    assert copies.done == 2
+
+
+@pytest.mark.gpu
+def test_a_copy_waits_for_the_steps_before_it(device):
+    pool = torch.zeros(4, 2, 64, 16, 8, 128, dtype=torch.bfloat16, device=device)
+    copies = HostCopies([pool], 64)
+    a = torch.randn(4096, 4096, device=device)
+    for _ in range(20):
+        a = a @ a / 64
+    pool[:, :, 5] = 7.0  # after all that
+    copies.run(Transfers(1, ((5, 2),), ()))
+    copies._stream.synchronize()
+    assert bool((copies._parts[0].host[2] == 7).all())
+
+
+@pytest.mark.gpu
+def test_the_memory_is_page_locked_until_its_owner_goes(device):
+    pools, copies = make(device, slots=64)
+    memory = copies._parts[0].host
+    assert memory.is_pinned()
+    address = memory.data_ptr()
+    del copies
+    gc.collect()
+    assert int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)) == 0  # it was not registered any more
+    assert int(torch.cuda.cudart().cudaHostUnregister(address)) == 0
+    assert pools

@@ -1,0 +1,235 @@
+"""The second tier's bookkeeping, in small cases. Random ones: test_host_tier_stateful.py."""
+
+from types import SimpleNamespace
+
+import pytest
+from support.scheduling import add, make, make_scheduler, step
+
+from tritonllm.config import CacheConfig, SchedulerConfig
+from tritonllm.engine.host_tier import HostTier, own_labels
+from tritonllm.engine.rates import Rates
+from tritonllm.engine.scheduler import Scheduler
+
+
+def tiered(num_blocks=8, num_slots=50, *, caching=True, rates=None, tokens=100):
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=tokens)
+    cache = CacheConfig(block_size=4, enable_prefix_caching=caching)
+    return Scheduler(config, cache, num_blocks, 1000, tier=HostTier(num_slots, rates or Rates(block_size=4)))
+
+
+def run(scheduler, token=7):
+    """A step, of which the host hears at once that its copies are done."""
+    plan = scheduler.schedule()
+    scheduler.update(plan, [[token] if item.samples else [] for item in plan.scheduled])
+    if plan.transfers is not None:
+        scheduler.tier.done = max(scheduler.tier.done, plan.transfers.number)
+    return plan
+
+
+def drain(scheduler):
+    while scheduler.num_running + scheduler.num_waiting:
+        run(scheduler)
+
+
+def stored(tier, blocks, plans=1):
+    """Labels of so many blocks that went to the host."""
+    labels = [b"%d" % block for block in blocks]
+    for label, block in zip(labels, blocks, strict=True):
+        tier.keep(label, block)
+    for _ in range(plans):
+        tier.begin()
+        tier.finish(runs=True)
+    return labels
+
+
+def test_a_block_is_stored_with_the_plan_after_the_one_that_computes_it():
+    scheduler = tiered()
+    add(scheduler, "a", 9, 40)
+    first, second, third = (run(scheduler) for _ in range(3))
+    blocks = scheduler._running[0].block_ids
+    assert first.transfers is None and third.transfers is None
+    assert second.transfers.number == 1 and second.transfers.loads == () and second.transfers.wait == 0
+    assert [block for block, _ in second.transfers.stores] == blocks[:2][::-1]  # the end is given up first
+
+
+def test_an_evicted_prefix_is_loaded_and_the_others_run_meanwhile():
+    scheduler = tiered(num_blocks=8)
+    add(scheduler, "a", 17, 18)
+    drain(scheduler)
+    add(scheduler, "b", 29, 30)  # takes all blocks
+    drain(scheduler)
+    runs = add(scheduler, "runs", 3, 12)
+    plan = run(scheduler)
+    again = add(scheduler, "again", make("a", 17).prompt_token_ids, 30)
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [runs]
+    assert len(plan.transfers.loads) == 4 and again in scheduler.tier.loading
+    assert [block for _, block in plan.transfers.loads] == again.block_ids[:4]
+    scheduler.update(plan, [[7]])
+    assert [item.request for item in run(scheduler).scheduled] == [runs]  # nobody has heard that it is done
+    scheduler.tier.done = plan.transfers.number
+    plan = run(scheduler)
+    assert {item.request for item in plan.scheduled} == {runs, again} and plan.transfers.wait <= scheduler.tier.done
+    assert next(item for item in plan.scheduled if item.request is again).start == 16 == again.num_cached_tokens
+
+
+def test_alone_it_waits_on_the_device():
+    scheduler = tiered(num_blocks=8)
+    for name, length in (("a", 17), ("b", 29)):
+        add(scheduler, name, length, length + 1)
+        drain(scheduler)
+    again = add(scheduler, "again", make("a", 17).prompt_token_ids, 30)
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [again]
+    assert plan.transfers.wait == plan.transfers.number > 0 and not scheduler.tier.loading
+
+
+def test_who_waits_for_a_token_in_flight_is_not_kept_waiting_by_loads():
+    """A plan of nothing, and the next one is of the request whose token has come; the other one's loads go with it."""
+    scheduler = tiered(num_blocks=12)
+    for name, length in (("a", 17), ("b", 45)):
+        add(scheduler, name, length, length + 1)
+        drain(scheduler)
+    runs = add(scheduler, "runs", 3, 12)
+    runs.controls = (SimpleNamespace(waits=lambda pending: True),)
+    first = scheduler.schedule()
+    again = add(scheduler, "again", make("a", 17).prompt_token_ids, 30)
+    nothing = scheduler.schedule()
+    assert nothing.scheduled == () and nothing.transfers is None and again in scheduler.tier.loading
+    scheduler.update(first, [[7]])
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [runs]
+    assert len(plan.transfers.loads) == 4 and plan.transfers.wait < plan.transfers.number
+
+
+def test_a_block_that_is_given_anew_before_its_load_was_issued_is_loaded_once():
+    scheduler = tiered(caching=False)
+    tier, (first, second) = scheduler.tier, (make(name, 9) for name in "ab")
+    one, two = stored(tier, [1]) + stored(tier, [2])
+    tier.begin()
+    tier.bring(first, [], tier.find([two]), [5])
+    assert tier.finish(runs=False) is None
+    tier.loading.pop(first)  # it lost the block
+    tier.begin()
+    tier.bring(second, [], slots := tier.find([one]), [5])
+    assert tier.finish(runs=True).loads == ((slots[0], 5),)
+
+
+def test_two_with_one_prefix_load_it_once():
+    scheduler = tiered(num_blocks=16)
+    for name, length in (("a", 17), ("b", 61)):
+        add(scheduler, name, length, length + 1)
+        drain(scheduler)
+    prompt = make("a", 17).prompt_token_ids
+    runs = add(scheduler, "runs", 3, 40)
+    run(scheduler)
+    pair = [add(scheduler, name, [*prompt, 1], 40, arrival=index) for index, name in enumerate(("c", "d"), 1)]
+    plan = scheduler.schedule()
+    assert len(plan.transfers.loads) == 4 and set(scheduler.tier.loading) == set(pair)
+    assert pair[0].block_ids[:4] == pair[1].block_ids[:4]
+    assert [item.request for item in plan.scheduled] == [runs]
+
+
+def test_what_is_computed_sooner_is_computed():
+    rates = Rates(block_bytes=1000, block_size=4, bytes_per_second=1.0, seconds_per_token=1.0)
+    scheduler = tiered(num_blocks=8, rates=rates)
+    for name, length in (("a", 17), ("b", 29)):
+        add(scheduler, name, length, length + 1)
+        drain(scheduler)
+    again = add(scheduler, "again", make("a", 17).prompt_token_ids, 30)
+    run(scheduler)
+    assert again.num_cached_tokens == 0 and scheduler.stats.tier.loaded_blocks == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_preempted_request_comes_back(caching):
+    """With a prefix cache its blocks were stored as they became full, without one as it lost them."""
+    scheduler = tiered(num_blocks=9, caching=caching)
+    first, second = (add(scheduler, name, 15, 26, arrival=index) for index, name in enumerate("ab"))
+    while not second.num_preemptions:
+        plan = run(scheduler)
+        assert caching or plan.transfers is None or plan.preempted
+    lost = second.num_tokens
+    while second.status.name != "RUNNING":
+        run(scheduler)
+    assert first.status.is_finished
+    assert scheduler.stats.tier.loaded_blocks + len(scheduler.pool.find_leading(second.block_hashes)) >= lost // 4
+    drain(scheduler)
+    assert scheduler.pool.num_free == 9
+
+
+def test_the_least_recently_used_is_given_up():
+    tier = HostTier(3, Rates())
+    a, b, c = stored(tier, [1]) + stored(tier, [2]) + stored(tier, [3])
+    assert len(tier.find([a])) == 1
+    (d,) = stored(tier, [4])
+    assert [len(tier.find([label])) for label in (a, b, c, d)] == [1, 0, 1, 1]
+    tier.keep(c, 3)
+    stored(tier, [5])
+    assert [len(tier.find([label])) for label in (a, c, d)] == [0, 1, 1]
+
+
+def test_what_a_load_of_the_same_batch_reads_is_not_given_up():
+    scheduler = tiered(num_slots=2, caching=False)
+    tier, request = scheduler.tier, make("a", 9)
+    labels = stored(tier, [1, 2])
+    tier.begin()
+    tier.bring(request, [], tier.find(labels), [5, 6, 7])
+    tier._store(b"new", 3)  # both slots are read by the loads, which come after the stores
+    plan = tier.finish(runs=True)
+    assert plan.stores == () and len(plan.loads) == 2
+
+
+def test_writing_into_a_block_that_is_being_copied_waits():
+    tier = HostTier(4, Rates())
+    stored(tier, [1, 2])
+    tier.begin()
+    tier.overwrite([3])
+    assert tier.finish(runs=True) is None
+    tier.begin()
+    tier.overwrite([2])
+    transfers = tier.finish(runs=True)
+    assert (transfers.number, transfers.wait) == (0, 1)
+    tier.done = 1
+    tier.begin()
+    tier.overwrite([1])
+    assert tier.finish(runs=True) is None
+
+
+def test_a_plan_without_a_step_leaves_its_copies_to_the_next():
+    tier = HostTier(4, Rates())
+    tier.keep(b"1", 1)
+    tier.begin()
+    assert tier.finish(runs=False) is None
+    tier.keep(b"2", 2)
+    tier.begin()
+    transfers = tier.finish(runs=True)
+    assert transfers.number == 1 and {block for block, _ in transfers.stores} == {1, 2}
+
+
+def test_own_labels_change_with_each_preemption_but_for_the_shared_prompt():
+    pair = [make(name, [1] * 9, n=2) for name in "ab"]
+    scheduler = make_scheduler()
+    for request in pair:
+        request.siblings = tuple(pair)
+        scheduler.add(request)
+        assert own_labels(request, 4) == ([], [])
+        request.num_preemptions = 1
+        request.output_token_ids += [2] * 8
+    (mine, rest), (theirs, others) = own_labels(pair[0], 4), own_labels(pair[1], 4)
+    assert mine == theirs and len(mine) == 2 and len(rest) == 2 and not set(rest) & set(others)
+    pair[0].num_preemptions = 2
+    again = own_labels(pair[0], 4)
+    assert again[0] == mine and not set(again[1]) & set(rest)
+
+
+def test_bad_num_slots():
+    with pytest.raises(ValueError, match="num_slots must be at least 1, got 0"):
+        HostTier(0, Rates())
+
+
+def test_without_a_tier_plans_have_no_copies():
+    scheduler = make_scheduler()
+    add(scheduler, "a", 9, 12)
+    assert scheduler.schedule().transfers is None
+    assert step(scheduler) is not None and scheduler.stats.tier.num_host_blocks == 0

@@ -1,0 +1,125 @@
+"""The shard spec: the ranks' parts together are the whole, whatever the sizes, and what does not divide is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.tiny_configs import tiny_config
+from tritonllm.dist.group import share_of
+
+from tritonllm.models.families import spec_from_config, weight_map
+from tritonllm.models.shards import Once, Section, Split, cuts, local_shape, local_spec, splits
+from tritonllm.models.slots import parameter_shape
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@given(units=st.integers(1, 48), unit=st.integers(1, 5), size=sizes)
+def test_even_sections(units, unit, size):
+    """Each element is somewhere, on equally many ranks."""
+    assume(units % size == 0 or size % units == 0)
+    held = [Section(units, unit).of(rank, size) for rank in range(size)]
+    counts = torch.zeros(units * unit, dtype=torch.int64)
+    for mine in held:
+        counts[mine.start : mine.stop] += 1
+    assert counts.unique().tolist() == [max(1, size // units)]
+    assert len({len(mine) for mine in held}) == 1
+
+
+@given(rows=st.integers(1, 400), size=sizes)
+def test_vocabulary(rows, size):
+    """Each row is on one rank, in order, and the first ranks have what a gather expects of all."""
+    held = [Section(rows, uneven=True).of(rank, size) for rank in range(size)]
+    assert [row for mine in held for row in mine] == list(range(rows))
+    each = share_of(rows, size)
+    assert each % 8 == 0 and each * size >= rows
+    assert all(len(mine) == min(each, max(0, rows - rank * each)) for rank, mine in enumerate(held))
+
+
+def spec_of(family: str, **changes):
+    return spec_from_config(tiny_config(family, **changes))
+
+
+def check_parts(spec, size: int) -> None:
+    """Write random checkpoint tensors into whole parameters and into the ranks' parts, and compare."""
+    slots, shards = weight_map(spec), splits(spec)
+    generator = torch.Generator().manual_seed(0)
+    by_parameter = {}
+    for slot in slots.values():
+        by_parameter.setdefault(slot.parameter, []).append(slot)
+    for parameter, spellings in by_parameter.items():
+        split, shape = shards.get(parameter), parameter_shape(spellings)
+        for slot in spellings:
+            tensor = torch.randn(slot.shape, generator=generator)
+            whole = torch.full(shape, float("nan"))
+            slot.write(whole, tensor)
+            for rank in range(size):
+                mine = torch.full(local_shape(shape, split, rank, size), float("nan"))
+                for cut in cuts(slot, split, rank, size):
+                    cut.slot.write(mine, cut.of(tensor))
+                if isinstance(split, Split):
+                    pieces = [whole.narrow(split.axis, r.start, len(r)) for r in split.held(rank, size)]
+                    expected = torch.cat(pieces, split.axis)
+                else:
+                    expected = whole if not isinstance(split, Once) or rank == 0 else torch.full(shape, float("nan"))
+                assert torch.equal(mine.isnan(), expected.isnan())
+                assert torch.equal(mine.nan_to_num(), expected.nan_to_num())
+
+
+@given(
+    family=st.sampled_from(
+        ["llama", "qwen2_moe", "phi3", "gpt_neox", "bloom", "olmo2", "cohere", "gpt_oss", "internlm2"]
+    ),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    group=st.sampled_from([1, 2, 3]),
+    size=st.sampled_from([2, 4, 8]),
+)
+def test_parts_of_any_heads(family, kv_heads, group, size):
+    """Also projections that keep query, key and value of a head together, norms of all heads, and experts whose gate
+    and up alternate."""
+    heads = kv_heads * group * (8 if group % 2 else 4)
+    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * 16}
+    spec = spec_of(family, **changes, intermediate_size=48)
+    check_parts(spec, size)
+    assert local_spec(spec, 0, size).num_kv_heads == max(1, spec.num_kv_heads // size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        (
+            {},
+            3,
+            "tensor_parallel_size=3 must divide the number of attention heads, which is 4 in layer 0.*can have 1, 2",
+        ),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 192},
+            4,
+            "tensor_parallel_size=4 must divide the number of key/value heads .or be a multiple of it., which is 6",
+        ),
+        ({"intermediate_size": 90}, 4, "tensor_parallel_size=4 must divide the intermediate size, which is 90"),
+    ],
+)
+def test_uneven_sizes_are_refused(changes, size, message):
+    with pytest.raises(ValueError, match=message):
+        local_spec(spec_of("llama", **changes), 0, size)
+
+
+def test_other_layers_and_experts_are_checked():
+    spec = spec_of("qwen2_moe")
+    first, *others = spec.layers
+    narrow = dataclasses.replace(first.mlp, intermediate_size=30)
+    spec = dataclasses.replace(
+        spec, layers=(dataclasses.replace(first), *others[:-1], dataclasses.replace(others[-1], mlp=narrow))
+    )
+    with pytest.raises(ValueError, match=f"which is 30 in layer {len(spec.layers) - 1}"):
+        local_spec(spec, 0, 4)
+
+
+def test_slopes_are_those_of_the_rank():
+    spec = spec_of("bloom")
+    slopes = spec.layers[0].attention.alibi_slopes
+    found = [local_spec(spec, rank, 2).layers[0].attention.alibi_slopes for rank in range(2)]
+    assert found == [slopes[:2], slopes[2:]]

@@ -1,0 +1,109 @@
+"""Every family, cut for several ranks, computes what one rank computes, from its own part of the files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.compare import relative_error
+from support.ranks import run_ranks
+from support.tiny_models import (
+    ALL_FAMILIES,
+    PagedRunner,
+    PagedSequence,
+    load_decoder,
+    random_tokens,
+    tiny_config,
+    write_checkpoint,
+)
+from tritonllm.dist.group import Group
+
+from tritonllm.models import checkpoint, weights
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.families import spec_from_config
+from tritonllm.models.shards import Split, splits
+from tritonllm.models.tensor_files import read
+from tritonllm.models.weights import dummy_weights, load_weights
+
+LIMIT = 1e-5  # of the logits: sums in another order
+
+
+def logits_of(model: Decoder, tokens: list[int]) -> torch.Tensor:
+    """Of a prompt and of three decodes behind it."""
+    runner, sequence = PagedRunner(model), PagedSequence()
+    first = runner.prefill(sequence, tokens[:-3])
+    return torch.cat([first, *(runner.step([(sequence, [token])])[0] for token in tokens[-3:])])
+
+
+def load_rank(folder: Path, group: Group) -> Decoder:
+    spec = spec_from_config(checkpoint.read_config(folder))
+    length = spec.max_position_embeddings
+    model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length, group=group)
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))  # what the files do not fill shows
+    load_weights(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_ranks_compute_what_one_does(tmp_path, family):
+    """All have 4 heads. With 4 ranks, families with 2 key heads have each of them twice."""
+    write_checkpoint(tmp_path, tiny_config(family), seed=1)
+    alone = load_decoder(tmp_path)
+    tokens = random_tokens(23, alone.spec.vocab_size, seed=2)
+    with torch.inference_mode():
+        expected = logits_of(alone, tokens)
+    for size in (2, 4):
+        found = run_ranks(size, lambda group: logits_of(load_rank(tmp_path, group), tokens))
+        assert all(torch.equal(found[0], other) for other in found[1:])
+        assert relative_error(found[0], expected) < LIMIT
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_reads_only_its_part(tmp_path, monkeypatch, suffix):
+    """Of two ranks each reads half of what is cut, and what is not."""
+    model = write_checkpoint(tmp_path, tiny_config("qwen3"), seed=1)
+    if suffix == ".bin":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    read_bytes: list[int] = []
+
+    def reading(*arguments):
+        tensor = read(*arguments)
+        read_bytes.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(weights, "read", reading)
+    load_rank(tmp_path, Group(1, 2))
+    whole = {name: p.numel() for name, p in model.named_parameters()}
+    kept = sum(n for name, n in whole.items() if "norm" in name or "embed" in name)
+    vocabulary = 101 - 56  # rank 0 has share_of(101, 2) of them
+    head = vocabulary * whole["lm_head.weight"] // 101
+    cut = sum(n for name, n in whole.items() if "_proj" in name)
+    assert sum(read_bytes) == kept + head + cut // 2
+
+
+def test_dummy_weights_are_parts_of_the_whole_ones():
+    spec = spec_from_config(tiny_config("qwen2", attention_bias=True))
+    size = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 32}
+    whole, parts = Decoder(spec, **size), [Decoder(spec, **size, group=Group(rank, 4)) for rank in range(4)]
+    for model in (whole, *parts):
+        dummy_weights(model, 3)
+    split = splits(spec)
+    for name, parameter in whole.named_parameters():
+        for rank, part in enumerate(parts):
+            mine = dict(part.named_parameters())[name]
+            how = split.get(name)
+            if isinstance(how, Split):
+                pieces = [parameter.narrow(how.axis, r.start, len(r)) for r in how.held(rank, 4)]
+                assert torch.equal(mine, torch.cat(pieces, how.axis))
+            else:
+                assert torch.equal(mine, parameter if how is None or rank == 0 else torch.zeros_like(parameter))
+
+
+def test_pretended_ranks_have_the_shapes_of_real_ones():
+    """For plans on meta tensors, which meet nobody."""
+    spec = spec_from_config(tiny_config("qwen3"))
+    meta = torch.device("meta")
+    model = Decoder(spec, dtype=torch.float32, device=meta, max_model_len=8, group=Group(0, 2))
+    assert model.compute_logits(torch.empty(3, spec.hidden_size, device=meta)).shape == (3, spec.vocab_size)
+    assert (model.spec.num_kv_heads, model.whole.num_kv_heads) == (1, 2)

@@ -1,0 +1,23 @@
+"""What the engine counts, under the names that Prometheus reads."""
+
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tritonllm.serve.messages import Stats
+from tritonllm.serve.metrics import EngineStatsCollector
+
+
+def test_the_cache_in_the_hosts_memory():
+    stats = Stats(num_blocks=10, num_free_blocks=5, num_host_blocks=8, num_used_host_blocks=2)
+    stats.stored_bytes, stats.loaded_bytes = 3000, 1000
+    registry = CollectorRegistry()
+    registry.register(EngineStatsCollector(SimpleNamespace(stats=stats), ("m", "0")))
+    text = generate_latest(registry).decode()
+    labels = '{engine="0",model_name="m"}'
+    assert f"tritonllm:host_cache_usage_perc{labels} 0.25" in text
+    assert f"tritonllm:host_cache_stored_bytes_total{labels} 3000.0" in text
+    assert f"tritonllm:host_cache_loaded_bytes_total{labels} 1000.0" in text
+    assert f"vllm:kv_cache_usage_perc{labels} 0.5" in text
+    stats.num_host_blocks = stats.num_used_host_blocks = 0  # an engine without
+    assert f"tritonllm:host_cache_usage_perc{labels} 0.0" in generate_latest(registry).decode()

@@ -1,0 +1,158 @@
+"""The ranks that share a model, and what they do together: one small value that is passed to whoever needs it.
+
+A :class:`Group` of one rank is the default everywhere, and its collectives return what they are given. Those of
+:class:`ConnectedGroup` are torch.distributed's (NCCL between GPUs, gloo on the CPU). It is made from a process group of
+its own, never from torch's default one, so two engines in a process do not know of each other.
+
+All ranks must get the same sums, bit for bit: each of them decides from them what it computes next (which experts, say). NCCL and gloo add up each element in one place and send the sum to the others.
+
+Our own all-reduce in Triton over symmetric memory, with the addition to the stream and the norm after it, will be another
+class here with the same methods, which :class:`~tritonllm.layers.residual.Stream` calls.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.nn import functional as F
+
+from tritonllm import env
+
+
+class Group:
+    """One rank of a group whose collectives do nothing: of one rank, or of ranks that are not there.
+
+    Args:
+        rank: from 0 to ``size - 1``.
+        size: number of ranks. More than one without connections is for meta tensors, whose values nobody reads.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        if size < 1 or not 0 <= rank < size:
+            raise ValueError(f"rank must be from 0 to size - 1, got rank={rank} and size={size}")
+        self.rank = rank
+        self.size = size
+
+    @property
+    def leads(self) -> bool:
+        """This is rank 0, which schedules, draws tokens and reports."""
+        return self.rank == 0
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' ``x``, in its place and returned; the same bits everywhere."""
+        return x
+
+    def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        """``x[N, C]`` of every rank side by side -> ``[N, columns]``.
+
+        Each rank brings C columns or, where ``columns`` are not enough for that, as many as are left. ``x`` has that
+        number of columns.
+        """
+        if self.size == 1:
+            return x
+        return x.new_empty(x.shape[0], columns)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's ``x``, in its place and returned."""
+        return x
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values; waits for it."""
+        return value
+
+    def limit(self, seconds: float) -> None:
+        """A collective on the CPU that takes longer breaks from here on. (On a GPU the host does not wait for it.)"""
+
+    def shut(self) -> None:
+        """Leave the group without waiting for the others; idempotent."""
+
+
+ALONE = Group()
+
+
+class ConnectedGroup(Group):
+    """A rank that reaches the others.
+
+    Args:
+        backend: a process group of torch.distributed.
+        device: of the tensors that will come.
+    """
+
+    def __init__(self, backend: Any, device: torch.device) -> None:
+        super().__init__(backend.rank(), backend.size())
+        self._backend = backend
+        self._device = device
+        self._options = dist.AllreduceOptions(), AllgatherOptions(), dist.BroadcastOptions()
+        for options in self._options:
+            options.asyncOp = False  # NCCL then launches on the current stream, and no event is waited for
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._backend.allreduce([x], self._options[0]).wait()
+        return x
+
+    def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        each = share_of(columns, self.size)
+        mine = x.contiguous() if x.shape[1] == each else F.pad(x, (0, each - x.shape[1]))
+        everything = mine.new_empty(self.size * len(x), each)
+        self._backend._allgather_base(everything, mine, self._options[1]).wait()
+        side_by_side = everything.view(self.size, len(x), each).transpose(0, 1).reshape(len(x), -1)
+        return side_by_side[:, :columns].contiguous()
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        self._backend.broadcast([x], self._options[2]).wait()
+        return x
+
+    def least(self, value: int) -> int:
+        values = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        values[self.rank] = value
+        return int(self.all_reduce(values).min())
+
+    def limit(self, seconds: float) -> None:
+        if self._device.type == "cpu":
+            self._backend._set_default_timeout(timedelta(seconds=seconds))
+
+    def shut(self) -> None:
+        abort = getattr(self._backend, "abort", None)  # NCCL's: a collective that waits for a dead rank never ends
+        if self._device.type == "cuda" and abort is not None:
+            abort()
+
+
+def share_of(count: int, size: int) -> int:
+    """How many of ``count`` rows of a vocabulary every rank but the last ones has: a multiple of 8, for aligned rows."""
+    return -(-count // (8 * size)) * 8
+
+
+def connect(store: Any, rank: int, size: int, device: torch.device, *, timeout: float, local: bool) -> Group:
+    """Meet the other ranks.
+
+    Args:
+        store: a store of torch.distributed that all ranks reach.
+        device: CPU for gloo, a CUDA device for NCCL.
+        timeout: seconds that a collective may take.
+        local: all ranks are on this machine: gloo then needs no name of it.
+
+    Raises:
+        ValueError: torch lacks the backend.
+        RuntimeError: the others did not come in time.
+    """
+    if size == 1:
+        return ALONE
+    patience = timedelta(seconds=timeout)
+    if device.type == "cuda":
+        if not dist.is_nccl_available():
+            raise ValueError("tensor_parallel_size > 1 on GPUs needs a torch with NCCL")
+        env.leave_nccl_errors_to_us()
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = patience
+        backend = dist.ProcessGroupNCCL(store, rank, size, nccl)
+        backend.eager_connect_single_device(device)  # not in the first step, and never in a capture
+        return ConnectedGroup(backend, device)
+    if not dist.is_gloo_available():
+        raise ValueError("tensor_parallel_size > 1 on the CPU needs a torch with gloo")
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
+    options = gloo._Options()
+    options._timeout = patience
+    options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
+    return ConnectedGroup(gloo(store, rank, size, options), device)

@@ -1,0 +1,203 @@
+"""Rank 0's watch over the other ranks: who died, who stopped, who does not get on, and why."""
+
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from tritonllm.dist.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+TICK = 0.2  # seconds between beats, and between looks at them
+GATHER = 0.3  # seconds in which a rank that was the first to fail may say so: the others fail of it
+SETTLE = 5.0  # seconds in which the reason of a broken collective is known
+
+
+class WorkerError(RuntimeError):
+    """A rank of the group failed, and with it the group; the message says which one and why."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of itself.
+
+    Attributes:
+        error: why it ends.
+        ready: it is; else, without an error, it is about to meet the others.
+        invalid: the error is about what the user asked for.
+        followed: it ends because another rank did.
+    """
+
+    error: str | None = None
+    ready: bool = False
+    invalid: bool = False
+    followed: bool = False
+
+
+class Watch:
+    """A thread that notices failures. The first one ends the other ranks, so that no collective waits for them.
+
+    Args:
+        processes: by rank.
+        reports: from each rank.
+        mailbox: whose readers they are; rank r is reader ``r - 1``.
+        patience: seconds that a rank may be silent.
+        step_patience: seconds that a rank may take for a step.
+        on_failure: called once, in the thread.
+    """
+
+    def __init__(
+        self,
+        processes: Mapping[int, BaseProcess],
+        reports: Mapping[int, Connection],
+        mailbox: Mailbox,
+        *,
+        patience: float,
+        step_patience: float,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._processes, self._reports, self._mailbox = dict(processes), dict(reports), mailbox
+        self._patience, self._step_patience = patience, step_patience
+        self._on_failure = on_failure
+        self._coming: set[int] = set()
+        self._ready: set[int] = set()
+        self._failure: tuple[str, bool] | None = None  # the message, and whether it is about what the user asked for
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._seen = {rank: (0, 0) for rank in processes}  # beats and acts
+        self._silent = dict.fromkeys(processes, 0.0)
+        self._slow = dict.fromkeys(processes, 0.0)
+        self._thread = threading.Thread(target=self._run, name="tritonllm-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """What went wrong; ``None`` if nothing has."""
+        return None if self._failure is None else self._failure[0]
+
+    def check(self) -> None:
+        """Raises:
+        WorkerError: a rank has failed.
+        ValueError: it refuses what the user asked for.
+        """
+        if self._failure is not None:
+            message, invalid = self._failure
+            raise ValueError(message) if invalid else WorkerError(message)
+
+    def settle(self) -> None:
+        """:meth:`check`, once it can be known why a collective broke."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, SETTLE)
+        self.check()
+
+    def await_coming(self) -> None:
+        """Wait until all ranks are about to meet. One that fails before would be waited for in vain. Same errors as
+        :meth:`check`."""
+        self._await(self._coming)
+
+    def await_ready(self) -> None:
+        """Wait until all ranks have said so. Same errors as :meth:`check`."""
+        self._await(self._ready)
+
+    def _await(self, ranks: set[int]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or len(ranks) == len(self._processes))
+        self.check()
+
+    def stop(self) -> None:
+        """Watch no more: what ends now was told to."""
+        self._stopping = True
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stopping and self._failure is None:
+            ends = [process.sentinel for process in self._processes.values()]
+            events: list[Any] = [*ends, *self._reports.values()]
+            wait(events, TICK)
+            now = time.monotonic()
+            # of time that this process itself was stopped, or waited for a core, the others are not to blame
+            elapsed, last = min(now - last, 2 * TICK), now
+            found = self._look(elapsed)
+            if found and not self._stopping:
+                time.sleep(GATHER)
+                self._fail({**self._look(0.0), **found} if len(found) == 1 else found)
+
+    def _look(self, elapsed: float) -> dict[int, tuple[int, str, bool]]:
+        """Ranks that failed: how far from the root that is, the reason, and whether it is about the user's wish."""
+        found: dict[int, tuple[int, str, bool]] = {}
+        for rank, process in self._processes.items():
+            problem = self._problem(rank, process, elapsed)
+            if problem is not None:
+                found[rank] = problem
+        return found
+
+    def _problem(self, rank: int, process: BaseProcess, elapsed: float) -> tuple[int, str, bool] | None:
+        report = self._read(rank)
+        if report is not None and report.error is not None:
+            return (2 if report.followed else 0), report.error, report.invalid
+        if report is not None:
+            with self._changed:
+                (self._ready if report.ready else self._coming).add(rank)
+                self._changed.notify_all()
+        code = process.exitcode
+        if code is not None:
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+            return 0, f"its process {how}", False
+        if rank not in self._ready:
+            return None  # it loads and compiles: only its end counts
+        beats, acts = self._mailbox.beats(rank - 1), self._mailbox.acts(rank - 1)
+        before = self._seen[rank]
+        self._seen[rank] = beats, acts
+        self._silent[rank] = 0.0 if beats != before[0] else self._silent[rank] + elapsed
+        busy = acts < self._mailbox.sent
+        self._slow[rank] = self._slow[rank] + elapsed if busy and acts == before[1] else 0.0
+        if self._silent[rank] > self._patience:
+            return 1, f"it has been silent for {self._silent[rank]:.0f} s (worker_timeout)", False
+        if self._slow[rank] > self._step_patience:
+            return 1, f"it has not finished a step for {self._slow[rank]:.0f} s (step_timeout)", False
+        return None
+
+    def _read(self, rank: int) -> Report | None:
+        pipe = self._reports[rank]
+        try:
+            return pipe.recv() if pipe.poll() else None
+        except (EOFError, OSError):  # it has ended: its status tells more
+            return None
+
+    def _fail(self, found: Mapping[int, tuple[int, str, bool]]) -> None:
+        rank = min(found, key=lambda rank: (found[rank][0], rank))
+        _, reason, invalid = found[rank]
+        process, step = self._processes[rank], self._mailbox.acts(rank - 1)
+        message = reason
+        if not invalid:
+            message = f"rank {rank} (process {process.pid}) failed after {step} steps: {reason}"
+            logger.error("%s; the group ends with it", message)
+        for other in self._processes.values():
+            kill(other)
+        with self._changed:
+            self._failure = message, invalid
+            self._changed.notify_all()
+        self._on_failure()
+
+
+def kill(process: BaseProcess) -> None:
+    """End a process at once, also one that is stopped."""
+    if process.is_alive():
+        process.kill()
+
+
+def parent_watch(action: Callable[[], None]) -> None:
+    """Call ``action`` in a thread when the parent process has died."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        action()
+
+    threading.Thread(target=watch, name="tritonllm-parent", daemon=True).start()

@@ -1,0 +1,208 @@
+"""What runs the steps of an engine: its own runner, or that and those of other ranks.
+
+``uni`` is the runner itself. With ``mp``, rank 0 is the engine's process, which plans every step, sends it to the other
+ranks as data, and runs its own part; the others are processes that it spawned (:mod:`tritonllm.engine.worker`).
+
+A step that breaks off leaves the ranks in the middle of different collectives. So nothing is repaired then: the group
+ends, and with it the requests, with an error that says which rank failed and why.
+"""
+
+import multiprocessing
+import multiprocessing.util
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.process import BaseProcess
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+from tritonllm.config import EngineConfig
+from tritonllm.dist.group import Group, connect
+from tritonllm.dist.mailbox import Mailbox
+from tritonllm.dist.watch import Watch, WorkerError, kill
+from tritonllm.engine.plan import StepPlan
+from tritonllm.engine.ranks import Executor, Ranks
+from tritonllm.engine.results import RunningStep
+from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.worker import START_PATIENCE, Place, run_worker
+
+FAREWELL = 3.0  # seconds in which a worker ends by itself once it was told to
+
+
+class SpawnedRanks(Ranks):
+    """Processes of this machine (``mp``).
+
+    Args:
+        config: the engine's, as the user gave it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._size = config.parallel.tensor_parallel_size
+        self._met: list[Group] = []  # the group, once this rank is in it
+        self._finalizer: Callable[[], object] = lambda: None
+
+    def begin(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        listener = socket.create_server(("127.0.0.1", 0))  # a free port, open to this machine only
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        mailbox, processes, reports = Mailbox(self._size - 1), dict[int, BaseProcess](), {}
+        self._mailbox, met = mailbox, self._met
+        for rank in range(1, self._size):
+            reports[rank], theirs = spawn.Pipe(duplex=False)
+            arguments = self._config, Place(rank, self._size, port), mailbox, theirs
+            processes[rank] = spawn.Process(target=run_worker, args=arguments, name=f"tritonllm-rank-{rank}")
+            processes[rank].start()
+            theirs.close()
+        self.watch = Watch(
+            processes,
+            reports,
+            mailbox,
+            patience=self._config.parallel.worker_timeout,
+            step_patience=self._config.step_timeout,
+            on_failure=partial(_leave, met),  # without this object: its end ends the watch
+        )
+        # At exit before multiprocessing joins its children: it would wait for ranks that nobody has stopped.
+        self._finalizer = multiprocessing.util.Finalize(
+            self, _end, args=(self.watch, mailbox, processes, met, os.getpid()), exitpriority=100
+        )
+
+    def join(self, device: torch.device) -> Group:
+        self.watch.await_coming()
+        group = connect(self._store, 0, self._size, device, timeout=START_PATIENCE, local=True)
+        self._met.append(group)
+        return group
+
+    def lead(self, runner: ModelRunner) -> Executor:
+        self.watch.await_ready()
+        return GroupExecutor(runner, self)
+
+    def end(self) -> None:
+        self._finalizer()
+
+    def send(self, message: bytes) -> None:
+        self._mailbox.send(message, self.watch.check)
+
+    def explain(self, error: BaseException | None) -> None:
+        """Raise what broke a collective here, if that is another rank's failure."""
+        if isinstance(error, RuntimeError) and hasattr(self, "watch"):  # else none were begun
+            try:
+                self.watch.settle()
+            except (WorkerError, ValueError) as reason:
+                raise reason from error
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.explain(error)
+        finally:
+            super().__exit__(kind, error, at)
+
+
+class GroupExecutor:
+    """Runs each step on all ranks.
+
+    Args:
+        runner: of this rank, the first.
+        ranks: the others.
+    """
+
+    def __init__(self, runner: ModelRunner, ranks: SpawnedRanks) -> None:
+        self._runner, self._ranks = runner, ranks
+        self._broken: str | None = None
+
+    @property
+    def host(self) -> None:
+        """There is none with several ranks."""
+
+    def launch(self, plan: StepPlan) -> RunningStep | None:
+        """Raises:
+        WorkerError: a rank has failed, now or before.
+        """
+
+        def launch() -> RunningStep | None:
+            step = self._runner.build(plan)
+            self._ranks.send(pickle.dumps(step.for_followers(), protocol=pickle.HIGHEST_PROTOCOL))
+            return self._runner.begin(step)
+
+        return self._whole(launch)
+
+    def draw(self, plan: StepPlan) -> RunningStep:
+        """The other ranks wait for the tokens already. Raises as :meth:`launch`."""
+        drawn = self._whole(lambda: self._runner.draw(plan))
+        assert drawn is not None
+        return drawn
+
+    def _whole(self, work: Callable[[], RunningStep | None]) -> RunningStep | None:
+        self._ranks.watch.check()
+        if self._broken is not None:
+            raise WorkerError(f"the ranks have ended, since a step was broken off: {self._broken}; make a new engine")
+        with _later_interrupts():
+            try:
+                running = work()
+            except BaseException as error:
+                self._broken = f"{type(error).__name__}: {error}"
+                self._ranks.explain(error)
+                self._ranks.end()
+                raise
+        if running is not None:
+            running.watch(self._ranks.watch.check)
+        return running
+
+
+@contextmanager
+def _later_interrupts() -> Iterator[None]:
+    """Ctrl-C inside the block comes when it ends: half a step on one rank would end them all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came and callable(before):
+            before(*came[0])
+
+
+def _leave(met: list[Group]) -> None:
+    for group in met:
+        group.shut()
+
+
+def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], met: list[Group], owner: int) -> None:
+    """Tell the ranks to end, see that they do, and leave the group."""
+    if os.getpid() != owner:
+        return
+    watch.stop()
+    until = time.monotonic() + FAREWELL
+
+    def patience() -> None:
+        if time.monotonic() > until or not any(process.is_alive() for process in processes.values()):
+            raise TimeoutError
+
+    try:
+        mailbox.send(b"", patience)
+    except TimeoutError:
+        until = 0.0
+    for process in processes.values():
+        process.join(max(0.0, until - time.monotonic()))
+        kill(process)
+        process.join()
+    _leave(met)
+
+
+def ranks_of(config: EngineConfig) -> Ranks:
+    """As ``distributed_executor_backend`` says."""
+    return Ranks() if config.parallel.tensor_parallel_size == 1 else SpawnedRanks(config)

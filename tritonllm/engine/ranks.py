@@ -1,0 +1,58 @@
+"""What an engine and its start see of the other ranks: nothing, where there are none."""
+
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from tritonllm.dist.group import ALONE, Group
+from tritonllm.engine.host_copies import HostCopies
+from tritonllm.engine.plan import StepPlan
+from tritonllm.engine.results import RunningStep
+from tritonllm.engine.runner import ModelRunner
+
+
+class Executor(Protocol):
+    """What the engine needs of its runner.
+
+    Attributes:
+        host: the cache's second tier; ``None`` without one.
+    """
+
+    @property
+    def host(self) -> HostCopies | None: ...
+
+    def launch(self, plan: StepPlan) -> RunningStep | None:
+        """Start one step; its results can be waited for, and the next one may be started before. ``None``: but for its
+        draw."""
+
+    def draw(self, plan: StepPlan) -> RunningStep:
+        """Draw the step that was launched last, when the results of those before it are taken in."""
+
+
+class Ranks:
+    """The other ranks of an engine, from its start on; here there are none (``uni``).
+
+    A context: what breaks it off ends them.
+    """
+
+    def begin(self) -> None:
+        """Start them; they load while this rank does."""
+
+    def join(self, device: torch.device) -> Group:
+        """Meet them."""
+        return ALONE
+
+    def lead(self, runner: ModelRunner) -> Executor:
+        """Wait until all are ready; returns what runs steps on all of them."""
+        return runner
+
+    def end(self) -> None:
+        """End them; idempotent."""
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            self.end()

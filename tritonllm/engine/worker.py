@@ -1,0 +1,103 @@
+"""What ranks of an engine other than the first do: load their part, and run the steps that they are sent.
+
+They hold no policy: no scheduler, no tokenizer, no requests. Rank 0 plans and draws; a step comes as data, and what it
+computes stays on the device. A worker ends when it is told to, when it fails, and when its parent has died.
+"""
+
+import logging
+import os
+import pickle
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from tritonllm.config import EngineConfig
+from tritonllm.dist.group import Group, connect
+from tritonllm.dist.mailbox import Mailbox
+from tritonllm.dist.watch import TICK, Report, parent_watch
+from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.startup import load_rank
+from tritonllm.kernels.compile.monitor import MONITOR
+
+logger = logging.getLogger(__name__)
+PARENT_DIED = 3  # exit status
+START_PATIENCE = 1800.0  # seconds that a collective may take: the first ones wait for what another rank loads
+SPIN = 0.05  # seconds that a worker of a GPU waits for a step without a sleep, as rank 0 does for its results
+
+
+class Place(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        rank, size: of the group.
+        port: of the store on this machine at which the ranks meet.
+    """
+
+    rank: int
+    size: int
+    port: int
+
+    def join(self, device: torch.device) -> Group:
+        """Meet the others."""
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
+        return connect(store, self.rank, self.size, device, timeout=START_PATIENCE, local=True)
+
+
+def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Connection) -> None:
+    """The process's main function.
+
+    Args:
+        config: of the engine, as the user gave it.
+        mailbox: brings pickled steps; an empty message ends the process.
+        reports: gets a :class:`Report` when the rank meets the others, when it is ready, and if it fails.
+    """
+    tqdm.set_lock(threading.RLock())  # its own would be a semaphore, which is left over when the process is killed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent decides
+    parent_watch(lambda: os._exit(PARENT_DIED))
+    reader, ready = place.rank - 1, False
+    threading.Thread(target=_beat, args=(mailbox, reader), name="tritonllm-beat", daemon=True).start()
+    try:
+
+        def join(device: torch.device) -> Group:
+            reports.send(Report())
+            return place.join(device)
+
+        runner, device, group = load_rank(config, place.rank, join)
+        MONITOR.serving = ready = True
+        reports.send(Report(ready=True))
+        follow(runner, mailbox, reader, SPIN if device.type == "cuda" else 0.0)
+        group.shut()
+    except BaseException as error:
+        logger.debug("rank %d failed", place.rank, exc_info=True)
+        invalid = isinstance(error, ValueError) and not ready
+        reports.send(Report(_said(error, invalid), invalid=invalid, followed=_lost_a_peer(error)))
+        os._exit(1)  # without waiting for collectives that nobody will join
+
+
+def follow(runner: ModelRunner, mailbox: Mailbox, reader: int, spin: float) -> None:
+    """Run steps until the empty message comes."""
+    while message := mailbox.receive(reader, spin=spin):
+        runner.run(pickle.loads(message))
+        mailbox.acted(reader)
+
+
+def _beat(mailbox: Mailbox, reader: int) -> None:
+    while True:
+        mailbox.beat(reader)
+        time.sleep(TICK)
+
+
+def _said(error: BaseException, invalid: bool) -> str:
+    return str(error) if invalid else f"{type(error).__name__}: {error}"
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """A collective broke, which is another rank's doing."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(name in text for name in ("gloo", "Connection", "NCCL"))

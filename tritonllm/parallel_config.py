@@ -1,0 +1,47 @@
+"""Several processes that compute one model, as a configuration (docs/distributed.md)."""
+
+from dataclasses import dataclass
+
+from tritonllm.config_checks import at_least, one_of
+
+EXECUTORS = ("uni", "mp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many ranks there are, and who starts them.
+
+    Args:
+        tensor_parallel_size: ranks among which heads and intermediate columns are dealt out, one on each GPU.
+        distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank;
+            ``None`` takes the first of them that can hold so many ranks.
+        worker_timeout: seconds that a rank may give no sign of life before the requests end with an error.
+    """
+
+    tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    worker_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        backend = self.distributed_executor_backend
+        if backend is not None:
+            one_of("distributed_executor_backend", backend, EXECUTORS)
+        if backend == "uni" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"distributed_executor_backend='uni' is one process, but tensor_parallel_size="
+                f"{self.tensor_parallel_size}: leave it out, or take 'mp'"
+            )
+        seconds = self.worker_timeout
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+            raise ValueError(f"worker_timeout must be a number of seconds greater than 0, got {seconds!r}")
+
+    def check_device(self, device: str) -> None:
+        """Raises:
+        ValueError: it is one device, and there are several ranks.
+        """
+        if self.tensor_parallel_size > 1 and device not in ("auto", "cpu", "cuda"):
+            raise ValueError(
+                f"device={device!r} is one device, but tensor_parallel_size={self.tensor_parallel_size}: ranks take "
+                "cuda:0, cuda:1 and so on; choose among GPUs with CUDA_VISIBLE_DEVICES"
+            )
