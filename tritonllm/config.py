@@ -282,8 +282,6 @@ class EngineConfig:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
-        if speculative.method == "draft_model" and self.enable_sleep_mode:
-            raise ValueError("enable_sleep_mode: a draft model's weights cannot sleep; leave out one of the two")
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens
         if 1 + most > tokens:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tritonllm.config_checks import at_least, one_of
 
-EXECUTORS = ("uni", "mp")
+EXECUTORS = ("uni", "mp", "external_launcher")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +13,9 @@ class ParallelConfig:
 
     Args:
         tensor_parallel_size: ranks among which heads and intermediate columns are dealt out, one on each GPU.
-        distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank;
-            ``None`` takes the first of them that can hold so many ranks.
+        distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank; with
+            ``external_launcher`` another program (torchrun) has started them. ``None`` takes the first of them that can
+            hold so many ranks.
         worker_timeout: seconds that a rank may give no sign of life before the requests end with an error.
     """
 

@@ -88,6 +88,8 @@ class StructuredOutputsParams:
         json_object: any JSON object or array.
         disable_any_whitespace: JSON with one space after commas and colons, and none elsewhere. Without it a model may
             indent as it likes.
+        after_thought: the model may think first, as it likes: what it writes behind its thought has the form. A model
+            whose tokenizer has no tokens for thoughts does not think.
 
     Raises:
         ValueError: none or several of them, or one of a wrong type. Whether a schema, expression or grammar is a right
@@ -100,6 +102,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
+    after_thought: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in _WISHES if getattr(self, name) not in (None, False)]
@@ -283,8 +286,10 @@ class SamplingParams(VllmSampling):
             return
         if self.ignore_eos:
             raise ValueError("structured_outputs end where their grammar ends: leave ignore_eos out")
-        if self.thinking_token_budget is not None:
-            raise ValueError("structured_outputs hold from the first token on: leave thinking_token_budget out")
+        if self.thinking_token_budget is not None and not self.structured_outputs.after_thought:
+            raise ValueError(
+                "structured_outputs hold from the first token on: leave thinking_token_budget out, or add after_thought"
+            )
 
     def _normalise_sequences(self) -> None:
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):

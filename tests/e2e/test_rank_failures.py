@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.ranks import shared_memory
+
 from tritonllm.dist.watch import WorkerError
 
 PATIENCE = 1.5  # seconds of silence

@@ -29,6 +29,7 @@ def folder(tmp_path_factory):
 
 
 def make(folder, **kwargs):
+    gc.collect()
     settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2048}
     return LLM(folder, **{**settings, "num_blocks": 4096, "max_num_seqs": 16, "enable_sleep_mode": True, **kwargs})
 
@@ -38,7 +39,9 @@ def answers(llm):
 
 
 def used():
+    """Bytes of the GPU, without those that torch keeps for later."""
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -50,7 +53,7 @@ def test_an_arena():
     before = used()
     first = arena.empty((50 << 20,), torch.float32)  # 200 MiB
     second = arena.empty((7, 11), torch.bfloat16)
-    first.copy_(torch.arange(len(first), device=device))
+    first.copy_(torch.arange(len(first), device=device))  # whose memory torch gives back, see `used`
     second.fill_(3)
     address, mapped = first.data_ptr(), used() - before
     assert (200 << 20) <= mapped <= (300 << 20)

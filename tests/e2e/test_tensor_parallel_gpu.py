@@ -62,19 +62,6 @@ def test_tokens_are_those_of_one_gpu(folder, expected, options):
     assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
 
 
-def test_bfloat16_in_captured_steps_is_as_without_them(folder):
-    """The same collectives of the same parts: not one bit differs."""
-    found = [
-        token_ids(
-            make(folder, tensor_parallel_size=2, dtype="bfloat16", enforce_eager=eager).generate(
-                [PROMPTS[2]], greedy(60), use_tqdm=False
-            )
-        )
-        for eager in (False, True)
-    ]
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "silent")])
 def test_a_lost_rank_ends_the_requests(folder, number, reason):
     """A collective in a graph waits on the GPU for ever, and rank 0 does not."""

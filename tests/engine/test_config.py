@@ -50,11 +50,6 @@ DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="m", num_speculative
         (CompilationConfig, {"mode": True}, "mode must be 0"),
         (CompilationConfig, {"mode": "3"}, "mode must be 0"),
         (CompilationConfig, {"backend": "nvfuser"}, "compilation_config: backend must be one of inductor, "),
-        (
-            EngineConfig,
-            {"enable_sleep_mode": True, "speculative_config": DRAFT_MODEL},
-            "a draft model's weights cannot",
-        ),
         (EngineConfig, {"step_timeout": 0}, "step_timeout must be a number of seconds greater than 0"),
         (EngineConfig, {"step_timeout": "1"}, "step_timeout must be a number of seconds greater than 0"),
         (EngineConfig, {"step_timeout": float("nan")}, "step_timeout must be a number of seconds greater than 0"),

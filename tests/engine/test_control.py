@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engines import greedy, thinking_checkpoint, tiny_llm, token_ids
 
-from tritonllm.engine.control import ThinkingBudget, thought_tokens
+from tritonllm.engine.control import AfterThought, ThinkingBudget, thought_tokens
+from tritonllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 BEGIN, END = 1, 2
 
@@ -91,3 +92,80 @@ def test_a_preempted_thought_goes_on():
 def test_a_tokenizer_without_thoughts_is_refused():
     with pytest.raises(ValueError, match=r"thinking_token_budget needs .*</think>"):
         tiny_llm().generate([[5]], greedy(1, thinking_token_budget=3), use_tqdm=False)
+
+
+class Recorded:
+    """A control that allows token 9 only, and keeps what it is told."""
+
+    def __init__(self):
+        self.taken = []
+
+    def waits(self, pending):
+        return False
+
+    def restricts(self, pending):
+        return True
+
+    def take(self, tokens):
+        self.taken += tokens
+        return "wrong" if 13 in tokens else None
+
+    def mask(self):
+        words = np.zeros(3, dtype=np.int32)
+        words[0] = 1 << 9
+        return words
+
+
+def allowed(control):
+    words = control.mask()
+    return None if words is None else {t for t in range(70) if words[t // 32].view(np.uint32) >> np.uint32(t % 32) & 1}
+
+
+@pytest.mark.parametrize("begin", [3, 31, 40])
+def test_a_control_begins_behind_the_thought(begin):
+    inner = Recorded()
+    control = AfterThought(inner, begin, 50, [5, 6], 70)
+    assert allowed(control) == {9, begin}, "to think or not to think"
+    assert control.take([begin, 7]) is None and allowed(control) is None
+    assert control.take([8, 50]) is None and allowed(control) == {9} and inner.taken == []
+    assert control.take([9, begin]) is None and inner.taken == [9, begin], "there is one thought only"
+    assert control.take([13]) == "wrong"
+
+
+def test_a_control_without_a_thought():
+    inner = Recorded()
+    control = AfterThought(inner, 3, 50, [3, 4, 50, 6], 70)
+    assert control.take([9, 9]) is None and allowed(control) == {9} and inner.taken == [9, 9]
+
+
+def test_a_thought_that_the_prompt_has_begun():
+    inner = Recorded()
+    control = AfterThought(inner, 3, 50, [3, 50, 3], 70)
+    assert allowed(control) is None
+    assert control.take([8, 50, 9]) is None
+    assert inner.taken == [9] and allowed(control) == {9}
+
+
+@pytest.mark.parametrize("after_thought", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_form_behind_a_thought(llm, after_thought, begun):
+    """Both controls of a request: a budget ends the thought, then the grammar holds."""
+    wish = StructuredOutputsParams(choice=["yes", "no"], after_thought=after_thought)
+    prompt = [5, 6, 1, 7] if begun else [5, 6]
+    budget = 6 if after_thought else None
+    bias = None if begun else {1: 50.0, 2: 60.0}  # likes to think, and even more to end the thought
+    params = SamplingParams(
+        temperature=0, max_tokens=40, structured_outputs=wish, thinking_token_budget=budget, logit_bias=bias
+    )
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    assert completion.finish_reason == "stop" and completion.text.endswith(("yes", "no"))
+    if not after_thought:
+        assert completion.text in ("yes", "no") and not {1, 2} & set(tokens)
+        return
+    if begun:
+        assert tokens.index(2) == 5, "one token of the thought stands in the prompt"
+    else:
+        assert tokens[:2] == [1, 2]
+    assert llm.get_tokenizer().decode(tokens[tokens.index(2) + 1 :], skip_special_tokens=True) in ("yes", "no")

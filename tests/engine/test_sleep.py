@@ -180,3 +180,36 @@ def test_mistakes(expected):
         with pytest.raises(ValueError, match=message):
             call()
     assert not llm.is_sleeping and answers(llm) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_draft_model_sleeps_too(expected, level):
+    """Nobody reloads its weights: they are kept at either level."""
+    drafts = {"model": str(tiny_checkpoint()), "num_speculative_tokens": 3, "adaptive": False}
+    llm = tiny_llm(enable_sleep_mode=True, speculative_config=drafts)
+    assert answers(llm) == expected
+    llm.sleep(level)
+    assert llm.engine._memory.mapped == {"weights": 0, "kv_cache": 0}
+    llm.wake_up()
+    if level == 2:
+        llm.reload_weights()
+    accepted = llm.engine.stats.num_accepted_tokens
+    assert answers(llm) == expected
+    assert llm.engine.stats.num_accepted_tokens >= 2 * accepted > 0, "its guesses are as good as before"
+
+
+def test_blocks_on_the_host_are_forgotten(expected, other):
+    """They hold the old weights' keys."""
+    size = 2**20 / 2**30
+    llm = tiny_llm(enable_sleep_mode=True, num_blocks=16, kv_offloading_size=size)
+    for number in range(8):  # more than the pool holds: some go to the host
+        llm.generate([[number + 3] * 40], greedy(4), use_tqdm=False)
+    assert answers(llm) == expected
+    llm.reload_weights(str(other))
+    found = token_ids(llm.generate([[number + 3] * 40 for number in range(8)], greedy(4), use_tqdm=False))
+    plain = tiny_llm(other)
+    assert found == token_ids(plain.generate([[number + 3] * 40 for number in range(8)], greedy(4), use_tqdm=False))
+    llm.sleep()
+    llm.wake_up()
+    llm.reload_weights()
+    assert answers(llm) == expected

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from support.compare import assert_close
-from tritonllm.dist.group import Group
 
+from tritonllm.dist.group import Group
 from tritonllm.layers.fusion import AddBy, NormBy
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.mlp import MLP, MLPSpec

@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.tiny_configs import tiny_config
-from tritonllm.dist.group import share_of
 
+from tritonllm.dist.group import share_of
 from tritonllm.models.families import spec_from_config, weight_map
 from tritonllm.models.shards import Once, Section, Split, cuts, local_shape, local_spec, splits
 from tritonllm.models.slots import parameter_shape

@@ -15,8 +15,8 @@ from support.tiny_models import (
     tiny_config,
     write_checkpoint,
 )
-from tritonllm.dist.group import Group
 
+from tritonllm.dist.group import Group
 from tritonllm.models import checkpoint, weights
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config

@@ -4,11 +4,12 @@ import argparse
 import json
 import random
 import statistics
+import sys
 
 import pytest
 from support.server import MODEL, eventually
 
-from tritonllm.cli import main
+from tritonllm.cli import bench_serve_plot, main
 from tritonllm.cli.bench_serve import Ask, Told, arrivals, read_trace, results
 
 
@@ -93,6 +94,7 @@ def test_a_server_that_refuses(server, capsys):
         (["--max-concurrency", "0"], "--max-concurrency must be"),
         (["--goodput", "ttft"], "--goodput must be one of"),
         (["--goodput", "itl:5"], "--goodput must be one of"),
+        (["--plot", "picture.txt"], "--plot must end with one of"),
     ],
 )
 def test_a_mistake_is_wrong_usage(options, message, capsys):
@@ -100,3 +102,26 @@ def test_a_mistake_is_wrong_usage(options, message, capsys):
         main(["bench", "serve", *options])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_a_plot_shows():
+    assert bench_serve_plot.shares([3.0, 1.0, 1.0, 9.0]) == ([1.0, 1.0, 3.0, 9.0], [0.25, 0.5, 0.75, 1.0])
+    middles, per_second = bench_serve_plot.rates([10.0, 10.05, 16.0], 10.0, 6.0)
+    assert (middles[0], per_second[0], per_second[-1]) == pytest.approx((0.05, 20.0, 10.0))
+    assert sum(per_second) == pytest.approx(30.0)
+
+
+def test_a_plot(server, tmp_path):
+    path = tmp_path / "plots" / "run.svg"
+    options = ["--num-prompts", "6", "--input-len", "10", "--output-len", "6", "--plot", str(path)]
+    assert main(["bench", "serve", "--base-url", server.url, *options]) == 0
+    text = path.read_text()
+    assert text.startswith("<?xml") and text.count("<path") > 10
+    options[-1] = str(tmp_path / "failed.svg")
+    assert main(["bench", "serve", "--base-url", server.url, *options, "--output-len", "100000"]) == 1
+
+
+def test_a_plot_without_matplotlib(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["bench", "serve", "--plot", str(tmp_path / "x.svg")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
 from tritonllm.dist.group import Group, connect
 
 Result = TypeVar("Result")

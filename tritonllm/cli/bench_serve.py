@@ -19,6 +19,7 @@ from typing import Any
 
 from tritonllm import env
 from tritonllm.cli.bench_runs import spread
+from tritonllm.cli.bench_serve_plot import check_drawing, draw
 from tritonllm.version import __version__
 
 DESCRIPTION = """\
@@ -85,6 +86,7 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits of ttft, tpot and e2el that count as good"
     )
     group.add_argument("--output-json", type=Path, metavar="FILE", help="write the results there too, see docs/cli.md")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, too (.svg, .png); needs matplotlib")
     return parser
 
 
@@ -196,6 +198,8 @@ def read_trace(path: Path) -> list[Ask]:
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     try:
         asks, limits = check(args)
+        if args.plot is not None:
+            check_drawing(args.plot)
     except ValueError as error:
         args.wrong_usage(str(error))
     try:
@@ -208,6 +212,8 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     if args.output_json is not None:
         args.output_json.parent.mkdir(parents=True, exist_ok=True)
         args.output_json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    if args.plot is not None:
+        draw(told, seconds, f"{model} at {args.base_url}", args.plot)
     failed = [one for one in told if one.error is not None]
     if failed:
         print(

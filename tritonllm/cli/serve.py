@@ -59,6 +59,7 @@ SERVER: dict[str, dict[str, Any]] = {
         "metavar": "S",
         "help": "how long running requests may take after SIGTERM (default: 30)",
     },
+    "otlp-traces-endpoint": {"metavar": "URL", "help": "OpenTelemetry collector that gets a span for each request"},
     "request-timeout": {"type": float, "metavar": "S", "help": "how long a request may take (default: no limit)"},
 }
 
@@ -148,6 +149,10 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         from tritonllm.serve.run import serve
     except ImportError as error:
         raise ImportError(EXTRA.format(error)) from error
+    if config.otlp_traces_endpoint is not None:
+        from tritonllm.serve.tracing import require_packages
+
+        require_packages()
     package = logging.getLogger("tritonllm")
     if not args.quiet:  # a server tells where it listens, and a line for each request
         package.setLevel(min(package.level, logging.INFO))

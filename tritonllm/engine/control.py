@@ -124,3 +124,50 @@ class ThinkingBudget:
 
     def forced(self) -> Sequence[int]:
         return ()
+
+
+class AfterThought:
+    """Lets another control begin when a thought has ended, or at once if the output does not begin with one.
+
+    Args:
+        control: of what follows the thought.
+        begin, end: tokens that begin and end a thought.
+        prompt: may begin a thought, too.
+        vocab: size of the model's vocabulary.
+    """
+
+    def __init__(self, control: Control, begin: int, end: int, prompt: Sequence[int], vocab: int) -> None:
+        self._control, self._begin, self._end, self._words = control, begin, end, -(-vocab // 32)
+        marks = [token for token in prompt if token in (begin, end)]
+        self._inside = bool(marks) and marks[-1] == begin
+        self._may_begin = not self._inside
+
+    def waits(self, pending: int) -> bool:
+        return self._control.waits(pending)
+
+    def restricts(self, pending: int) -> bool:
+        return True  # the thought may just have ended
+
+    def take(self, tokens: Sequence[int]) -> str | None:
+        for number, token in enumerate(tokens):
+            if self._inside:
+                self._inside = token != self._end
+            elif self._may_begin and token == self._begin:
+                self._inside, self._may_begin = True, False
+            else:
+                self._may_begin = False
+                return self._control.take(tokens[number:])
+        return None
+
+    def mask(self) -> np.ndarray | None:
+        if self._inside:
+            return None
+        words = self._control.mask()
+        if words is None or not self._may_begin:
+            return words
+        words = words.copy()
+        words.view(np.uint32)[self._begin // 32] |= np.uint32(1 << self._begin % 32)
+        return words
+
+    def forced(self) -> Sequence[int]:
+        return () if self._inside or self._may_begin else self._control.forced()

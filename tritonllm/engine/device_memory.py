@@ -108,9 +108,9 @@ class CudaPages:
     """
 
     def __init__(self, size: int, device: torch.device, driver: Any = None) -> None:
-        self._device = device
         self._driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver
         index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = device = torch.device("cuda", index)
         self._location = _Location(_DEVICE, index)
         self._properties = _Properties(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()

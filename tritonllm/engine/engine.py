@@ -20,8 +20,8 @@ from typing import Any
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.engine.arg_utils import EngineArgs
+from tritonllm.engine.backends import ranks_of
 from tritonllm.engine.beam_search import beam_state
-from tritonllm.engine.executor import ranks_of
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.jump_forward import jump

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import FrameType, TracebackType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -91,11 +92,13 @@ class SpawnedRanks(Ranks):
     def end(self) -> None:
         self._finalizer()
 
+    def check(self) -> None:
+        self.watch.check()
+
     def send(self, message: bytes) -> None:
         self._mailbox.send(message, self.watch.check)
 
     def explain(self, error: BaseException | None) -> None:
-        """Raise what broke a collective here, if that is another rank's failure."""
         if isinstance(error, RuntimeError) and hasattr(self, "watch"):  # else none were begun
             try:
                 self.watch.settle()
@@ -109,6 +112,24 @@ class SpawnedRanks(Ranks):
             super().__exit__(kind, error, at)
 
 
+class Others(Protocol):
+    """The other ranks, while steps run."""
+
+    def check(self) -> None:
+        """Raises:
+        WorkerError: one has failed.
+        """
+
+    def send(self, message: bytes) -> None:
+        """To all of them. Raises as :meth:`check`."""
+
+    def explain(self, error: BaseException | None) -> None:
+        """Raise what broke a step here, if that is another rank's failure."""
+
+    def end(self) -> None:
+        """End them; idempotent."""
+
+
 class GroupExecutor:
     """Runs each step on all ranks.
 
@@ -117,7 +138,7 @@ class GroupExecutor:
         ranks: the others.
     """
 
-    def __init__(self, runner: ModelRunner, ranks: SpawnedRanks) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Others) -> None:
         self._runner, self._ranks = runner, ranks
         self._broken: str | None = None
 
@@ -144,7 +165,7 @@ class GroupExecutor:
         return drawn
 
     def _whole(self, work: Callable[[], RunningStep | None]) -> RunningStep | None:
-        self._ranks.watch.check()
+        self._ranks.check()
         if self._broken is not None:
             raise WorkerError(f"the ranks have ended, since a step was broken off: {self._broken}; make a new engine")
         with _later_interrupts():
@@ -156,7 +177,7 @@ class GroupExecutor:
                 self._ranks.end()
                 raise
         if running is not None:
-            running.watch(self._ranks.watch.check)
+            running.watch(self._ranks.check)
         return running
 
 
@@ -201,8 +222,3 @@ def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], m
         kill(process)
         process.join()
     _leave(met)
-
-
-def ranks_of(config: EngineConfig) -> Ranks:
-    """As ``distributed_executor_backend`` says."""
-    return Ranks() if config.parallel.tensor_parallel_size == 1 else SpawnedRanks(config)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonllm.engine.control import THOUGHTS, Control, ReadsOutput, ThinkingBudget, thought_tokens
+from tritonllm.engine.control import THOUGHTS, AfterThought, Control, ReadsOutput, ThinkingBudget, thought_tokens
 from tritonllm.engine.edits import check_edits
 from tritonllm.engine.grammar import GrammarControl, Grammars
 from tritonllm.engine.request import Request
@@ -243,7 +243,11 @@ class InputProcessor:
         """Of one continuation."""
         controls: list[Control] = []
         if grammar is not None:
-            controls.append(GrammarControl(grammar, self.vocab_size))
+            assert params.structured_outputs is not None  # whose grammar it is
+            control: Control = GrammarControl(grammar, self.vocab_size)
+            if params.structured_outputs.after_thought and self._thought is not None:
+                control = AfterThought(control, *self._thought, prompt.token_ids, self.vocab_size)
+            controls.append(control)
         if params.logits_processors:
             controls.append(ReadsOutput())
         budget = params.thinking_token_budget

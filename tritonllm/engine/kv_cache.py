@@ -22,7 +22,11 @@ def make_cache(
     device: torch.device,
     memory: EngineMemory | None = None,
 ) -> tuple[list[KVCacheView], BlockCopies]:
-    """A view for each layer, and what copies blocks in all of them. ``memory``: from where; by default torch."""
+    """A view for each layer, and what copies blocks in all of them.
+
+    Args:
+        memory: where the cache lies; by default with torch.
+    """
     shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_size)
     # zeros, not empty: a stale NaN beyond a sequence's length would be multiplied by a probability of zero
     pool = torch.zeros(shape, dtype=dtype, device=device) if memory is None else memory.zeros(shape, dtype)

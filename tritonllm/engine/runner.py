@@ -225,10 +225,9 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated(self._device) - before
 
     def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
-        """Blocks of the same numbers for each model, the first one's from ``memory``."""
-        sizes = self._dtype, num_blocks, self._block_size, self._device
-        own = [memory, None]
-        made = [make_cache(model.spec, *sizes, part) for model, part in zip(self._models, own, strict=False)]
+        """Blocks of the same numbers for each model, from ``memory``."""
+        sizes = self._dtype, num_blocks, self._block_size, self._device, memory
+        made = [make_cache(model.spec, *sizes) for model in self._models]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self._draft is not None:
             self._draft.cache = made[1][0]

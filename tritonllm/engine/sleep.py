@@ -42,19 +42,30 @@ class EngineMemory:
         config: what it was loaded from.
         device: where it is.
         enabled: the engine can sleep (``enable_sleep_mode``).
+        draft: the draft model, if there is one. Its weights are always kept, since nobody reloads them.
+        ranks: that have a part of the model each.
     """
 
-    def __init__(self, model: Any, config: ModelConfig, device: torch.device = CPU, enabled: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: ModelConfig,
+        device: torch.device = CPU,
+        enabled: bool = False,
+        draft: Any = None,
+        ranks: int = 1,
+    ) -> None:
         self._model, self._config, self._device = model, config, device
+        self._ranks = ranks
         self.enabled = enabled
         self.weights_lost = False  # by a sleep of level 2
-        self._arenas: dict[str, Arena] = {}
-        if enabled:
-            self._arenas[WEIGHTS] = self._move_weights()
+        self._arenas: dict[str, list[Arena]] = {tag: [] for tag in TAGS}
+        if enabled:  # the model's own first
+            self._arenas[WEIGHTS] = [self._move_weights(one) for one in (model, draft) if one is not None]
 
-    def _move_weights(self) -> Arena:
+    def _move_weights(self, model: Any) -> Arena:
         """Give each parameter a place in an arena, one after the other, so that few of them lie twice in memory."""
-        parameters = [p for p in self._model.parameters() if p.layout is torch.strided and p.is_contiguous()]
+        parameters = [p for p in model.parameters() if p.layout is torch.strided and p.is_contiguous()]
         arena, moved = Arena(Arena.room(parameters), self._device), 0
         for parameter in parameters:
             place = arena.empty(parameter.shape, parameter.dtype)
@@ -66,23 +77,23 @@ class EngineMemory:
         return arena
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The cache's memory; an earlier one is given up."""
+        """Memory of a cache."""
         if not self.enabled:
             return torch.zeros(tuple(shape), dtype=dtype, device=self._device)
         room = Arena.room([torch.empty(tuple(shape), dtype=dtype, device="meta")])
-        self._arenas.pop(KV_CACHE, None)
-        self._arenas[KV_CACHE] = Arena(room, self._device)
-        return self._arenas[KV_CACHE].empty(shape, dtype).zero_()
+        arena = Arena(room, self._device)
+        self._arenas[KV_CACHE].append(arena)
+        return arena.empty(shape, dtype).zero_()
 
     @property
     def mapped(self) -> dict[str, int]:
         """Bytes of memory behind each."""
-        return {tag: arena.mapped for tag, arena in self._arenas.items()}
+        return {tag: sum(arena.mapped for arena in arenas) for tag, arenas in self._arenas.items()}
 
     @property
     def asleep(self) -> list[str]:
         """The tags that sleep."""
-        return [tag for tag, arena in self._arenas.items() if arena.is_asleep]
+        return [tag for tag, arenas in self._arenas.items() if any(arena.is_asleep for arena in arenas)]
 
     def check_usable(self) -> None:
         """Raises:
@@ -93,21 +104,28 @@ class EngineMemory:
         if self.weights_lost:
             raise AsleepError("the weights were dropped by sleep(level=2): load some with reload_weights()")
 
-    def sleep(self, level: int) -> None:
+    def check_level(self, level: int) -> None:
         """Raises:
         ValueError: the engine cannot sleep, or there is no such level.
-        RuntimeError, MemoryError: the host has no room for the weights; nothing changed.
         """
         if not self.enabled:
             raise ValueError("this engine cannot sleep: make it with enable_sleep_mode=True (--enable-sleep-mode)")
         if level not in (1, 2) or isinstance(level, bool):
             raise ValueError(f"level must be 1 (keep the weights on the host) or 2 (drop them), got {level!r}")
+
+    def sleep(self, level: int) -> None:
+        """Raises:
+        RuntimeError, MemoryError: the host has no room for the weights; these stay where they are.
+        """
         before = sum(self.mapped.values())
-        weights = self._arenas[WEIGHTS]
+        weights, *others = self._arenas[WEIGHTS]
         lost = self.weights_lost or (level == 2 and not weights.is_asleep)
+        for arena in others:
+            arena.sleep(keep=True)
         weights.sleep(keep=not lost)
         self.weights_lost = lost
-        self._arenas[KV_CACHE].sleep(keep=False)
+        for arena in self._arenas[KV_CACHE]:
+            arena.sleep(keep=False)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         logger.info("asleep at level %d: %.2f GB were given back", level, (before - sum(self.mapped.values())) / 1e9)
@@ -122,8 +140,8 @@ class EngineMemory:
             if tag not in TAGS:
                 raise ValueError(f"tags must be some of {', '.join(TAGS)}, got {tag!r}")
         for tag in TAGS:
-            if tag in wanted and tag in self._arenas:
-                self._arenas[tag].wake_up()
+            for arena in self._arenas[tag] if tag in wanted else ():
+                arena.wake_up()
         if not self.asleep:
             logger.info("awake")
 
@@ -139,6 +157,11 @@ class EngineMemory:
         """
         if WEIGHTS in self.asleep:
             raise AsleepError("the weights sleep: wake_up(tags=['weights']) first")
+        if self._ranks > 1:
+            raise ValueError(
+                f"reload_weights: ranks keep their weights; start anew, or with tensor_parallel_size=1 instead of "
+                f"{self._ranks}"
+            )
         if not isinstance(self._model, Decoder):
             raise ValueError("reload_weights: a model that runs through transformers keeps its weights; start anew")
         if self._model.group.size > 1:
@@ -244,11 +267,12 @@ class SleepMethods:
 
         Raises:
             ValueError: the engine was made without ``enable_sleep_mode``, or there is no such level.
-            RuntimeError: a request is unfinished, or the host has no room for the weights; nothing changed.
+            RuntimeError: a request is unfinished, or the host has no room for the weights; the engine is awake.
         """
         self._require_idle("sleep")
-        self._memory.sleep(level)
+        self._memory.check_level(level)
         self._forget_cache()
+        self._memory.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Take the memory back. After level 1 the engine is as it was, but for its cached prompts.
@@ -284,3 +308,4 @@ class SleepMethods:
             raise RuntimeError(f"{what}: requests are unfinished: let them end, or abort them")
         while self._in_flight:  # launched ahead of the ends of the last requests
             self.step()
+        assert self._scheduler.stats.num_free_blocks == self._scheduler.stats.num_blocks

@@ -267,11 +267,11 @@ def read_origin(config: EngineConfig) -> Origin:
     return Origin(folder, spec, modules, limit, read_draft_spec(config, spec, limit))
 
 
-def prepare(config: EngineConfig, origin: Origin, rank: int = 0) -> Prepared:
+def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prepared:
     """Resolve what model and machine decide.
 
     Args:
-        rank: whose device it is.
+        device_index: which GPU, of several ranks'.
 
     Raises:
         ValueError: a bad value, or no such device.
@@ -279,11 +279,11 @@ def prepare(config: EngineConfig, origin: Origin, rank: int = 0) -> Prepared:
     spec, size = origin.spec, config.parallel.tensor_parallel_size
     device = resolve_device(config.model.device)
     if size > 1 and device.type == "cuda":
-        if torch.cuda.device_count() < size:
+        if torch.cuda.device_count() < size and config.parallel.distributed_executor_backend != "external_launcher":
             raise ValueError(
                 f"tensor_parallel_size={size} needs as many GPUs, and there are {torch.cuda.device_count()}: lower it"
             )
-        device = resolve_device(f"cuda:{rank}")
+        device = resolve_device(f"cuda:{device_index}")
         torch.cuda.set_device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     gains = device.type == "cpu" and gains_from_bfloat16(spec)
@@ -325,7 +325,7 @@ def start_runner(
     config, device, dtype = prepared
     spec, modules, limit = origin.spec, origin.modules, origin.limit
     model, draft = models
-    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode)
+    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode, draft, group.size)
     group.least(0)  # none compiles what rank 0 has others compile
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
@@ -344,12 +344,13 @@ def start_runner(
 
 
 def load_rank(
-    config: EngineConfig, rank: int, join: Callable[[torch.device], Group]
+    config: EngineConfig, join: Callable[[torch.device], Group], device_index: int
 ) -> tuple[ModelRunner, torch.device, Group]:
     """What a rank other than the first has of an engine: its runner, started, its device and its group.
 
     Args:
         join: meets the others.
+        device_index: which GPU.
 
     Raises:
         ValueError: as :func:`load_parts`.
@@ -357,7 +358,7 @@ def load_rank(
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
     origin = read_origin(config)
-    prepared = prepare(config, origin, rank)
+    prepared = prepare(config, origin, device_index)
     group = join(prepared.device)
     models = load_part(origin, prepared, group)
     _, runner, _ = start_runner(origin, prepared, models, group)

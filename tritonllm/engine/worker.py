@@ -68,7 +68,7 @@ def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Co
             reports.send(Report())
             return place.join(device)
 
-        runner, device, group = load_rank(config, place.rank, join)
+        runner, device, group = load_rank(config, join, place.rank)
         MONITOR.serving = ready = True
         reports.send(Report(ready=True))
         follow(runner, mailbox, reader, SPIN if device.type == "cuda" else 0.0)

@@ -1,5 +1,6 @@
 """The HTTP API: which path leads where."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from tritonllm.serve.protocol import ChatRequest, CompletionRequest, DetokenizeR
 from tritonllm.serve.replies import now
 from tritonllm.serve.responses_api import respond_to
 from tritonllm.serve.responses_protocol import ResponsesRequest
+from tritonllm.serve.tracing import Observers, Traces, WithParent, make_provider
 from tritonllm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -49,10 +51,17 @@ def make_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         llm.attach()
         yield
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
     app = FastAPI(title="tritonllm", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.draining = False
     service, metrics = Service(llm, config), Metrics(llm, config.model_names[0], metrics_folder)
+    traces = None
+    if config.otlp_traces_endpoint is not None:
+        traces = Traces(make_provider(config.otlp_traces_endpoint, "tritonllm"), config.model_names[0])
+        llm.observer = Observers(metrics, traces)
+        app.add_middleware(WithParent)
     _add_errors(app)
     _add_status(app, llm, metrics)
     _add_models(app, service)

@@ -23,6 +23,7 @@ class ServerConfig:
         ssl_certfile, ssl_keyfile: for TLS.
         api_server_count: processes that speak HTTP, in front of one engine.
         server_dev_mode: clients may put the engine to sleep, wake it up, reload its weights and empty its prefix cache.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.
 
     Raises:
@@ -44,6 +45,7 @@ class ServerConfig:
     drain_seconds: float = 30.0
     api_server_count: int = 1
     server_dev_mode: bool = False
+    otlp_traces_endpoint: str | None = None
     request_timeout: float | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -66,6 +68,11 @@ class ServerConfig:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile need each other: give both, or none")
+        if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                "--otlp-traces-endpoint must be a URL, as http://localhost:4318/v1/traces (OTLP over HTTP), got "
+                f"{self.otlp_traces_endpoint!r}"
+            )
         if not self.drain_seconds >= 0:
             raise ValueError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
         if self.request_timeout is not None and not self.request_timeout > 0:

@@ -144,7 +144,7 @@ class SamplingBody(Body):
         }
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        form = {"structured_outputs": self._form(), "repetition_detection": self._repetition()}
+        form = {"structured_outputs": self.form(), "repetition_detection": self._repetition()}
         values = {
             **inherited,
             **given,
@@ -164,7 +164,7 @@ class SamplingBody(Body):
             raise ValueError(f"repetition_detection must have some of {', '.join(known)}, got {unknown[0]!r}")
         return RepetitionDetectionParams(**self.repetition_detection)
 
-    def _form(self) -> StructuredOutputsParams | None:
+    def form(self) -> StructuredOutputsParams | None:
         """What the output must look like, by OpenAI's field, then without free whitespace, or by vLLM's.
 
         Raises:
@@ -235,7 +235,7 @@ class ChatRequest(SamplingBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         self.tool_names()
-        if self.forced and self._form() is not None:
+        if self.forced and self.form() is not None:
             raise ValueError("tool_choice and response_format both say what the answer looks like: give one of them")
         return self
 

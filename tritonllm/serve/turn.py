@@ -3,7 +3,7 @@
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
@@ -43,10 +43,16 @@ async def prepare(service: Service, body: ChatRequest, logprobs: int | None = No
     config, formats = service.config, service.formats
     functions = body.tool_names()
     form = forced_form(body, functions)
+    options = body.options(config.chat_template, config.trust_request_chat_template)
+    prompt: Any = await service.llm.render_chat(body.messages, options)
+    thinks = service.llm.inputs.knows_thoughts and formats.may_think(prompt["prompt"])
     more: dict[str, Any] = {}
-    if form is not None:
-        more["structured_outputs"] = form
-    elif body.skip_special_tokens is None and formats.needs_special_tokens(bool(functions)):
+    held = form or body.form()
+    if held is not None:
+        more["structured_outputs"] = held = replace(held, after_thought=held.after_thought or thinks)
+        if not held.after_thought and service.llm.inputs.knows_thoughts:  # the template has said not to think
+            more["thinking_token_budget"] = None
+    if (form is None or thinks) and body.skip_special_tokens is None and formats.needs_special_tokens(bool(functions)):
         more["skip_special_tokens"] = False
     params: SamplingParams | BeamSearchParams
     if body.use_beam_search:
@@ -55,19 +61,16 @@ async def prepare(service: Service, body: ChatRequest, logprobs: int | None = No
         params = search_params(body, body.new_tokens() or service.llm.max_model_len)
     else:
         params = body.sampling_params(service.llm.inputs.default_params, body.new_tokens(), logprobs, **more)
-    options = body.options(config.chat_template, config.trust_request_chat_template)
-    prompt: Any = await service.llm.render_chat(body.messages, options)
     if body.cache_salt is not None:
         prompt["cache_salt"] = body.cache_salt
 
     def new_reader() -> Reader:
         chosen = body.named_tool()
-        if chosen is not None:
-            reader: Reader = SourceReader(named, chosen)
-        elif form is not None:
-            reader = SourceReader(required)
+        if form is not None:
+            calls = SourceReader(required) if chosen is None else SourceReader(named, chosen)
+            reader: Reader = formats.thinking(prompt["prompt"], calls) if thinks else calls
         else:
-            has_form = isinstance(params, SamplingParams) and params.structured_outputs is not None
+            has_form = held is not None and not thinks
             reader = formats.reader(prompt["prompt"], list(functions), has_form=has_form)
         return Kept(reader, _wanted(body))
 

@@ -97,6 +97,20 @@ class Formats:
             return calls
         return Chain(SourceReader(think, not has_form and self._is_inside(prompt.rstrip())), calls)
 
+    def may_think(self, prompt: str) -> bool:
+        """Whether an answer to this prompt may begin with a thought between tags."""
+        between_tags = self.reasoning is not None and REASONING_PARSERS[self.reasoning] == START
+        return between_tags and not prompt.rstrip().endswith(END)
+
+    def thinking(self, prompt: str, then: Reader) -> Reader:
+        """A reader of a thought, if there is one, and of what follows it.
+
+        Args:
+            prompt: the text that the answer follows; a thought may have begun at its end.
+            then: reads what follows.
+        """
+        return Chain(SourceReader(think, self._is_inside(prompt.rstrip())), then)
+
     def _is_inside(self, prompt: str) -> bool:
         if self.reasoning == "deepseek_r1":  # its first templates leave the tag to the model, which may leave it out
             return not prompt.endswith(END)

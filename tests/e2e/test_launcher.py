@@ -1,0 +1,74 @@
+"""Ranks that torchrun has started: one script, one answer, and nobody left when a rank dies or stops."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from support.engines import greedy, tiny_checkpoint, tiny_llm
+from support.server import eventually
+
+SCRIPT = """
+import sys
+from tritonllm import LLM, SamplingParams
+arguments = {"num_blocks": 64, "max_num_seqs": 4, "step_timeout": 3.0}
+llm = LLM(sys.argv[1], tensor_parallel_size=2, distributed_executor_backend="external_launcher", **arguments)
+params = SamplingParams(temperature=0, max_tokens=int(sys.argv[2]), ignore_eos=True)
+while True:
+    output = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]
+    print(*output.outputs[0].token_ids, flush=True)
+    if sys.argv[2] == "12":
+        break
+"""
+
+
+def launch(folder, tokens, ranks=2):
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    how = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = [sys.executable, "-m", "torch.distributed.run", *how, str(script), str(tiny_checkpoint()), str(tokens)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, **pipes)
+
+
+def test_one_rank_answers(tmp_path):
+    expected = tiny_llm().generate([[1, 2, 3]], greedy(12), use_tqdm=False)[0].outputs[0].token_ids
+    process = launch(tmp_path, 12)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert out.split() == [str(token) for token in expected]
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_rank_that_is_lost_ends_all(tmp_path, rank, number):
+    """One that has stopped is missed when a step takes longer than ``step_timeout``."""
+    process = launch(tmp_path, 5)
+    assert process.stdout.readline()
+    ranks = psutil.Process(process.pid).children()
+    (victim,) = [child for child in ranks if child.environ()["RANK"] == str(rank)]
+    victim.send_signal(number)
+    if number == signal.SIGSTOP:  # for the launcher, which would wait longer to kill it
+        threading.Timer(15.0, victim.send_signal, (signal.SIGCONT,)).start()
+    try:
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert rank == 0 or "WorkerError: a rank of the launcher failed" in errors
+    eventually(lambda: not any(child.is_running() and child.status() != "zombie" for child in ranks))
+
+
+def test_another_number_of_ranks_is_refused(tmp_path):
+    process = launch(tmp_path, 12, ranks=1)
+    errors = process.communicate(timeout=120)[1]
+    assert "tensor_parallel_size=2, but the launcher has started 1 processes" in errors
+
+
+def test_without_a_launcher():
+    with pytest.raises(ValueError, match="needs a launcher that sets RANK and WORLD_SIZE: run the script by torchrun"):
+        tiny_llm(tensor_parallel_size=2, distributed_executor_backend="external_launcher")

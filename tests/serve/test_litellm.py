@@ -1,0 +1,33 @@
+"""LiteLLM, as its users call it.
+
+It runs where LiteLLM is installed. That asks for a release of OpenAI's client before 3, so it does not fit beside this
+package's other tests, which follow the newest one."""
+
+import pytest
+from support.server import MODEL
+
+litellm = pytest.importorskip("litellm", reason="LiteLLM needs openai < 3: install it into an environment of its own")
+
+ASK = "What is 47 + 66?"
+
+
+def expected(server):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": ASK}], "temperature": 0, "max_tokens": 20}
+    return server.client.post("/v1/chat/completions", json=body).json()
+
+
+def complete(server, **more):
+    """As the documentation of LiteLLM has it for servers with OpenAI's API."""
+    settings = {"model": f"openai/{MODEL}", "api_base": f"{server.url}/v1", "api_key": "none", "temperature": 0}
+    return litellm.completion(messages=[{"role": "user", "content": ASK}], **{**settings, "max_tokens": 20, **more})
+
+
+def test_litellm(server):
+    answer = expected(server)
+    found = complete(server)
+    assert found.choices[0].message.content == answer["choices"][0]["message"]["content"]
+    assert found.usage.completion_tokens == answer["usage"]["completion_tokens"]
+    parts = [chunk.choices[0].delta.content or "" for chunk in complete(server, stream=True)]
+    assert "".join(parts) == found.choices[0].message.content
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        complete(server, temperature=-1)

@@ -1,0 +1,149 @@
+"""Ranks that another program has started, torchrun say (``external_launcher``): each runs the same script.
+
+Rank 0's engine is an engine as any other. On another rank, making the engine is all that happens: it follows the steps
+of rank 0 until that one's engine ends, and then ends the process. So only rank 0 answers, and a script need not ask
+which rank it is.
+
+Ranks may be on several machines, so a step goes to them by a broadcast (gloo), and not through shared memory. The
+launcher watches the processes, and ends all when one ends.
+"""
+
+import logging
+import multiprocessing.util
+import os
+import pickle
+
+import torch
+import torch.distributed as dist
+
+from tritonllm import env
+from tritonllm.config import EngineConfig
+from tritonllm.dist.group import Group, connect
+from tritonllm.dist.watch import WorkerError
+from tritonllm.engine.executor import GroupExecutor
+from tritonllm.engine.ranks import Executor, Ranks
+from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.startup import load_rank
+from tritonllm.engine.worker import START_PATIENCE
+from tritonllm.kernels.compile.monitor import MONITOR
+
+logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+IDLE = 86400.0 * 365  # seconds that a rank waits for a step
+
+
+class Wire:
+    """Messages from rank 0 to the others, by broadcast.
+
+    Args:
+        group: of all ranks, on the CPU.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def send(self, message: bytes) -> None:
+        self.group.broadcast(torch.tensor([len(message)]))
+        if message:
+            self.group.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+    def receive(self) -> bytes:
+        size = int(self.group.broadcast(torch.zeros(1, dtype=torch.int64)))
+        return self.group.broadcast(torch.empty(size, dtype=torch.uint8)).numpy().tobytes() if size else b""
+
+
+class LaunchedRanks(Ranks):
+    """The ranks of a launcher, seen from one of them.
+
+    Args:
+        config: the engine's.
+        place: this rank.
+
+    Raises:
+        ValueError: there are not as many ranks as the configuration says.
+    """
+
+    def __init__(self, config: EngineConfig, place: env.Launched) -> None:
+        size = config.parallel.tensor_parallel_size
+        if place.size != size:
+            raise ValueError(
+                f"tensor_parallel_size={size}, but the launcher has started {place.size} processes (WORLD_SIZE): make "
+                f"them the same, as in torchrun --nproc-per-node {size}"
+            )
+        self._place, self._patience = place, config.step_timeout
+        self._finalizer: multiprocessing.util.Finalize | None = None
+
+    def join(self, device: torch.device) -> Group:
+        store, rank, size = next(dist.rendezvous("env://"))
+        wired = connect(dist.PrefixStore("steps", store), rank, size, CPU, timeout=IDLE, local=False)
+        self._store, self.wire = store, Wire(wired)  # what ends with the store, ends with this rank
+        group = connect(dist.PrefixStore("model", store), rank, size, device, timeout=START_PATIENCE, local=False)
+        self._group = group
+        if rank == 0:
+            self._finalizer = multiprocessing.util.Finalize(
+                self, _end, args=(self.wire, group, os.getpid()), exitpriority=100
+            )
+        return group
+
+    def lead(self, runner: ModelRunner) -> Executor:
+        for group in (self._group, self.wire.group):  # a message is sent when the others have begun to receive it
+            group.limit(self._patience)
+        return GroupExecutor(runner, self)
+
+    def end(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def check(self) -> None:
+        """The launcher looks after the others."""
+
+    def send(self, message: bytes) -> None:
+        self.wire.send(message)
+
+    def explain(self, error: BaseException | None) -> None:
+        """Raises:
+        WorkerError: a collective broke, which is another rank's doing.
+        """
+        if isinstance(error, RuntimeError):
+            if self._finalizer is not None:
+                self._finalizer.cancel()  # a rank that has stopped would not take the farewell
+            raise WorkerError(f"a rank of the launcher failed: its own output says why ({error})") from error
+
+    def follow(self, config: EngineConfig) -> None:
+        """What a rank other than 0 does."""
+        runner, _, group = load_rank(config, self.join, self._place.local_rank)
+        group.limit(self._patience)
+        MONITOR.serving = True
+        while message := self.wire.receive():
+            runner.run(pickle.loads(message))
+        group.shut()
+
+
+def _end(wire: Wire, group: Group, owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    try:
+        wire.send(b"")
+    except RuntimeError as error:  # they have ended
+        logger.debug("the other ranks could not be told to end: %s", error)
+    group.shut()
+
+
+def launched_ranks(config: EngineConfig) -> LaunchedRanks:
+    """The other ranks, for rank 0; another rank does not come back from here.
+
+    Raises:
+        ValueError: there is no launcher, or not with as many ranks.
+        SystemExit: this was another rank, and rank 0's engine has ended.
+    """
+    place = env.launched()
+    if place is None:
+        raise ValueError(
+            "distributed_executor_backend='external_launcher' needs a launcher that sets RANK and WORLD_SIZE: run the "
+            "script by torchrun, or take 'mp'"
+        )
+    ranks = LaunchedRanks(config, place)
+    if place.rank == 0:
+        return ranks
+    ranks.follow(config)
+    raise SystemExit(0)
