@@ -5,7 +5,8 @@ Models have published shapes and made-up weights (bench/engine_workloads.py), an
 gets a process of its own. Rows:
 
 - G1, G64: so many requests at once, each with a JSON schema of its own, beside the same requests without; ``half``
-  gives every second one a schema. Prompts have 128 tokens and outputs 256, which no schema lets end earlier.
+  gives every second one a schema, and ``no_jumps`` draws the tokens that are forced, too (docs/decoding.md). Prompts
+  have 128 tokens and outputs 256, which no schema lets end earlier.
 - B1, B16: beam search of width 4 over so many prompts, beside ``n=4`` drawn continuations of them.
 
 The value is milliseconds a token: (time of 256 tokens - time of 1 token) / 255, the median of the repetitions. Prompts
@@ -26,11 +27,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from autotune.table import commit
 from bench.engine_worker import machine, watch_compilations
 from bench.engine_workloads import MODELS, Request, Workload, requests, write_model
 from bench.synthetic_vocabulary import write_tokenizer
+from tritonllm.engine import engine
 
 HERE = Path(__file__).parent
 WIDTH = 4  # of a beam search
@@ -110,6 +113,16 @@ class Clock:
             undo()
 
 
+def without_jumps(run: "Run") -> "Run":
+    """The same, with every token drawn."""
+
+    def stepwise(tokens: int) -> Sequence[int]:
+        with patch.object(engine, "jump", lambda requests, scheduler: []):
+            return run(tokens)
+
+    return stepwise
+
+
 Run = Callable[[int], Sequence[int]]  # generates so many tokens for each prompt; returns the outputs' lengths
 
 
@@ -163,15 +176,16 @@ def decode(llm: Any, run: Run, tokens: int, repeats: int) -> dict[str, float]:
     for _ in range(repeats):
         begin = time.perf_counter()
         run(1)
-        first, steps, clock = time.perf_counter() - begin, llm.engine.stats.steps, Clock()
+        first, before, clock = time.perf_counter() - begin, llm.engine.stats, Clock()
         begin = time.perf_counter()
         lengths = run(tokens)
         seconds = time.perf_counter() - begin - first
         clock.stop()
         if set(lengths) != {tokens}:
             raise RuntimeError(f"outputs have {sorted(set(lengths))} tokens instead of {tokens}: no result")
-        steps = llm.engine.stats.steps - steps
-        one = {"value": 1e3 * seconds / (tokens - 1), "steps": steps, "fills_a_step": clock.calls["fill"] / steps}
+        steps, forced = llm.engine.stats.steps - before.steps, llm.engine.stats.forced_tokens - before.forced_tokens
+        one = {"value": 1e3 * seconds / (tokens - 1), "steps": steps, "forced": forced / sum(lengths)}
+        one["fills_a_step"] = clock.calls["fill"] / steps
         found.append(one | {f"{name}_ms": 1e3 * spent / steps for name, spent in clock.seconds.items()})
     return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
@@ -184,6 +198,7 @@ def measure(llm: Any, name: str, model: str, workload: Workload, repeats: int) -
     if row.kind == "grammar":
         wishes = schemas(row.count)
         modes["grammar"] = sampled(llm, batch, wishes)
+        modes["no_jumps"] = without_jumps(modes["grammar"])
         if row.count > 1:
             modes["half"] = sampled(llm, batch, [wish if i % 2 else None for i, wish in enumerate(wishes)])
     else:
@@ -225,7 +240,9 @@ def line(row: dict[str, Any]) -> str:
         return f"{head} FAILED: {row['failed']}"
     for mode, numbers in row["modes"].items():
         head += f" | {mode} {numbers['value']:.3f} ms ({numbers['times_plain']:.2f}x, {numbers['steps']:.0f} steps"
-        head += f", fill {numbers['fill_ms']:.3f} accept {numbers['accept_ms']:.3f})" if numbers["fill_ms"] else ")"
+        if numbers["fill_ms"]:
+            head += f", fill {numbers['fill_ms']:.3f} accept {numbers['accept_ms']:.3f}, {numbers['forced']:.0%} forced"
+        head += ")"
     return head + (f" | {row['kernels_compiled']} kernels compiled meanwhile" if row["kernels_compiled"] else "")
 
 

@@ -122,15 +122,26 @@ def cpu(report: Table) -> str:
 
 def decoding(report: Table) -> str:
     """Grammars and beam search beside plain decoding, and what a step of the host's takes in xgrammar."""
-    head = ["row", "model", "mode", "ms/token", "times plain", "steps", "fill, ms a step", "accept, ms a step"]
+    head = [
+        "row",
+        "model",
+        "mode",
+        "ms/token",
+        "times plain",
+        "steps",
+        "forced",
+        "fill, ms a step",
+        "accept, ms a step",
+    ]
     rows = []
     for row in report["comparisons"]:
         for mode, found in row.get("modes", {}).items():
             numbers = [number(found["value"]), f"{found['times_plain']:.2f}", f"{found['steps']:.0f}"]
+            numbers.append(f"{found.get('forced', 0):.0%}")
             spent = [number(found[f"{name}_ms"]) if found["fill_ms"] else "" for name in ("fill", "accept")]
             rows.append([row["row"], row["model"], mode, *numbers, *spent])
         if "failed" in row:
-            rows.append([row["row"], row["model"], f"failed: {row['failed']}", "", "", "", "", ""])
+            rows.append([row["row"], row["model"], f"failed: {row['failed']}", "", "", "", "", "", ""])
     return markdown(head, rows)
 
 

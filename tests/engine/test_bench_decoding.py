@@ -35,13 +35,18 @@ def bench(tmp_path, *more):
 def test_a_whole_run(tiny, tmp_path, capsys):
     code, report = bench(tmp_path)
     grammar, beams = report["comparisons"]
-    assert code == 0 and list(grammar["modes"]) == ["plain", "grammar", "half"] and list(beams["modes"])[1] == "beams"
+    assert (
+        code == 0
+        and list(grammar["modes"]) == ["plain", "grammar", "no_jumps", "half"]
+        and list(beams["modes"])[1] == "beams"
+    )
     plain, structured = grammar["modes"]["plain"], grammar["modes"]["grammar"]
     assert plain["fill_ms"] == plain["fills_a_step"] == 0 < structured["fill_ms"]
     assert plain["times_plain"] == 1 and plain["steps"] == 12
+    assert structured["forced"] > 0 == grammar["modes"]["no_jumps"]["forced"]
     assert structured["more_ms"] == pytest.approx(structured["value"] - plain["value"])
     assert "ms (" in capsys.readouterr().out
-    assert tables.table(report, ()).count("| tiny |") == 5
+    assert tables.table(report, ()).count("| tiny |") == 6
     methods = [vars(getattr(xgrammar, owner))[name] for owner, name in (*decoding.FILLS, *decoding.ACCEPTS)]
     assert not any("timed" in repr(method) for method in methods)  # they are xgrammar's again
 
