@@ -89,19 +89,19 @@ class ConnectedGroup(Group):
             options.asyncOp = False  # NCCL then launches on the current stream, and no event is waited for
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._backend.allreduce([x], self._options[0]).wait()
+        _wait(self._backend.allreduce([x], self._options[0]))
         return x
 
     def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         each = share_of(columns, self.size)
         mine = x.contiguous() if x.shape[1] == each else F.pad(x, (0, each - x.shape[1]))
         everything = mine.new_empty(self.size * len(x), each)
-        self._backend._allgather_base(everything, mine, self._options[1]).wait()
+        _wait(self._backend._allgather_base(everything, mine, self._options[1]))
         side_by_side = everything.view(self.size, len(x), each).transpose(0, 1).reshape(len(x), -1)
         return side_by_side[:, :columns].contiguous()
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        self._backend.broadcast([x], self._options[2]).wait()
+        _wait(self._backend.broadcast([x], self._options[2]))
         return x
 
     def least(self, value: int) -> int:
@@ -117,6 +117,12 @@ class ConnectedGroup(Group):
         abort = getattr(self._backend, "abort", None)  # NCCL's: a collective that waits for a dead rank never ends
         if self._device.type == "cuda" and abort is not None:
             abort()
+
+
+def _wait(work: Any) -> None:
+    """gloo's work waits here; NCCL's, on the current stream, is none."""
+    if work is not None:
+        work.wait()
 
 
 def share_of(count: int, size: int) -> int:
