@@ -64,7 +64,7 @@ def texts(outputs):
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_masks_of_many_outputs_are_those_of_each(llm, count):
-    """Filled by threads or not, wherever each output stands."""
+    """Filled in one call, wherever each output stands."""
     vocab = llm.engine.inputs.vocab_size
     grammars = Grammars(llm.get_tokenizer(), vocab, frozenset({0}))
     controls = []
