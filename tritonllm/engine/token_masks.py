@@ -9,7 +9,7 @@ from tritonllm.kernels import TokenMasks
 
 
 def _begin(rows: int) -> int:
-    """Where the masks of so many rows begin, behind the rows: 16 bytes divide it, or the draw would be compiled anew."""
+    """Where the masks of so many rows begin, behind the rows. 16 bytes divide it, or the draw is compiled anew."""
     return -(-rows // 4) * 4
 
 
