@@ -74,7 +74,7 @@ def test_an_arena():
 def test_memory_goes_and_comes_back(folder, level):
     llm = make(folder)
     assert llm.engine._runner.num_graphs > 0
-    expected = answers(llm)
+    expected, again = answers(llm), answers(llm)  # which finds prompts in the cache: in bfloat16 it may differ
     weights = sum(p.numel() * p.element_size() for p in llm.engine._memory._model.parameters())
     cache = 4096 * llm.engine._runner.block_bytes
     before = used()
@@ -89,7 +89,7 @@ def test_memory_goes_and_comes_back(folder, level):
         llm.reload_weights()
     assert used() <= before + SLACK
     assert answers(llm) == expected
-    assert answers(llm) == expected, "with a prefix cache that begins anew"
+    assert answers(llm) == again, "with a prefix cache that begins anew"
     llm.sleep(level)
     llm.wake_up(["weights"])
     if level == 2:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tritonllm.engine.control import mask_of, only_token
 from tritonllm.engine.graphs import SMALL, chunk_capacity
-from tritonllm.engine.jump_forward import MOST_JUMPS, forced_tokens, jump
+from tritonllm.engine.jump_forward import MOST_RUNNING, forced_tokens, jump
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.sampling_params import SamplingParams
 
@@ -53,12 +53,15 @@ def test_a_jump_has_to_save_half_a_step():
     assert jump([request()], Appends(0)) == []
 
 
-def test_those_jump_who_gain_most():
-    requests = [request(*range(1 + i % 3)) for i in range(40)]
-    jumps = jump(requests, Appends(64))
-    assert len(jumps) == MOST_JUMPS and {len(tokens) for _, tokens in jumps} == {3, 2}
-    assert sum(bool(r.output_token_ids) for r in requests) == MOST_JUMPS
-    assert chunk_capacity(SMALL[0]) > MOST_JUMPS  # else such a step finds no small graph
+def test_beside_many_requests_nobody_jumps():
+    """And nobody waits any longer for a jump that was to come."""
+    requests = [request(*range(1 + i % 3)) for i in range(MOST_RUNNING)]
+    for one in requests:
+        one.jumps = True
+    assert jump(requests, Appends(MOST_RUNNING + 1)) == []
+    assert not any(one.jumps or one.output_token_ids for one in requests)
+    assert len(jump(requests, Appends(MOST_RUNNING))) == MOST_RUNNING
+    assert chunk_capacity(SMALL[0]) > MOST_RUNNING  # else such a step finds no small graph
 
 
 def test_a_jump_ends_at_the_length_limit():
@@ -78,7 +81,7 @@ def test_with_a_token_in_flight_a_request_waits_for_it_and_jumps_then():
     assert not short.waits_for_tokens and long.waits_for_tokens
     for one in (short, long):
         one.num_pending_tokens, one.controls = 0, (Forces(8, 9),)
-    assert jump([long], Appends(99)) == [(long, [8, 9])] and not long.jumps
+    assert jump([long], Appends(MOST_RUNNING)) == [(long, [8, 9])] and not long.jumps
 
 
 def test_nobody_jumps_who_has_ended_is_held_or_has_tokens_in_flight():

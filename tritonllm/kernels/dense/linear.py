@@ -37,8 +37,8 @@ def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.
     Chosen in decode steps as a whole, in which a product's weights are loaded while the kernel before it ends. One row,
     and two of a small weight: fewer weights a thread where the rows are few, more of a small or gated weight. Up to 16
     rows, and 64 of a small weight: tiles, one program for each processor where the weight is small. More rows of a
-    large weight: tiles if there are several for each processor, 1 to 17% faster than cuBLAS for 10 such weights of 8
-    models (one is 1% slower); otherwise cuBLAS comes near, and a wrong choice costs most.
+    large weight: tiles if there are several for each processor, 2 to 12% faster than cuBLAS for 10 such weights of 8
+    models (with 64 rows two are 1% slower); otherwise cuBLAS comes near, and a wrong choice costs most.
     """
     small = n * k <= SMALL
     if m == 1 or (m <= MAX_ROWS and small):
@@ -55,8 +55,8 @@ def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.
     if m > 16 and not small:
         if n < 16384:
             return TORCH
-        deep = {"BLOCK_K": 128, "num_stages": 3} if m <= 32 else {"BLOCK_K": 64, "num_stages": 4}
-        tile = {"BLOCK_N": 128, "SPLIT_K": 1, "num_warps": 8} | deep
+        wide = {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8}
+        tile = (wide if m <= 32 else {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4}) | {"SPLIT_K": 1, "num_stages": 3}
     elif n < 6144 or m > 16:
         split = max(1, min(132 * 32 // n, k // 512))
         block_k = 256 if m <= 16 else 128
