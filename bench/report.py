@@ -65,8 +65,9 @@ def of_kind(files: Iterable[File], kind: str) -> list[File]:
     return [file for file in files if file.kind == kind]
 
 
-def engines(files: Iterable[File], name: str) -> list[File]:
-    return [file for file in of_kind(files, "engine") if file.data["engine"]["name"] == name]
+def engines(files: Iterable[File], name: str, gpus: int = 1) -> list[File]:
+    found = [file for file in of_kind(files, "engine") if file.data["engine"]["name"] == name]
+    return [file for file in found if file.data.get("options", {}).get("tensor_parallel_size", 1) == gpus]
 
 
 def same_day(file: File, files: Iterable[File]) -> dict[str, Any] | None:
@@ -117,7 +118,8 @@ def engine_claim(file: File, files: Sequence[File]) -> str:
 def claims(files: Sequence[File]) -> list[str]:
     """What the newest results say, in sentences that other pages may quote; a test compares them."""
     beside = [f for f in engines(files, "tritonllm") if any("listed" in row for row in f.data["rows"])]
-    found = [engine_claim(file, files) for file in beside[:1]]
+    most = max((len(file.data["rows"]) for file in beside), default=0)  # some runs are of a few workloads only
+    found = [engine_claim(file, files) for file in beside if len(file.data["rows"]) == most][:1]
     for name, groups in CLAIMED.items():
         rows = [case for case in cases(files) if case["group"] in groups]
         torchs = [row["torch_us"] / row["us"] for row in rows if "torch_us" in row]
@@ -173,6 +175,8 @@ def results(files: Sequence[File]) -> str:
     ours = engines(files, "tritonllm")
     parts += section("Engine", [f"{f.head()}\n\n{tables.engine(f.data, same_day(f, files))}" for f in ours])
     parts += section("vLLM, measured here", [f"{f.head()}\n\n{tables.engine(f.data)}" for f in engines(files, "vllm")])
+    both = engines(files, "tritonllm", gpus=2)
+    parts += section("Engine on two GPUs", [f"{f.head()}\n\n{tables.two_gpus(f.data)}" for f in both])
     attention = of_kind(files, "attention")[:1]
     parts += section("Attention", [f"{file.head()}\n\n{tables.attention(file.data)}" for file in attention])
     kernels = [(KERNELS, "Kernels"), (("K7",), "Products")]
@@ -183,12 +187,15 @@ def results(files: Sequence[File]) -> str:
     for title, kind, table in (
         ("Grammars and beams", "decoding", tables.decoding),
         ("xgrammar and llguidance", "grammars", tables.grammars),
+        ("The server", "serving", tables.serving),
         ("The host", "host", tables.host),
         ("The cache's second tier", "swap", tables.swap),
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),
     ):
-        parts += section(title, [f"{f.head()}\n\n{table(f.data)}" for f in of_kind(files, kind)[:1]])
+        parts += section(
+            title, [f"{f.head()}\n\n{table(f.data)}" for f in of_kind(files, kind)[: None if kind == "serving" else 1]]
+        )
     return "\n\n".join(parts) + "\n"
 
 

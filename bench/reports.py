@@ -57,12 +57,14 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "comparisons": "decoding",
         "copies": "swap",
         "grammars": "grammars",
+        "load": "serving",
     }
     return next((kind for key, kind in keys.items() if key in report), None)
 
 
 def facts(report: dict[str, Any]) -> str:
     """Where and when it was measured, as a sentence."""
-    machine = report.get("machine") or {"gpu": report.get("cpu", "?"), "python": report.get("python", "?")}
+    named = {"gpu": report.get("device") or report.get("cpu", "?"), "python": report.get("python", "?")}
+    machine = report.get("machine") or {name: value for name, value in named.items() if value != "?"}
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name not in ("gpu", "cpu"))
     return f"{machine.get('gpu') or machine['cpu']} ({versions}), commit {report['commit']}, {report['date'][:10]}."

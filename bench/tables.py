@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import timeline
-from bench.reports import GROUPS, LISTED, best_listed, facts, kind_of, number
+from bench.reports import GROUPS, LISTED, best_listed, facts, kind_of, number, of_floor
 
 Table = dict[str, Any]  # a report, as its file holds it
 
@@ -36,6 +36,23 @@ def engine(report: Table, same_day: Table | None = None) -> str:
         values = {row["workload"]: row["value"] for row in same_day["rows"] if "value" in row}
     head = ["workload", report["engine"]["name"], "floor (percent of it)", "aim", peer, "times better"]
     return markdown(head, [_workload(row, values.get(row["workload"])) for row in report["rows"]])
+
+
+def two_gpus(report: Table) -> str:
+    """Workloads of ``tensor_parallel_size=2`` beside floor, aim and vLLM on two GPUs."""
+    listed = LISTED["engine_tp2"]
+    rows = []
+    for row in report["rows"]:
+        of_two = listed["rows"].get(row["workload"], {})
+        here = {name: value for name, value in row.items() if not name.startswith(("floor", "percent", "goal"))}
+        if of_two and "value" in row:
+            latency = row["kind"] == "latency"
+            met = row["value"] <= of_two["goal"] if latency else row["value"] >= of_two["goal"]
+            here |= {"floor": of_two["floor"], "percent": of_floor(row["value"], of_two["floor"], latency)}
+            here |= {"goal": of_two["goal"], "goal_met": met}
+        rows.append(_workload(here, of_two.get("peer")))
+    head = ["workload", report["engine"]["name"], "floor (percent of it)", "aim"]
+    return markdown([*head, f"{listed['peer']}, {listed['date']}", "times better"], rows)
 
 
 def _workload(row: Table, peer: float | None) -> list[str]:
@@ -173,6 +190,18 @@ def swap(report: Table) -> str:
     return "\n\n".join([text, copies, *([markdown([*head, "longest step"], back)] if back else [])])
 
 
+def serving(report: Table) -> str:
+    """A server under load: times of streams in milliseconds, and its throughput beside that of the engine alone."""
+    head = ["load", "first token: p50", "p99", "between tokens: p50", "p99", "output tokens/s", "of the engine alone"]
+    rows = []
+    for row in report["load"]:
+        times = [row[f"{name}_ms"]["percentiles"] for name in ("time_to_first_token", "inter_token_latency")]
+        cells = [number(percentiles[at]) for percentiles in times for at in ("50", "99")]
+        alone = "" if row["of_offline"] is None else f"{row['of_offline']:.0%}"
+        rows.append([f"{row['model']}, {row['scenario']}", *cells, number(row["output_tokens_per_second"]), alone])
+    return markdown(head, rows)
+
+
 def grammars(report: Table) -> str:
     """Packages that make masks of JSON schemas, beside each other."""
     head = ["schema", "tokens", "package", "first mask, ms", "others, us", "slowest, us", "forced", "forced, compact"]
@@ -215,6 +244,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "decoding": decoding,
         "swap": swap,
         "grammars": grammars,
+        "serving": serving,
     }
     if kind == "timeline":
         body = "\n\n".join(map(timeline.text, report["timelines"]))
