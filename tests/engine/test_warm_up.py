@@ -64,7 +64,7 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
             for tokens, width in product((n for n in sizes if n <= 32 * seats), (1, 100)):
                 steps.prefill_step(tokens, width)
             for rows in range(1, seats + 1):
-                runner.sample_hidden(torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=META))
+                runner._drawing.warm_up(torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=META))
     assert {described(kernel) for kernel in found} <= loaded
 
 

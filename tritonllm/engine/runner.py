@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -16,6 +15,7 @@ from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.draft_model import draft_cost
 from tritonllm.engine.drafters import Drafter, make_drafter
+from tritonllm.engine.drawing import ComputedStep, Drawing
 from tritonllm.engine.eagle import make_draft
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
 from tritonllm.engine.host_copies import HostCopies, staging_bytes
@@ -34,35 +34,12 @@ from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import FREE, Restrictions, SeatTokens, Step
 from tritonllm.engine.warm_up import WarmUp
-from tritonllm.kernels import token_logprobs
 from tritonllm.kernels.speculative.clock import note_time
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.interface import CausalLM
-from tritonllm.sampling_params import ALL
 
 # Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
-PROMPT_LOGPROB_ROWS = 256
-WHOLE_LOGPROB_ROWS = 32  # where all of the vocabulary is reported: 28 bytes a token and row
-
-
-class ComputedStep(NamedTuple):
-    """A step that runs up to what its tokens are drawn from.
-
-    Attributes:
-        step: which.
-        batch: the same on the device.
-        hidden: of the rows that are sampled from, and of padding.
-        tokens: what a graph has drawn, if it has.
-        prompt_logprobs, pooled: see :class:`~tritonllm.engine.results.RunningStep`.
-    """
-
-    step: Step
-    batch: Batch
-    hidden: torch.Tensor
-    tokens: torch.Tensor | None
-    prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]]
-    pooled: Sequence[PooledRows]
 
 
 @contextmanager
@@ -133,7 +110,8 @@ class ModelRunner:
         self._processors: BatchProcessors | None = None
         if config.logits_processors and group.leads:
             self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
-        self._sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict)
+        sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict)
+        self._drawing = Drawing(model, self._seats, sampler, group, device)
         self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
         self._planner: CascadePlanner | None = None
         if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else only siblings share
@@ -256,7 +234,7 @@ class ModelRunner:
         scheduler = self._config.scheduler
         return WarmUp(
             self._advance,
-            self.sample_hidden,
+            self._drawing.warm_up,
             self._warm_up_copies,
             device=self._device,
             block_size=self._block_size,
@@ -266,7 +244,7 @@ class ModelRunner:
             padded=[scheduler.max_num_seqs + tokens for tokens in self._captured_tokens()[-1:]],
             may_share=self._may_share,
             regimes=self._regimes,
-            verify=self.verify_hidden,
+            verify=self._drawing.warm_up_drafts,
             drafts=self._drafts,
             verified=self._verified,
         )
@@ -276,19 +254,6 @@ class ModelRunner:
             copies.warm_up()
         if self.host is not None:
             self.host.warm_up()
-
-    def sample_hidden(self, hidden: torch.Tensor) -> None:
-        """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
-        if self._model.spec.logits:
-            logits = self._model.compute_logits(hidden)
-            if self._group.leads:
-                self._sampler.warm_up(logits)
-
-    def verify_hidden(self, hidden: torch.Tensor) -> None:
-        """The same of ``hidden[R (G + 1), hidden]``, of R sequences with G drafts each."""
-        logits = self._model.compute_logits(hidden)
-        if self._group.leads:
-            self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._drafts)])
 
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
@@ -386,7 +351,7 @@ class ModelRunner:
             batch, tokens = upload_step(step, rows, self._block_size, self._device, bound), None
             everything = hidden = self._run_eagerly(step, batch)
             if step.wants_all:
-                prompt_logprobs = self._prompt_logprobs(step, everything)
+                prompt_logprobs = self._drawing.prompt_logprobs(step, everything)
                 hidden = everything[batch.inputs.logit_rows]
         pooled: Sequence[PooledRows] = ()
         if step.pooled and self._group.leads:
@@ -401,44 +366,10 @@ class ModelRunner:
             late: what the host lets come next, if the step is late.
         """
         self._computed = None
-        step, batch, hidden, tokens, prompt_logprobs, pooled = computed
-        logprobs = errors = None
-        whole: Iterable[tuple[int, LogprobTensors]] = ()
-        rows, drafts = step.num_rows, None
-        if step.segments.verify.sequences:
-            drafts = self._seats.drafts[:rows]
-        if rows and not step.draws:
-            tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
-        elif rows and (tokens is None or step.late or not step.plain):
-            logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
-            if self._group.leads:
-                sampling = batch.sampling(rows)
-                drawn = (
-                    self._sampler.sample(logits, sampling, step, late)
-                    if drafts is None
-                    else self._sampler.sample_drafts(logits, sampling, drafts, step, late)
-                )
-                _, logprobs, whole, errors = drawn
-            tokens = self._share_drawn(rows, drafts is not None)
-        if step.tokens:
-            self._tell_tokens(step.tokens)
-        tokens = None if tokens is None else tokens[:rows]
-        scores = logprobs, prompt_logprobs
-        drafted = None if drafts is None else self._seats.drafted(rows)
-        return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafted)
-
-    def _share_drawn(self, rows: int, verified: bool) -> torch.Tensor:
-        """What rank 0 has drawn of so many rows, on every rank: the next step reads it there.
-
-        Returns:
-            ``[rows]`` int64; of a step that ``verified`` drafts ``[rows, G + 1]``.
-        """
-        if not verified:
-            return self._group.broadcast(self._seats.drawn[:rows])
-        verdict = self._seats.verdict
-        assert verdict is not None  # there are drafts
-        self._group.broadcast(verdict.accepted[:rows])
-        return self._group.broadcast(verdict.ids[:rows])
+        running = self._drawing.finish(computed, late)
+        if computed.step.tokens:
+            self._tell_tokens(computed.step.tokens)
+        return running
 
     def _tell_tokens(self, new: Sequence[SeatTokens]) -> None:
         """In one copy: each takes a block of pinned memory, and a step may admit hundreds of requests."""
@@ -480,27 +411,9 @@ class ModelRunner:
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a graph holds of a step: of decodes alone all of it, from the last tokens to the next ones."""
-        _, verify, chunk = batch.metadata.segments
-        if chunk.tokens:
+        if batch.metadata.segments.chunk.tokens:
             return self._advance(batch, batch.inputs.logit_rows), None
         hidden = self._advance(batch, None)
         if not (self._model.spec.logits and batch.draws):
             return hidden, None
-        logits, rows = self._model.compute_logits(hidden), verify.sequences or len(hidden)
-        if self._group.leads:
-            if verify.sequences:
-                self._sampler.verify(logits, batch.sampling(rows), self._seats.drafts[:rows])
-            else:
-                self._sampler.draw(logits, batch.sampling(rows))
-        return hidden, self._share_drawn(rows, verify.sequences > 0)
-
-    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
-        """In parts, each computed when it is asked for."""
-        for span in step.prompt_spans:
-            rows = hidden[span.row : span.row + len(span.token_ids)]
-            (chosen,) = upload([span.token_ids], self._device)
-            size = WHOLE_LOGPROB_ROWS if span.top == ALL else PROMPT_LOGPROB_ROWS
-            for part, ids in zip(rows.split(size), chosen.split(size), strict=True):
-                logits = self._model.compute_logits(part)
-                top = logits.shape[1] if span.top == ALL else span.top
-                yield span.request_id, span.first, token_logprobs(logits, ids, top)
+        return hidden, self._drawing.draw_captured(hidden, batch)

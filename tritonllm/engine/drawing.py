@@ -1,0 +1,137 @@
+"""From hidden states to tokens: what of a step comes behind the model.
+
+On several ranks all compute the logits, rank 0 draws, and the others get its tokens.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tritonllm.dist.group import Group
+from tritonllm.engine.device_seats import DeviceSeats
+from tritonllm.engine.inputs import Batch, upload
+from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
+from tritonllm.engine.sampler import Sampler
+from tritonllm.engine.step import FREE, Restrictions, Step
+from tritonllm.kernels import token_logprobs
+from tritonllm.models.interface import CausalLM
+from tritonllm.sampling_params import ALL
+
+PROMPT_LOGPROB_ROWS = 256
+WHOLE_LOGPROB_ROWS = 32  # where all of the vocabulary is reported: 28 bytes a token and row
+
+
+class ComputedStep(NamedTuple):
+    """A step that runs up to what its tokens are drawn from.
+
+    Attributes:
+        step: which.
+        batch: the same on the device.
+        hidden: of the rows that are sampled from, and of padding.
+        tokens: what a graph has drawn, if it has.
+        prompt_logprobs, pooled: see :class:`~tritonllm.engine.results.RunningStep`.
+    """
+
+    step: Step
+    batch: Batch
+    hidden: torch.Tensor
+    tokens: torch.Tensor | None
+    prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]]
+    pooled: Sequence[PooledRows]
+
+
+class Drawing:
+    """Draws the tokens of steps.
+
+    Args:
+        model: computes the logits.
+        seats: hold what is drawn, for the next step.
+        sampler: draws.
+        group: the ranks that share the model.
+        device: where all of this is.
+    """
+
+    def __init__(
+        self, model: CausalLM, seats: DeviceSeats, sampler: Sampler, group: Group, device: torch.device
+    ) -> None:
+        self._model, self._seats, self._sampler = model, seats, sampler
+        self._group, self._device = group, device
+
+    def warm_up(self, hidden: torch.Tensor) -> None:
+        """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
+        if self._model.spec.logits:
+            logits = self._model.compute_logits(hidden)
+            if self._group.leads:
+                self._sampler.warm_up(logits)
+
+    def warm_up_drafts(self, hidden: torch.Tensor) -> None:
+        """The same of ``hidden[R (G + 1), hidden]``, of R sequences with G drafts each."""
+        logits = self._model.compute_logits(hidden)
+        if self._group.leads:
+            self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._seats.drafts.shape[1])])
+
+    def draw_captured(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The tokens of a captured step of decodes, or of drafts to verify, with the hidden states ``[R, hidden]``."""
+        verify = batch.metadata.segments.verify
+        logits, rows = self._model.compute_logits(hidden), verify.sequences or len(hidden)
+        if self._group.leads:
+            if verify.sequences:
+                self._sampler.verify(logits, batch.sampling(rows), self._seats.drafts[:rows])
+            else:
+                self._sampler.draw(logits, batch.sampling(rows))
+        return self._share_drawn(rows, verify.sequences > 0)
+
+    def finish(self, computed: ComputedStep, late: Restrictions = FREE) -> RunningStep:
+        """Start what is left of a step.
+
+        Args:
+            late: what the host lets come next, if the step is late.
+        """
+        step, batch, hidden, tokens, prompt_logprobs, pooled = computed
+        logprobs = errors = None
+        whole: Iterable[tuple[int, LogprobTensors]] = ()
+        rows, drafts = step.num_rows, None
+        if step.segments.verify.sequences:
+            drafts = self._seats.drafts[:rows]
+        if rows and not step.draws:
+            tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
+        elif rows and (tokens is None or step.late or not step.plain):
+            logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
+            if self._group.leads:
+                sampling = batch.sampling(rows)
+                drawn = (
+                    self._sampler.sample(logits, sampling, step, late)
+                    if drafts is None
+                    else self._sampler.sample_drafts(logits, sampling, drafts, step, late)
+                )
+                _, logprobs, whole, errors = drawn
+            tokens = self._share_drawn(rows, drafts is not None)
+        tokens = None if tokens is None else tokens[:rows]
+        scores = logprobs, prompt_logprobs
+        drafted = None if drafts is None else self._seats.drafted(rows)
+        return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafted)
+
+    def _share_drawn(self, rows: int, verified: bool) -> torch.Tensor:
+        """What rank 0 has drawn of so many rows, on every rank: the next step reads it there.
+
+        Returns:
+            ``[rows]`` int64; of a step that ``verified`` drafts ``[rows, G + 1]``.
+        """
+        if not verified:
+            return self._group.broadcast(self._seats.drawn[:rows])
+        verdict = self._seats.verdict
+        assert verdict is not None  # there are drafts
+        self._group.broadcast(verdict.accepted[:rows])
+        return self._group.broadcast(verdict.ids[:rows])
+
+    def prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> Iterator[tuple[str, int, LogprobTensors]]:
+        """In parts, each computed when it is asked for."""
+        for span in step.prompt_spans:
+            rows = hidden[span.row : span.row + len(span.token_ids)]
+            (chosen,) = upload([span.token_ids], self._device)
+            size = WHOLE_LOGPROB_ROWS if span.top == ALL else PROMPT_LOGPROB_ROWS
+            for part, ids in zip(rows.split(size), chosen.split(size), strict=True):
+                logits = self._model.compute_logits(part)
+                top = logits.shape[1] if span.top == ALL else span.top
+                yield span.request_id, span.first, token_logprobs(logits, ids, top)
