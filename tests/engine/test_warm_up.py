@@ -16,7 +16,7 @@ from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
-from tritonllm.engine.warm_up import WarmUp
+from tritonllm.engine.warm_up import Limits, WarmUp, Work
 from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
@@ -199,9 +199,8 @@ def test_no_step_comes_twice(monkeypatch, longest):
         monkeypatch.setattr(WarmUp, name, note)
     sizes = {"block_size": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     regimes = Regimes(lambda sequences: 900 // sequences, longest)
-    drafts = {"verify": None, "drafts": 4, "verified": 100}
-    sharing = {"may_share": lambda sequences: True, "regimes": regimes}
-    WarmUp(None, None, lambda: None, device=META, **sizes, padded=[8448], **sharing, **drafts).run()
+    limits = Limits(**sizes, padded=[8448], drafts=4, verified=100)
+    WarmUp(Work(None, None, None, lambda: None, lambda sequences: True), limits, regimes, META).run()
     assert len(steps) == len(set(steps)) > 50
 
 

@@ -33,7 +33,7 @@ from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import FREE, Restrictions, SeatTokens, Step
-from tritonllm.engine.warm_up import WarmUp
+from tritonllm.engine.warm_up import Limits, WarmUp, Work
 from tritonllm.kernels.speculative.clock import note_time
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
@@ -232,22 +232,18 @@ class ModelRunner:
     def warm_up(self) -> WarmUp:
         """The steps that are run before the first request."""
         scheduler = self._config.scheduler
-        return WarmUp(
-            self._advance,
-            self._drawing.warm_up,
-            self._warm_up_copies,
-            device=self._device,
+        limits = Limits(
             block_size=self._block_size,
             max_model_len=self._max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             padded=[scheduler.max_num_seqs + tokens for tokens in self._captured_tokens()[-1:]],
-            may_share=self._may_share,
-            regimes=self._regimes,
-            verify=self._drawing.warm_up_drafts,
             drafts=self._drafts,
             verified=self._verified,
         )
+        drawing = self._drawing.warm_up, self._drawing.warm_up_drafts
+        work = Work(self._advance, *drawing, self._warm_up_copies, self._may_share)
+        return WarmUp(work, limits, self._regimes, self._device)
 
     def _warm_up_copies(self) -> None:
         for copies in self._copies:

@@ -8,7 +8,9 @@ write no cache and read no weights' values, so the same steps on meta tensors li
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -26,80 +28,81 @@ def warm_up_sizes(budget: int) -> list[int]:
     return [*(1 << bit for bit in range(budget.bit_length()) if 1 << bit < budget), budget]
 
 
+class Work(NamedTuple):
+    """What steps do.
+
+    Attributes:
+        forward: ``(batch, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
+        sample: ``hidden[R, hidden]`` to tokens: logits and every kind of sampling that requests may ask for.
+        verify: the same for steps with drafts.
+        copy: copies blocks of the cache.
+        may_share: whether a step of so many decodes can come with a plan for their shared prefix.
+    """
+
+    forward: Forward
+    sample: Callable[[torch.Tensor], object]
+    verify: Callable[[torch.Tensor], object]
+    copy: Callable[[], object]
+    may_share: Callable[[int], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What steps can come.
+
+    Attributes:
+        block_size: tokens of a cache block.
+        max_model_len: the longest sequence.
+        max_num_seqs: most sequences of a step.
+        max_num_batched_tokens: most tokens of a step.
+        padded: tokens of larger steps, which captured ones have by their padding.
+        drafts: of each sequence in a step that verifies some; 0 if there never are any.
+        verified: most sequences of such a step.
+    """
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    padded: Sequence[int] = ()
+    drafts: int = 0
+    verified: int = 0
+
+
 class WarmUp:
     """Dummy steps on one device.
 
     Args:
-        forward: ``(batch, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
-        sample: ``hidden[R, hidden]`` to tokens: logits and every kind of sampling that requests may ask for.
-        copy: copies blocks of the cache.
-        device: where the steps run.
-        block_size: tokens of a cache block.
-        max_model_len: the longest sequence that may come.
-        max_num_seqs: most sequences of a step.
-        max_num_batched_tokens: most tokens of a step.
-        padded: tokens of larger steps, which captured ones have by their padding.
-        may_share: whether a step of so many decodes can come with a plan for their shared prefix.
+        work: what they do.
+        limits: what of them there are.
         regimes: of the lengths.
-        verify: of hidden states, as ``sample``, for steps with drafts.
-        drafts: of each sequence in such a step; 0 if there never are any.
-        verified: most sequences of such a step.
+        device: where they run.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        sample: Callable[[torch.Tensor], object],
-        copy: Callable[[], object],
-        *,
-        device: torch.device,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        padded: Sequence[int],
-        may_share: Callable[[int], bool],
-        regimes: Regimes,
-        verify: Callable[[torch.Tensor], object],
-        drafts: int = 0,
-        verified: int = 0,
-    ) -> None:
-        self._forward = forward
-        self._sample = sample
-        self._copy = copy
-        self._device = device
-        self._block_size = block_size
-        self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._padded = padded
-        self._may_share = may_share
-        self._regimes = regimes
-        self._verify = verify
-        self._drafts = drafts
-        self._verified = verified
+    def __init__(self, work: Work, limits: Limits, regimes: Regimes, device: torch.device) -> None:
+        self._work, self._limits, self._regimes, self._device = work, limits, regimes, device
 
     def run(self) -> None:
         """Every step."""
-        self._copy()
-        widest = -(-self._max_model_len // self._block_size)
+        self._work.copy()
+        widest = -(-self._limits.max_model_len // self._limits.block_size)
         widths = sorted({*warm_up_sizes(widest)[::2], widest})  # every width: 0.2 s more, for no more kernels
-        for tokens in (*warm_up_sizes(self._max_num_batched_tokens), *self._padded):
+        for tokens in (*warm_up_sizes(self._limits.max_num_batched_tokens), *self._limits.padded):
             self.prefill_step(tokens)
             for width in widths:
-                if width * self._block_size > tokens:
+                if width * self._limits.block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
-        for sequences in warm_up_sizes(self._max_num_seqs):
+        for sequences in warm_up_sizes(self._limits.max_num_seqs):
             bounds = self._regimes.bounds(Segments(decodes(sequences)))
             for longest in bounds:
                 self.decode_step(sequences, longest=longest)
             for width in sorted({1, widest}):
                 self.decode_step(sequences, width, prompt_token=True)
-                for longest in bounds if self._may_share(sequences) else []:
+                for longest in bounds if self._work.may_share(sequences) else []:
                     self.decode_step(sequences, width, longest=longest, shared=True)
-        for sequences in warm_up_sizes(self._verified) if self._drafts else []:
+        for sequences in warm_up_sizes(self._limits.verified) if self._limits.drafts else []:
             for width in widths:
-                if width * self._block_size > self._drafts:
+                if width * self._limits.block_size > self._limits.drafts:
                     self.verify_step(sequences, width)
 
     def prefill_step(self, tokens: int, width: int = 1, *, sample: bool = True) -> None:
@@ -110,13 +113,13 @@ class WarmUp:
                 others, cached. Kernels for many keys are other ones.
             sample: end with the sampling, which is the same for every width.
         """
-        length = min(tokens, self._max_model_len)
+        length = min(tokens, self._limits.max_model_len)
         lengths = [end - start for start, end in pairwise([*range(0, tokens, length), tokens])]
-        rows, width = min(self._max_num_seqs, tokens), max(width, -(-length // self._block_size))
+        rows, width = min(self._limits.max_num_seqs, tokens), max(width, -(-length // self._limits.block_size))
         batch = self._upload(dummy_step(0, lengths, rows=rows, width=width))
-        hidden = self._forward(batch, None if rows == tokens else batch.inputs.logit_rows)
+        hidden = self._work.forward(batch, None if rows == tokens else batch.inputs.logit_rows)
         if sample:
-            self._sample(hidden)
+            self._work.sample(hidden)
 
     def decode_step(
         self,
@@ -136,13 +139,13 @@ class WarmUp:
             prompt_token: beside a prompt of one token: a step of decodes alone has kernels of its own.
         """
         step = dummy_step(sequences, [1] * prompt_token, rows=0, width=width, shared=shared, longest=longest)
-        self._forward(self._upload(step), None)
+        self._work.forward(self._upload(step), None)
 
     def verify_step(self, sequences: int, width: int) -> None:
         """Decodes of empty sequences with drafts, and the verdict on these."""
-        step = dummy_step(sequences, [], rows=sequences, width=width, drafts=self._drafts)
-        self._verify(self._forward(self._upload(step), None))
+        step = dummy_step(sequences, [], rows=sequences, width=width, drafts=self._limits.drafts)
+        self._work.verify(self._work.forward(self._upload(step), None))
 
     def _upload(self, step: Step) -> Batch:
         bound = self._regimes.bound(step.segments, step.longest)
-        return upload_step(step, step.num_rows, self._block_size, self._device, bound)
+        return upload_step(step, step.num_rows, self._limits.block_size, self._device, bound)
