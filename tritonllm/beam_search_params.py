@@ -1,10 +1,10 @@
 """How to search for the most likely continuations of a prompt. Names and defaults are vLLM's."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 MAX_BEAM_WIDTH = 256
+MOST_PENALTY = 32  # a million tokens to this power is still a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class BeamSearchParams:
         max_tokens: most new tokens of each.
         ignore_eos: the end-of-sequence token ends none.
         temperature: 0 or 1. Beams are compared by the model's own probabilities, which it does not change.
-        length_penalty: finished sequences are compared by the sum of their tokens' log-probabilities, divided by the
-            number of new tokens to this power. Above 0 it favours long sequences, below 0 short ones.
+        length_penalty: from -32 to 32. Finished sequences are compared by the sum of their tokens' log-probabilities,
+            divided by the number of new tokens to this power. Above 0 it favours long sequences, below 0 short ones.
         early_stopping: when to end. True: once ``beam_width`` sequences have finished. False: once the best one that
             goes on would not beat the worst of them if it ended now. ``"never"``: once it could not, however long it
             becomes (with a positive ``length_penalty``; else as False). The argument of transformers' ``generate``.
@@ -50,7 +50,7 @@ class BeamSearchParams:
                 "probabilities; to draw tokens, use generate"
             )
         penalty = self.length_penalty
-        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not math.isfinite(penalty):
-            raise ValueError(f"length_penalty must be a finite number, got {penalty!r}")
+        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not abs(penalty) <= MOST_PENALTY:
+            raise ValueError(f"length_penalty must be a number from -{MOST_PENALTY} to {MOST_PENALTY}, got {penalty!r}")
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise ValueError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")

@@ -15,6 +15,7 @@ from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.ranks import shared_memory
 
 from tritonllm.dist.watch import WorkerError
+from tritonllm.engine.step import FREE
 
 PATIENCE = 1.5  # seconds of silence
 LIMIT = 30.0  # seconds after which a test would have waited for ever
@@ -119,6 +120,27 @@ def test_ctrl_c_leaves_the_ranks_whole(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2]], greedy(20), use_tqdm=False)
     assert llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_ctrl_c_before_a_late_steps_draw_leaves_the_ranks_whole(monkeypatch):
+    """The other ranks wait for that step's tokens, which nobody wants any more."""
+    llm, _ = start()
+    expected = llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids
+    runner, left, drawn = llm.engine._runner._runner, [3], []
+    begin, draw = runner.begin, runner.draw
+
+    def interrupted(step):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return begin(step)
+
+    monkeypatch.setattr(runner, "begin", interrupted)
+    monkeypatch.setattr(runner, "draw", lambda late: (drawn.append(late), draw(late))[1])
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2]], greedy(20, logits_processors=[lambda output, logits: logits]), use_tqdm=False)
+    assert llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids == expected
+    assert len(drawn) == 3 and drawn[-1] == FREE != drawn[0], "the third was launched, and drawn for the others only"
 
 
 def test_an_engine_that_is_dropped_ends_its_ranks():

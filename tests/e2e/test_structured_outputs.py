@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import greedy, tiny_llm, token_ids
 from support.schemas import SCHEMAS, valid
+from xgrammar import BatchGrammarMatcher, GrammarMatcher
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
@@ -79,6 +80,52 @@ def test_masks_of_many_outputs_are_those_of_each(llm, count):
     for control, mask in zip(controls, together, strict=True):
         assert np.array_equal(mask, control.mask())
     assert count < 20 or len({mask.tobytes() for mask in together}) > 3
+
+
+@AHEAD
+def test_a_failure_of_xgrammar_ends_one_request(ahead, monkeypatch):
+    """Whatever asks it for a mask; the others' tokens are as ever."""
+    llm = demo(async_scheduling=ahead)
+    params = [
+        structured(regex="[a-f]{12}"),
+        structured(regex="[a-z]{12}"),
+        SamplingParams(temperature=0, max_tokens=20),
+    ]
+    expected = generate(llm, PROMPTS[:3], params)
+    batch, alone, asked = BatchGrammarMatcher.batch_fill_next_token_bitmask, GrammarMatcher.fill_next_token_bitmask, []
+
+    def check(matchers):
+        asked.extend(matchers)
+        if asked.count(asked[0]) > 5 and asked[0] in matchers:
+            raise RuntimeError("it is broken")
+
+    def fill(self, matchers, *more):
+        check(matchers)
+        return batch(self, matchers, *more)
+
+    def fill_alone(self, *more, **options):
+        check([self])
+        return alone(self, *more, **options)
+
+    monkeypatch.setattr(BatchGrammarMatcher, "batch_fill_next_token_bitmask", fill)
+    monkeypatch.setattr(GrammarMatcher, "fill_next_token_bitmask", fill_alone)
+    outputs = generate(llm, PROMPTS[:3], params)
+    assert "could not be restricted: it is broken" in (outputs[0].error or "")
+    assert [output.error for output in outputs[1:]] == [None, None]
+    assert token_ids(outputs[1:]) == token_ids(expected[1:])
+    stats = llm.engine.stats
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_a_sequences_id_is_taken_while_its_grammar_compiles(llm):
+    engine = llm.engine
+    engine.add_request("a", PROMPTS[0], structured(1.0, n=2, seed=1, regex="[b-k]{3}[a-m]{2}"))
+    with pytest.raises(ValueError, match="'a#0' is in use by a sequence of another"):
+        engine.add_request("a#0", PROMPTS[1], SamplingParams(max_tokens=4))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].finished and outputs[-1].error is None
 
 
 @AHEAD

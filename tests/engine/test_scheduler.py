@@ -165,6 +165,29 @@ def test_the_more_prompts_wait_the_more_a_step_takes_beside_decodes():
     assert all(plan["a"] == 1 for plan in more) and scheduler.num_waiting == 0
 
 
+def test_pooled_prompts_take_nothing_from_the_others_share():
+    """They may be larger than it, and it never falls below nothing."""
+    scheduler = make_long(tokens=4096)
+    add(scheduler, "a", 3, 20_000)
+    step(scheduler)
+    add(scheduler, "b", 300, 20_000)
+    pooled(scheduler, "p", 2000)
+    add(scheduler, "c", 500, 20_000)
+    assert step(scheduler) == {"a": 1, "b": 256, "p": 2000}
+    assert step(scheduler) == {"a": 1, "b": 44, "c": 212}
+    assert step(scheduler) == {"a": 1, "b": 1, "c": 256}
+
+
+def test_the_few_tokens_of_a_jump_wait_for_no_prompt():
+    scheduler = make_long()
+    add(scheduler, "a", 3, 20_000)
+    jumps = add(scheduler, "j", 3, 20_000)
+    step(scheduler)
+    add(scheduler, "b", 2000, 20_000)
+    scheduler.append(jumps, [5] * 8)
+    assert step(scheduler) == {"a": 1, "j": 9, "b": 256}
+
+
 @given(st.integers(1, 10_000), st.integers(0, 10**7))
 def test_prompt_budget(most, queued):
     budget = prompt_budget(most, queued)

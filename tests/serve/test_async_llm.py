@@ -200,6 +200,22 @@ def test_bad_input_is_refused(llm, loop, prompt, more, message):
     loop.run(idle(llm))
 
 
+def test_an_id_may_come_again_as_soon_as_its_request_is_aborted(llm, loop):
+    """What the engine still says of the first one is not taken for the second."""
+
+    async def again():
+        for _ in range(5):
+            generator = llm.generate(PROMPT, params(max_tokens=60), "same")
+            await anext(generator)
+            await generator.aclose()
+            outputs = await collected(llm, "same", max_tokens=5)
+            assert outputs[-1].outputs[0].finish_reason == "length"
+            assert len(outputs[-1].outputs[0].token_ids) == 5
+        await idle(llm)
+
+    loop.run(again())
+
+
 def test_an_id_is_used_once_at_a_time(llm, loop):
     async def twice():
         generator = llm.generate(PROMPT, params(max_tokens=200), "same")

@@ -74,6 +74,7 @@ def test_chat(server, llm):
         ({"temperature": 0.7}, "temperature must be 0 or 1"),
         ({"use_beam_search": False, "length_penalty": 2.0}, "add use_beam_search=true"),
         ({"length_penalty": "x"}, "length_penalty"),
+        ({"length_penalty": 5000}, "length_penalty must be a number from -32 to 32"),
         ({"max_tokens": 0}, "max_tokens must be"),
     ],
 )

@@ -179,6 +179,7 @@ class BeamState(RequestState):
         search: which hypotheses go on.
         places: of each of them its sequence; all sequences are the prompt before the first is there.
         scheduler: lets sequences fork.
+        words: texts of candidates.
     """
 
     search: BeamSearch
@@ -186,6 +187,7 @@ class BeamState(RequestState):
     tokenizer: Any
     beams: list[Beam] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+    words: dict[int, str] = field(default_factory=dict)
 
     def decide(self) -> None:
         """If all sequences have their next tokens: choose, and let them go on or end."""
@@ -238,9 +240,16 @@ class BeamState(RequestState):
         return follower.text + (self.tokenizer.decode([tokens[-1]]) if kept else "")
 
     def _logprobs(self, scores: Scores) -> dict[int, Logprob]:
-        decode = (lambda token: None) if self.tokenizer is None else (lambda token: self.tokenizer.decode([token]))
         pairs = enumerate(zip(*scores, strict=True), start=1)
-        return {token: Logprob(value, rank, decode(token)) for rank, (token, value) in pairs}
+        return {token: Logprob(value, rank, self._word(token)) for rank, (token, value) in pairs}
+
+    def _word(self, token: int) -> str | None:
+        """A candidate's text. There are many candidates in a search, and few different ones."""
+        if self.tokenizer is None:
+            return None
+        if token not in self.words:
+            self.words[token] = self.tokenizer.decode([token])
+        return self.words[token]
 
 
 def beam_state(

@@ -31,6 +31,7 @@ from tritonllm.engine.plan import NewTokens, StepPlan, describe
 from tritonllm.engine.pooling import PoolingAbility, PoolingState, pooling_state
 from tritonllm.engine.ranks import Executor
 from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.restrictions import restrictions_of
 from tritonllm.engine.results import RunningStep, StepResult, TokenLogprobs
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory, SleepMethods
@@ -144,6 +145,8 @@ class LLMEngine(SleepMethods):
             raise ValueError(f"priority={priority} needs policy='priority'; this engine's policy is 'fcfs'")
         state = self._new_state(request_id, prompt, params, priority)
         for sequence in state.sequences:
+            if sequence.request.request_id in self._sequences:  # of a request that waits for its grammar, perhaps
+                raise ValueError(f"request_id {request_id!r} is in use by a sequence of another unfinished request")
             self._scheduler.check(sequence.request)
         self._whole = False
         for sequence in state.sequences:
@@ -248,6 +251,7 @@ class LLMEngine(SleepMethods):
         self._compiling.clear()
         self._in_flight.clear()  # what they still write lies in blocks that later steps write before they read
         self._scheduler.reset()
+        self._runner.abandon()
         self._whole = True
 
     def _schedule(self, state: RequestState) -> None:
@@ -310,7 +314,7 @@ class LLMEngine(SleepMethods):
         """Draw the step that was launched last, if it is late: the results of those before it are in."""
         if self._in_flight and self._in_flight[-1][1] is None:
             plan, _ = self._in_flight[-1]
-            self._in_flight[-1] = plan, self._runner.draw(plan)
+            self._in_flight[-1] = plan, self._runner.draw(restrictions_of(plan))
 
     def _follow_copies(self, tier: HostTier) -> None:
         assert self._runner.host is not None  # it has the tier's memory
@@ -340,6 +344,7 @@ class LLMEngine(SleepMethods):
         touched, errors = dict[str, RequestState](), result.errors
         now, taken = time.monotonic(), 0
         reported: TokenLogprobs | None = result.logprobs
+        jumped = False
         while new_tokens:
             controlled = []
             for request, new in new_tokens:
@@ -365,7 +370,7 @@ class LLMEngine(SleepMethods):
                         self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
                         taken -= drop
                 touched[state.request_id] = state
-            new_tokens, reported = self._jump(controlled) if controlled else [], None
+            new_tokens, reported, jumped = self._jump(controlled) if controlled and not jumped else [], None, True
         self._generated_tokens += taken
         return touched
 
@@ -391,7 +396,10 @@ class LLMEngine(SleepMethods):
     def _control(request: Request, new: Sequence[int]) -> str | None:
         """Tell what decides about the request's next tokens of these; returns what is wrong with them, if anything."""
         for control in request.controls:
-            wrong = control.take(new)
+            try:
+                wrong = control.take(new)
+            except Exception as error:  # one request's, of a package that is not ours
+                wrong = f"its next token could not be decided: {type(error).__name__}: {error}"
             if wrong is not None:
                 return wrong
         return None

@@ -33,6 +33,7 @@ from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.results import RunningStep
 from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.step import FREE, Restrictions
 from tritonllm.engine.worker import START_PATIENCE, Place, run_worker
 
 FAREWELL = 3.0  # seconds in which a worker ends by itself once it was told to
@@ -152,17 +153,26 @@ class GroupExecutor:
         """
 
         def launch() -> RunningStep | None:
+            self._draw_abandoned()
             step = self._runner.build(plan)
             self._ranks.send(pickle.dumps(step.for_followers(), protocol=pickle.HIGHEST_PROTOCOL))
             return self._runner.begin(step)
 
         return self._whole(launch)
 
-    def draw(self, plan: StepPlan) -> RunningStep:
+    def draw(self, late: Restrictions) -> RunningStep:
         """The other ranks wait for the tokens already. Raises as :meth:`launch`."""
-        drawn = self._whole(lambda: self._runner.draw(plan))
+        drawn = self._whole(lambda: self._runner.draw(late))
         assert drawn is not None
         return drawn
+
+    def abandon(self) -> None:
+        """The other ranks wait for the tokens, which nobody wants any more. Raises as :meth:`launch`."""
+        if self._runner.has_undrawn and self._broken is None:
+            self._whole(self._draw_abandoned)
+
+    def _draw_abandoned(self) -> RunningStep | None:
+        return self._runner.draw(FREE) if self._runner.has_undrawn else None
 
     def _whole(self, work: Callable[[], RunningStep | None]) -> RunningStep | None:
         self._ranks.check()

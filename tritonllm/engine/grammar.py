@@ -137,6 +137,7 @@ class GrammarControl:
         self._ahead: deque[int] = deque()  # tokens that must come next, which the matcher has taken already
         self._next: np.ndarray | None = None  # the mask behind those, if it was filled
         self._choice = False  # that mask is known to allow several tokens
+        self._failure: str | None = None  # of the package
 
     @cached_property
     def matcher(self) -> Any:
@@ -149,6 +150,8 @@ class GrammarControl:
         return True
 
     def take(self, tokens: Sequence[int]) -> str | None:
+        if self._failure is not None:
+            return self._failure
         for token in tokens:
             if self._ahead and token == self._ahead[0]:
                 self._ahead.popleft()
@@ -164,12 +167,12 @@ class GrammarControl:
 
     def forced(self) -> Sequence[int]:
         """At most :data:`MOST_FORCED`, the one that ends the output perhaps among them."""
-        if not self._ahead and self._choice:
+        if (not self._ahead and self._choice) or self._failure is not None:
             return ()
         while len(self._ahead) < MOST_FORCED and not self.matcher.is_terminated():
             if self._next is None:
                 self._next = np.empty(self.words, dtype=np.int32)
-                self.matcher.fill_next_token_bitmask(self._next[None])
+                self.fill(self._next)
             token = only_token(self._next)
             if token is None or not self._accept(token):
                 break
@@ -179,6 +182,14 @@ class GrammarControl:
     def _accept(self, token: int) -> bool:
         self._next, self._choice = None, False
         return bool(self.matcher.accept_token(token))
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write the next token's mask. If xgrammar fails, nothing may come, and the request ends with that."""
+        try:
+            self.matcher.fill_next_token_bitmask(mask[None])
+        except Exception as error:
+            self._failure = f"structured_outputs: the next token could not be restricted: {error}"
+            mask.fill(0)
 
     def write(self, mask: np.ndarray) -> bool:
         """Write the next token's mask, if that is known."""
@@ -200,8 +211,12 @@ def masks_of(controls: Sequence[GrammarControl]) -> np.ndarray:
     """
     words = np.empty((len(controls), controls[0].words), dtype=np.int32)
     rows = [row for row, control in enumerate(controls) if not control.write(words[row])]
-    if rows:
-        _batch().batch_fill_next_token_bitmask([controls[row].matcher for row in rows], words, rows)
+    try:
+        if rows:
+            _batch().batch_fill_next_token_bitmask([controls[row].matcher for row in rows], words, rows)
+    except Exception:  # of one of them: the others go on
+        for row in rows:
+            controls[row].fill(words[row])
     choices = ((words != 0).sum(1) > 1).tolist()
     for row in rows:
         controls[row].note(words[row], choices[row])

@@ -82,6 +82,8 @@ class HostCopies:
         waited = [event for number, event in self._events if number <= transfers.wait]
         if waited:
             main.wait_event(waited[-1])  # they end in order
+        if transfers.wait > max([self._done, *(number for number, _ in self._events)]):
+            main.wait_stream(self._stream)  # an interrupt came between that batch and its event
 
     def warm_up(self) -> None:
         """Launches that copy nothing."""

@@ -10,6 +10,7 @@ from tritonllm.engine.host_copies import HostCopies
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.results import RunningStep
 from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.step import Restrictions
 
 
 class Executor(Protocol):
@@ -26,8 +27,11 @@ class Executor(Protocol):
         """Start one step; its results can be waited for, and the next one may be started before. ``None``: but for its
         draw."""
 
-    def draw(self, plan: StepPlan) -> RunningStep:
+    def draw(self, late: Restrictions) -> RunningStep:
         """Draw the step that was launched last, when the results of those before it are taken in."""
+
+    def abandon(self) -> None:
+        """A step was broken off, perhaps between its launch and its draw."""
 
 
 class Ranks:

@@ -26,7 +26,6 @@ from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.processors import BatchProcessors
-from tritonllm.engine.restrictions import restrictions_of
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
@@ -310,10 +309,19 @@ class ModelRunner:
         computed = self._computed = self.compute(step)
         return None if step.late else self.finish(computed)
 
-    def draw(self, plan: StepPlan) -> RunningStep:
+    def draw(self, late: Restrictions) -> RunningStep:
         """Draw the tokens of a late step, the last one that was launched."""
         assert self._computed is not None  # it was launched
-        return self.finish(self._computed, restrictions_of(plan))
+        return self.finish(self._computed, late)
+
+    @property
+    def has_undrawn(self) -> bool:
+        """A late step was launched and not drawn."""
+        return self._computed is not None
+
+    def abandon(self) -> None:
+        """Nobody wants the tokens of a late step any more."""
+        self._computed = None
 
     def run(self, step: Step, late: Restrictions = FREE) -> RunningStep:
         """Start one step; its results can be waited for, and the next one may be started before."""

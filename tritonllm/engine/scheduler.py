@@ -318,7 +318,7 @@ class Scheduler:
                 continue
             start = request.num_computed_tokens
             end = last = total if total - start == 1 else min(total, start + self._most_of(request, budget))
-            if end == start:
+            if end <= start:
                 continue  # others' prompts come first
             drafts = 0
             if possible:
@@ -345,25 +345,33 @@ class Scheduler:
 
     def _most_of(self, request: Request, budget: int) -> int:
         """Tokens of a request's prompt that the step which is planned may compute, if ``budget`` are left of it."""
-        if request.pooling is not None:
-            return budget  # it may have to be computed at once
+        if not self._in_chunks(request):
+            return budget
         if self._prompts_left is None:
             behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
             queued, most = self._waiting.num_tokens + sum(behind), self.config.max_num_batched_tokens
             self._prompts_left = prompt_budget(most, queued) if 0 in behind else most
         return min(budget, self._prompts_left)
 
+    @staticmethod
+    def _in_chunks(request: Request) -> bool:
+        """Not so a prompt that is pooled, which may have to be computed at once, and the few tokens of a jump."""
+        if request.pooling is not None:
+            return False
+        left = request.num_tokens - request.num_computed_tokens
+        return request.num_computed_tokens < len(request.prompt_token_ids) or left > 2 * MOST_FORCED
+
     def _advance(self, request: Request, end: int, total: int, drafts: int = 0) -> ScheduledRequest:
         """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones, and drafts
         behind them."""
         start, pending = request.num_computed_tokens, request.num_pending_tokens
+        if self._prompts_left is not None and end - start > 1 and self._in_chunks(request):
+            self._prompts_left -= end - start
         samples = end == total
         request.num_computed_tokens = end
         request.num_pending_tokens += samples
         if drafts:
             request.num_possible_tokens += drafts
-        if self._prompts_left is not None and end - start > 1:
-            self._prompts_left -= end - start
         if not pending and self.prefix_cache is not None:
             self.prefix_cache.insert(request)
         return ScheduledRequest(request, start, end - start + drafts, samples, pending > 0, drafts)

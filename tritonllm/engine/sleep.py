@@ -120,9 +120,14 @@ class EngineMemory:
         before = sum(self.mapped.values())
         weights, *others = self._arenas[WEIGHTS]
         lost = self.weights_lost or (level == 2 and not weights.is_asleep)
-        for arena in others:
-            arena.sleep(keep=True)
-        weights.sleep(keep=not lost)
+        try:
+            for arena in others:
+                arena.sleep(keep=True)
+            weights.sleep(keep=not lost)
+        except BaseException:
+            for arena in others:
+                arena.wake_up()
+            raise
         self.weights_lost = lost
         for arena in self._arenas[KV_CACHE]:
             arena.sleep(keep=False)
@@ -259,6 +264,12 @@ class SleepMethods:
         """It is awake and has weights."""
         return not (self._memory.asleep or self._memory.weights_lost)
 
+    def check_sleep(self, level: int = 1) -> None:
+        """Raises:
+        ValueError: :meth:`sleep` would not do that, whatever runs.
+        """
+        self._memory.check_level(level)
+
     def sleep(self, level: int = 1) -> None:
         """Give the memory of weights and cache to others, until :meth:`wake_up`. Cached prompts are forgotten.
 
@@ -269,8 +280,8 @@ class SleepMethods:
             ValueError: the engine was made without ``enable_sleep_mode``, or there is no such level.
             RuntimeError: a request is unfinished, or the host has no room for the weights; the engine is awake.
         """
+        self.check_sleep(level)
         self._require_idle("sleep")
-        self._memory.check_level(level)
         self._forget_cache()
         self._memory.sleep(level)
 

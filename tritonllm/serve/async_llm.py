@@ -92,6 +92,7 @@ class AsyncLLM(EngineCalls):
         self._collectors: dict[
             str, tuple[Collector | PoolingCollector, int]
         ] = {}  # and the request's number of sequences
+        self._ending: set[str] = set()  # aborted; their last updates are on their way
         self._sequences = 0
         EngineCalls.__init__(self)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -348,6 +349,7 @@ class AsyncLLM(EngineCalls):
             self.observer.aborted(request_id)
         assert self._loop is not None
         if not self.errored and not self._loop.is_closed():
+            self._ending.add(request_id)
             self._client.send(Abort([request_id]))
 
     def _forget(self, request_id: str) -> Collector | PoolingCollector | None:
@@ -359,8 +361,12 @@ class AsyncLLM(EngineCalls):
         self.stats = news.stats
         self._take_answers(news.answers)
         for update in news.updates:
+            if update.request_id in self._ending:  # which perhaps names another request by now
+                if update.finished:
+                    self._ending.discard(update.request_id)
+                continue
             if update.request_id not in self._collectors:
-                continue  # it was aborted since
+                continue
             collector = self._collectors[update.request_id][0]
             if update.finished:
                 self._forget(update.request_id)
@@ -373,6 +379,7 @@ class AsyncLLM(EngineCalls):
 
     def _died(self, why: str) -> None:
         self._fail_calls(why)
+        self._ending.clear()
         for request_id in list(self._collectors):
             collector = self._forget(request_id)
             assert collector is not None

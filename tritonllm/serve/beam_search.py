@@ -54,5 +54,5 @@ def _fewer(completion: CompletionOutput, count: int) -> list[Logprobs]:
     """The chosen token of each position, and the most likely ones."""
     return [
         {token: entry for token, entry in position.items() if token == chosen or (entry.rank or 0) <= count}
-        for chosen, position in zip(completion.token_ids, completion.logprobs or (), strict=True)
+        for chosen, position in zip(completion.token_ids, completion.logprobs or (), strict=False)  # none: aborted
     ]

@@ -222,7 +222,8 @@ class EngineLoop:
                 updates += self._add(client, message)
             elif isinstance(message, Abort):
                 mine = [request_id for request_id in message.request_ids if self._owner.get(request_id) == client]
-                updates += self._pack(self._engine.abort_request(mine))
+                self._send(updates + self._pack(self._engine.abort_request(mine)))  # before the id may come again
+                updates = []
             elif isinstance(message, Call):
                 updates += self._take_call(client, message)
             else:
@@ -234,6 +235,12 @@ class EngineLoop:
         if call.method not in WAITING:
             self._answer(client, call)
             return []
+        if call.method == "sleep":
+            try:
+                self._engine.check_sleep(**call.arguments)
+            except (ValueError, TypeError):  # before anybody's request is ended for it
+                self._answer(client, call)
+                return []
         self._calls.append((client, call))
         return self._pack(self._engine.abort_request(list(self._owner))) if call.abort else []
 

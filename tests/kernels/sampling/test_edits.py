@@ -215,7 +215,9 @@ def test_operators(device):
     )
     parameters = (torch.ones(2, device=device), None, None, None, numbers, numbers)
     arguments = (torch.randn(2, 9, device=device), None, numbers.clone(), seats, *parameters, *edits)
-    torch.library.opcheck(torch.ops.tritonllm.sample_edited.default, arguments)
+    masks = torch.tensor([-1, 0], dtype=torch.int32, device=device), numbers[:1, None].int()
+    for more in ((None, None), masks):
+        torch.library.opcheck(torch.ops.tritonllm.sample_edited.default, (*arguments, *more))
     counts = (numbers, seats, edits.output_counts, edits.recent)
     torch.library.opcheck(torch.ops.tritonllm.count_tokens.default, counts)
 
