@@ -3,6 +3,7 @@
 The injector counts the lines that run in the engine's files, and raises at the one it is told to.
 """
 
+import inspect
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from tritonllm import SamplingParams
 from tritonllm.engine import engine as engine_module
 from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.sleep import SleepMethods
 
 FOLDER = str(Path(tritonllm.engine.__file__).parent)
 SHARED = random_tokens(9, VOCAB_SIZE, seed=1)
@@ -191,7 +193,10 @@ def test_every_public_call_recovers_first():
     """So that no line between two calls sees what a broken change left."""
     harmless = ("from_config", "from_engine_args", "tokenizer", "get_tokenizer", "model_config")
     public = [name for name in vars(LLMEngine) if not name.startswith("_") and name not in harmless]
-    expected = ["abort_request", "add_request", "has_unfinished_requests", "reset_prefix_cache", "stats", "step"]
-    assert sorted(public) == expected
+    assert sorted(public) == ["abort_request", "add_request", "has_unfinished_requests", "stats", "step"]
     source = Path(engine_module.__file__).read_text()
     assert source.count("self._recover()") == len(public)
+    changes = [name for name in vars(SleepMethods) if name in ("reset_prefix_cache", "sleep", "reload_weights")]
+    recovers = ("self._recover()", "self._require_idle(")  # which asks has_unfinished_requests
+    assert all(any(call in inspect.getsource(vars(SleepMethods)[name]) for call in recovers) for name in changes)
+    assert len(changes) == 3

@@ -59,7 +59,8 @@ def peak_bytes():
 
 def test_no_growth_on_the_host():
     engine = tiny_llm(device="cpu", num_blocks=14, max_num_seqs=4).engine
-    engine._runner._model = NoModel(engine._runner._model)
+    runner = engine._runner
+    runner._model = runner._drawing._model = NoModel(runner._model)
     number = run(engine, STEPS // 10, 0)
     before, bytes_before = objects(), peak_bytes()
     run(engine, STEPS, number)

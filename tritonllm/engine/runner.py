@@ -236,7 +236,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            padded=[scheduler.max_num_seqs + tokens for tokens in self._captured_tokens()[-1:]],
+            padded=[scheduler.max_num_seqs + tokens for tokens in self._captured_tokens()],
             drafts=self._drafts,
             verified=self._verified,
         )

@@ -55,7 +55,7 @@ class Limits:
         max_model_len: the longest sequence.
         max_num_seqs: most sequences of a step.
         max_num_batched_tokens: most tokens of a step.
-        padded: tokens of larger steps, which captured ones have by their padding.
+        padded: tokens of steps that captured ones have by their padding; they lie between the powers of two.
         drafts: of each sequence in a step that verifies some; 0 if there never are any.
         verified: most sequences of such a step.
     """
