@@ -42,7 +42,6 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 TEXT, WHOLE, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 DATE = {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"}
-TREES = {"type": "array", "items": {"$ref": "#/$defs/tree"}}
 CITIES = [f"{first}{last}" for first in ("North", "South", "New", "Old", "Port") for last in ("ham", "ton", "ford")]
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "person": (_object({"name": TEXT, "age": WHOLE}), {"name": "Ada Lovelace", "age": 36}),

@@ -100,8 +100,7 @@ class Recorded:
     def __init__(self):
         self.taken = []
 
-    def waits(self, pending):
-        return False
+    waits = False
 
     def restricts(self, pending):
         return True

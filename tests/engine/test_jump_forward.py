@@ -24,8 +24,7 @@ class Forces:
     def __init__(self, *tokens):
         self.tokens = tokens
 
-    def waits(self, pending):
-        return False
+    waits = False
 
     def forced(self):
         return self.tokens

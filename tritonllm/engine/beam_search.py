@@ -142,6 +142,8 @@ class Beam(SequenceOutput):
     """One of a search's sequences: what it outputs, and what its next token waits for
     (:class:`~tritonllm.engine.control.Control`)."""
 
+    waits = True
+
     def __init__(self, index: int, request: Request, decide: Callable[[], None]) -> None:
         super().__init__(index, request, tokenizer=None)
         self._decide = decide
@@ -154,9 +156,6 @@ class Beam(SequenceOutput):
         del self.request.output_token_ids[-len(tokens) :]
         status = self.request.status  # one that has lost its blocks since comes to this point again
         self.request.held = status is RequestStatus.RUNNING or status.is_finished
-
-    def waits(self, pending: int) -> bool:
-        return True
 
     def restricts(self, pending: int) -> bool:
         return False

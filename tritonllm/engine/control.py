@@ -23,10 +23,13 @@ MOST_FORCED = 16  # tokens that are known to follow, at most
 
 
 class Control(Protocol):
-    """Decides which tokens may come next in one sequence. It is told of the output's tokens in their order."""
+    """Decides which tokens may come next in one sequence. It is told of the output's tokens in their order.
 
-    def waits(self, pending: int) -> bool:
-        """Whether the next token cannot be planned while so many before it are unknown (at least one)."""
+    Attributes:
+        waits: a step with the next token cannot be planned before the last one is known.
+    """
+
+    waits: bool
 
     def restricts(self, pending: int) -> bool:
         """Whether there may be a mask for the next token, or a function for its logits, while so many tokens before it
@@ -69,8 +72,7 @@ def only_token(mask: np.ndarray) -> int | None:
 class ReadsOutput:
     """Bans no token; functions read the output before the next token is drawn."""
 
-    def waits(self, pending: int) -> bool:
-        return False
+    waits = False
 
     def restricts(self, pending: int) -> bool:
         return True
@@ -95,13 +97,12 @@ class ThinkingBudget:
         vocab: size of the model's vocabulary.
     """
 
+    waits = False
+
     def __init__(self, budget: int, begin: int, end: int, prompt: Sequence[int], vocab: int) -> None:
         self._budget, self._begin, self._end, self._words = budget, begin, end, -(-vocab // 32)
         self._thought = -1  # tokens of the thought so far; -1 outside of one
         self.take(prompt)
-
-    def waits(self, pending: int) -> bool:
-        return False
 
     def restricts(self, pending: int) -> bool:
         """Only where a thought may reach the budget: it may have ended just before, or begun."""
@@ -136,14 +137,13 @@ class AfterThought:
         vocab: size of the model's vocabulary.
     """
 
+    waits = False
+
     def __init__(self, control: Control, begin: int, end: int, prompt: Sequence[int], vocab: int) -> None:
         self._control, self._begin, self._end, self._words = control, begin, end, -(-vocab // 32)
         marks = [token for token in prompt if token in (begin, end)]
         self._inside = bool(marks) and marks[-1] == begin
         self._may_begin = not self._inside
-
-    def waits(self, pending: int) -> bool:
-        return self._control.waits(pending)
 
     def restricts(self, pending: int) -> bool:
         return True  # the thought may just have ended

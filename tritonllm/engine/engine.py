@@ -12,9 +12,10 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
@@ -45,6 +46,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
 
 EngineOutput = RequestOutput | PoolingRequestOutput
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar when nothing else is to do
 
 
@@ -341,38 +343,57 @@ class LLMEngine(SleepMethods):
                 first += len(tokens)
         if result.drafted:
             self._count_drafts(plan, result)
-        touched, errors = dict[str, RequestState](), result.errors
-        now, taken = time.monotonic(), 0
-        reported: TokenLogprobs | None = result.logprobs
-        jumped = False
-        while new_tokens:
-            controlled = []
-            for request, new in new_tokens:
-                state, sequence = self._sequences[request.request_id]
-                if state.metrics.first_token_time is None:
-                    state.metrics.first_token_time = now
-                taken += len(new) * (request.pooling is None)
-                try:
-                    stopped = sequence.extend(new, reported, rows.get(request.request_id, 0))
-                except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
-                    state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
-                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
-                else:
-                    wrong = None
-                    if request.controls or errors:  # asked of each request in each step
-                        wrong = errors.get(request.request_id) or self._control(request, new)
-                        controlled.append(request)
-                    if wrong is not None:
-                        state.error = wrong
-                        self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))
-                    elif stopped is not None:
-                        stop, drop = stopped
-                        self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
-                        taken -= drop
-                touched[state.request_id] = state
-            new_tokens, reported, jumped = self._jump(controlled) if controlled and not jumped else [], None, True
-        self._generated_tokens += taken
+        touched: dict[str, RequestState] = {}
+        controlled = self._hand_out(new_tokens, touched, result.logprobs, rows, result.errors)
+        if controlled:
+            self._hand_out(self._jump(controlled), touched)
         return touched
+
+    def _hand_out(
+        self,
+        new_tokens: Sequence[NewTokens],
+        touched: dict[str, RequestState],
+        scores: TokenLogprobs | None = None,
+        rows: Mapping[str, int] = NOTHING,
+        errors: Mapping[str, str] = NOTHING,
+    ) -> list[Request]:
+        """Let requests have their new tokens, which may end them.
+
+        Args:
+            touched: the states of these requests are added to it.
+            scores: log-probabilities, and the ``rows`` at which those of a request begin.
+            errors: what went wrong in a request's processors.
+
+        Returns:
+            Those whose next tokens the host has a say in.
+        """
+        controlled = []
+        now, taken = time.monotonic(), 0
+        for request, new in new_tokens:
+            state, sequence = self._sequences[request.request_id]
+            if state.metrics.first_token_time is None:
+                state.metrics.first_token_time = now
+            taken += len(new) * (request.pooling is None)
+            try:
+                stopped = sequence.extend(new, scores, rows.get(request.request_id, 0))
+            except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
+                state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
+                self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
+            else:
+                wrong = None
+                if request.controls or errors:  # asked of each request in each step
+                    wrong = errors.get(request.request_id) or self._control(request, new)
+                    controlled.append(request)
+                if wrong is not None:
+                    state.error = wrong
+                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))
+                elif stopped is not None:
+                    stop, drop = stopped
+                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
+                    taken -= drop
+            touched[state.request_id] = state
+        self._generated_tokens += taken
+        return controlled
 
     def _jump(self, controlled: Sequence[Request]) -> list[NewTokens]:
         """What follows without being drawn. Processors of whole batches may have to see each token drawn."""

@@ -132,6 +132,8 @@ class GrammarControl:
         vocab: size of the model's vocabulary.
     """
 
+    waits = False
+
     def __init__(self, compiled: "Future[Any]", vocab: int) -> None:
         self._compiled, self.words = compiled, -(-vocab // 32)
         self._ahead: deque[int] = deque()  # tokens that must come next, which the matcher has taken already
@@ -142,9 +144,6 @@ class GrammarControl:
     @cached_property
     def matcher(self) -> Any:
         return _xgrammar().GrammarMatcher(self._compiled.result(timeout=0))
-
-    def waits(self, pending: int) -> bool:
-        return False
 
     def restricts(self, pending: int) -> bool:
         return True

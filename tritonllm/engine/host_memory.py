@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
+from tritonllm.engine.cpu_threads import CGROUP
+
 GIB = 1 << 30
 
 

@@ -10,6 +10,12 @@ tokens takes 16 steps of some 13 ms instead of one of 190; where hundreds of pro
 decodes. The numbers are powers of two, which captured steps have room for (:mod:`tritonllm.engine.graphs`).
 """
 
+from collections.abc import Sequence
+
+from tritonllm.engine.control import MOST_FORCED
+from tritonllm.engine.request import Request
+from tritonllm.engine.waiting_queue import WaitingQueue
+
 BESIDE = 256
 STEPS = 16
 
@@ -23,3 +29,40 @@ def prompt_budget(most: int, queued: int) -> int:
     """
     wanted = -(-queued // STEPS)
     return min(most, max(BESIDE, 1 << max(0, wanted - 1).bit_length()))
+
+
+class PromptShare:
+    """What prompts may have of a step that is being planned; found out when the first of them asks.
+
+    Args:
+        most: tokens of a step.
+        running: requests that run.
+        waiting: those that wait.
+    """
+
+    def __init__(self, most: int, running: Sequence[Request], waiting: WaitingQueue) -> None:
+        self._most, self._running, self._waiting = most, running, waiting
+        self._left: int | None = None
+
+    @staticmethod
+    def _in_chunks(request: Request) -> bool:
+        """Not so a prompt that is pooled, which may have to be computed at once, and the few tokens of a jump."""
+        if request.pooling is not None:
+            return False
+        left = request.num_tokens - request.num_computed_tokens
+        return request.num_computed_tokens < len(request.prompt_token_ids) or left > 2 * MOST_FORCED
+
+    def room(self, request: Request, budget: int) -> int:
+        """Tokens that the step may compute of a request, if ``budget`` are left of it."""
+        if not self._in_chunks(request):
+            return budget
+        if self._left is None:
+            behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
+            decodes = 0 in behind
+            self._left = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
+        return min(budget, self._left)
+
+    def take(self, request: Request, tokens: int) -> None:
+        """The step computes so many of a request."""
+        if self._left is not None and tokens > 1 and self._in_chunks(request):
+            self._left -= tokens

@@ -151,9 +151,8 @@ class Request:
     @property
     def waits_for_tokens(self) -> bool:
         """Its next token cannot be planned before those in flight are known, or the last one is chosen."""
-        pending = self.num_pending_tokens
-        waits = self.jumps or any(control.waits(pending) for control in self.controls)
-        return self.held or (pending > 0 and waits)
+        waits = self.jumps or any(control.waits for control in self.controls)
+        return self.held or (self.num_pending_tokens > 0 and waits)
 
     @property
     def is_restricted(self) -> bool:

@@ -54,7 +54,7 @@ from tritonllm.engine.gang import fork, free, last_gang, parent_in
 from tritonllm.engine.host_tier import HostTier, TierStats
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
-from tritonllm.engine.prompt_budget import prompt_budget
+from tritonllm.engine.prompt_budget import PromptShare
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.speculation import Drafting
 from tritonllm.engine.waiting_queue import WaitingQueue
@@ -115,7 +115,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._free_seats = list(range(self.config.max_num_seqs))
         self._copies: list[tuple[int, int]] = []  # of the step that is being planned
-        self._prompts_left: int | None = None  # tokens that it may take; None: not looked at yet
+        self._prompts = self._new_share()  # of that step
 
     def reset(self) -> None:
         """Begin anew, with no request, all blocks free and nothing cached. Only totals stay, and admission numbers go
@@ -305,7 +305,7 @@ class Scheduler:
     def _serve_running(self, preempted: list[Request], drafting: bool = True) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
         budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
-        self._prompts_left = None
+        self._prompts = self._new_share()
         possible, most_drafts = self._drafting.most, self._drafting.now(self._running) if drafting else 0
         loading = () if self.tier is None else self.tier.loading
         while budget > 0 and at < len(self._running):
@@ -317,7 +317,7 @@ class Scheduler:
             if (request.controls and request.waits_for_tokens) or (loading and request in loading):
                 continue
             start = request.num_computed_tokens
-            end = last = total if total - start == 1 else min(total, start + self._most_of(request, budget))
+            end = last = total if total - start == 1 else min(total, start + self._prompts.room(request, budget))
             if end <= start:
                 continue  # others' prompts come first
             drafts = 0
@@ -343,30 +343,14 @@ class Scheduler:
             budget -= end - start + drafts
         return scheduled
 
-    def _most_of(self, request: Request, budget: int) -> int:
-        """Tokens of a request's prompt that the step which is planned may compute, if ``budget`` are left of it."""
-        if not self._in_chunks(request):
-            return budget
-        if self._prompts_left is None:
-            behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
-            queued, most = self._waiting.num_tokens + sum(behind), self.config.max_num_batched_tokens
-            self._prompts_left = prompt_budget(most, queued) if 0 in behind else most
-        return min(budget, self._prompts_left)
-
-    @staticmethod
-    def _in_chunks(request: Request) -> bool:
-        """Not so a prompt that is pooled, which may have to be computed at once, and the few tokens of a jump."""
-        if request.pooling is not None:
-            return False
-        left = request.num_tokens - request.num_computed_tokens
-        return request.num_computed_tokens < len(request.prompt_token_ids) or left > 2 * MOST_FORCED
+    def _new_share(self) -> PromptShare:
+        return PromptShare(self.config.max_num_batched_tokens, self._running, self._waiting)
 
     def _advance(self, request: Request, end: int, total: int, drafts: int = 0) -> ScheduledRequest:
         """Plan a running request's tokens up to ``end`` (exclusive), of ``total`` known and sampled ones, and drafts
         behind them."""
         start, pending = request.num_computed_tokens, request.num_pending_tokens
-        if self._prompts_left is not None and end - start > 1 and self._in_chunks(request):
-            self._prompts_left -= end - start
+        self._prompts.take(request, end - start)
         samples = end == total
         request.num_computed_tokens = end
         request.num_pending_tokens += samples
@@ -389,7 +373,7 @@ class Scheduler:
             if request is None or request.num_pending_tokens:
                 break
             parent = parent_in(scheduled, request) if request.siblings else None
-            room = self._most_of(request, budget)
+            room = self._prompts.room(request, budget)
             if parent is not None:
                 if self.pool.num_free <= len(self._running):
                     break

@@ -166,7 +166,7 @@ class EngineLoop:
         self._clients: set[bytes] = set()
         self._calls: deque[tuple[bytes, Call]] = deque()  # that wait until the unfinished requests have ended
         self._stopped = self._failed_before = False
-        self._sent = Stats()
+        self._sent = Stats()  # what all clients know
 
     def run(self) -> None:
         """Until :class:`Stop` comes.
@@ -216,7 +216,9 @@ class EngineLoop:
             except zmq.Again:
                 break
             flags = zmq.NOBLOCK
-            self._clients.add(client)
+            if client not in self._clients:
+                self._clients.add(client)
+                self._sent = Stats()  # a newcomer has not heard of them
             message = self._decode(data)
             if isinstance(message, Add):
                 updates += self._add(client, message)
