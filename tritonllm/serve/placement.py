@@ -18,9 +18,9 @@ from xxhash import xxh3_64_intdigest
 PIECE = 64  # prompts are compared in pieces of so many tokens
 FIRST_GUESS = 128.0  # tokens of an output, before one has ended
 WEIGHT = 0.05  # of an output's length in the mean over outputs
-# A prompt token counts so often when a replica is chosen: the request waits for it, and so do others behind it. With 1 a
-# burst of requests with one long beginning would have every replica compute it; with 2 the first replica has the burst
-# until its tokens in flight are twice that beginning.
+# A prompt token counts so often when a replica is chosen: the request waits for it, and so do others behind it. With 1
+# a burst of requests with one long beginning would have every replica compute it; with 2 the first replica has the
+# burst until its tokens in flight are twice that beginning.
 ANEW = 2
 
 
