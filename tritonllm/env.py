@@ -14,6 +14,7 @@
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
@@ -56,6 +57,27 @@ def of_interpreted_process() -> dict[str, str]:
     """The environment for a process that runs kernels in Triton's interpreter."""
     others = {name: value for name, value in os.environ.items() if name != "TRITONLLM_CPU_BACKEND"}
     return others | {"TRITON_INTERPRET": "1"}
+
+
+def see_devices(indices: Sequence[int]) -> None:
+    """Let CUDA, which has not begun in this process, show only these of the GPUs that it would show.
+
+    Raises:
+        ValueError: ``CUDA_VISIBLE_DEVICES`` names fewer.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed == "":
+        return  # there is none to choose from
+    if listed is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
+        return
+    names = listed.split(",")
+    if max(indices) >= len(names):
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={listed} names {len(names)} GPUs, and data_parallel_size times "
+            f"tensor_parallel_size needs at least {max(indices) + 1}"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[index] for index in indices)
 
 
 CpuBackend = Literal["torch", "reference", "interpret", "compile"]
