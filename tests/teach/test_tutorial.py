@@ -279,6 +279,7 @@ def test_a_dumb_terminal_gets_no_colours(home, monkeypatch):
     learner = begin("--lesson", "9")  # its first question comes without the engine
     learner.expect("How many programs are launched")
     assert "\x1b" not in learner.before
+    learner.expect("\n> ")  # the terminal is ready for Ctrl-D
     learner.sendeof()
     learner.expect("Your progress is kept")
     learner.expect(pexpect.EOF)
@@ -310,6 +311,7 @@ def test_on_a_terminal(home, monkeypatch):
     learner.expect("as in the batch")
     learner.sendline("a")
     learner.expect("Lesson 3 is done")
+    learner.expect("q quits: ")
     learner.sendeof()
     learner.expect(pexpect.EOF)
     learner.close()

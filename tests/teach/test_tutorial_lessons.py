@@ -1,5 +1,8 @@
 """Every lesson runs on the CPU, its answers are right and wrong ones are refused with a hint."""
 
+import re
+from pathlib import Path
+
 import pytest
 from support.tutorial import recorded, right_answer, steps_of, talk, wrong_answers
 
@@ -8,6 +11,7 @@ from tritonllm.teach.tutorial.lessons import LESSONS
 from tritonllm.teach.tutorial.progress import ProgressFile
 from tritonllm.teach.tutorial.screen import table_lines
 
+PAGE = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
 NUMBERS = [lesson.number for lesson in LESSONS]
 # What the questions must come to, worked out by hand: the engine gives the same, or it or the lesson has changed.
 ANSWERS = {
@@ -80,6 +84,22 @@ def test_a_learner_goes_through(number, tmp_path):
         for wrong in wrong_answers(ask.answer):
             hint = ask.answer.trap(wrong) or ask.hints[0]
             assert f"Not so. {' '.join(hint.split())}" in screen
+
+
+def test_the_page_lists_the_lessons():
+    rows = re.findall(r"^\| (\d+) ([^|]+) \|[^|]+\| ([^|]*)\|$", PAGE, flags=re.MULTILINE)
+    assert [(int(number), title, bool(exercise.strip())) for number, title, exercise in rows] == [
+        (lesson.number, lesson.title, lesson.has_exercise) for lesson in LESSONS
+    ]
+
+
+def test_the_lesson_on_the_page_runs():
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    scope = {}
+    exec(code, scope)
+    say, ask = scope["steps"]()
+    tokens = int(re.search(r"\d+", say.text)[0])
+    assert ask.answer.value == -(-tokens // 16) > tokens // 16, "the trap would be right"
 
 
 def test_the_slot_of_lesson_2_is_of_the_table():

@@ -1,5 +1,6 @@
 """The terminal of a lesson: wrapped prose, tables, and what the learner types. Colours if rich is there."""
 
+import contextlib
 import importlib.util
 import re
 import shutil
@@ -24,6 +25,9 @@ class Screen:
         self._out, self._source = out, source
         self.is_terminal = source.isatty() and out.isatty()
         self._console: Any = None
+        if self.is_terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 - input() knows the arrow keys from here on
         if out.isatty() and importlib.util.find_spec("rich") is not None:
             from rich.console import Console
 
@@ -64,7 +68,7 @@ class Screen:
             EOFError: nothing more will come.
         """
         if self.is_terminal and self._source is sys.stdin:
-            return input(prompt)  # it knows the arrow keys
+            return input(prompt)
         self._out.write(prompt)
         self._out.flush()
         line = self._source.readline()

@@ -46,6 +46,7 @@ class Session:
                 return
             start = progress.of(lesson.number).step
         self._screen.say(HELP)
+        self._screen.line("The engine starts for the lesson's first page, which takes some seconds.")
         try:
             while True:
                 self._go_through(lesson, start)
