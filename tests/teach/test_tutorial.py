@@ -141,6 +141,12 @@ def test_a_corrupt_file_is_told_and_kept(home, capsys, content):
     assert "tutorial.json.old" in capsys.readouterr().out
 
 
+def test_a_state_folder_that_is_none(home, capsys):
+    home.write_text("a file stands there")
+    assert main(["tutorial"]) == 1
+    assert "cannot keep the tutorial's progress (Not a directory): set XDG_STATE_HOME" in capsys.readouterr().err
+
+
 def test_reset_with_nothing(home, capsys):
     assert main(["tutorial", "--reset"]) == 0
     assert capsys.readouterr().out == "There was no progress to forget.\n"
@@ -218,16 +224,21 @@ def test_stdin_is_empty(home):
 
 @pytest.mark.parametrize(
     ("typed", "right"),
-    [("3", True), (" 3 blocks", True), ("3.0", True), ("+3", True), ("3,0", False), ("-3", False), ("1_000", False)],
+    [("3", True), (" 3 blocks", True), ("3.0", True), ("+3", True), ("3.", True), ("-3", False), (".3", False)],
 )
 def test_numbers(typed, right):
     assert Number(3).is_right(typed) == right
 
 
-@pytest.mark.parametrize("typed", ["", "three", "3 + 1", "x3", ".", "nan", "inf"])
+@pytest.mark.parametrize("typed", ["", "three", "3 + 1", "x3", ".", "nan", "inf", "3,0", "-", "1,00", "3e0"])
 def test_no_numbers(typed):
     with pytest.raises(NotAnAnswer):
         Number(3).is_right(typed)
+
+
+@pytest.mark.parametrize("typed", ["99072", "99,072", "99_072", "99,072 bytes", "99072.0"])
+def test_large_numbers(typed):
+    assert Number(99072).is_right(typed)
 
 
 def test_numbers_near_enough():

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-MORE_OF_A_NUMBER = r"\s*[A-Za-z %.]*"  # a unit, which is not looked at
+# Perhaps with commas between thousands, and with a unit, which is not looked at.
+NUMBER = re.compile(r"([-+]?(?=[\d.]*\d)(?:\d{1,3}(?:[,_]\d{3})+|\d*)(?:\.\d*)?)\s*[A-Za-z %.]*")
 
 
 class NotAnAnswer(ValueError):
@@ -62,7 +63,7 @@ class Number:
 
     @staticmethod
     def _number(text: str) -> float:
-        found = re.fullmatch(r"([-+]?(?:\d[\d_,]*)?\.?\d+|[-+]?\d[\d_,]*\.?)" + MORE_OF_A_NUMBER, text.strip())
+        found = NUMBER.fullmatch(text.strip())
         if found is None:
             raise NotAnAnswer("The answer is a number, for example 3 or 0.5.")
         return float(found[1].replace(",", "").replace("_", ""))

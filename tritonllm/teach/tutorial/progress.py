@@ -68,6 +68,8 @@ class ProgressFile:
             return NOTHING
         except UnicodeDecodeError as error:
             raise self._unreadable(str(error)) from error
+        except OSError as error:
+            raise self._elsewhere(error) from error
         try:
             return _parse(json.loads(text))
         except KeyError as error:
@@ -90,10 +92,19 @@ class ProgressFile:
         return kept
 
     def _write(self, content: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, self.path)  # whole or not at all
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            os.replace(new, self.path)  # whole or not at all
+        except OSError as error:
+            raise self._elsewhere(error) from error
+
+    def _elsewhere(self, error: OSError) -> OSError:
+        return OSError(
+            f"{self.path} cannot keep the tutorial's progress ({error.strerror}): set XDG_STATE_HOME to a folder "
+            "that can be written"
+        )
 
     def _unreadable(self, why: str) -> ValueError:
         return ValueError(

@@ -73,7 +73,7 @@ class Session:
                 self._screen.say(f"{step.question} The answer was {step.answer}.")
             before = step
         for index, step in enumerate(steps, start):
-            if isinstance(step, Say) and isinstance(before, Say | Show) and self._screen.is_terminal:
+            if isinstance(step, Say) and before is not None and self._screen.is_terminal:
                 self._enter("\n[Enter] ")
             self._take(lesson, step)
             self._progress.change(lesson.number, step=index + 1)

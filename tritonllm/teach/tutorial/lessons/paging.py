@@ -30,8 +30,8 @@ def _blocks(lab: Lab, prompt: list[int]) -> Iterator[Step]:
         f"""
         Where do a sequence's keys and values go? The simple way is one long array for each sequence, with room for the
         longest text that the model allows, {longest:,} tokens here. But nobody knows beforehand how long a text
-        becomes, and most stay short. Measured systems of that kind used 20 to 38% of their cache; the rest was reserved
-        and empty.
+        becomes, and most stay short. Kwon and others measured such systems: 20 to 38% of their cache held tokens, and
+        the rest was reserved and empty.
 
         PagedAttention does what operating systems do with memory. The cache is a pool of blocks of a fixed size, here
         {SIZE} tokens. A sequence gets a block when it needs one, any block that is free, and keeps a list of their

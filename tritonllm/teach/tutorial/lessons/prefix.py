@@ -130,20 +130,21 @@ def _eviction(story: list[int]) -> Iterator[Step]:
     small.ask("first", prompt, 1)
     other = story[60 : 60 + 6 * SIZE + 1]
     small.ask("other", other, 1)
+    needed = -(-len(other) // SIZE)
     left = small.ask("first again", prompt, 1).num_cached_tokens
     yield Ask(
         f"Memory ends. This cache has {blocks} blocks. A prompt of {len(prompt)} tokens ran and left 3 full blocks "
-        f"behind. Then an unrelated prompt of {len(other)} tokens ran, which takes 7 blocks. Then the first one came "
-        "again. How many of its tokens were still in the cache? (Of a sequence's blocks the last is given up first, "
-        "because a beginning is of use to more prompts.)",
+        f"behind. Then an unrelated prompt of {len(other)} tokens ran, which takes {needed} blocks. Then the first "
+        "one came again. How many of its tokens were still in the cache? (Of a sequence's blocks the last is given "
+        "up first, because a beginning is of use to more prompts.)",
         Number(
             left,
             traps={
-                3 * SIZE: f"The second prompt took 7 of {blocks} blocks: some of the 3 had to go.",
-                0: f"{blocks} - 7 = 1 block was left alone. Which one?",
+                3 * SIZE: f"The second prompt took {needed} of {blocks} blocks: some of the 3 had to go.",
+                0: f"{blocks} - {needed} = 1 block was left alone. Which one?",
             },
         ),
-        [f"7 of {blocks} blocks were taken, first those that hold nothing, then old ones. One block is left."],
+        [f"{needed} of {blocks} blocks were taken, first those that hold nothing, then old ones. One block is left."],
         f"""
         {left}: one block survived, and it was the first of the prompt. Free blocks stand in a queue, the least recently
         used in front. A sequence returns its blocks from the last to the first, so the end of a prompt is lost before
