@@ -20,7 +20,7 @@ from tritonllm.serve.chat_api import chat, tokens_of_chat
 from tritonllm.serve.completions_api import complete
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_response, validation_error
-from tritonllm.serve.guard import Guard, Running
+from tritonllm.serve.guard import Guard
 from tritonllm.serve.messages_api import count_tokens, message
 from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.metrics import Metrics
@@ -29,6 +29,7 @@ from tritonllm.serve.protocol import ChatRequest, CompletionRequest, DetokenizeR
 from tritonllm.serve.replies import now
 from tritonllm.serve.responses_api import respond_to
 from tritonllm.serve.responses_protocol import ResponsesRequest
+from tritonllm.serve.shared_count import SharedCount
 from tritonllm.serve.tracing import Observers, Traces, WithParent, make_provider
 from tritonllm.version import __version__
 
@@ -38,7 +39,7 @@ PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-in
 
 
 def make_app(
-    llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None, running: Running | None = None
+    llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None, running: SharedCount | None = None
 ) -> FastAPI:
     """The application over a started engine.
 

@@ -10,11 +10,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, MutableSequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, error_response
+from tritonllm.serve.shared_count import SharedCount
 
 logger = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
@@ -26,28 +27,6 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODY_SECONDS = 60.0  # that a client may take to send a body
 
 
-class Running:
-    """How many requests are being answered, by all API processes together.
-
-    Each process counts in a place of its own, so none waits for another. Two that look at the same time may both let a
-    request in where one was left.
-
-    Args:
-        counts: a place for each process, in memory that they share.
-        mine: this process's.
-    """
-
-    def __init__(self, counts: MutableSequence[int], mine: int = 0) -> None:
-        self._counts, self._mine = counts, mine
-
-    @property
-    def total(self) -> int:
-        return sum(self._counts)
-
-    def add(self, change: int) -> None:
-        self._counts[self._mine] += change
-
-
 class Guard:
     """ASGI middleware.
 
@@ -57,11 +36,11 @@ class Guard:
         running: counts requests; by default those of this process.
     """
 
-    def __init__(self, app: Any, config: ServerConfig, running: Running | None = None) -> None:
+    def __init__(self, app: Any, config: ServerConfig, running: SharedCount | None = None) -> None:
         self._app = app
         self._config = config
         self._keys = [_digest(key.encode()) for key in config.api_keys]
-        self._running = running or Running([0])
+        self._running = running or SharedCount()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
