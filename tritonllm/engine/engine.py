@@ -12,7 +12,7 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig, ModelConfig
+from tritonllm.engine.announcer import Announcer
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.backends import ranks_of
 from tritonllm.engine.beam_search import beam_state
@@ -39,6 +40,7 @@ from tritonllm.engine.sleep import EngineMemory, SleepMethods
 from tritonllm.engine.speculation import DraftCounts, count_positions
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
+from tritonllm.events import Sink
 from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.pooling_params import PoolingParams
@@ -79,6 +81,7 @@ class LLMEngine(SleepMethods):
         self._scheduler = scheduler
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
+        self._events = Announcer(scheduler, self._sequences)
         self._compiling: dict[str, RequestState] = {}  # they wait for grammars, outside of the scheduler
         self._arrivals = itertools.count()
         self._in_flight: deque[tuple[StepPlan, RunningStep | None]] = deque()
@@ -109,6 +112,11 @@ class LLMEngine(SleepMethods):
     @property
     def model_config(self) -> ModelConfig:
         return self.config.model
+
+    def subscribe(self, sink: Sink) -> Callable[[], None]:
+        """Call ``sink(event)`` in this thread with all that happens from now on (:mod:`tritonllm.events`). A sink that
+        raises is dropped. Returns what ends the subscription."""
+        return self._events.subscribe(sink)
 
     def add_request(
         self,
@@ -159,6 +167,8 @@ class LLMEngine(SleepMethods):
             self._compiling[request_id] = state
         self._states[request_id] = state
         self._prompt_tokens += len(state.prompt_token_ids)
+        if self._events:
+            self._events.added(state)
         self._whole = True
 
     def _new_state(
@@ -254,6 +264,7 @@ class LLMEngine(SleepMethods):
         self._in_flight.clear()  # what they still write lies in blocks that later steps write before they read
         self._scheduler.reset()
         self._runner.abandon()
+        self._events.reset(self._failure)
         self._whole = True
 
     def _schedule(self, state: RequestState) -> None:
@@ -293,10 +304,16 @@ class LLMEngine(SleepMethods):
         tier = self._scheduler.tier
         if tier is not None:
             self._follow_copies(tier)
+        events, began = self._events, time.monotonic()
         plan = self._scheduler.schedule()
         if plan.scheduled:
-            self._in_flight.append((plan, self._runner.launch(plan)))
             self._steps += 1
+            if events:
+                events.planned(self._steps, plan, began)
+                began = time.monotonic()
+            self._in_flight.append((plan, self._runner.launch(plan)))
+            if events:
+                events.launched(self._steps, began, late=self._in_flight[-1][1] is None)
         if len(self._in_flight) == 1:
             self._draw()
         ahead = int(bool(self.config.scheduler.async_scheduling and plan.scheduled))
@@ -304,10 +321,15 @@ class LLMEngine(SleepMethods):
             return []
         plan, step = self._in_flight.popleft()
         assert step is not None  # it was drawn when those before it had ended
+        began = time.monotonic()
         result = step.wait(self.config.step_timeout, lambda: describe(plan))
+        waited = time.monotonic() - began
         if tier is not None:
             tier.rates.took(plan.segments.chunk.tokens, time.monotonic())
-        touched = self._take(plan, result, self._scheduler.update(plan, result.sampled))
+        new_tokens = self._scheduler.update(plan, result.sampled)
+        if events:
+            events.finished(self._steps - len(self._in_flight), plan, result, new_tokens, waited)
+        touched = self._take(plan, result, new_tokens)
         self._draw()
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
@@ -316,7 +338,10 @@ class LLMEngine(SleepMethods):
         """Draw the step that was launched last, if it is late: the results of those before it are in."""
         if self._in_flight and self._in_flight[-1][1] is None:
             plan, _ = self._in_flight[-1]
-            self._in_flight[-1] = plan, self._runner.draw(restrictions_of(plan))
+            restrictions = restrictions_of(plan)
+            if self._events:
+                self._events.restricted(self._steps, plan, restrictions)
+            self._in_flight[-1] = plan, self._runner.draw(restrictions)
 
     def _follow_copies(self, tier: HostTier) -> None:
         assert self._runner.host is not None  # it has the tier's memory
@@ -400,6 +425,8 @@ class LLMEngine(SleepMethods):
         self._draw()  # first, so that the device has work meanwhile
         forced = [] if self.config.logits_processors else jump(controlled, self._scheduler)
         self._forced_tokens += sum(len(new) for _, new in forced)
+        if self._events:
+            self._events.forced(self._steps, forced)
         return forced
 
     def _count_drafts(self, plan: StepPlan, result: StepResult) -> None:
@@ -432,6 +459,8 @@ class LLMEngine(SleepMethods):
             del self._states[state.request_id]
             for sequence in state.sequences:
                 del self._sequences[sequence.request.request_id]
+            if self._events:
+                self._events.ended(state)
         return output
 
     @property
