@@ -9,7 +9,7 @@ DEV := .venv/.dev-ready
 endif
 
 TESTS := lint types test-aot test-kernels test-engine test-newest test-real  # the longest first: two run at a time in CI
-.PHONY: help demo test setup gpu-test bench format clean $(TESTS)
+.PHONY: help demo test setup gpu-test bench format clean chromium $(TESTS)
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,8 +37,11 @@ types: $(DEV) ## mypy
 test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpreter
 	TRITON_INTERPRET=1 $(PY) -m pytest tests/kernels
 
-test-engine: $(DEV) ## models, engine and command line on the CPU path
+test-engine: $(DEV) chromium ## models, engine and command line on the CPU path
 	$(PY) -m pytest --ignore=tests/real
+
+chromium: # a browser for the tests of the status page, if it can be had
+	scripts/chromium.sh
 
 test-real: $(DEV) ## a published model against transformers (`make gpu-test` does it on a GPU)
 	$(PY) -m pytest tests/real

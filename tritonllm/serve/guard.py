@@ -23,6 +23,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 OPEN_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # of probes and scrapers: no key, no limit
+WATCHED_PATHS = {"/status"}  # of the page, each second: a key, but no limit, and no line of the log when all is well
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODY_SECONDS = 60.0  # that a client may take to send a body
 
@@ -62,7 +63,7 @@ class Guard:
         try:
             await self._guarded(scope, headers, receive, send_with_id)
         finally:
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in OPEN_PATHS and not (scope["path"] in WATCHED_PATHS and status == 200):
                 took = 1e3 * (time.monotonic() - begin)
                 logger.info("%s %s %d %.1f ms id=%s", scope["method"], scope["path"], status, took, request_id)
 
@@ -70,14 +71,15 @@ class Guard:
         if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
+        counted = scope["path"] not in WATCHED_PATHS
         try:
             self._check_key(headers)
-            if (total := self._running.total) >= self._config.max_concurrency:
+            if counted and (total := self._running.total) >= self._config.max_concurrency:
                 raise APIError(429, f"{total} requests are being answered: try again later", code="busy")
         except APIError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        self._running.add(1)
+        self._running.add(int(counted))
         try:
             body = await self._read_body(headers, receive)
             kind = headers.get(b"content-type", b"")
@@ -88,7 +90,7 @@ class Guard:
         except APIError as error:
             await error_response(error, scope["path"])(scope, receive, send)
         finally:
-            self._running.add(-1)
+            self._running.add(-int(counted))
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         """Raises:
