@@ -9,7 +9,7 @@ DEV := .venv/.dev-ready
 endif
 
 TESTS := lint types test-aot test-kernels test-engine test-newest test-real  # the longest first: two run at a time in CI
-.PHONY: help demo test setup gpu-test bench format clean $(TESTS)
+.PHONY: help demo test setup gpu-test bench format clean chromium $(TESTS)
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +39,9 @@ test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpre
 
 test-engine: $(DEV) ## models, engine and command line on the CPU path
 	$(PY) -m pytest --ignore=tests/real
+
+chromium: ## bring a browser for the tests of the status page, if this machine has none (Debian, as root)
+	scripts/chromium.sh
 
 test-real: $(DEV) ## a published model against transformers (`make gpu-test` does it on a GPU)
 	$(PY) -m pytest tests/real
