@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
+from tritonllm.cli import teaching
 from tritonllm.cli.prompts import read_prompts
 from tritonllm.config import COMPILATION, DTYPES, EXECUTORS, LOAD_FORMATS, NO_COMPILATION, EngineConfig
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tritonllm.speculative_config import parse_draft
+from tritonllm.teach.viewer import Viewer, watch_all
 
 DONE, FAILED = 0, 1
 STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
@@ -176,6 +178,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object a line for each prompt, see docs/cli.md")
     group.add_argument("--no-stream", action="store_true", help="print a single prompt's text when it is complete")
+    teaching.add_options(parser)
     return parser
 
 
@@ -201,6 +204,7 @@ class Job:
     params: SamplingParams | BeamSearchParams
     engine_options: dict[str, Any]
     stream: bool
+    viewers: list[Viewer]
 
 
 def check(args: argparse.Namespace) -> Job:
@@ -210,7 +214,10 @@ def check(args: argparse.Namespace) -> Job:
         ValueError: a bad value, or no prompt.
         OSError: the prompt file cannot be read.
     """
+    viewers = teaching.viewers_of(args)
     engine_options = given(args, ENGINE)
+    for viewer in viewers:
+        engine_options.update(viewer.engine_options)
     if args.priority:
         engine_options["policy"] = "priority"
     EngineConfig.from_kwargs(model=args.model, **engine_options)
@@ -221,15 +228,19 @@ def check(args: argparse.Namespace) -> Job:
         raise ValueError(f"--priority: {len(priorities)} values for {len(texts)} prompts; give one, or one for each")
     stream = False
     if isinstance(params, SamplingParams):
-        stream = len(texts) == 1 and params.n == 1 and not (args.json or args.no_stream)
+        shown = any(viewer.shows_text for viewer in viewers)
+        stream = len(texts) == 1 and params.n == 1 and not (args.json or args.no_stream or shown)
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         params = dataclasses.replace(params, output_kind=kind)
+    for viewer in viewers:
+        params = viewer.adapt(params)
     return Job(
         texts=texts,
         priorities=priorities * (len(texts) // len(priorities)),
         params=params,
         engine_options=engine_options,
         stream=stream,
+        viewers=viewers,
     )
 
 
@@ -285,6 +296,11 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         prompts = [chat_prompt(llm, text, args.system) for text in job.texts] if args.chat or args.system else job.texts
     except ValueError as error:  # no chat template, or one that refuses these messages
         args.wrong_usage(str(error))
+    return watch_all(job.viewers, llm, lambda: answer(args, llm, prompts, job))
+
+
+def answer(args: argparse.Namespace, llm: Any, prompts: Sequence[Any], job: Job) -> int:
+    """Run the prompts and print what they bring; returns the exit status."""
     totals, status = Totals(), DONE
     for number, result in generate(llm.engine, prompts, job, totals):
         if isinstance(result, ValueError):

@@ -16,12 +16,16 @@ class BlockPool:
 
     Args:
         num_blocks: blocks in the cache, at least 1.
+
+    Attributes:
+        evictions: labelled blocks that were handed out for something else, since the start.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
+        self.evictions = 0
         self._num_free = num_blocks
         self._refs = [0] * num_blocks
         self._labels: list[bytes | None] = [None] * num_blocks
@@ -33,6 +37,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks without a user, labelled ones included."""
         return self._num_free
+
+    @property
+    def num_labelled(self) -> int:
+        """Blocks whose contents can be found, in use or free."""
+        return len(self._block_of)
 
     def ref_count(self, block: int) -> int:
         return self._refs[block]
@@ -63,6 +72,7 @@ class BlockPool:
             if label is not None:
                 del self._block_of[label]
                 self._labels[block] = None
+                self.evictions += 1
             blocks.append(block)
         return blocks
 

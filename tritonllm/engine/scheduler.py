@@ -58,6 +58,7 @@ from tritonllm.engine.prompt_budget import PromptShare
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.speculation import Drafting
 from tritonllm.engine.waiting_queue import WaitingQueue
+from tritonllm.events import AdmissionEnd
 
 logger = logging.getLogger(__name__)
 _ORDER = attrgetter("order")
@@ -79,6 +80,9 @@ class Scheduler:
         max_model_len: most tokens of prompt and output together.
         drafts: of requests in steps of their last tokens, as far as tokens and their lengths allow.
         tier: where blocks are kept in the host's memory; ``None`` for nowhere.
+
+    Attributes:
+        admission_end: why the last plan took no more of those that wait.
     """
 
     def __init__(
@@ -116,11 +120,13 @@ class Scheduler:
         self._free_seats = list(range(self.config.max_num_seqs))
         self._copies: list[tuple[int, int]] = []  # of the step that is being planned
         self._prompts = self._new_share()  # of that step
+        self.admission_end: AdmissionEnd = "queue"
 
     def reset(self) -> None:
         """Begin anew, with no request, all blocks free and nothing cached. Only totals stay, and admission numbers go
         on, since the runner knows seats by them."""
-        self.pool = BlockPool(self.pool.num_blocks)
+        evictions, self.pool = self.pool.evictions, BlockPool(self.pool.num_blocks)
+        self.pool.evictions = evictions
         if self.prefix_cache is not None:
             self.prefix_cache.move_to(self.pool)
         if self.tier is not None:
@@ -223,6 +229,7 @@ class Scheduler:
             tier.begin()
         preempted = self._preempt_gangs()
         scheduled = self._serve_running(preempted)
+        self.admission_end = "preemption"
         forks = {} if preempted else self._admit(scheduled)
         if not scheduled and tier is not None and tier.hurry(self._running):
             scheduled = self._serve_running(preempted, drafting=False)  # they have the blocks of what they know
@@ -368,17 +375,21 @@ class Scheduler:
         """
         budget = self.config.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
         forks: dict[Request, list[ScheduledRequest]] = {}
+        self.admission_end = "seats"
         while len(self._running) < self.config.max_num_seqs:
             request = self._waiting.first()
             if request is None or request.num_pending_tokens:
+                self.admission_end = "queue" if request is None else "in_flight"
                 break
             parent = parent_in(scheduled, request) if request.siblings else None
             room = self._prompts.room(request, budget)
             if parent is not None:
                 if self.pool.num_free <= len(self._running):
+                    self.admission_end = "blocks"
                     break
                 fork(parent, request, self.pool, self.block_size)
             elif room <= 0 or not request.may_start(room) or not self._give_blocks(request):
+                self.admission_end = "blocks" if room > 0 and request.may_start(room) else "tokens"
                 break
             self._waiting.pop_first()
             request.status = RequestStatus.RUNNING

@@ -1,0 +1,160 @@
+"""Turns what the engine does into events (:mod:`tritonllm.events`). Asked only while somebody listens. No torch."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from tritonllm.engine.output_processor import RequestState, SequenceOutput
+from tritonllm.engine.plan import NewTokens, ScheduledRequest, StepPlan
+from tritonllm.engine.request import Request
+from tritonllm.engine.results import StepResult
+from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.step import Restrictions
+from tritonllm.events import (
+    EngineReset,
+    Events,
+    Kind,
+    Part,
+    RequestAdded,
+    RequestFinished,
+    StepFinished,
+    StepLaunched,
+    StepPlanned,
+    StepRestricted,
+    TokensForced,
+)
+from tritonllm.events import NewTokens as TokensOf
+
+Sequences = Mapping[str, tuple[RequestState, SequenceOutput]]
+
+
+class Announcer(Events):
+    """Tells an engine's events.
+
+    Args:
+        scheduler: of the engine.
+        sequences: the engine's unfinished ones, by id.
+    """
+
+    def __init__(self, scheduler: Scheduler, sequences: Sequences) -> None:
+        super().__init__()
+        self._scheduler, self._sequences = scheduler, sequences
+        self._known: dict[str, tuple[int, int]] = {}  # of running sequences: their admission, and how many blocks
+
+    def added(self, state: RequestState) -> None:
+        ids = tuple(sequence.request.request_id for sequence in state.sequences)
+        self.emit(RequestAdded(time.monotonic(), state.request_id, ids, tuple(state.prompt_token_ids), state.params))
+
+    def planned(self, step: int, plan: StepPlan, began: float) -> None:
+        now, scheduler, transfers = time.monotonic(), self._scheduler, plan.transfers
+        stats, pool = scheduler.stats, scheduler.pool
+        decodes, verified = plan.segments.decode.sequences, plan.segments.verify.sequences
+        parts = [
+            self._part(item, "decode" if at < decodes else "verify" if at < decodes + verified else "prefill")
+            for at, item in enumerate(plan.scheduled)
+        ]
+        for request in plan.preempted:
+            self._known.pop(request.request_id, None)
+        self.emit(
+            StepPlanned(
+                time=now,
+                seconds=now - began,
+                step=step,
+                parts=tuple(parts),
+                preempted=tuple(request.request_id for request in plan.preempted),
+                copies=plan.copies,
+                stores=() if transfers is None else tuple(block for block, _ in transfers.stores),
+                loads=() if transfers is None else tuple(block for _, block in transfers.loads),
+                token_budget=scheduler.config.max_num_batched_tokens,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                admission_end=scheduler.admission_end,
+                num_blocks=stats.num_blocks,
+                num_free_blocks=stats.num_free_blocks,
+                num_cached_blocks=pool.num_labelled,
+                evicted_blocks=pool.evictions,
+            )
+        )
+
+    def _part(self, item: ScheduledRequest, kind: Kind) -> Part:
+        request = item.request
+        name = request.request_id
+        admission, before = self._known.get(name, (None, 0))
+        admitted = admission != request.admission
+        if admitted:
+            before = item.start // self._scheduler.block_size
+        self._known[name] = request.admission, len(request.block_ids)
+        return Part(
+            sequence_id=name,
+            request_id=self._owner(name),
+            kind=kind,
+            start=item.start,
+            num_tokens=item.num_tokens,
+            drafts=item.drafts,
+            samples=item.samples,
+            num_known_tokens=request.num_tokens,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            admitted=admitted,
+            cached_tokens=item.start if admitted else 0,
+            block_ids=tuple(request.block_ids),
+            new_blocks=max(0, len(request.block_ids) - before),
+        )
+
+    def launched(self, step: int, began: float, late: bool) -> None:
+        now = time.monotonic()
+        self.emit(StepLaunched(now, now - began, step, late))
+
+    def restricted(self, step: int, plan: StepPlan, restrictions: Restrictions) -> None:
+        if restrictions.masks is None:
+            return
+        drawing = [item.request.request_id for item in plan.scheduled if item.samples]
+        masks: dict[str, np.ndarray] = {}
+        for row, words in zip(restrictions.masks.rows.tolist(), restrictions.masks.words, strict=True):
+            name = drawing[row]
+            masks[name] = words & masks[name] if name in masks else words.copy()
+        self.emit(StepRestricted(time.monotonic(), step, masks))
+
+    def finished(self, step: int, plan: StepPlan, result: StepResult, new: Sequence[NewTokens], waited: float) -> None:
+        """``waited``: seconds for the results."""
+        kept = {request.request_id: tokens for request, tokens in new}
+        tokens = []
+        for at, (item, sampled) in enumerate(zip(plan.scheduled, result.sampled, strict=True)):
+            if sampled:
+                drafted = result.drafted[at] if result.drafted else 0
+                name = item.request.request_id
+                accepted = len(sampled) - 1 if drafted else 0
+                tokens.append(TokensOf(name, self._owner(name), tuple(kept.get(name, ())), drafted, accepted))
+        self.emit(StepFinished(time.monotonic(), waited, step, tuple(tokens), 1e-9 * result.draft_nanoseconds))
+
+    def forced(self, step: int, new: Iterable[NewTokens]) -> None:
+        tokens = tuple(
+            TokensOf(request.request_id, self._owner(request.request_id), tuple(ids), 0, 0) for request, ids in new
+        )
+        if tokens:
+            self.emit(TokensForced(time.monotonic(), step, tokens))
+
+    def ended(self, state: RequestState) -> None:
+        requests: list[Request] = [sequence.request for sequence in state.sequences]
+        for request in requests:
+            self._known.pop(request.request_id, None)
+        self.emit(
+            RequestFinished(
+                time=time.monotonic(),
+                request_id=state.request_id,
+                finish_reasons=tuple(request.finish_reason or "" for request in requests),
+                num_output_tokens=tuple(len(request.output_token_ids) for request in requests),
+                num_cached_tokens=max((request.num_cached_tokens or 0 for request in requests), default=0),
+                num_preemptions=sum(request.num_preemptions for request in requests),
+                error=state.error,
+            )
+        )
+
+    def reset(self, reason: str) -> None:
+        self._known.clear()
+        self.emit(EngineReset(time.monotonic(), reason))
+
+    def _owner(self, sequence_id: str) -> str:
+        """The user's request; an aborted one's own id."""
+        known = self._sequences.get(sequence_id)
+        return sequence_id if known is None else known[0].request_id

@@ -1,0 +1,257 @@
+"""What an engine does, told while it does it: one value for each event, to whoever subscribed.
+
+``engine.subscribe(sink)`` calls ``sink(event)`` in the engine's thread, in the order of events. Nothing is built while
+nobody listens: a step then asks three times whether anybody does. Times are seconds of ``time.monotonic()``, as in
+:class:`~tritonllm.engine.outputs.RequestMetrics`.
+
+A request of the user's has one sequence or several (``n``, beams); steps know sequences only. A lone sequence has the
+request's id.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+# Why a step took no more requests from the queue: nobody waits; max_num_seqs run; the token budget is spent; too few
+# blocks are free; the first one's last token is still on its way; blocks were just taken from a running request.
+AdmissionEnd = Literal["queue", "seats", "tokens", "blocks", "in_flight", "preemption"]
+Kind = Literal["decode", "verify", "prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdded:
+    """A request came in.
+
+    Attributes:
+        sequence_ids: under which steps know it.
+        prompt_token_ids: the prompt, tokenized.
+        params: :class:`~tritonllm.SamplingParams`, or those of a beam search or of pooling.
+    """
+
+    time: float
+    request_id: str
+    sequence_ids: tuple[str, ...]
+    prompt_token_ids: Sequence[int]
+    params: Any
+
+
+class Part(NamedTuple):
+    """A sequence's part of a step.
+
+    Attributes:
+        sequence_id, request_id: whose.
+        kind: one new token (``decode``); one with drafts behind it (``verify``); a part of the prompt, or of a sequence
+            that is computed again (``prefill``).
+        start: position of the first token that is computed.
+        num_tokens: how many are, drafts among them; 0 for a sequence that draws from the last row of its sibling.
+        drafts: how many of them are guesses.
+        samples: the part ends with a new token.
+        num_known_tokens: prompt and output, as far as the host knows them.
+        num_prompt_tokens: the prompt's.
+        admitted: this step is its first, or its first after a preemption.
+        cached_tokens: of an admitted one, tokens whose keys and values were there already.
+        block_ids: its block table, with the blocks that the step was given.
+        new_blocks: so many of the last of them were allocated for this step.
+    """
+
+    sequence_id: str
+    request_id: str
+    kind: Kind
+    start: int
+    num_tokens: int
+    drafts: int
+    samples: bool
+    num_known_tokens: int
+    num_prompt_tokens: int
+    admitted: bool
+    cached_tokens: int
+    block_ids: tuple[int, ...]
+    new_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlanned:
+    """The scheduler decided what a step computes; the step is launched next.
+
+    Attributes:
+        seconds: host time of the decision.
+        step: steps are numbered from 1.
+        parts: in the order of the step's rows.
+        preempted: sequences that lost their blocks to make room.
+        copies: blocks that are copied first (copy-on-write), each with its target.
+        stores, loads: blocks that go to the host's memory, and that come back from there.
+        token_budget: most tokens of a step (``max_num_batched_tokens``).
+        num_running, num_waiting: sequences, after the decision.
+        admission_end: why no more of those that wait came in.
+        num_blocks, num_free_blocks: of the KV cache, after the decision.
+        num_cached_blocks: blocks whose contents the prefix cache can find, in use or free.
+        evicted_blocks: blocks whose cached contents were given up for others, since the start.
+    """
+
+    time: float
+    seconds: float
+    step: int
+    parts: tuple[Part, ...]
+    preempted: tuple[str, ...]
+    copies: tuple[tuple[int, int], ...]
+    stores: tuple[int, ...]
+    loads: tuple[int, ...]
+    token_budget: int
+    num_running: int
+    num_waiting: int
+    admission_end: AdmissionEnd
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    evicted_blocks: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaunched:
+    """A step is on its way to the device.
+
+    Attributes:
+        seconds: host time of the launch.
+        late: its tokens are drawn when the host knows the results of the step before.
+    """
+
+    time: float
+    seconds: float
+    step: int
+    late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepRestricted:
+    """The host decided which tokens some sequences of a late step may get next.
+
+    Attributes:
+        masks: for each of these sequences ``[ceil(vocab / 32)]`` int32: bit ``i % 32`` of word ``i // 32`` allows
+            token i. A sequence with several masks has their intersection.
+    """
+
+    time: float
+    step: int
+    masks: Mapping[str, Any]
+
+
+class NewTokens(NamedTuple):
+    """What a step brought a sequence.
+
+    Attributes:
+        token_ids: the new tokens, up to the end of its output (before its text is searched for stop strings); none
+            after an abort.
+        drafts: guesses that were verified.
+        accepted: how many of them were right.
+    """
+
+    sequence_id: str
+    request_id: str
+    token_ids: tuple[int, ...]
+    drafts: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """A step's results are known.
+
+    Attributes:
+        seconds: how long the host waited for them.
+        tokens: of the sequences that got some.
+        draft_seconds: time that a drafter took, over all steps so far.
+    """
+
+    time: float
+    seconds: float
+    step: int
+    tokens: tuple[NewTokens, ...]
+    draft_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokensForced:
+    """A grammar left only one continuation: these tokens were not drawn (jump-forward)."""
+
+    time: float
+    step: int
+    tokens: tuple[NewTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """A request ended.
+
+    Attributes:
+        finish_reasons, num_output_tokens: of each of its sequences.
+        num_cached_tokens: prompt tokens that the prefix cache gave.
+        num_preemptions: how often its sequences lost their blocks.
+        error: what went wrong, if anything did.
+    """
+
+    time: float
+    request_id: str
+    finish_reasons: tuple[str, ...]
+    num_output_tokens: tuple[int, ...]
+    num_cached_tokens: int
+    num_preemptions: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReset:
+    """A step was broken off: all requests end, and the cache is empty."""
+
+    time: float
+    reason: str
+
+
+Event = (
+    RequestAdded
+    | StepPlanned
+    | StepLaunched
+    | StepRestricted
+    | StepFinished
+    | TokensForced
+    | RequestFinished
+    | EngineReset
+)
+Sink = Callable[[Event], None]
+
+
+class Events:
+    """Whoever listens to one engine. False while nobody does."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._sinks)
+
+    def subscribe(self, sink: Sink) -> Callable[[], None]:
+        """Call ``sink`` with each event from now on. One that raises is dropped, and the engine goes on.
+
+        Returns:
+            What ends the subscription; it may be called twice.
+        """
+        self._sinks = [*self._sinks, sink]
+
+        def unsubscribe() -> None:
+            self._sinks = [other for other in self._sinks if other is not sink]
+
+        return unsubscribe
+
+    def emit(self, event: Event) -> None:
+        for sink in self._sinks:
+            try:
+                sink(event)
+            except Exception:
+                logger.exception("a subscriber of the engine's events failed, and gets no more of them")
+                self._sinks = [other for other in self._sinks if other is not sink]

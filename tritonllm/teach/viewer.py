@@ -1,0 +1,38 @@
+"""What all modes that watch a run of ``tritonllm generate`` have in common."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from tritonllm.beam_search_params import BeamSearchParams
+from tritonllm.sampling_params import SamplingParams
+
+Params = TypeVar("Params", bound=SamplingParams | BeamSearchParams)
+Result = TypeVar("Result")
+
+
+class Viewer(Protocol):
+    """Watches an engine while it works.
+
+    Attributes:
+        shows_text: it shows the outputs itself, so the command does not print them while they grow.
+        engine_options: keywords of :class:`~tritonllm.LLM` without which there is nothing to see.
+    """
+
+    shows_text: bool
+    engine_options: Mapping[str, Any]
+
+    def adapt(self, params: Params) -> Params:
+        """The requests' parameters, with what the viewer needs to be told beside."""
+        ...
+
+    def run(self, llm: Any, work: Callable[[], Result]) -> Result:
+        """Do the work, which runs ``llm``, and watch it; returns its result."""
+        ...
+
+
+def watch_all(viewers: list[Viewer], llm: Any, work: Callable[[], Result]) -> Result:
+    """Do the work with all viewers around it, the first one outermost."""
+    if not viewers:
+        return work()
+    first, *others = viewers
+    return first.run(llm, lambda: watch_all(others, llm, work))
