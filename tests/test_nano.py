@@ -1,5 +1,6 @@
 """The engine of examples/nano.py: its tokens are those of LLM, whatever waits, is cut into chunks or preempted."""
 
+import runpy
 from functools import cache
 from pathlib import Path
 
@@ -54,6 +55,12 @@ def many(vocab: int, stops: list[int], temperature: float = 0.0, count: int = 20
 
 def test_it_has_300_lines():
     assert len(SOURCE.read_text(encoding="utf-8").splitlines()) <= 300
+
+
+def test_it_runs_as_is(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [str(SOURCE), str(model_path()), "47 + 38 ="])
+    runpy.run_path(str(SOURCE), run_name="__main__")
+    assert capsys.readouterr().out.startswith("47 + 38 = 85\n")
 
 
 @pytest.mark.parametrize("limits", LIMITS)
