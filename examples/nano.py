@@ -195,9 +195,9 @@ class Engine:
         dtype = dtype or (torch.bfloat16 if self.gpu else torch.float32)
         self.model = Model(Path(folder), max_len, dtype, self.device)
         shape = len(self.model.layers), 2, BLOCK, self.model.kv_heads, self.model.head_size
-        memory = 0.8 * torch.cuda.mem_get_info(self.device)[0] if self.gpu else 2**30
+        memory = 0.8 * torch.cuda.mem_get_info(self.device)[0] if self.gpu else 2**28
         num_blocks = num_blocks or int(memory / (np.prod(shape) * dtype.itemsize))
-        self.cache = torch.empty(*shape[:2], num_blocks, *shape[2:], dtype=dtype, device=self.device)
+        self.cache = torch.zeros(*shape[:2], num_blocks, *shape[2:], dtype=dtype, device=self.device)
         self.scheduler = Scheduler(num_blocks, max_seqs, budget, max_len)
         self.workspace = torch.zeros(kernels.WORKSPACE_SIZE, dtype=torch.int32, device=self.device)
         self.drawn = torch.zeros(max_seqs, dtype=torch.int64, device=self.device)  # by the step before
