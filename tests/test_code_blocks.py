@@ -43,6 +43,8 @@ FILES = {"prompts.txt": "47 + 38 =\n12 + 4 =\n", "lines.txt": "There was a fox.\
 MOST_NOT_RUN = 3
 QUICK = ("generate", "embed", "info")  # commands of tritonllm that run, on one rank; outputs are cut to a few tokens
 OTHERS = ("curl",)  # programs that are not ours
+SHELLS = ("bash", "sh", "console")
+KINDS = ("python", *SHELLS, "text", "json", "yaml")
 
 
 class Block(NamedTuple):
@@ -85,10 +87,13 @@ def commands_of(block: Block) -> list[list[str]]:
         return out.getvalue().strip()
 
     text = re.sub(r"\$\(python -c '([^']*)'\)", printed, block.text.replace("\\\n", " "))
-    return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
+    lines = text.splitlines()
+    if block.kind == "console":  # commands and what they print
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-COMMANDS = [(block, words) for block in BLOCKS if block.kind == "bash" for words in commands_of(block)]
+COMMANDS = [(block, words) for block in BLOCKS if block.kind in SHELLS for words in commands_of(block)]
 
 
 @pytest.fixture
@@ -105,7 +110,7 @@ def workplace(tmp_path, monkeypatch):
 
 def test_every_block_says_what_it_is():
     assert len(BLOCKS) >= 25
-    assert [str(block) for block in BLOCKS if block.kind not in ("python", "bash", "text", "json", "yaml")] == []
+    assert [str(block) for block in BLOCKS if block.kind not in KINDS] == []
     fences = {page: len(re.findall("^```", page.read_text(encoding="utf-8"), re.MULTILINE)) for page in PAGES}
     assert sum(fences.values()) == 2 * len(BLOCKS)  # none is overlooked
 
@@ -237,6 +242,8 @@ def test_blocks_are_read(tmp_path, monkeypatch):
     first, second = blocks_of(page_of(tmp_path, text))
     assert first == Block("page.md", 3, "python", "x = 1\n", None)
     assert second.not_run == "no GPU" and commands_of(second) == [["tritonllm", "info"]]
+    (session,) = blocks_of(page_of(tmp_path, "```console\n$ tritonllm info \\\n    -v\nNVIDIA H200\n```\n"))
+    assert commands_of(session) == [["tritonllm", "info", "-v"]]
 
 
 @pytest.mark.parametrize("words", [["generate", "--promt", "x"], ["no-such-command"]])

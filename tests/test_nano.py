@@ -1,6 +1,7 @@
 """The engine of examples/nano.py: its tokens are those of LLM, whatever waits, is cut into chunks or preempted."""
 
 import runpy
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -86,23 +87,30 @@ def test_an_engine_answers_again():
     assert engine.generate(others) != first
 
 
-class Replay:
+class Graph:
     """In the place of a CUDA graph: the same step again, on the tensors that it was captured with."""
 
-    def __init__(self, engine: nano.Engine, batch: nano.Batch) -> None:
-        self._engine, self._batch, self.count = engine, batch, 0
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pool(self) -> None:
+        """Where a graph's memory would lie."""
 
     def replay(self) -> None:
         self.count += 1
-        self._engine.compute(self._batch, 1)
+        self.engine.compute(self.engine.graphs[self.size][1], 1)
 
 
-def test_captured_steps_are_padded():
+def test_captured_steps_are_padded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
     engine = nano.Engine(model_path(), torch.float32, "cpu", num_blocks=512, max_seqs=12, max_len=256)
+    before = engine.cache.clone()
     for size in (12, 8, 4, 2, 1):
-        batch = engine.batch([(nano.PADDING, 1)] * size)
-        engine.compute(batch, 1)  # as before a capture: nothing is stored
-        engine.graphs[size] = Replay(engine, batch), batch
+        engine.capture(size)
+        graph, _ = engine.graphs[size]
+        graph.engine, graph.size = engine, size
+    assert torch.equal(engine.cache, before)  # padding stores nothing
     assert engine.generate(many(2048, [2, 0], 0.8)) == answers(demo(), many(2048, [2, 0], 0.8), [2, 0])
     assert all(graph.count for graph, _ in engine.graphs.values())
 
