@@ -129,6 +129,7 @@ class LLMEngine(SleepMethods):
 
     def picture(self) -> Picture:
         """What runs now, and who holds which block."""
+        self._recover()
         return take_picture(self._scheduler)
 
     def add_request(
