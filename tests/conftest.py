@@ -50,6 +50,7 @@ LEFT_OUT = _left_out()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, metavar="FILE", help="write outcomes and measured numbers to FILE as JSON")
+    parser.addoption("--update-screenshots", action="store_true", help="put those that tests take into docs/img/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
