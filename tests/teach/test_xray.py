@@ -1,5 +1,6 @@
 """The x-ray shows what ran, changes nothing in it, and leaves nothing behind."""
 
+import inspect
 import io
 import re
 import subprocess
@@ -13,13 +14,17 @@ from matplotlib.image import imread
 from rich.console import Console
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import ALL_FAMILIES, tiny_config, write_checkpoint
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 from tritonllm import SamplingParams
 from tritonllm.cli import main
 from tritonllm.events import Part, StepPlanned
 from tritonllm.kernels.runtime import tuning
-from tritonllm.teach.xray import draw, roofline, viewer
+from tritonllm.teach.xray import draw, kernels, roofline, viewer
 from tritonllm.teach.xray.costs import Cost, visible
+from tritonllm.teach.xray.kernels import Launch, reason_of, watched_launches
 from tritonllm.teach.xray.options import wishes_of
 from tritonllm.teach.xray.roofline import Roofline
 from tritonllm.teach.xray.stages import Operation, Recorder, Recording
@@ -353,6 +358,42 @@ def test_the_command_prints_the_same_text(capsys):
     seen = capsys.readouterr()
     assert expected in seen.out and "step 1" not in seen.out
     assert "step 1" in seen.err and "MLP down" in seen.err
+
+
+def test_launches_of_triton(monkeypatch):
+    """What is asked before a launch tells the kernel and its grid. (Whether a real launch asks it, a GPU shows.)"""
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
+    kernel = object.__new__(CompiledKernel)
+    kernel.name, kernel.metadata = "some_kernel", SimpleNamespace(num_warps=4, num_stages=3, shared=1024)
+    plain = CompiledKernel.launch_metadata
+    with watched_launches() as launches:
+        assert kernel.launch_metadata((132, 2, 1), 0, "argument") is None
+    assert launches == [Launch("some_kernel", (132, 2, 1), 4, 3, 1024)]
+    assert str(launches[0]) == "some_kernel grid 132×2×1, 4 warps, 3 stages, 1,024 B shared"
+    assert CompiledKernel.launch_metadata is plain
+    assert "kernel.launch_metadata(grid, stream, " in inspect.getsource(JITFunction.run)
+
+
+def test_reasons_and_configurations_are_notes(monkeypatch):
+    """As on a GPU: an operation that asked the tables says what they said."""
+    choice = tuning.Choice(
+        "linear", {"m": 1}, {"kernel": "rows", "BLOCK_N": 32}, "table entry gpu/linear, nearest to m=2"
+    )
+    launch = Launch("rows_kernel", (96,), 4, 2, 0)
+    asked = Operation("tritonllm.linear", 0, "qkv", "x", (choice,), (launch,), "why", 1e-6, Cost(2, 1, 1))
+    note = draw.kernel_of(asked)
+    assert note == "rows_kernel grid 96, 4 warps, 2 stages, 0 B shared; linear: kernel=rows, BLOCK_N=32; why"
+    notes = draw.Notes()
+    assert [notes.number(asked), notes.number(operation(0)), notes.number(asked)] == [1, 2, 1]
+    x = torch.zeros(1, 4)
+    func = torch.ops.tritonllm.linear.default
+    assert reason_of(func, (x,), {}, (choice,)) == "linear: table entry gpu/linear, nearest to m=2"
+    assert reason_of(func, (x,), {}, ()) == "reference in plain torch, because the tensors are on the CPU"
+    monkeypatch.setattr(kernels.env, "CPU_BACKEND", "interpret")
+    assert "Triton's interpreter" in reason_of(func, (x,), {}, ())
+    meta = torch.zeros(100, 4, device="meta")  # as on a GPU
+    assert reason_of(func, (meta,), {}, ()) == "one configuration for all sizes"
+    assert "100 rows are more than" in reason_of(torch.ops.aten.linear.default, (meta, meta), {}, ())
 
 
 def test_a_recorder_of_a_model_alone():

@@ -168,11 +168,14 @@ _ask = _lookup  # what `get_config` calls: a launch pays nothing for the possibi
 def watched() -> Iterator[list[Choice]]:
     """Inside the block, all choices of this process's launches are noted in the list, each with its reason."""
     global _ask
-    plain, choices = _ask, list[Choice]()
+    plain, choices, reasons = _ask, list[Choice](), dict[Any, str]()
 
     def noting(slug: str | None, op: str, default: Callable[..., Config], key: tuple[tuple[str, Any], ...]) -> Config:
-        config = plain(slug, op, default, key)
-        choices.append(Choice(op, dict(key), config, _choose(slug, op, default, dict(key))[1]))
+        asked = slug, op, default, key
+        if asked not in reasons:  # as slow as a search in a table
+            reasons[asked] = _choose(slug, op, default, dict(key))[1]
+        config = plain(*asked)
+        choices.append(Choice(op, dict(key), config, reasons[asked]))
         return config
 
     _ask = noting  # type: ignore[assignment]

@@ -130,7 +130,7 @@ class DeviceClock:
     the GPU turns in a loop until the layer's work is queued (:meth:`hold`), and what is timed is the GPU alone."""
 
     unit = "CUDA events"
-    CYCLES = 10_000_000  # 5 ms at 2 GHz
+    CYCLES = 20_000_000  # 10 ms at 2 GHz: watched, the host takes 1 to 3 ms for a layer
 
     def __init__(self) -> None:
         self._holds: list[tuple[Any, Any]] = []
@@ -205,6 +205,7 @@ class Recorder:
         self._found: list[tuple[Operation, Any, Any, Cost | Later]] = []
         self._open = ExitStack()
         self._layers = layers_of(model)
+        self._places: dict[str, tuple[int | None, str]] = {}
 
     def begin(self) -> None:
         self._open.enter_context(inside(self._model, self._enter, self._leave))
@@ -217,6 +218,8 @@ class Recorder:
         """The step is over, on the device too; takes everything away again."""
         end = self._clock.mark()
         self.abandon()
+        if self._found and isinstance(self._clock, DeviceClock):
+            end = self._found[-1][2]  # the GPU has been idle since, and the host read the results
         operations = []
         for operation, begin, finish, cost in self._found:
             operation.seconds = self._clock.seconds(begin, finish)
@@ -249,7 +252,10 @@ class Recorder:
         """The layer, and the stage."""
         if not self._stack:
             return None, AFTER if self._over else BEFORE
-        return place_of(self._stack[-1], self._layers)
+        path = self._stack[-1]
+        if path not in self._places:
+            self._places[path] = place_of(path, self._layers)
+        return self._places[path]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.is_view or is_silent(func):
