@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pexpect
@@ -272,6 +273,7 @@ def test_layers_that_do_the_same_are_one_line():
         ("logits", "aten.linear", 1),
     ]
     assert draw.numbers_of(draw.Row(some[1:4], "", ""), ROOF) == ["300 B", "600 F", "2", "3 µs", "1%"]
+    assert [draw.duration(x) for x in (2.5, 0.0125, 3e-6)] == ["2.5 s", "12.5 ms", "3 µs"]
     assert draw.spans([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
 
 
@@ -322,6 +324,13 @@ def test_help_imports_none_of_it():
     script += "print(sorted({'torch', 'rich', 'textual', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]" and "--xray-logit-lens POSITION FILE.png" in done.stdout
+
+
+def test_the_code_of_the_page(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "teach.md").read_text(encoding="utf-8")
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "teach.xray" in c]
+    exec(code, {})
+    assert "0 qkv aten.linear" in capsys.readouterr().out
 
 
 def test_options_of_the_engine():
@@ -382,7 +391,10 @@ def test_reasons_and_configurations_are_notes(monkeypatch):
     launch = Launch("rows_kernel", (96,), 4, 2, 0)
     asked = Operation("tritonllm.linear", 0, "qkv", "x", (choice,), (launch,), "why", 1e-6, Cost(2, 1, 1))
     note = draw.kernel_of(asked)
-    assert note == "rows_kernel grid 96, 4 warps, 2 stages, 0 B shared; linear: kernel=rows, BLOCK_N=32; why"
+    assert note == (
+        "rows_kernel grid 96, 4 warps, 2 stages, 0 B shared; "
+        "linear with kernel=rows, BLOCK_N=32 (table entry gpu/linear, nearest to m=2)"
+    )
     notes = draw.Notes()
     assert [notes.number(asked), notes.number(operation(0)), notes.number(asked)] == [1, 2, 1]
     x = torch.zeros(1, 4)

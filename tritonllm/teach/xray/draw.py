@@ -160,7 +160,13 @@ def scaled(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+    return (
+        scaled(seconds, "s")
+        if seconds >= 1
+        else f"{1e3 * seconds:.3g} ms"
+        if seconds >= 1e-3
+        else f"{1e6 * seconds:.3g} µs"
+    )
 
 
 def kernel_of(operation: Operation) -> str:
@@ -168,8 +174,8 @@ def kernel_of(operation: Operation) -> str:
     lines = [str(launch) for launch in operation.launches]
     for choice in operation.choices:
         numbers = ", ".join(f"{name}={value}" for name, value in choice.config.items())
-        lines.append(f"{choice.op}: {numbers}")
-    return "; ".join([*lines, operation.reason])
+        lines.append(f"{choice.op} with {numbers} ({choice.reason})")
+    return "; ".join(lines if operation.choices else [*lines, operation.reason])
 
 
 class Notes:
