@@ -277,6 +277,28 @@ def test_layers_that_do_the_same_are_one_line():
     assert draw.spans([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
 
 
+@pytest.mark.parametrize("width", [80, 140])
+def test_nothing_is_cut_off_in_a_terminal(width):
+    """Every stage and operation can be read, and so can the numbers, in a narrow one too."""
+    some = [operation(None, "embedding"), *(operation(at, name="aten.scaled_dot_product_attention") for at in range(9))]
+    recording = Recording(some, 1e-5, 0.0, "a clock", ())
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    draw.print_step(console, planned_of(part()), recording, ROOF, 4)
+    text = console.file.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    folded = re.sub(r"\s+", "", text)
+    for word in (
+        "embedding",
+        "scaled_dot_product_attention",
+        "layer1–8",
+        "×8likelayer0",
+        "100B",
+        "200F",
+        "10operations",
+    ):
+        assert word in folded, word
+
+
 def test_the_roofline_is_measured():
     found = roofline.measure(CPU, torch.float32)
     assert found.bandwidth > 1e8 and found.peak > 1e8 and found.chip == "CPU"

@@ -16,6 +16,7 @@ from tritonllm.teach.xray.stages import Operation, Recording
 
 CELLS = 16  # of a drawn block
 MOST_SEQUENCES, MOST_BLOCKS = 6, 6
+NARROW = 110  # columns of a terminal
 STYLES = {"sum": "dim", "head": "italic"}
 KINDS = {"decode": "decode", "verify": "verifies drafts", "prefill": "prompt"}
 
@@ -194,17 +195,20 @@ def print_step(console: Console, planned: StepPlanned, recording: Recording, roo
     console.rule(Text(f"step {planned.step}: {counts}"))
     print_blocks(console, planned, block)
     notes = Notes()
-    console.print(stage_table(recording, roofline, notes, plain=not console.is_terminal))
+    look = {"plain": not console.is_terminal, "narrow": console.width < NARROW}
+    console.print(stage_table(recording, roofline, notes, **look))
     console.print(Text("Kernels, their configurations, and why these:", style="bold"))
     for note, number in notes.texts.items():
         console.print(Text(f"  [{number}] {note}"), soft_wrap=not console.is_terminal)
     print_times(console, recording, roofline)
 
 
-def stage_table(recording: Recording, roofline: Roofline, notes: Notes, *, plain: bool) -> Table:
+def stage_table(recording: Recording, roofline: Roofline, notes: Notes, *, plain: bool, narrow: bool) -> Table:
+    """``narrow``: an operation stands under its stage, and not beside it."""
     table = Table(box=box.ASCII2 if plain else box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("stage", no_wrap=True)
-    table.add_column("operation: what goes in → what comes out", overflow="fold")
+    table.add_column("stage", no_wrap=not narrow, overflow="fold")
+    if not narrow:
+        table.add_column("operation: what goes in → what comes out", overflow="fold")
     for title in ("kernel", "bytes", "FLOPs", "FLOP/B", "time", "roofline"):
         table.add_column(title, justify="right", no_wrap=True)
     before = None
@@ -218,11 +222,19 @@ def stage_table(recording: Recording, roofline: Roofline, notes: Notes, *, plain
             what.append(f": {one.shapes}", style="dim")
             kernel = f"[{notes.number(one)}]"
         numbers = map(Text, [kernel, *numbers_of(row, roofline)])
-        table.add_row(Text(stage), what, *numbers, style=STYLES.get(row.style, ""))
+        table.add_row(*_names(stage, what, narrow), *numbers, style=STYLES.get(row.style, ""))
     table.add_section()
     total = Row(recording.operations, "all", many(len(recording.operations), "operation"))
-    table.add_row(*map(Text, [total.stage, total.what, "", *numbers_of(total, roofline)]), style="bold")
+    numbers = map(Text, ["", *numbers_of(total, roofline)])
+    table.add_row(*_names(total.stage, Text(total.what), narrow), *numbers, style="bold")
     return table
+
+
+def _names(stage: str, what: Text, narrow: bool) -> list[Text]:
+    """The cells in front of the numbers."""
+    if not narrow:
+        return [Text(stage), what]
+    return [Text.assemble((f"{stage}\n", "bold"), what) if stage else what]
 
 
 def numbers_of(row: Row, roofline: Roofline) -> list[str]:

@@ -179,7 +179,7 @@ class XRay:
 
     def _say(self, text: str) -> None:
         assert self._console is not None
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)  # a file's name stays whole
 
 
 def make_console(to_stderr: bool) -> Console:
