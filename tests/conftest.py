@@ -41,7 +41,7 @@ def _left_out() -> dict[str, str]:
     if env.CPU_BACKEND not in env.IN_TORCH:
         for path in HERE.iterdir():
             if path.is_dir() and path.name not in ("kernels", "aot"):
-                out[path.name] = "needs the torch backend (make test-engine)"
+                out[path.name] = "needs the torch backend (make test-engine and test-serve)"
     return out
 
 
@@ -50,6 +50,7 @@ LEFT_OUT = _left_out()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, metavar="FILE", help="write outcomes and measured numbers to FILE as JSON")
+    parser.addoption("--update-screenshots", action="store_true", help="put those that tests take into docs/img/")
 
 
 def pytest_configure(config: pytest.Config) -> None:

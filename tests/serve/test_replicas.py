@@ -103,6 +103,14 @@ def test_all_do_what_the_engine_is_told():
     assert news[-1].answers == [Answer(2, error="no room")]
 
 
+def test_a_picture_is_of_one_of_them():
+    replicas, (first, second), news, _ = links()
+    replicas.send(Call(1, "picture", {}))
+    assert [type(m) for m in first.sent] == [Call] and not second.sent
+    first.tell(News([], Stats(), [Answer(1, {"running": []})]))
+    assert news[-1].answers == [Answer(1, {"running": []})]
+
+
 def test_one_dies_and_the_others_go_on():
     replicas, (first, second), news, deaths = links()
     for name in "abcd":

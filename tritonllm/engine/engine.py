@@ -29,6 +29,7 @@ from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.jump_forward import jump
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
+from tritonllm.engine.picture import Picture, take_picture
 from tritonllm.engine.plan import StepPlan, describe
 from tritonllm.engine.pooling import PoolingAbility, pooling_state
 from tritonllm.engine.ranks import Executor
@@ -131,6 +132,11 @@ class LLMEngine(SleepMethods):
         """Call ``sink(event)`` in this thread with all that happens from now on (:mod:`tritonllm.events`). A sink that
         raises is dropped. Returns what ends the subscription."""
         return self._events.subscribe(sink)
+
+    def picture(self) -> Picture:
+        """What runs now, and who holds which block."""
+        self._recover()
+        return take_picture(self._scheduler)
 
     def add_request(
         self,

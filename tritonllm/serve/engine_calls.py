@@ -67,6 +67,10 @@ class EngineCalls:
         """Forget all cached prompts. ``False``: a request runs, and nothing was forgotten."""
         return await self._call("reset_prefix_cache")
 
+    async def picture(self) -> dict[str, Any]:
+        """What runs now, and who holds which block: the fields of :class:`tritonllm.engine.picture.Picture`."""
+        return await self._call("picture")
+
     async def collective_rpc(
         self,
         method: str,

@@ -126,9 +126,14 @@ class Replicas:
                 if mine:
                     self._links[number].send(Abort(mine))
         else:
+            concerned = sorted(self._living)
             if isinstance(message, Call):
-                self._calls[message.number] = set(self._living), []
-            for number in sorted(self._living):
+                if message.method == "picture":  # of the first
+                    del concerned[1:]
+                else:
+                    self._placement.forget()  # whatever it is, it may empty the caches
+                self._calls[message.number] = set(concerned), []
+            for number in concerned:
                 self._links[number].send(message)
 
     def _place(self, message: Add) -> None:
@@ -179,7 +184,6 @@ class Replicas:
         _, came = self._calls.pop(call, (set(), []))
         if not came:
             return None
-        self._placement.forget()  # whatever it was, it emptied the caches or tried to
         wrong = next((answer for answer in came if answer.error is not None), None)
         if wrong is not None:
             return wrong
