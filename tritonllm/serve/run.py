@@ -62,7 +62,7 @@ def bind(config: ServerConfig) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise OSError(f"cannot listen on {address_of(config)}: {error.strerror}") from error
+        raise OSError(f"cannot listen on {address_of(config)}: {error.strerror or error}") from error
     if config.uds is not None:
         os.chmod(config.uds, 0o660)  # this user and group
     return sock
