@@ -1,6 +1,6 @@
 #!/bin/sh
 # Bring a Chromium for the tests of the status page, if this machine has none and this is root on Debian or Ubuntu.
-# `make test-engine` calls this; those tests are skipped where it finds no way, so it never fails.
+# CI and `make chromium` call this. The tests are skipped where there is none, so it never fails.
 set -u
 
 found() {
