@@ -143,6 +143,10 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> Sequence[Request]:
+        return self._running
+
+    @property
     def stats(self) -> SchedulerStats:
         cache = self.prefix_cache
         return SchedulerStats(
