@@ -69,7 +69,8 @@ class Announcer(Events):
     @staticmethod
     def _request(state: RequestState, arrived: float) -> RequestAdded:
         ids = tuple(sequence.request.request_id for sequence in state.sequences)
-        return RequestAdded(arrived, state.request_id, ids, tuple(state.prompt_token_ids), state.params)
+        params = getattr(state, "pooling_params", state.params)  # of what is pooled, those are a stand-in
+        return RequestAdded(arrived, state.request_id, ids, tuple(state.prompt_token_ids), params)
 
     def planned(self, step: int, plan: StepPlan, began: float) -> None:
         now, scheduler, transfers = time.monotonic(), self._scheduler, plan.transfers
