@@ -93,7 +93,16 @@ class LLMEngine(SleepMethods):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "LLMEngine":
-        """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.load_parts`."""
+        """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.load_parts`.
+
+        Raises:
+            ValueError: several engines are asked for, or as ``load_parts``.
+        """
+        if config.parallel.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={config.parallel.data_parallel_size}: this is one engine; AsyncLLM and "
+                "`tritonllm serve` run several"
+            )
         return cls(*load_parts(config, ranks_of(config)))
 
     @classmethod

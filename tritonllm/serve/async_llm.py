@@ -22,10 +22,11 @@ from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.serve.collector import Collector, Texts
 from tritonllm.serve.engine_calls import EngineCalls
-from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink
+from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.inputs import import_tokenizers, input_processor
 from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
+from tritonllm.serve.replicas import Replicas, start_engines
 from tritonllm.vllm_arguments import no_adapter
 
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
@@ -78,7 +79,7 @@ class AsyncLLM(EngineCalls):
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
             raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
         self.config = config
-        self._client = EngineClient(config, log_level, meanwhile=import_tokenizers) if link is None else link
+        self._client = start_engines(config, log_level, meanwhile=import_tokenizers) if link is None else link
         try:
             self.inputs = input_processor(self._client.ready)
         except BaseException:
@@ -120,6 +121,16 @@ class AsyncLLM(EngineCalls):
     @property
     def engine_pid(self) -> int | None:
         return self._client.pid
+
+    @property
+    def replica_stats(self) -> list[Stats]:
+        """Of each of the engines behind this; one, if ``data_parallel_size`` is 1."""
+        return list(self._client.stats) if isinstance(self._client, Replicas) else [self.stats]
+
+    @property
+    def replicas_living(self) -> list[bool]:
+        """Which of these engines have not died."""
+        return self._client.living if isinstance(self._client, Replicas) else [not self.errored]
 
     @property
     def max_model_len(self) -> int:
@@ -372,7 +383,9 @@ class AsyncLLM(EngineCalls):
                 self._forget(update.request_id)
             if self.observer is not None:
                 self.observer.updated(update)
-            if update.refused is not None:
+            if update.lost is not None:
+                collector.fail(EngineDeadError(update.lost))
+            elif update.refused is not None:
                 collector.fail(AsleepError(update.refused) if update.asleep else ValueError(update.refused))
             else:
                 collector.put(update)

@@ -84,7 +84,7 @@ class Update(msgspec.Struct, array_like=True):
 
     ``refused`` is why the engine did not take the request: nothing else will come of it; ``asleep``: because it
     sleeps, or will when the unfinished ones have ended. ``pooled`` is what a prompt was pooled to: a shape, and the
-    bytes of its float32 numbers.
+    bytes of its float32 numbers. ``lost``: the engine that had the request has died, but others live.
     """
 
     request_id: str
@@ -102,6 +102,7 @@ class Update(msgspec.Struct, array_like=True):
     num_accepted_tokens_per_pos: list[int] = []
     pooled: tuple[list[int], bytes] | None = None
     asleep: bool = False
+    lost: str | None = None
 
 
 class Stats(msgspec.Struct, array_like=True):
