@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -30,6 +31,7 @@ from tritonllm.serve.replies import now
 from tritonllm.serve.responses_api import respond_to
 from tritonllm.serve.responses_protocol import ResponsesRequest
 from tritonllm.serve.tracing import Observers, Traces, WithParent, make_provider
+from tritonllm.teach.dashboard.snapshot import View
 from tritonllm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -160,6 +162,17 @@ def _add_status(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
     @app.get("/metrics")
     async def metrics_page() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/activity")
+    async def activity(
+        first_row: int = 0, rows: int = 20, cells: int = 400, steps: int = 80, replica: int = 0
+    ) -> Response:
+        view = View(first_row, rows, cells, steps)
+        count = len(llm.replica_stats)
+        if not 0 <= replica < count:
+            raise APIError(400, f"replica must be from 0 to {count - 1}, got {replica}", param="replica")
+        note = f"engine {replica} of 0 to {count - 1}: --replica" if count > 1 else ""
+        return JSONResponse({**await llm.activity(asdict(view), replica), "note": note})
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -22,6 +22,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 OPEN_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # of probes and scrapers: no key, no limit
+QUIET_PATHS = OPEN_PATHS | {"/activity"}  # that somebody may ask for again and again: the log does not tell
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODY_SECONDS = 60.0  # that a client may take to send a body
 
@@ -83,7 +84,7 @@ class Guard:
         try:
             await self._guarded(scope, headers, receive, send_with_id)
         finally:
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in QUIET_PATHS:
                 took = 1e3 * (time.monotonic() - begin)
                 logger.info("%s %s %d %.1f ms id=%s", scope["method"], scope["path"], status, took, request_id)
 

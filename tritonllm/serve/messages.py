@@ -56,12 +56,15 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 
     ``method`` is ``sleep``, ``wake_up``, ``reload_weights`` or ``reset_prefix_cache`` of the engine. The first and the
     third wait until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile.
+    Or it is ``activity``, which changes nothing (:mod:`tritonllm.serve.activity`). ``replica``: of several engines only
+    this one is meant.
     """
 
     number: int
     method: str
     arguments: dict[str, Any]
     abort: bool = False
+    replica: int | None = None
 
 
 ToEngine = Add | Abort | Call | Stop

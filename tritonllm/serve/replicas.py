@@ -91,6 +91,7 @@ class Replicas:
         self._placement = Placement([block_size * one.stats.num_blocks for one in told])
         self._owners: dict[str, tuple[int, int]] = {}  # of an id: the replica, and how many requests of that id it has
         self._calls: dict[int, tuple[set[int], list[Answer]]] = {}  # whose answers are missing, and those that came
+        self._looks: set[int] = set()  # calls that change nothing
         self._on_news: Callable[[News], None] = lambda news: None
         self._on_death: Callable[[str], None] = lambda why: None
 
@@ -126,9 +127,15 @@ class Replicas:
                 if mine:
                     self._links[number].send(Abort(mine))
         else:
+            meant = set(self._living)
             if isinstance(message, Call):
-                self._calls[message.number] = set(self._living), []
-            for number in sorted(self._living):
+                if message.replica is not None:
+                    meant &= {message.replica}
+                    if not meant:
+                        raise EngineDeadError(f"replica {message.replica} has died")
+                    self._looks.add(message.number)
+                self._calls[message.number] = set(meant), []
+            for number in sorted(meant):
                 self._links[number].send(message)
 
     def _place(self, message: Add) -> None:
@@ -177,9 +184,12 @@ class Replicas:
 
     def _conclude(self, call: int) -> Answer | None:
         _, came = self._calls.pop(call, (set(), []))
+        changes = call not in self._looks
+        self._looks.discard(call)
         if not came:
             return None
-        self._placement.forget()  # whatever it was, it emptied the caches or tried to
+        if changes:
+            self._placement.forget()  # whatever it was, it emptied the caches or tried to
         wrong = next((answer for answer in came if answer.error is not None), None)
         if wrong is not None:
             return wrong
