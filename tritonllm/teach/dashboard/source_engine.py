@@ -2,6 +2,7 @@
 
 import io
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from tritonllm.teach.dashboard.source import Status
 from tritonllm.teach.viewer import Params
 
 Result = TypeVar("Result")
+SWITCH_SECONDS = 0.0005
 
 
 class EngineSource:
@@ -89,7 +91,7 @@ class DashboardViewer:
             source.work_ended = True
 
         worker = threading.Thread(target=do_work, name="engine")
-        with logs_held():
+        with logs_held(), short_turns():
             app = self._make_app(source)
             worker.start()
             try:
@@ -114,6 +116,18 @@ def same_device() -> Callable[[], None]:
         return lambda: None
     index = torch.cuda.current_device()
     return lambda: torch.cuda.set_device(index)
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Inside the block threads take turns more often: the engine's, which gives up its turn in every operation, would
+    wait 5 ms for each while the screen is drawn."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextmanager
