@@ -114,7 +114,7 @@ def test_the_dashboard_of_a_server(server):
         await pilot.press("down", "up", "t", "space", "n", "plus")
         stream.end()
         await until(pilot, lambda: app.snapshot.counters.running == 0)
-        assert "is the last" in text(app, "steps") and "a cell is" in text(app, "pool")
+        assert "tokens of steps" in text(app, "steps") and " a cell\n" in text(app, "pool")
         await pilot.press("q")
 
     look_at(ServerSource(server.url + "/v1/", every=0.1), script)

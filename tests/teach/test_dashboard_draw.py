@@ -85,7 +85,7 @@ def test_each_kind_of_block_has_a_shape_of_its_own():
     assert text.plain.split("\n")[0] == "█▚░▚·"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans if span.end <= 5}
     assert styles["█"] == draw.OWNERS[0] and styles["░"] == "dim"
-    assert "a cell is a block" in draw.pool_title(snapshot)
+    assert "2 of 4 blocks used, one a cell" in draw.pool_title(snapshot)
     assert draw.pool(snapshot, 60, 12).plain.count("█") >= 18, "few blocks are drawn large"
 
 
@@ -93,7 +93,7 @@ def test_binned_cells_say_so():
     snapshot = Snapshot(
         Counters(num_blocks=100_000, used_blocks=16_384), cells=Cells(250, "u" * 65 + "." * 335, (0,) * 400)
     )
-    assert draw.pool_title(snapshot) == "KV pool: 16,384 of 100,000 blocks used, a cell is 250 blocks"
+    assert draw.pool_title(snapshot) == "KV pool: 16,384 of 100,000 blocks used, 250 a cell"
 
 
 def line(state, computed=0, total=20, out=0, most=5):

@@ -87,7 +87,7 @@ class Dashboard(App[None]):
     #steps { height: 5; }
     #requests { height: 1fr; }
     #panels { layout: vertical; height: 1fr; }
-    Screen.wide #panels { layout: grid; grid-size: 2 2; grid-columns: 1fr 1fr; grid-rows: 2fr 1fr; }
+    Screen.wide #panels { layout: grid; grid-size: 2 2; grid-columns: 3fr 2fr; grid-rows: 2fr 1fr; }
     Screen.wide #requests { row-span: 2; height: 100%; }
     Screen.wide #pool { height: 100%; }
     Screen.wide #steps { height: 100%; }
@@ -153,11 +153,12 @@ class Dashboard(App[None]):
         if self.source.is_over:
             self.exit()
             return
-        self.snapshot = self.source.look(self.view())
+        before, self.snapshot = self.snapshot, self.source.look(self.view())
         self._first = self.snapshot.first_row
         self.query_one(Headline).show(self.source, self.snapshot.note)
-        for panel in self.query(Panel):
-            panel.show(self.snapshot)
+        if self.snapshot != before:
+            for panel in self.query(Panel):
+                panel.show(self.snapshot)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys that are of no use here are not offered."""

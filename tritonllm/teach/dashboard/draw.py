@@ -4,6 +4,7 @@ whichever colours they see, and every difference is one of shapes, too."""
 from collections.abc import Iterable
 from itertools import groupby
 
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from tritonllm.teach.dashboard.snapshot import (
@@ -75,14 +76,14 @@ def pool_title(snapshot: Snapshot) -> str:
     if counters.num_blocks is None:
         return f"KV pool: {100 * snapshot.used_part:.1f} % used"
     size = 1 if cells is None else cells.blocks_per_cell
-    each = "a cell is a block" if size == 1 else f"a cell is {size:,} blocks"
+    each = "one a cell" if size == 1 else f"{size:,} a cell"
     return f"KV pool: {counters.used_blocks:,} of {counters.num_blocks:,} blocks used, {each}"
 
 
 def pool_legend(counters: Counters) -> Text:
     legend = Text(no_wrap=True)
-    known = ((USED, counters.used_blocks, "used, coloured by request"), (SHARED, counters.shared_blocks, "shared"))
-    for kind, count, name in (*known, (CACHED, counters.cached_blocks, "cached, free")):
+    known = ((USED, counters.used_blocks, "used"), (SHARED, counters.shared_blocks, "shared"))
+    for kind, count, name in (*known, (CACHED, counters.cached_blocks, "cached")):
         if count is not None:
             legend.append(GLYPHS[kind], style="bold" if kind == SHARED else "dim" if kind == CACHED else SKY)
             legend.append(f" {name} {count:,}  " if kind != USED else f" {name}  ")
@@ -138,15 +139,15 @@ def _cell_style(kind: str, owner: int) -> str:
 def steps_title(columns: tuple[StepColumn, ...] | None) -> str:
     if not columns:
         return "tokens of each step"
-    last = columns[-1]
-    return f"tokens of each step, up to {max(column.tokens for column in columns):,}: step {last.step:,} is the last"
+    first, last = columns[0].step, columns[-1].step
+    return f"tokens of steps {first:,} to {last:,}, at most {max(column.tokens for column in columns):,}"
 
 
 def steps_legend(columns: tuple[StepColumn, ...]) -> Text:
-    legend = Text(no_wrap=True)
+    legend = Text("last:", no_wrap=True)
     for name, style in KINDS:
-        legend.append("█", style=style).append(f" {name} {getattr(columns[-1], name):,}  ")
-    return legend.append("in the last one")
+        legend.append(" █", style=style).append(f" {name} {getattr(columns[-1], name):,} ")
+    return legend
 
 
 def steps(columns: tuple[StepColumn, ...] | None, width: int, height: int) -> Text:
@@ -209,8 +210,8 @@ def requests(snapshot: Snapshot, width: int, height: int) -> Text:
         return Text("this server tells of no single requests")
     if not snapshot.num_requests:
         return Text("no requests yet" if not snapshot.counters.steps else "no requests")
-    name_width = max(8, min(24, (width - 52) // 2))
-    bar = max(6, min(40, width - name_width - 52))
+    name_width = max(8, min(24, (width - 51) * 3 // 5))
+    bar = max(4, min(40, width - name_width - 51))
     heading = f"  {'request':<{name_width}} {'state':<13} {'progress':<{bar}} {'tokens':>13} {'cached':>6} {'lost':>4}"
     text = Text(no_wrap=True).append(f"{heading} {'blocks':>6}"[:width], style="dim")
     for line in snapshot.requests[: height - 1]:
@@ -219,15 +220,16 @@ def requests(snapshot: Snapshot, width: int, height: int) -> Text:
 
 
 def _request(line: RequestLine, width: int, name_width: int, bar: int) -> Text:
-    name = line.request_id + (f" ×{line.sequences}" if line.sequences > 1 else "")
-    name = name if len(name) <= name_width else name[: name_width - 1] + "…"
+    times = f" ×{line.sequences}" if line.sequences > 1 else ""
+    name, room = line.request_id, max(2, name_width - len(times))
+    name = (name if cell_len(name) <= room else "…" + set_cell_size(name[1 - room :], room - 1)) + times
     state = f"ended: {line.reason}"[:13] if line.state == "ended" else line.state
     part, tokens = progress(line)
     filled = round(bar * part)
     live = line.state in ("prefill", "decode", "verify")
     text = Text(no_wrap=True)
     text.append("█ ", style=owner_style(line.number) if line.state != "ended" else "dim")
-    text.append(f"{name:<{name_width}} {state:<13} ", style="" if live else "dim")
+    text.append(f"{set_cell_size(name, name_width)} {state:<13} ", style="" if live else "dim")
     text.append("━" * filled, style=owner_style(line.number)).append("╌" * (bar - filled), style="dim")
     text.append(
         f" {tokens:>13} {line.cached_tokens:>6} {line.preemptions:>4} {line.blocks:>6}", style="" if live else "dim"
