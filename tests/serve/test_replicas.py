@@ -103,6 +103,14 @@ def test_all_do_what_the_engine_is_told():
     assert news[-1].answers == [Answer(2, error="no room")]
 
 
+def test_a_picture_is_of_one_of_them():
+    replicas, (first, second), news, _ = links()
+    replicas.send(Call(1, "picture", {}))
+    assert [type(m) for m in first.sent] == [Call] and not second.sent
+    first.tell(News([], Stats(), [Answer(1, {"running": []})]))
+    assert news[-1].answers == [Answer(1, {"running": []})]
+
+
 def test_one_dies_and_the_others_go_on():
     replicas, (first, second), news, deaths = links()
     for name in "abcd":
@@ -146,10 +154,10 @@ def test_a_look_at_one_of_them_changes_nothing():
     replicas.send(look)
     assert look in second.sent and look not in first.sent
     second.tell(News([], Stats(), [Answer(1, {"steps": []})]))
-    assert news[-1].answers == [Answer(1, {"steps": []})] and not forgotten and not replicas._looks
+    assert news[-1].answers == [Answer(1, {"steps": []})] and not forgotten
     replicas.send(Call(2, "activity", {}, replica=0))
     first.die("killed")
-    assert [answer.error for answer in news[-1].answers] == ["replica 0: killed"] and not replicas._looks
+    assert [answer.error for answer in news[-1].answers] == ["replica 0: killed"]
     with pytest.raises(EngineDeadError, match="replica 0 has died"):
         replicas.send(Call(3, "activity", {}, replica=0))
 
@@ -226,7 +234,7 @@ def test_a_server_with_two_loses_one_and_ends_with_the_last(llm):
     """Streams of the other one go on to their ends."""
     before = socket_folders()
     with running_server("--data-parallel-size", "2") as server:
-        streams = [Stream(server, prompt=f"{i} + {i} =", max_tokens=400, return_token_ids=True) for i in range(6)]
+        streams = [Stream(server, prompt=f"{i} + {i} =", max_tokens=600, return_token_ids=True) for i in range(6)]
         engines = [child for child in server.children() if child.memory_info().rss > 150e6]
         assert len(engines) == 2
         os.kill(engines[0].pid, signal.SIGKILL)
@@ -234,9 +242,9 @@ def test_a_server_with_two_loses_one_and_ends_with_the_last(llm):
         ends = [stream.end() for stream in streams]
         whole = [end for end in ends if end[-1] == "[DONE]" and "error" not in json.loads(end[-2])]
         broken = [end for end in ends if end not in whole]
-        assert len(whole) == len(broken) == 3
+        assert whole and broken, "both had some, and only one of them lost its own"
         assert all(sum('"error"' in event for event in end) == 1 for end in broken), "one error each"
-        params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=600, temperature=0, ignore_eos=True)
         for stream in streams:
             if stream.events in whole:
                 (expected,) = llm.generate(

@@ -29,6 +29,7 @@ from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.jump_forward import jump
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
+from tritonllm.engine.picture import Picture, take_picture
 from tritonllm.engine.plan import StepPlan, describe
 from tritonllm.engine.pooling import PoolingAbility, pooling_state
 from tritonllm.engine.ranks import Executor
@@ -130,6 +131,11 @@ class LLMEngine(SleepMethods):
         """What those who subscribe late have missed. Takes time in the number of cached blocks."""
         self._recover()
         return self._events.present()
+
+    def picture(self) -> Picture:
+        """What runs now, and who holds which block."""
+        self._recover()
+        return take_picture(self._scheduler)
 
     def add_request(
         self,

@@ -139,12 +139,13 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
+    def running(self) -> Sequence[Request]:
+        """In order."""
+        return self._running
 
     @property
-    def running(self) -> Sequence[Request]:
-        return self._running
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     def stats(self) -> SchedulerStats:

@@ -27,6 +27,7 @@ from tritonllm.serve.inputs import import_tokenizers, input_processor
 from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
 from tritonllm.serve.replicas import Replicas, start_engines
+from tritonllm.serve.shared_count import SharedCount
 from tritonllm.vllm_arguments import no_adapter
 
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
@@ -62,6 +63,7 @@ class AsyncLLM(EngineCalls):
         max_queue: sequences that may wait for a seat.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
         link: to an engine that another process has started; by default one is started here.
+        sequences: counts those in the engine, with those of its other API processes; by default there are none.
 
     Raises:
         ValueError: a bad value, or a model that cannot be loaded.
@@ -75,6 +77,7 @@ class AsyncLLM(EngineCalls):
         max_queue: int = MAX_QUEUE,
         log_level: int | None = None,
         link: EngineLink | None = None,
+        sequences: SharedCount | None = None,
     ) -> None:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
             raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
@@ -94,7 +97,7 @@ class AsyncLLM(EngineCalls):
             str, tuple[Collector | PoolingCollector, int]
         ] = {}  # and the request's number of sequences
         self._ending: set[str] = set()  # aborted; their last updates are on their way
-        self._sequences = 0
+        self._sequences = SharedCount() if sequences is None else sequences
         EngineCalls.__init__(self)
         self._loop: asyncio.AbstractEventLoop | None = None
         # One thread: the tokenizer is not made for several, and a long prompt does not hold up the event loop.
@@ -138,8 +141,8 @@ class AsyncLLM(EngineCalls):
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences in the engine."""
-        return self._sequences
+        """Sequences in the engine, of all its API processes."""
+        return self._sequences.total
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params.clone()
@@ -309,8 +312,8 @@ class AsyncLLM(EngineCalls):
             raise AsleepError("the engine sleeps, or has no weights: wake it up, or reload them, and try again")
         if sequences > self.max_sequences:
             raise ValueError(f"n={sequences} is more than this engine queues, {self.max_sequences}: lower it")
-        if self._sequences + sequences > self.max_sequences:
-            raise QueueFullError(f"{self._sequences} sequences run or wait, and the queue is full: try again later")
+        if (total := self._sequences.total) + sequences > self.max_sequences:
+            raise QueueFullError(f"{total} sequences run or wait, and the queue is full: try again later")
 
     def _add(self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> Collector:
         """Send the request to the engine. Nothing is awaited between the checks and the sending."""
@@ -330,7 +333,7 @@ class AsyncLLM(EngineCalls):
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
         self._client.send(message)
         self._collectors[request_id] = collector, params.n
-        self._sequences += params.n
+        self._sequences.add(params.n)
         if self.observer is not None:
             self.observer.added(request_id, len(message.prompt_token_ids), params)
 
@@ -365,7 +368,7 @@ class AsyncLLM(EngineCalls):
 
     def _forget(self, request_id: str) -> Collector | PoolingCollector | None:
         collector, sequences = self._collectors.pop(request_id, (None, 0))
-        self._sequences -= sequences
+        self._sequences.add(-sequences)
         return collector
 
     def _take(self, news: News) -> None:

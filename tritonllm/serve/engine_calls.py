@@ -80,6 +80,10 @@ class EngineCalls:
         """
         return await self._call("activity", replica=replica, view=dict(view))
 
+    async def picture(self) -> dict[str, Any]:
+        """What runs now, and who holds which block: the fields of :class:`tritonllm.engine.picture.Picture`."""
+        return await self._call("picture")
+
     async def collective_rpc(
         self,
         method: str,

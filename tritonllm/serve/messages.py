@@ -54,10 +54,9 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Do something between requests; an :class:`Answer` with the same number says what came of it.
 
-    ``method`` is ``sleep``, ``wake_up``, ``reload_weights`` or ``reset_prefix_cache`` of the engine. The first and the
-    third wait until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile.
-    Or it is ``activity``, which changes nothing (:mod:`tritonllm.serve.activity`). ``replica``: of several engines only
-    this one is meant.
+    ``method`` is ``sleep``, ``wake_up``, ``reload_weights``, ``reset_prefix_cache`` or ``picture`` of the engine. The
+    first and the third wait until the requests have ended that are unfinished; with ``abort`` they are ended. None
+    begins meanwhile. Or it is ``activity`` (:mod:`tritonllm.serve.activity`), of the engine that ``replica`` names.
     """
 
     number: int

@@ -91,7 +91,6 @@ class Replicas:
         self._placement = Placement([block_size * one.stats.num_blocks for one in told])
         self._owners: dict[str, tuple[int, int]] = {}  # of an id: the replica, and how many requests of that id it has
         self._calls: dict[int, tuple[set[int], list[Answer]]] = {}  # whose answers are missing, and those that came
-        self._looks: set[int] = set()  # calls that change nothing
         self._on_news: Callable[[News], None] = lambda news: None
         self._on_death: Callable[[str], None] = lambda why: None
 
@@ -127,15 +126,18 @@ class Replicas:
                 if mine:
                     self._links[number].send(Abort(mine))
         else:
-            meant = set(self._living)
+            concerned = sorted(self._living)
             if isinstance(message, Call):
-                if message.replica is not None:
-                    meant &= {message.replica}
-                    if not meant:
+                if message.method == "picture":  # of the first
+                    del concerned[1:]
+                elif message.method == "activity":
+                    concerned = [number for number in concerned if number == message.replica]
+                    if not concerned:
                         raise EngineDeadError(f"replica {message.replica} has died")
-                    self._looks.add(message.number)
-                self._calls[message.number] = set(meant), []
-            for number in sorted(meant):
+                else:
+                    self._placement.forget()  # whatever it is, it may empty the caches
+                self._calls[message.number] = set(concerned), []
+            for number in concerned:
                 self._links[number].send(message)
 
     def _place(self, message: Add) -> None:
@@ -184,12 +186,8 @@ class Replicas:
 
     def _conclude(self, call: int) -> Answer | None:
         _, came = self._calls.pop(call, (set(), []))
-        changes = call not in self._looks
-        self._looks.discard(call)
         if not came:
             return None
-        if changes:
-            self._placement.forget()  # whatever it was, it emptied the caches or tried to
         wrong = next((answer for answer in came if answer.error is not None), None)
         if wrong is not None:
             return wrong

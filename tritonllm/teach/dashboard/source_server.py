@@ -102,11 +102,9 @@ class ServerSource:
         try:
             answer = self._get(f"/activity?{urllib.parse.urlencode(query)}")
         except Refused as error:
-            if error.status not in (401, 403, 404, 405, 429):
+            if error.status not in (401, 403, 404, 405):
                 raise
-            note = (
-                NO_KEY if error.status in (401, 403) else NO_ACTIVITY if error.status != 429 else "the server is busy"
-            )
+            note = NO_KEY if error.status in (401, 403) else NO_ACTIVITY
             return self._from_metrics(self._get("/metrics"), note)
         return from_json(json.loads(answer))
 
