@@ -2,8 +2,10 @@
 
 import asyncio
 import functools
+import io
 import json
 import logging
+import re
 import threading
 import time
 
@@ -14,7 +16,7 @@ from tritonllm.cli import dashboard as command
 from tritonllm.cli import main
 from tritonllm.events import Part, RequestAdded, StepPlanned
 from tritonllm.sampling_params import SamplingParams
-from tritonllm.teach.dashboard import source_engine
+from tritonllm.teach.dashboard import picture, source_engine
 from tritonllm.teach.dashboard.app import Dashboard, Panel
 from tritonllm.teach.dashboard.recorder import SPEEDS, Gate
 from tritonllm.teach.dashboard.source import Status
@@ -152,6 +154,16 @@ def test_a_picture(tmp_path, monkeypatch):
         app = Dashboard(working.source)
         drive(app, lambda pilot: pilot.press("s"))
     assert "</svg>" in (tmp_path / "tritonllm-dashboard.svg").read_text()
+
+
+def test_the_picture_of_the_docs(monkeypatch):
+    monkeypatch.setattr(picture, "STEPS", 30)
+    svg = picture.draw()
+    assert "request-12" in svg and "demonstration" in svg
+    assert "@font-face" not in svg and set(re.findall(r"https?://[^\"/]*", svg)) <= {
+        "http://www.w3.org",
+        "https://www.textualize.io",
+    }
 
 
 class Told:
@@ -317,8 +329,6 @@ def test_what_fails_is_an_error_and_nothing_hangs(caplog):
 
 
 def test_messages_wait_until_the_screen_is_closed():
-    import io
-
     stream, logger = io.StringIO(), logging.getLogger("tritonllm")
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)

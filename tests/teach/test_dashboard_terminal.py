@@ -1,6 +1,7 @@
 """The dashboard on a terminal, as a person has it."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def closed(child):
     rest = child.before
     child.close()
     assert SHOWS_CURSOR in rest
-    return rest[rest.index(SHOWS_CURSOR) + len(SHOWS_CURSOR) :]
+    return re.sub(r"\x1b\[[?\d;<>=]*[a-z]", "", rest)
 
 
 def test_a_session():
