@@ -216,7 +216,7 @@ def test_a_server_that_never_was():
     [
         (["--url", "localhost:8000"], "--url must begin with http"),
         (["--every", "0"], "--every must be"),
-        (["model"], "MODEL"),
+        (["model"], "unrecognized"),
         ([], "needs a terminal"),
     ],
 )

@@ -385,6 +385,13 @@ def test_wrong_usage(argv, says, capsys):
     assert stopped.value.code == 2 and says in capsys.readouterr().err
 
 
+def test_it_has_the_terminal_for_itself(monkeypatch, capsys):
+    monkeypatch.setattr(command, "check", lambda: None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", str(tiny_checkpoint()), "--prompt", "a", "--dashboard", "--xray"])
+    assert stopped.value.code == 2 and "the terminal for itself" in capsys.readouterr().err
+
+
 def test_without_textual(monkeypatch, capsys):
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     for argv in (["generate", "--prompt", "a", "--dashboard"], ["dashboard"]):

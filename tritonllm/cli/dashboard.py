@@ -21,7 +21,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         description="Show what a running server does: requests, tokens/s, the KV pool, steps and the queue. q quits.",
         usage="tritonllm dashboard [--url URL] [--api-key KEY]",
     )
-    parser.set_defaults(run=run, wrong_usage=parser.error)
+    parser.set_defaults(run=run, wrong_usage=parser.error, model=None)
     parser.add_argument("--url", default=URL, metavar="URL", help=f"of a server (default: {URL})")
     parser.add_argument("--api-key", metavar="KEY", help="default: TRITONLLM_API_KEY")
     parser.add_argument(
@@ -42,8 +42,6 @@ def check() -> None:
 
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
-    if args.model is not None:
-        args.wrong_usage("MODEL: the server has its model already; leave it out")
     if not args.url.startswith(("http://", "https://")):
         args.wrong_usage(f"--url must begin with http:// or https://, got {args.url!r}")
     if not 0.05 <= args.every <= 3600:
