@@ -106,11 +106,11 @@ def test_nothing_is_cut_off_in_a_terminal(width):
 def test_launches_of_triton(monkeypatch):
     """What is asked before a launch tells the kernel and its grid. (Whether a real launch asks it, a GPU shows.)"""
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
-    kernel = object.__new__(CompiledKernel)
-    kernel.name, kernel.metadata = "some_kernel", SimpleNamespace(num_warps=4, num_stages=3, shared=1024)
+    metadata = SimpleNamespace(num_warps=4, num_stages=3, shared=1024)
+    kernel = SimpleNamespace(name="some_kernel", metadata=metadata)
     plain = CompiledKernel.launch_metadata
     with watched_launches() as launches:
-        assert kernel.launch_metadata((132, 2, 1), 0, "argument") is None
+        assert CompiledKernel.launch_metadata(kernel, (132, 2, 1), 0, "argument") is None
     assert launches == [Launch("some_kernel", (132, 2, 1), 4, 3, 1024)]
     assert str(launches[0]) == "some_kernel grid 132×2×1, 4 warps, 3 stages, 1,024 B shared"
     assert CompiledKernel.launch_metadata is plain
