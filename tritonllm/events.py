@@ -89,6 +89,8 @@ class StepPlanned:
         num_blocks, num_free_blocks: of the KV cache, after the decision.
         num_cached_blocks: blocks whose contents the prefix cache can find, in use or free.
         evicted_blocks: blocks whose cached contents were given up for others, since the start.
+        prompt_share: most tokens of prompts that the step could take, fewer than ``token_budget`` beside decodes;
+            ``None`` if no prompt asked.
     """
 
     time: float
@@ -107,6 +109,7 @@ class StepPlanned:
     num_free_blocks: int
     num_cached_blocks: int
     evicted_blocks: int
+    prompt_share: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +153,8 @@ class NewTokens(NamedTuple):
             after an abort.
         drafts: guesses that were verified.
         accepted: how many of them were right.
+        logprobs: for each of ``token_ids``, if the request asked for log-probabilities: the token itself and then the
+            most likely ones (at most 20), each with its log-probability under the model's own distribution.
     """
 
     sequence_id: str
@@ -157,6 +162,7 @@ class NewTokens(NamedTuple):
     token_ids: tuple[int, ...]
     drafts: int
     accepted: int
+    logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

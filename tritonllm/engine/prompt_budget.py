@@ -38,11 +38,15 @@ class PromptShare:
         most: tokens of a step.
         running: requests that run.
         waiting: those that wait.
+
+    Attributes:
+        granted: what was found out; ``None`` as long as nobody has asked.
     """
 
     def __init__(self, most: int, running: Sequence[Request], waiting: WaitingQueue) -> None:
         self._most, self._running, self._waiting = most, running, waiting
-        self._left: int | None = None
+        self.granted: int | None = None
+        self._left = 0
 
     @staticmethod
     def _in_chunks(request: Request) -> bool:
@@ -56,13 +60,14 @@ class PromptShare:
         """Tokens that the step may compute of a request, if ``budget`` are left of it."""
         if not self._in_chunks(request):
             return budget
-        if self._left is None:
+        if self.granted is None:
             behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
             decodes = 0 in behind
-            self._left = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
+            self.granted = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
+            self._left = self.granted
         return min(budget, self._left)
 
     def take(self, request: Request, tokens: int) -> None:
         """The step computes so many of a request."""
-        if self._left is not None and tokens > 1 and self._in_chunks(request):
+        if self.granted is not None and tokens > 1 and self._in_chunks(request):
             self._left -= tokens
