@@ -160,6 +160,7 @@ def test_copies_and_shared_blocks():
     assert [part.num_tokens for part in first] == [10, 0, 0]
     assert first[0].block_ids[:2] == first[1].block_ids[:2] == first[2].block_ids[:2]
     assert [part.request_id for part in first] == [of(events, RequestAdded)[0].request_id] * 3
+    assert of(events, RequestFinished)[0].num_cached_tokens == 0, "what siblings share was not cached"
 
 
 def test_drafts():

@@ -150,7 +150,7 @@ class Announcer(Events):
                 request_id=state.request_id,
                 finish_reasons=tuple(request.finish_reason or "" for request in requests),
                 num_output_tokens=tuple(len(request.output_token_ids) for request in requests),
-                num_cached_tokens=max((request.num_cached_tokens or 0 for request in requests), default=0),
+                num_cached_tokens=requests[0].num_cached_tokens or 0,  # the others take what it has
                 num_preemptions=sum(request.num_preemptions for request in requests),
                 error=state.error,
             )
