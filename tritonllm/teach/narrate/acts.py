@@ -25,8 +25,12 @@ class Share(float):
 
     def __format__(self, spec: str) -> str:
         percent = 100 * float(self)
-        if percent == 0 or percent >= 99.995:
+        if percent in (0, 100):
             return f"{percent:.0f}%"
+        if percent >= 99.95:
+            return ">99.9%"
+        if percent < 0.001:
+            return "<0.001%"
         return f"{percent:.1f}%" if percent >= 0.1 else f"{percent:.2g}%"
 
 

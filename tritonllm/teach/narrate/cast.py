@@ -75,6 +75,12 @@ class Cast:
         player = self._players.get(sequence_id)
         return sequence_id if player is None else player.name
 
+    def known(self, part: Part) -> int:
+        """Tokens that a sequence had before a step. (A plan that was made ahead may not know how many guesses before it
+        were right.)"""
+        player = self._players.get(part.sequence_id)
+        return part.num_known_tokens if player is None else len(player.prompt) + len(player.output)
+
     def add(self, tokens: Iterable[NewTokens]) -> None:
         """Sequences got tokens."""
         for new in tokens:

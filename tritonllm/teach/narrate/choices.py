@@ -1,6 +1,6 @@
 """Why the scheduler took what it took: a step's requests, their chunks, and who had to wait."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tritonllm.events import Part, StepPlanned
@@ -37,13 +37,13 @@ def _why_so_few(part: Part, step: StepPlanned) -> str:
 
 
 def _prefill(part: Part, player: Player, step: StepPlanned) -> list[Said]:
+    place = {"first": part.start, "last": part.start + part.num_tokens - 1}
     values = {
         "name": player.name,
         "tokens": Count(part.num_tokens),
         "known": Count(part.num_known_tokens),
         "cached": Count(part.cached_tokens),
-        "first": part.start,
-        "last": part.start + part.num_tokens - 1,
+        "where": Said("at_many" if part.num_tokens > 1 else "at_one", place),
         "left": Count(part.num_known_tokens - part.start - part.num_tokens),
         "budget": Count(step.token_budget),
         "share": Count(step.prompt_share or 0),
@@ -69,7 +69,7 @@ def _prefill(part: Part, player: Player, step: StepPlanned) -> list[Said]:
 
 def prefills(step: StepPlanned, cast: Cast) -> list[Said]:
     """Requests that come in, and prompts that go on."""
-    parts = [part for part in step.parts if part.kind == "prefill"]
+    parts = [part for part in step.parts if part.kind == "prefill" or part.admitted]
     said: list[Said] = []
     for part in parts[:SHOWN]:
         player = cast.get(part.sequence_id)
@@ -82,18 +82,24 @@ def prefills(step: StepPlanned, cast: Cast) -> list[Said]:
     return said
 
 
-def decodes(step: StepPlanned, name: Callable[[str], str]) -> list[Said]:
-    """Requests that generate."""
+def decodes(step: StepPlanned, cast: Cast, verified: Mapping[str, int]) -> list[Said]:
+    """Requests that generate.
+
+    Args:
+        verified: how many guesses were found for each sequence; the step had room for more.
+    """
     said = []
-    plain = [name(part.sequence_id) for part in step.parts if part.kind == "decode"]
+    plain = [cast.name(part.sequence_id) for part in step.parts if part.kind == "decode" and not part.admitted]
     if plain:
         said.append(Said("decodes", {"names": plain, "count": Count(len(plain))}))
-    verified = [part for part in step.parts if part.kind == "verify"]
-    for part in verified[:SHOWN]:
-        values = {"name": name(part.sequence_id), "drafts": Count(part.drafts), "position": part.start}
-        said.append(Said("verifies" if part.drafts else "verifies_none", values))
-    if len(verified) > SHOWN:
-        said.append(Said("more_verified", {"count": Count(len(verified) - SHOWN)}))
+    guessing = [part for part in step.parts if part.kind == "verify"]
+    for part in guessing[:SHOWN]:
+        drafts = verified.get(part.sequence_id, 0)
+        position = cast.known(part) - 1
+        values = {"name": cast.name(part.sequence_id), "drafts": Count(drafts), "position": position}
+        said.append(Said("verifies" if drafts else "verifies_none", values))
+    if len(guessing) > SHOWN:
+        said.append(Said("more_verified", {"count": Count(len(guessing) - SHOWN)}))
     return said
 
 
@@ -123,10 +129,17 @@ def preempted(step: StepPlanned, name: Callable[[str], str], limits: Limits) -> 
     return [Said(key, {"names": names, "count": Count(len(names)), "blocks": Count(step.num_blocks)})]
 
 
-def scheduled(step: StepPlanned, cast: Cast, limits: Limits, lessons: Callable[[str], Sequence[Said]]) -> list[Line]:
+def scheduled(
+    step: StepPlanned,
+    cast: Cast,
+    limits: Limits,
+    verified: Mapping[str, int],
+    lessons: Callable[[str], Sequence[Said]],
+) -> list[Line]:
     """All of it, for a step that is told in full.
 
     Args:
+        verified: see :func:`decodes`.
         lessons: gives a lesson by its name, if it was not given before.
     """
     lines: list[Line] = [*lessons("scheduler")]
@@ -137,8 +150,8 @@ def scheduled(step: StepPlanned, cast: Cast, limits: Limits, lessons: Callable[[
         lines += [*lessons("prefill"), *prompts]
     if any(said.key == "chunk_share" for said in prompts):
         lines += lessons("share")
-    generating = decodes(step, cast.name)
-    if any(part.kind == "decode" for part in step.parts):
+    generating = decodes(step, cast, verified)
+    if any(said.key == "decodes" for said in generating):
         lines += lessons("decode")
     if any(part.kind == "verify" for part in step.parts):
         lines += lessons("drafts")

@@ -1,8 +1,11 @@
 """Acts on a terminal, or in a pipe: headings, sentences, tokens, block tables and bars."""
 
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import IO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.rule import Rule
@@ -21,13 +24,21 @@ MARKS: Mapping[Mark, tuple[str, str]] = {  # how a block is written, and its sty
     "copied": ("*{}", "bold magenta"),
     "loaded": ("<{}", "bold yellow"),
 }
+PLAIN = "\x1b[0m"
 HEADS = ("head_scheduler", "head_blocks", "head_draw")
+
+
+class PlainConsole(Console):
+    """Lets an output that nobody reads any more be an error like any other; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise
 
 
 def make_console(stream: IO[str], *, color: bool = True, record: bool = False, width: int | None = None) -> Console:
     """A console that writes escape codes to a terminal only, and none at all without ``color``."""
     styled = color and (record or stream.isatty())
-    return Console(
+    return PlainConsole(
         file=stream,
         force_terminal=styled,
         color_system="standard" if styled else None,
@@ -38,6 +49,21 @@ def make_console(stream: IO[str], *, color: bool = True, record: bool = False, w
         record=record,
         width=width,
     )
+
+
+# What a line is never broken in: a word of letters with a mark behind it, or one sign of Chinese with its comma; what
+# opens a bracket or a quotation stays with what follows.
+_UNIT = re.compile(r"[“（]*(?:[\u2e80-\u9fff]|[^\s\u2e80-\uffef“”]+)?[”，。、：；！？）]*\s*|.", re.DOTALL)
+
+
+def folded(text: str, width: int) -> list[str]:
+    """The text in lines of at most so many columns: Chinese has no blanks to break at."""
+    lines = [""]
+    for unit in filter(None, _UNIT.findall(text)):
+        if lines[-1] and cell_len(lines[-1]) + cell_len(unit.rstrip()) > width:
+            lines.append("")
+        lines[-1] += unit
+    return [line.rstrip() for line in lines]
 
 
 class Show:
@@ -52,10 +78,17 @@ class Show:
         self._explained: set[Mark] = set()  # marks of blocks
         self._bar = "█" if console.encoding.lower().startswith("utf") else "#"
 
+    def leave(self) -> None:
+        """Leave a terminal in plain colours, whatever was broken off."""
+        if self._console.is_terminal:
+            with suppress(OSError):
+                self._console.file.write(PLAIN)
+                self._console.file.flush()
+
     def act(self, act: Act) -> None:
         if act.title is not None:
             self._console.print()
-            title = Text(sentence(self._words, act.title), style="bold")
+            title = Text(self._fit(sentence(self._words, act.title)), style="bold")
             self._console.print(Rule(title, style="blue", align="left", characters="─" if self._bar == "█" else "-"))
         for line in act.lines:
             self._line(line)
@@ -79,7 +112,7 @@ class Show:
             self._console.print()
             self._console.print(Text(text, style="bold blue"))
             return
-        styled = Text(text, style="italic dim" if said.lesson else "")
+        styled = Text("\n".join(folded(text, self._console.width)), style="italic dim" if said.lesson else "")
         if not said.lesson:
             styled.highlight_regex(r"“[^”]*”", "bold")
         self._console.print(styled)

@@ -46,7 +46,7 @@ class Detail(NamedTuple):
     prompts: int = 3
     prefills: int = 2
     steps: int = 4
-    draws: int = 3
+    draws: int = 2
     news: int = 3
 
 
@@ -123,6 +123,11 @@ class Story:
                 return [Act("reset", Said("title_reset"), (Said("reset", {"reason": event.reason}),))]
         return []
 
+    @property
+    def unfinished(self) -> list[StepPlanned]:
+        """Steps that were told to be planned, and not yet to be finished."""
+        return [step for step, _ in self._planned.values()]
+
     def _lessons(self, *names: str) -> list[Said]:
         new = [name for name in names if name not in self._said]
         self._said.update(new)
@@ -186,13 +191,17 @@ class Story:
     def _full(self, step: StepPlanned, event: StepFinished, news: list[tuple[str, Said]], rows: dict[str, Row]) -> Act:
         queue = {"running": Count(step.num_running), "waiting": Count(step.num_waiting)}
         lines: list[Line] = [Said("head_scheduler", queue)]
-        lines += scheduled(step, self._cast, self._limits, self._lessons)
+        lines += scheduled(step, self._cast, self._limits, _verified(event), self._lessons)
         lines += [Said("head_blocks"), *self._lessons("blocks")]
         for kind, said in news:
             if kind != "allocated":
                 lines += self._lessons(kind)
             lines.append(said)
-        lines += block_tables(step, self._limits.block_size, self._cast.name)
+        filled = {p.sequence_id: self._cast.known(p) for p in step.parts if p.kind == "verify"}
+        for new in event.tokens:
+            if new.sequence_id in filled:
+                filled[new.sequence_id] += new.accepted
+        lines += block_tables(step, self._limits.block_size, self._cast.name, filled)
         used = step.num_blocks - step.num_free_blocks
         values = {"used": Count(used), "blocks": Count(step.num_blocks), "cached": Count(step.num_cached_blocks)}
         lines.append(Said("pool" if step.num_cached_blocks else "pool_plain", values))
@@ -256,8 +265,8 @@ class Story:
         found = [("prefill", said) for said in prefills(step, self._cast)]
         found += [("preempted", said) for said in preempted(step, self._cast.name, self._limits)]
         found += [(kind, said) for kind, said in news if kind not in ("allocated", "shared")]
-        if any(part.drafts for part in step.parts):
-            found += [("verify", said) for said in decodes(step, self._cast.name) if said.key == "verifies"]
+        verifies = [said for said in decodes(step, self._cast, _verified(event)) if said.key == "verifies"]
+        found += [("verify", said) for said in verifies]
         found += [("verify", self._verdict(new)) for new in event.tokens if new.drafts and new.token_ids]
         told = []
         counted = set()
@@ -294,10 +303,12 @@ class Story:
         """The last act: the totals, and what was left out."""
         totals, left = self.totals, self.left_out
         values = {name: Count(value) for name, value in vars(totals).items()}
-        keys = ["total_requests", "total_steps", "total_cached", "total_blocks"]
+        keys = ["total_requests", "total_steps"]
         keys += [
             key
             for key, there in (
+                ("total_cached", totals.cached_tokens),
+                ("total_blocks", totals.copied_blocks),
                 ("total_evicted", totals.evicted_blocks),
                 ("total_preemptions", totals.preemptions),
                 ("total_host", totals.stored_blocks + totals.loaded_blocks),
@@ -307,5 +318,12 @@ class Story:
             if there
         ]
         lines: list[Line] = [Said(key, values) for key in keys]
+        if self.unfinished:
+            lines.append(Said("total_vain", {"count": Count(len(self.unfinished))}))
         lines += [Said(f"left_{name}", {"count": Count(value)}) for name, value in vars(left).items() if value]
         return Act("totals", Said("title_totals"), tuple(lines))
+
+
+def _verified(event: StepFinished) -> dict[str, int]:
+    """The guesses that were checked for each sequence."""
+    return {new.sequence_id: new.drafts for new in event.tokens}

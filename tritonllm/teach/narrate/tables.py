@@ -1,11 +1,13 @@
 """What a step did with the blocks of the cache: sentences, and the block tables."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from tritonllm.events import Part, StepPlanned
 from tritonllm.teach.narrate.acts import BlockTables, Cell, Count, Line, Mark, Said, TableRow
 
+NOTHING: Mapping[str, int] = MappingProxyType({})
 ROWS = 6  # block tables of a step
 CELLS, TAIL = 12, 4  # blocks of a table; and of these the last
 
@@ -29,32 +31,38 @@ def _marks(part: Part, size: int, step: StepPlanned, owners: Counter[int]) -> li
     return marks
 
 
-def _row(name: str, part: Part, size: int, marks: Sequence[Mark]) -> TableRow:
+def _row(name: str, part: Part, size: int, marks: Sequence[Mark], filled: int) -> TableRow:
     cells = [Cell(block, mark) for block, mark in zip(part.block_ids, marks, strict=True)]
     head = left_out = 0
     if len(cells) > CELLS:
         head, left_out = CELLS - TAIL, len(cells) - CELLS
         cells = [*cells[:head], *cells[-TAIL:]]
-    filled = min(part.start + part.num_tokens, len(part.block_ids) * size)
-    return TableRow(name, tuple(cells), head, left_out, filled, len(part.block_ids) * size)
+    room = len(part.block_ids) * size
+    return TableRow(name, tuple(cells), head, left_out, min(filled, room), room)
 
 
 def _owners(step: StepPlanned) -> Counter[int]:
     return Counter(block for part in step.parts for block in part.block_ids)
 
 
-def block_tables(step: StepPlanned, size: int, name: Callable[[str], str]) -> list[Line]:
+def block_tables(
+    step: StepPlanned, size: int, name: Callable[[str], str], verified: Mapping[str, int] = NOTHING
+) -> list[Line]:
     """The tables of the first sequences of a step.
 
     Args:
         size: tokens of a block.
         name: of a sequence, by its id.
+        verified: of sequences with guesses, the tokens that stay when these were checked.
     """
-    owners = _owners(step)
-    rows = [_row(name(p.sequence_id), p, size, _marks(p, size, step, owners)) for p in step.parts[:ROWS]]
+    owners, rows = _owners(step), []
+    parts = [part for part in step.parts if part.block_ids]  # a sibling may have nothing of its own yet
+    for part in parts[:ROWS]:
+        filled = verified.get(part.sequence_id, part.start + part.num_tokens)
+        rows.append(_row(name(part.sequence_id), part, size, _marks(part, size, step, owners), filled))
     lines: list[Line] = [BlockTables(tuple(rows))]
-    if len(step.parts) > ROWS:
-        lines.append(Said("more_tables", {"count": Count(len(step.parts) - ROWS)}))
+    if len(parts) > ROWS:
+        lines.append(Said("more_tables", {"count": Count(len(parts) - ROWS)}))
     return lines
 
 

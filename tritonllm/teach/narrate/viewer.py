@@ -17,7 +17,7 @@ from tritonllm.teach.narrate.story import Detail, Story
 from tritonllm.teach.narrate.words import LANGUAGES
 from tritonllm.teach.viewer import Params, Result
 
-WORD, SIGN = 0.25, 0.12  # seconds to read a word of English, or a sign of Chinese
+WORD, SIGN = 0.2, 0.1  # seconds to read a word of English, or a sign of Chinese
 LONGEST = 15.0  # seconds of a pause
 _SIGNS = re.compile(r"[\u3400-\u9fff]")
 
@@ -66,6 +66,9 @@ class Narrator:
         json: results are for a program.
         speculates: the engine guesses tokens. A function that looks at logits would stop that, so log-probabilities
             are asked for instead.
+
+    Attributes:
+        recorder: what looks at logits.
     """
 
     shows_text = True
@@ -83,13 +86,13 @@ class Narrator:
     ) -> None:
         self._language, self._speed, self._color = language, speed, color
         self._chat, self._json = chat, json
-        self._recorder = None if speculates else Recorder()
+        self._speculates, self.recorder = speculates, Recorder()
 
     def adapt(self, params: Params) -> Params:
         if not isinstance(params, SamplingParams):
             return params
-        if self._recorder is not None:
-            functions: list[Callable[..., Any]] = [self._recorder, *(params.logits_processors or ())]
+        if not self._speculates or params.structured_outputs is not None:  # who follows a grammar gets no guesses
+            functions: list[Callable[..., Any]] = [self.recorder, *(params.logits_processors or ())]
             return dataclasses.replace(params, logits_processors=functions)
         if params.logprobs is None and not self._json:  # which would report what nobody asked for
             return dataclasses.replace(params, logprobs=CANDIDATES)
@@ -100,13 +103,14 @@ class Narrator:
         speed = self._speed if self._speed is not None else float(stream.isatty())
         console = make_console(stream, color=self._color)
         show = Show(LANGUAGES[self._language], console, Pace(speed))
-        story = story_of(llm.engine, self._recorder, chat=self._chat)
+        story = story_of(llm.engine, self.recorder, chat=self._chat)
         sink = Sink(story, show)
         end = llm.engine.subscribe(sink)
         try:
             result = work()
         finally:
             end()
+            show.leave()
         if sink.broken is not None:
             raise sink.broken
         if sink.whole:

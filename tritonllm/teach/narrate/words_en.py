@@ -56,27 +56,23 @@ WORDS: Mapping[str, str] = MappingProxyType(
             "saves a step. A wrong guess costs nothing but the check: the text is the same as without guessing."
         ),
         "admitted": (
-            "Request {name} comes in from the queue. The step computes {tokens:token/tokens} of its {known} "
-            "(positions {first} to {last})."
+            "Request {name} comes in from the queue. The step computes {tokens:token/tokens} of its {known} ({where})."
         ),
         "admitted_whole": "Request {name} comes in from the queue. The step computes all of its {known:token/tokens}.",
         "admitted_cached": (
             "Request {name} comes in from the queue with {known:token/tokens}. The first {cached} need no work, "
-            "because what the model knows about them is already in memory. The step computes {tokens:token/tokens} "
-            "(positions {first} to {last})."
+            "because what the model knows about them is already in memory. The step computes {tokens:token/tokens} ("
+            "{where})."
         ),
         "returns": (
             "Request {name} comes back after it had lost its memory. Of the {known:token/tokens} that it has by now, "
-            "{cached} {cached:~is/are} still in memory. The step computes {tokens:token/tokens} (positions {first} "
-            "to {last}) again."
+            "{cached} {cached:~is/are} still in memory. The step computes {tokens:token/tokens} ({where}) again."
         ),
-        "continues": (
-            "Request {name} goes on with its prompt: the step computes {tokens:token/tokens} (positions {first} to "
-            "{last})."
-        ),
+        "at_one": "position {first}",
+        "at_many": "positions {first} to {last}",
+        "continues": "Request {name} goes on with its prompt: the step computes {tokens:token/tokens} ({where}).",
         "catches_up": (
-            "Request {name} got several tokens at once, so the step computes {tokens:token/tokens} together "
-            "(positions {first} to {last})."
+            "Request {name} got several tokens at once, so the step computes {tokens:token/tokens} together ({where})."
         ),
         "forks": (
             "Sequence {name} continues the same prompt. It computes nothing: it takes its first token from the "
@@ -100,7 +96,8 @@ WORDS: Mapping[str, str] = MappingProxyType(
             "{position})."
         ),
         "verifies_none": (
-            "Request {name} has no guesses this time, so only its last token (position {position}) counts."
+            "No guess was found for request {name} this time. Its last token (position {position}) is computed, and "
+            "the places for guesses stay empty."
         ),
         "more_verified": "So do {count:more request/more requests}.",
         "step_tokens": "The step computes {tokens:token/tokens} in all. There is room for {budget}.",
@@ -126,7 +123,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "lesson_preempted": (
             "The memory is full, and a request that runs needs one more block. Then the request that came last has "
             "to give its blocks back and to wait again. This is called preemption. No token of its text is lost: "
-            "only what the model had worked out about the tokens has to be found again."
+            "only the keys and values of its tokens have to be found, or computed, again."
         ),
         "preempted": (
             "Preempted: {names}. All {blocks:block/blocks} were not enough. What is not found in the cache later is "
@@ -230,8 +227,8 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "stage_bans": "Bans and biases leave {left} of {before:token/tokens}: {moved}.",
         "stage_grammar": "The grammar allows {left} of {before:token/tokens} here: {moved}.",
         "stage_grammar_one": (
-            "The grammar allows only one token here, {piece}: {moved}. (Without --narrate the engine may write such "
-            "a token down without asking the model. That is called jump-forward.)"
+            "The grammar allows only one token here: {moved}. (Without --narrate the engine may write such a token "
+            "down without asking the model. That is called jump-forward.)"
         ),
         "stage_thought_budget": (
             "The model has thought long enough (thinking_token_budget): {left:token is/tokens are} allowed, {moved}."
@@ -294,7 +291,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
             "From here on each step gets one line, and what is new gets a sentence. Candidates and block tables are "
             "left out."
         ),
-        "brief": "Step {step}: {tokens:token/tokens} of {requests:request/requests} computed; new tokens: {got}",
+        "brief": "Step {step}: {tokens:token/tokens} of {requests:request/requests} computed; new: {got}",
         "brief_none": "Step {step}: {tokens:token/tokens} of {requests:request/requests} computed; no new token yet",
         # ends
         "end_stop": (
@@ -315,7 +312,10 @@ WORDS: Mapping[str, str] = MappingProxyType(
             "{generated_tokens:new token/new tokens}."
         ),
         "total_steps": "That took {steps:step/steps}, in which {computed_tokens:token/tokens} went through the model.",
-        "total_cached": "{cached_tokens:prompt token/prompt tokens} came from the prefix cache.",
+        "total_vain": (
+            "{count:step was/steps were} planned ahead for requests that had ended by then; nobody needed the results."
+        ),
+        "total_cached": "{cached_tokens} of these prompt tokens came from the prefix cache and were not computed.",
         "total_blocks": "{copied_blocks:block was/blocks were} copied on write.",
         "total_evicted": "The contents of {evicted_blocks:block/blocks} were forgotten for others.",
         "total_preemptions": "{preemptions:time/times} a sequence was preempted.",

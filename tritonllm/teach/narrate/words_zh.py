@@ -51,20 +51,20 @@ WORDS: Mapping[str, str] = MappingProxyType(
             "这次运行会提前猜测（推测解码）：先用便宜的办法猜出后面几个词元，再让模型在一步里全部核对。核对几个词元和"
             "计算一个词元花的时间差不多，所以每猜对一个就省下一步。猜错了也不要紧，最后的文本和不猜时完全一样。"
         ),
-        "admitted": (
-            "请求 {name} 从队列里进来，共有 {known} 个词元，这一步计算其中 {tokens} 个（位置 {first} 到 {last}）。"
-        ),
+        "admitted": "请求 {name} 从队列里进来，共有 {known} 个词元，这一步计算其中 {tokens} 个（{where}）。",
         "admitted_whole": "请求 {name} 从队列里进来，这一步把它的 {known} 个词元全部算完。",
         "admitted_cached": (
             "请求 {name} 从队列里进来，共有 {known} 个词元。前 {cached} 个不用再算，结果已经在缓存里。这一步计算 "
-            "{tokens} 个（位置 {first} 到 {last}）。"
+            "{tokens} 个（{where}）。"
         ),
         "returns": (
             "请求 {name} 之前被收走了块，现在回来了。它一共有 {known} 个词元，其中 {cached} 个的结果还在。这一步重新"
-            "计算 {tokens} 个（位置 {first} 到 {last}）。"
+            "计算 {tokens} 个（{where}）。"
         ),
-        "continues": "请求 {name} 接着算提示词：这一步计算 {tokens} 个词元（位置 {first} 到 {last}）。",
-        "catches_up": "请求 {name} 一次得到了好几个词元，这一步把 {tokens} 个一起算（位置 {first} 到 {last}）。",
+        "at_one": "位置 {first}",
+        "at_many": "位置 {first} 到 {last}",
+        "continues": "请求 {name} 接着算提示词：这一步计算 {tokens} 个词元（{where}）。",
+        "catches_up": "请求 {name} 一次得到了好几个词元，这一步把 {tokens} 个一起算（{where}）。",
         "forks": "序列 {name} 续写同一个提示词。它什么都不用算：第一个词元直接从同组序列的结果里抽取，块也和它们共用。",
         "chunk_share": (
             "请求 {name} 这一步只算这么多，因为有别人在解码，提示词最多只能占 {share} 个词元。剩下 {left} 个留到后面。"
@@ -72,9 +72,11 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "chunk_budget": "请求 {name} 这一步只算这么多，因为一步最多容纳 {budget} 个词元。剩下 {left} 个留到后面。",
         "chunk_last": "这样请求 {name} 就全部算完了，马上得到它的第一个词元。",
         "more_prefills": "还有 {count} 个请求也是这样，一共 {tokens} 个词元。",
-        "decodes": "正在解码的是请求 {names}。每个请求放进一个词元，得到一个新词元。",
+        "decodes": "正在解码的请求有 {count} 个（{names}），每个放进一个词元，得到一个新词元。",
         "verifies": "请求 {name} 带着 {drafts} 个猜测，和它的最后一个词元（位置 {position}）一起计算。",
-        "verifies_none": "请求 {name} 这次没有猜测，只计算它的最后一个词元（位置 {position}）。",
+        "verifies_none": (
+            "这次没有给请求 {name} 找到猜测，只计算它的最后一个词元（位置 {position}），留给猜测的位置空着。"
+        ),
         "more_verified": "还有 {count} 个请求也是这样。",
         "step_tokens": "这一步总共计算 {tokens} 个词元，上限是 {budget} 个。",
         "wait_queue": "还有 {count} 个请求在等，它们来得太晚，没赶上这一步。",
@@ -115,7 +117,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
             "会丢。"
         ),
         "lesson_loaded": "把一个块从主机内存拷贝回来，比重新计算要快。",
-        "allocated": "分出 {blocks} 个空闲块，给了请求 {names}。",
+        "allocated": "分出 {blocks} 个空闲块，分给 {requests} 个请求（{names}）。",
         "found": "请求 {name} 在前缀缓存里找到 {blocks} 个块，这 {tokens} 个词元不用再算了。",
         "found_of_sibling": "序列 {name} 直接用同组序列的 {blocks} 个块，这 {tokens} 个词元不用再算了。",
         "shared": "有 {blocks} 个块同时属于多条序列，省下了 {saved} 个块的空间。",
@@ -165,8 +167,8 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "stage_bans": "经过禁用和偏置，{before} 个词元里剩下 {left} 个：{moved}。",
         "stage_grammar": "语法在这里允许 {before} 个词元中的 {left} 个：{moved}。",
         "stage_grammar_one": (
-            "语法在这里只允许一个词元，就是 {moved}。（不用 --narrate 时，引擎遇到这种词元可以不问模型，直接写下来，"
-            "这叫“跳跃前进”。）"
+            "语法在这里只允许一个词元：{moved}。（不用 --narrate 时，引擎遇到这种词元可以不问模型，直接写下来，这叫“"
+            "跳跃前进”。）"
         ),
         "stage_thought_budget": "模型想得够久了（thinking_token_budget），现在只允许 {left} 个词元：{moved}。",
         "stage_temperature_low": "温度 {value} 让选择更集中：{moved}。",
@@ -214,7 +216,8 @@ WORDS: Mapping[str, str] = MappingProxyType(
         # totals
         "total_requests": "{requests} 个请求，提示词共 {prompt_tokens} 个词元，生成了 {generated_tokens} 个新词元。",
         "total_steps": "一共用了 {steps} 步，{computed_tokens} 个词元经过了模型。",
-        "total_cached": "有 {cached_tokens} 个提示词词元来自前缀缓存。",
+        "total_vain": "另有 {count} 步是提前安排的，算完时请求已经结束，结果没有用上。",
+        "total_cached": "其中 {cached_tokens} 个提示词词元来自前缀缓存，不用计算。",
         "total_blocks": "写时复制了 {copied_blocks} 个块。",
         "total_evicted": "有 {evicted_blocks} 个块的内容让位给了别人。",
         "total_preemptions": "发生了 {preemptions} 次抢占。",
