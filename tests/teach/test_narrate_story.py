@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from support.engines import always_load, greedy, similar_checkpoint, tiny_llm, token_ids
+from support.engines import always_load, greedy, similar_checkpoint, thinking_checkpoint, tiny_llm, token_ids
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
@@ -264,6 +265,26 @@ def test_penalties_reach_the_account(demo):
     assert len(told.said("stage_bans")) == 12  # the end of the text, which min_tokens bans
     drawn = [bar.piece.token for line in told.lines(Bars) for bar in line.bars if bar.drawn]
     assert drawn == token_ids([output])[0]
+
+
+def test_the_end_of_a_thought_is_forced():
+    """It comes as a mask, like a grammar's, but is none."""
+    llm = tiny_llm(thinking_checkpoint())
+    params = greedy(6, thinking_token_budget=2)
+    (output,), told = narrated(llm, [[5, 6, 1]], [params])
+    assert output.outputs[0].token_ids[2] == 2
+    (forced,) = told.said("stage_thought_budget")
+    assert forced.values["left"] == 1 and not told.said("lesson_grammar")
+
+
+def test_a_recorder_keeps_only_the_first_rows():
+    recorder = Recorder(most=2)
+    logits = torch.zeros(4)
+    assert all(recorder([1], [], logits) is logits for _ in range(3))
+    assert len(recorder.take()) == 2 and recorder.take() == []
+    recorder.awake = False
+    recorder([1], [], logits)
+    assert recorder.take() == []
 
 
 def test_why_a_chunk_has_its_size():

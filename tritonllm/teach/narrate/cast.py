@@ -88,16 +88,16 @@ class Cast:
             if player is not None:
                 player.output += new.token_ids
 
-    def rows(self, parts: Iterable[Part], recorded: Sequence[Recorded], masks: dict[str, np.ndarray]) -> dict[str, Row]:
-        """What became of the logits of a step, by sequence.
+    def rows(self, parts: Iterable[Part], recorded: Sequence[Recorded]) -> dict[str, Recorded]:
+        """Which row of logits is which sequence's.
 
         Args:
             parts: of the step, before its tokens were added. The rows that were recorded are in this order; those of
                 sequences that had ended are missing.
             recorded: by the recorder.
-            masks: of :class:`~tritonllm.events.StepRestricted`.
         """
-        found, at = {}, 0
+        found: dict[str, Recorded] = {}
+        at = 0
         for part in parts:
             player = self._players.get(part.sequence_id)
             if at == len(recorded) or player is None or not part.samples:
@@ -106,13 +106,21 @@ class Cast:
             if row.output != player.output or row.prompt != list(player.prompt):
                 continue
             at += 1
-            found[part.sequence_id] = follow(
-                row.logits,
-                player.params,
-                player.prompt,
-                player.output,
-                mask=masks.get(part.sequence_id),
-                eos_token_ids=self._eos,
-                bad_words=player.bad_words,
-            )
+            found[part.sequence_id] = row
         return found
+
+    def follow(self, player: Player, recorded: Recorded, mask: np.ndarray | None) -> Row:
+        """What became of a row.
+
+        Args:
+            mask: of :class:`~tritonllm.events.StepRestricted`.
+        """
+        return follow(
+            recorded.logits,
+            player.params,
+            recorded.prompt,
+            recorded.output,
+            mask=mask,
+            eos_token_ids=self._eos,
+            bad_words=player.bad_words,
+        )

@@ -148,6 +148,11 @@ def scheduled(
     prompts = prefills(step, cast)
     if prompts:
         lines += [*lessons("prefill"), *prompts]
+    came = sum(part.admitted for part in step.parts)
+    if came:
+        running, free = Count(step.num_running), Count(step.num_free_blocks)
+        places = {"count": Count(came), "running": running, "seats": Count(limits.seats), "free": free}
+        lines.append(Said("admitted_why", places))
     if any(said.key == "chunk_share" for said in prompts):
         lines += lessons("share")
     generating = decodes(step, cast, verified)

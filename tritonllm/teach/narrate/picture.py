@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
             show.act(act)
 
     llm.engine.subscribe(sink)
-    params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=3, max_tokens=6)
+    params = SamplingParams(temperature=0.8, top_k=4, top_p=0.9, seed=3, max_tokens=6)
     llm.generate([PROMPT], narrator.adapt(params), use_tqdm=False)
     show.act(story.end())
     svg = console.export_svg(title="tritonllm generate --narrate", unique_id="narrate")

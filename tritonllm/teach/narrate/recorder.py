@@ -22,16 +22,20 @@ class Recorder:
     a function gets no drafts, and its grammar forces no tokens: each is drawn. That changes how fast tokens come, and
     not which.
 
+    Args:
+        most: it keeps so many rows of a step, the first ones. A row of 152,000 logits takes 600 KB.
+
     Attributes:
         awake: it keeps what it hears.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 16) -> None:
         self.awake = True
+        self._most = most
         self._rows: list[Recorded] = []
 
     def __call__(self, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        if self.awake:
+        if self.awake and len(self._rows) < self._most:
             self._rows.append(Recorded(list(prompt), list(output), logits.clone()))  # it is edited in place later
         return logits
 

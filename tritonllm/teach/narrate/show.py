@@ -41,7 +41,7 @@ def make_console(stream: IO[str], *, color: bool = True, record: bool = False, w
     return PlainConsole(
         file=stream,
         force_terminal=styled,
-        color_system="standard" if styled else None,
+        color_system=("standard" if record else "auto") if styled else None,  # none on a terminal that is dumb
         no_color=not styled,
         highlight=False,
         markup=False,
@@ -80,7 +80,7 @@ class Show:
 
     def leave(self) -> None:
         """Leave a terminal in plain colours, whatever was broken off."""
-        if self._console.is_terminal:
+        if self._console.color_system is not None:
             with suppress(OSError):
                 self._console.file.write(PLAIN)
                 self._console.file.flush()

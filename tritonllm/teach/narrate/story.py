@@ -25,11 +25,12 @@ from tritonllm.teach.narrate.acts import Act, Count, Line, Said
 from tritonllm.teach.narrate.cast import Cast
 from tritonllm.teach.narrate.choices import Limits, decodes, preempted, prefills, scheduled
 from tritonllm.teach.narrate.draws import from_logprobs, from_row
-from tritonllm.teach.narrate.filters import Row
 from tritonllm.teach.narrate.pieces import Reader
-from tritonllm.teach.narrate.recorder import Recorder
+from tritonllm.teach.narrate.recorder import Recorded, Recorder
 from tritonllm.teach.narrate.tables import block_news, block_tables
 from tritonllm.teach.narrate.totals import Totals
+
+Masks = dict[str, np.ndarray]  # of sequences
 
 
 class Detail(NamedTuple):
@@ -93,7 +94,7 @@ class Story:
         self._detail = detail or Detail()
         self._evicted_first = self._evicted = evicted
         self._planned: dict[int, tuple[StepPlanned, int]] = {}  # not finished yet; with how many blocks it evicted
-        self._masks: dict[int, dict[str, np.ndarray]] = {}
+        self._masks: dict[int, Masks] = {}
         self._said: set[str] = set()
         self._news: dict[str, int] = {}
         self._full_prefills = self._full_steps = self._ends = 0
@@ -161,8 +162,8 @@ class Story:
         step, evicted = planned
         news = block_news(step, self._limits.block_size, self._cast.name, evicted, caches=self._limits.caches)
         if self._in_full(step, {kind for kind, _ in news}):
-            rows = self._cast.rows(step.parts, recorded, masks)
-            act = self._full(step, event, news, rows)
+            rows = self._cast.rows(step.parts, recorded)
+            act = self._full(step, event, news, rows, masks)
         else:
             self.left_out.steps += 1
             act = self._brief(step, event, news)
@@ -188,7 +189,14 @@ class Story:
             self._news.setdefault(kind, 0)
         return full
 
-    def _full(self, step: StepPlanned, event: StepFinished, news: list[tuple[str, Said]], rows: dict[str, Row]) -> Act:
+    def _full(
+        self,
+        step: StepPlanned,
+        event: StepFinished,
+        news: list[tuple[str, Said]],
+        rows: dict[str, Recorded],
+        masks: Masks,
+    ) -> Act:
         queue = {"running": Count(step.num_running), "waiting": Count(step.num_waiting)}
         lines: list[Line] = [Said("head_scheduler", queue)]
         lines += scheduled(step, self._cast, self._limits, _verified(event), self._lessons)
@@ -205,21 +213,22 @@ class Story:
         used = step.num_blocks - step.num_free_blocks
         values = {"used": Count(used), "blocks": Count(step.num_blocks), "cached": Count(step.num_cached_blocks)}
         lines.append(Said("pool" if step.num_cached_blocks else "pool_plain", values))
-        lines += self._draws(event, rows)
+        lines += self._draws(event, rows, masks)
         return Act("step", Said("title_step", {"step": step.step}), tuple(lines))
 
-    def _draws(self, event: StepFinished, rows: dict[str, Row]) -> list[Line]:
+    def _draws(self, event: StepFinished, rows: dict[str, Recorded], masks: Masks) -> list[Line]:
         lines: list[Line] = []
         shown = 0
         for new in event.tokens:
             player = self._cast.get(new.sequence_id)
             if player is None or not new.token_ids:
                 continue
-            row, room = rows.get(new.sequence_id), self._detail.draws - shown
+            recorded, room = rows.get(new.sequence_id), self._detail.draws - shown
             if new.drafts:
                 lines.append(self._verdict(new))
-            if row is not None and isinstance(player.params, SamplingParams) and room > 0:
+            if recorded is not None and isinstance(player.params, SamplingParams) and room > 0:
                 shown += 1
+                row = self._cast.follow(player, recorded, masks.get(new.sequence_id))
                 lines += from_row(player.name, row, new.token_ids[0], self._reader, player.params, self._said)
             elif new.logprobs and room > 0:
                 for token, scores in [*zip(new.token_ids, new.logprobs, strict=False)][:room]:

@@ -35,8 +35,8 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "lesson_scheduler": (
             "The engine works in steps. In each step the model computes some tokens of some requests, all together: "
             "that is faster than one request after the other, because the model's weights are read from memory only "
-            "once for all of them. Before a step, the scheduler decides who takes part. At most "
-            "{seats:request/requests} may run at the same time."
+            "once for all of them. Before a step, the scheduler decides who takes part. Requests that run already go "
+            "first. Then come those that wait, in the order in which they came (or by priority, if you gave any)."
         ),
         "lesson_prefill": (
             "A new request begins with its prompt. The model computes all tokens of the prompt at once and keeps "
@@ -70,6 +70,10 @@ WORDS: Mapping[str, str] = MappingProxyType(
         ),
         "at_one": "position {first}",
         "at_many": "positions {first} to {last}",
+        "admitted_why": (
+            "{count:~It/They} could come in because three things were there: a place among the requests that run ("
+            "{running} of {seats} are taken now), room in the step, and free blocks of memory ({free} are left)."
+        ),
         "continues": "Request {name} goes on with its prompt: the step computes {tokens:token/tokens} ({where}).",
         "catches_up": (
             "Request {name} got several tokens at once, so the step computes {tokens:token/tokens} together ({where})."

@@ -33,7 +33,8 @@ WORDS: Mapping[str, str] = MappingProxyType(
         # the scheduler
         "lesson_scheduler": (
             "引擎一步一步地工作。每一步里，模型同时计算若干请求的若干词元。这比逐个处理请求快得多，因为模型的权重只需"
-            "要从内存里读一遍。每一步开始之前，由调度器决定谁参加。最多可以有 {seats} 个请求同时运行。"
+            "要从内存里读一遍。每一步开始之前，由调度器决定谁参加：先照顾正在运行的请求，再按先来后到（或者按您给的优"
+            "先级）放排队的请求进来。"
         ),
         "lesson_prefill": (
             "新来的请求先处理提示词：模型一次算完提示词的词元，并把每个词元的计算结果存下来。这个阶段叫“预填充”（"
@@ -63,6 +64,10 @@ WORDS: Mapping[str, str] = MappingProxyType(
         ),
         "at_one": "位置 {first}",
         "at_many": "位置 {first} 到 {last}",
+        "admitted_why": (
+            "{count} 个请求能进来，是因为三样都齐了：运行名额还有空（{seats} 个名额现在占了 {running} 个），这一步还"
+            "装得下，空闲块也够用（还剩 {free} 个）。"
+        ),
         "continues": "请求 {name} 接着算提示词：这一步计算 {tokens} 个词元（{where}）。",
         "catches_up": "请求 {name} 一次得到了好几个词元，这一步把 {tokens} 个一起算（{where}）。",
         "forks": "序列 {name} 续写同一个提示词。它什么都不用算：第一个词元直接从同组序列的结果里抽取，块也和它们共用。",
