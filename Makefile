@@ -9,7 +9,7 @@ DEV := .venv/.dev-ready
 endif
 
 TESTS := lint types test-aot test-kernels test-engine test-newest test-real  # the longest first: two run at a time in CI
-.PHONY: help demo test setup gpu-test bench format clean $(TESTS)
+.PHONY: help demo test setup gpu-test bench docs format clean chromium $(TESTS)
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +39,9 @@ test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpre
 
 test-engine: $(DEV) ## models, engine and command line on the CPU path
 	$(PY) -m pytest --ignore=tests/real
+
+chromium: ## bring a browser for the tests of the status page, if this machine has none (Debian, as root)
+	scripts/chromium.sh
 
 test-real: $(DEV) ## a published model against transformers (`make gpu-test` does it on a GPU)
 	$(PY) -m pytest tests/real
@@ -79,6 +82,9 @@ bench: $(DEV) ## measure kernels, attention and engine on an NVIDIA GPU: bench/r
 	$(PY) -m bench.timeline --out $(RESULTS)/timeline.json
 	$(PY) -m bench.plot $(RESULTS)/timeline.json -o docs/img/timeline.svg
 
+docs: $(DEV) ## the pages of docs/ as a site, in site/
+	$(PY) -m mkdocs build --strict
+
 setup: $(DEV) ## only make .venv, with the development tools
 
 format: $(DEV) ## rewrite the sources as `make lint` wants them
@@ -86,7 +92,7 @@ format: $(DEV) ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff format
 
 clean: ## remove .venv and everything else that these targets make
-	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks build dist
+	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV): pyproject.toml constraints-cpu.txt scripts/setup.sh

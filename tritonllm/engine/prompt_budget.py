@@ -40,13 +40,14 @@ class PromptShare:
         waiting: those that wait.
 
     Attributes:
-        granted: what was found out; ``None`` as long as nobody has asked.
+        granted: the share; ``None`` while no prompt has asked.
+        left: tokens that are left of it.
     """
 
     def __init__(self, most: int, running: Sequence[Request], waiting: WaitingQueue) -> None:
         self._most, self._running, self._waiting = most, running, waiting
         self.granted: int | None = None
-        self._left = 0
+        self.left: int | None = None
 
     @staticmethod
     def _in_chunks(request: Request) -> bool:
@@ -60,14 +61,14 @@ class PromptShare:
         """Tokens that the step may compute of a request, if ``budget`` are left of it."""
         if not self._in_chunks(request):
             return budget
-        if self.granted is None:
+        if self.left is None:
             behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
             decodes = 0 in behind
-            self.granted = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
-            self._left = self.granted
-        return min(budget, self._left)
+            self.left = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
+            self.granted = self.left
+        return min(budget, self.left)
 
     def take(self, request: Request, tokens: int) -> None:
         """The step computes so many of a request."""
-        if self.granted is not None and tokens > 1 and self._in_chunks(request):
-            self._left -= tokens
+        if self.left is not None and tokens > 1 and self._in_chunks(request):
+            self.left -= tokens

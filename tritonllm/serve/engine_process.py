@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from tritonllm import env
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.dist.watch import WorkerError
@@ -51,7 +52,7 @@ from tritonllm.serve.pooling_messages import pack_pooled, pooling_facts
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
-METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache")  # of the engine, that a Call may name
+METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache", "picture")  # of the engine, that a Call may name
 WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
 
 
@@ -75,7 +76,9 @@ def log_to_stderr(level: int) -> None:
     logging.getLogger("tritonllm").setLevel(level)
 
 
-def run_engine(config: EngineConfig, folder: str, reports: Connection, log_level: int | None) -> None:
+def run_engine(
+    config: EngineConfig, folder: str, reports: Connection, log_level: int | None, devices: list[int] | None = None
+) -> None:
     """The process's main function.
 
     Args:
@@ -83,7 +86,10 @@ def run_engine(config: EngineConfig, folder: str, reports: Connection, log_level
         folder: where the sockets lie; ``folder/engine`` is bound here.
         reports: gets :class:`Ready` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot go on.
         log_level: of the package's messages on stderr; ``None`` sets up no logging.
+        devices: those of this machine's GPUs that it sees; ``None`` for all.
     """
+    if devices is not None:
+        env.see_devices(devices)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(folder)
