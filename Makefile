@@ -8,7 +8,7 @@ RUN := .venv/.run-ready
 DEV := .venv/.dev-ready
 endif
 
-TESTS := lint types test-aot test-kernels test-engine test-newest test-real  # the longest first: two run at a time in CI
+TESTS := lint types test-engine test-kernels test-serve test-aot test-newest test-real  # the longest first: two run at a time in CI
 .PHONY: help demo test setup gpu-test bench docs format clean chromium $(TESTS)
 .DEFAULT_GOAL := help
 
@@ -37,8 +37,12 @@ types: $(DEV) ## mypy
 test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpreter
 	TRITON_INTERPRET=1 $(PY) -m pytest tests/kernels
 
+SERVED := tests/serve tests/teach tests/route  # what stands on the engine
 test-engine: $(DEV) ## models, engine and command line on the CPU path
-	$(PY) -m pytest --ignore=tests/real
+	$(PY) -m pytest --ignore=tests/real $(addprefix --ignore=,$(SERVED))
+
+test-serve: $(DEV) ## the server, the router and the teaching modes
+	$(PY) -m pytest $(wildcard $(SERVED))
 
 chromium: ## bring a browser for the tests of the status page, if this machine has none (Debian, as root)
 	scripts/chromium.sh
@@ -64,9 +68,9 @@ test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled fo
 	TRITONLLM_CPU_BACKEND=compile $(NEWEST_PY) -m pytest tests/aot -k "90 or hopper"
 
 # The same on every machine: these run without a GPU.
-test-kernels test-engine test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
+test-kernels test-engine test-serve test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
 # On the CPU a second thread costs more than it brings to tensors as small as these: on a busy machine, 20 times more.
-demo test-kernels test-engine test-aot test-newest test-real: export OMP_NUM_THREADS = 1
+demo test-kernels test-engine test-serve test-aot test-newest test-real: export OMP_NUM_THREADS = 1
 
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu
