@@ -324,7 +324,14 @@ def test_long_and_many_are_condensed():
     assert len(full) + left.steps == totals.steps == len(full) + len(told.said("brief", "brief_none"))
     assert len(full) <= Detail().steps + Detail().prefills + 8
     assert len(told.lines(Bars)) + left.draws == totals.generated_tokens == sum(map(len, token_ids(outputs)))
-    assert told.said("more_prefills") and told.said("more_tables") and len(told.said("lesson_brief")) == 1
+    chunks = [line.values["tokens"] for line in told.said("chunk_budget")]
+    assert chunks[0] == 256 - 6 * 40, "the prompt that was cut is one of those that are told"
+    assert (
+        told.said("more_prefills")
+        and told.said("more_tables")
+        and told.said("got_more")
+        and len(told.said("lesson_brief")) == 1
+    )
     spoken = told.text()
     for name in ("left_prompts", "left_steps", "left_draws", "left_ends"):
         assert told.said(name), name
@@ -341,18 +348,19 @@ def test_each_lesson_is_given_once():
 
 def test_a_step_that_breaks_off(monkeypatch):
     llm = tiny_llm()
-    listener = Listener(llm, Recorder())
-    llm.engine.add_request("a", PROMPT, greedy(20))
-    llm.engine.step()
-    monkeypatch.setattr(llm.engine._runner, "launch", lambda plan: 1 / 0)
+    listener = Listener(llm, recorder := Recorder())
+    params = greedy(3, logits_processors=[recorder])
+    llm.engine.add_request("a", PROMPT[::-1], params)
+    monkeypatch.setattr(llm.engine._scheduler, "update", lambda *_: 1 / 0)  # its tokens were drawn
     with pytest.raises(ZeroDivisionError):
         llm.engine.step()
     monkeypatch.undo()
     llm.engine.step()
-    outputs = llm.generate([PROMPT], greedy(3), use_tqdm=False)
+    outputs = llm.generate([PROMPT], params, use_tqdm=False)
     told = listener.close()
     assert "ZeroDivisionError" in told.said("reset")[0].values["reason"]
-    assert told.said("got", "drawn_greedy") and outputs[0].error is None
+    drawn = [bar.piece.token for line in told.lines(Bars) for bar in line.bars if bar.drawn]
+    assert drawn == token_ids(outputs)[0], "rows that were recorded of the lost step are forgotten"
 
 
 def test_an_abort_is_told():

@@ -71,11 +71,13 @@ def prefills(step: StepPlanned, cast: Cast) -> list[Said]:
     """Requests that come in, and prompts that go on."""
     parts = [part for part in step.parts if part.kind == "prefill" or part.admitted]
     said: list[Said] = []
-    for part in parts[:SHOWN]:
+    cut = [part for part in parts if part.start + part.num_tokens < part.num_known_tokens][:1]  # says most of a budget
+    shown = [part for part in parts if part not in cut][: SHOWN - len(cut)] + cut
+    for part in shown:
         player = cast.get(part.sequence_id)
         if player is not None:
             said += _prefill(part, player, step)
-    rest = parts[SHOWN:]
+    rest = [part for part in parts if part not in shown]
     if rest:
         values = {"count": Count(len(rest)), "tokens": Count(sum(part.num_tokens for part in rest))}
         said.append(Said("more_prefills", values))

@@ -108,11 +108,12 @@ class Show:
 
     def _said(self, said: Said) -> None:
         text = self._fit(sentence(self._words, said))
+        lines = "\n".join(folded(text, self._console.width))
         if said.key in HEADS:
             self._console.print()
-            self._console.print(Text(text, style="bold blue"))
+            self._console.print(Text(lines, style="bold blue"))
             return
-        styled = Text("\n".join(folded(text, self._console.width)), style="italic dim" if said.lesson else "")
+        styled = Text(lines, style="italic dim" if said.lesson else "")
         if not said.lesson:
             styled.highlight_regex(r"“[^”]*”", "bold")
         self._console.print(styled)

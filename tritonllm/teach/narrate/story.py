@@ -23,7 +23,7 @@ from tritonllm.events import (
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.teach.narrate.acts import Act, Count, Line, Said
 from tritonllm.teach.narrate.cast import Cast
-from tritonllm.teach.narrate.choices import Limits, decodes, preempted, prefills, scheduled
+from tritonllm.teach.narrate.choices import SHOWN, Limits, decodes, preempted, prefills, scheduled
 from tritonllm.teach.narrate.draws import from_logprobs, from_row
 from tritonllm.teach.narrate.pieces import Reader
 from tritonllm.teach.narrate.recorder import Recorded, Recorder
@@ -121,6 +121,8 @@ class Story:
                 self._planned.clear()
                 self._masks.clear()
                 self._cast.clear()
+                if self._recorder is not None:
+                    self._recorder.take()  # of steps that never end
                 return [Act("reset", Said("title_reset"), (Said("reset", {"reason": event.reason}),))]
         return []
 
@@ -218,13 +220,15 @@ class Story:
 
     def _draws(self, event: StepFinished, rows: dict[str, Recorded], masks: Masks) -> list[Line]:
         lines: list[Line] = []
-        shown = 0
+        rest: list[NewTokens] = []
+        shown = verdicts = 0
         for new in event.tokens:
             player = self._cast.get(new.sequence_id)
             if player is None or not new.token_ids:
                 continue
             recorded, room = rows.get(new.sequence_id), self._detail.draws - shown
-            if new.drafts:
+            verdicts += new.drafts > 0
+            if new.drafts and verdicts <= SHOWN:
                 lines.append(self._verdict(new))
             if recorded is not None and isinstance(player.params, SamplingParams) and room > 0:
                 shown += 1
@@ -236,7 +240,10 @@ class Story:
                     lines += from_logprobs(player.name, token, scores, self._reader, self._said)
             else:
                 self.left_out.draws += len(new.token_ids)
-                lines.append(Said("got", {"name": player.name, "text": self._reader.text(new.token_ids)}))
+                rest.append(new)
+        if rest:
+            alone = {"name": self._cast.name(rest[0].sequence_id), "text": self._reader.text(rest[0].token_ids)}
+            lines.append(Said("got", alone) if len(rest) == 1 else Said("got_more", {"got": self._got(rest)}))
         return [Said("head_draw"), *lines] if lines else [Said("head_draw"), *self._lessons("no_draw"), Said("no_draw")]
 
     def _verdict(self, new: NewTokens) -> Said:
@@ -264,10 +271,12 @@ class Story:
         got = [new for new in event.tokens if new.token_ids]
         self.left_out.draws += sum(len(new.token_ids) for new in got)
         values = {"step": step.step, "tokens": Count(step.num_tokens), "requests": Count(len(step.parts))}
-        told = [f"{self._cast.name(new.sequence_id)} {self._reader.text(new.token_ids)}" for new in got]
-        lines.append(Said("brief" if got else "brief_none", values | {"got": told}))
+        lines.append(Said("brief" if got else "brief_none", values | {"got": self._got(got)}))
         lines += self._brief_news(step, event, news)
         return Act("brief", None, tuple(lines))
+
+    def _got(self, new: list[NewTokens]) -> list[str]:
+        return [f"{self._cast.name(each.sequence_id)} {self._reader.text(each.token_ids)}" for each in new]
 
     def _brief_news(self, step: StepPlanned, event: StepFinished, news: list[tuple[str, Said]]) -> list[Said]:
         """What else happened in a step that gets a line, as long as it is not told too often."""
@@ -276,7 +285,8 @@ class Story:
         found += [(kind, said) for kind, said in news if kind not in ("allocated", "shared")]
         verifies = [said for said in decodes(step, self._cast, _verified(event)) if said.key == "verifies"]
         found += [("verify", said) for said in verifies]
-        found += [("verify", self._verdict(new)) for new in event.tokens if new.drafts and new.token_ids]
+        checked = [new for new in event.tokens if new.drafts and new.token_ids]
+        found += [("verify", self._verdict(new)) for new in checked[:SHOWN]]
         told = []
         counted = set()
         for kind, said in found:
@@ -293,11 +303,13 @@ class Story:
         name = self._cast.leave(event.request_id)
         self._ends += 1
         if self._ends > 2 * self._detail.prompts and event.error is None:
-            self.left_out.ends += 1
+            self.left_out.ends += len(event.finish_reasons)
             return []
         lines: list[Line] = []
         many = len(event.finish_reasons) > 1
-        for number, (reason, count) in enumerate(zip(event.finish_reasons, event.num_output_tokens, strict=True), 1):
+        ends = [*enumerate(zip(event.finish_reasons, event.num_output_tokens, strict=True), 1)]
+        self.left_out.ends += max(0, len(ends) - SHOWN)
+        for number, (reason, count) in ends[:SHOWN]:
             own = f"{name}.{number}" if many else name
             lines.append(Said(f"end_{reason or 'abort'}", {"name": own, "tokens": Count(count)}))
         if event.num_cached_tokens:

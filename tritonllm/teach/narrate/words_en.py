@@ -188,7 +188,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "mark_copied": "{mark} a copy",
         "mark_loaded": "{mark} from the host",
         "slots": "{filled} of {room} places filled",
-        "more_tables": "The block tables of {count:more sequence/more sequences} are not shown.",
+        "more_tables": "{count:more block table is/more block tables are} not shown.",
         "pool": (
             "{used} of {blocks:block/blocks} {used:~is/are} in use now. The contents of {cached} can be found again "
             "by the prefix cache."
@@ -265,6 +265,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         ),
         "drawn_logprobs": "Request {name} gets {piece}, to which the model gave {share}.",
         "got": "Request {name} gets {text}.",
+        "got_more": "The others got: {got}.",
         "lesson_no_draw": (
             "A token can be drawn only when the whole prompt has been computed: the last token's result says what "
             "comes next."
@@ -335,6 +336,6 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "left_steps": "Left out: block tables and reasons of {count:step/steps}.",
         "left_draws": "Left out: the candidates of {count:token/tokens}.",
         "left_news": "Left out: {count:sentence/sentences} about things that had been told before.",
-        "left_ends": "Left out: how {count:request/requests} ended.",
+        "left_ends": "Left out: how {count:sequence/sequences} ended.",
     }
 )

@@ -137,7 +137,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "mark_copied": "{mark} 拷贝的",
         "mark_loaded": "{mark} 从主机内存回来的",
         "slots": "{room} 个位置用了 {filled} 个",
-        "more_tables": "另外 {count} 条序列的块表没有列出。",
+        "more_tables": "另外 {count} 张块表没有列出。",
         "pool": "现在 {blocks} 个块中有 {used} 个在使用。前缀缓存能按内容找到 {cached} 个块，空闲的也算在内。",
         "pool_plain": "现在 {blocks} 个块中有 {used} 个在使用。",
         # draws
@@ -193,6 +193,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         ),
         "drawn_logprobs": "请求 {name} 得到 {piece}，模型给它的概率是 {share}。",
         "got": "请求 {name} 得到 {text}。",
+        "got_more": "其余的得到：{got}。",
         "lesson_no_draw": "只有整个提示词都算完了才能抽取词元，因为接下来写什么要看最后一个词元的计算结果。",
         "no_draw": "还没有哪个请求算到提示词的末尾，所以这一步没有新词元。",
         "verdict_none": "给请求 {name} 猜的 {drafts} 个都不对，用模型自己的词元：{own}。",
@@ -233,6 +234,6 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "left_steps": "没有列出 {count} 步的块表和调度原因。",
         "left_draws": "没有列出 {count} 个词元的候选。",
         "left_news": "省略了 {count} 句前面讲过的事。",
-        "left_ends": "没有说明 {count} 个请求是怎样结束的。",
+        "left_ends": "没有说明 {count} 条序列是怎样结束的。",
     }
 )
