@@ -32,6 +32,7 @@ from tritonllm.engine.sleep import AsleepError
 from tritonllm.models import checkpoint
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
+from tritonllm.serve.activity import Activity
 from tritonllm.serve.messages import (
     Abort,
     Add,
@@ -173,6 +174,7 @@ class EngineLoop:
         self._calls: deque[tuple[bytes, Call]] = deque()  # that wait until the unfinished requests have ended
         self._stopped = self._failed_before = False
         self._sent = Stats()  # what all clients know
+        self._activity = Activity(engine)
 
     def run(self) -> None:
         """Until :class:`Stop` comes.
@@ -186,6 +188,8 @@ class EngineLoop:
             if self._engine.has_unfinished_requests():
                 updates += self._step()
             self._send(updates)
+            if self._activity.is_followed:
+                self._activity.rest()
             while self._calls and not self._engine.has_unfinished_requests():
                 self._answer(*self._calls.popleft())
 
@@ -255,9 +259,10 @@ class EngineLoop:
     def _answer(self, client: bytes, call: Call) -> None:
         """Do it; whoever made the call hears of it after everybody has heard of the engine's new state."""
         try:
-            if call.method not in METHODS:
+            if call.method not in METHODS and call.method != "activity":
                 raise ValueError(f"method must be one of {', '.join(METHODS)}, got {call.method!r}")
-            answer = Answer(call.number, getattr(self._engine, call.method)(**call.arguments))
+            method = self._activity.tell if call.method == "activity" else getattr(self._engine, call.method)
+            answer = Answer(call.number, method(**call.arguments))
         except (ValueError, TypeError) as error:
             answer = Answer(call.number, error=str(error), is_value_error=True)
         except (RuntimeError, MemoryError, OSError) as error:  # the engine is as it was
