@@ -44,7 +44,8 @@ class Announcer(Events):
 
     def added(self, state: RequestState) -> None:
         ids = tuple(sequence.request.request_id for sequence in state.sequences)
-        self.emit(RequestAdded(time.monotonic(), state.request_id, ids, tuple(state.prompt_token_ids), state.params))
+        arrival = state.metrics.arrival_time
+        self.emit(RequestAdded(arrival, state.request_id, ids, tuple(state.prompt_token_ids), state.params))
 
     def planned(self, step: int, plan: StepPlan, began: float) -> None:
         now, scheduler, transfers = time.monotonic(), self._scheduler, plan.transfers
@@ -115,8 +116,10 @@ class Announcer(Events):
             masks[name] = words & masks[name] if name in masks else words.copy()
         self.emit(StepRestricted(time.monotonic(), step, masks))
 
-    def finished(self, step: int, plan: StepPlan, result: StepResult, new: Sequence[NewTokens], waited: float) -> None:
-        """``waited``: seconds for the results."""
+    def finished(
+        self, step: int, plan: StepPlan, result: StepResult, new: Sequence[NewTokens], began: float, ended: float
+    ) -> None:
+        """``began``, ``ended``: of the wait for the results."""
         kept = {request.request_id: tokens for request, tokens in new}
         tokens = []
         for at, (item, sampled) in enumerate(zip(plan.scheduled, result.sampled, strict=True)):
@@ -125,7 +128,7 @@ class Announcer(Events):
                 name = item.request.request_id
                 accepted = len(sampled) - 1 if drafted else 0
                 tokens.append(TokensOf(name, self._owner(name), tuple(kept.get(name, ())), drafted, accepted))
-        self.emit(StepFinished(time.monotonic(), waited, step, tuple(tokens), 1e-9 * result.draft_nanoseconds))
+        self.emit(StepFinished(ended, ended - began, step, tuple(tokens), 1e-9 * result.draft_nanoseconds))
 
     def forced(self, step: int, new: Iterable[NewTokens]) -> None:
         tokens = tuple(
@@ -140,8 +143,9 @@ class Announcer(Events):
             self._known.pop(request.request_id, None)
         self.emit(
             RequestFinished(
-                time=time.monotonic(),
+                time=state.metrics.finished_time or time.monotonic(),
                 request_id=state.request_id,
+                first_token_time=state.metrics.first_token_time,
                 finish_reasons=tuple(request.finish_reason or "" for request in requests),
                 num_output_tokens=tuple(len(request.output_token_ids) for request in requests),
                 num_cached_tokens=max((request.num_cached_tokens or 0 for request in requests), default=0),
