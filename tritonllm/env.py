@@ -41,6 +41,12 @@ def share_metrics(folder: str) -> None:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
 
 
+def keep_cupti() -> None:
+    """Let torch's profiler stay attached to the GPU between two of its uses; before the first."""
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+
+
 CpuBackend = Literal["torch", "reference", "interpret", "compile"]
 IN_TORCH = ("torch", "reference")  # those that launch no kernel
 

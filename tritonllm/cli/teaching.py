@@ -4,11 +4,14 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from tritonllm.teach import trace_viewer
 from tritonllm.teach.viewer import Viewer
 
 # Each adds its options to the parser's group, and makes a viewer of the arguments if they ask for it. Makers raise
 # ValueError for a bad value or a missing package; they import their module only then.
-MODES: tuple[tuple[Callable[[Any], None], Callable[[argparse.Namespace], Viewer | None]], ...] = ()
+MODES: tuple[tuple[Callable[[Any], None], Callable[[argparse.Namespace], Viewer | None]], ...] = (
+    (trace_viewer.add_options, trace_viewer.make),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
