@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from support.engines import greedy, tiny_llm
 from support.trace_rules import check_trace, load
 
-from tritonllm.teach.trace import DEVICE, ENGINE, HOST, Trace
-from tritonllm.teach.trace_requests import FIRST_LANE, REQUESTS
+from tritonllm.teach.trace import Trace
+from tritonllm.teach.trace_layout import DEVICE, ENGINE, FIRST_LANE, HOST, REQUESTS
 
 PROMPT = list(range(5, 25))
 
@@ -142,7 +142,7 @@ def test_a_request_step_by_step(tmp_path):
         llm, tmp_path / "a.json", lambda: llm.generate([PROMPT], greedy(4), use_tqdm=False)
     )
     (outer, queued, *chunks, decode) = sorted(tracks[REQUESTS, FIRST_LANE], key=lambda one: (one[0], -one[1]))
-    assert outer[2] == "request 0" and outer[3] == {"prompt_tokens": 20}
+    assert outer[2] == "request 0" and outer[3] == {"request": "0"}
     assert queued[2] == "queued" and queued[0] == outer[0]
     assert [(c[2], c[3]) for c in chunks] == [
         ("prefill", {"step": step, "start": start, "tokens": tokens})

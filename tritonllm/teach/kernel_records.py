@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from tritonllm import env
 from tritonllm.teach.trace_file import Clock, TraceFile
+from tritonllm.teach.trace_layout import STREAMS
 
 READINGS = 32
 MOST_KERNELS = 200_000
 LANES = 4  # tracks of a stream: kernels of one stream can overlap (programmatic dependent launch)
-STREAMS = 200  # the first track's thread
 NAME_LENGTH = 120
 
 

@@ -27,12 +27,11 @@ from tritonllm.events import (
 )
 from tritonllm.teach.kernel_records import KernelRecorder
 from tritonllm.teach.trace_file import Clock, TraceFile
-from tritonllm.teach.trace_requests import REQUESTS, RequestTracks, Sequence
+from tritonllm.teach.trace_layout import DEVICE, ENGINE, GPU, HOST, REQUESTS
+from tritonllm.teach.trace_requests import RequestTracks, Sequence
 from tritonllm.version import __version__
 
 logger = logging.getLogger(__name__)
-ENGINE, HOST, DEVICE = 1, 11, 12  # a process, and two threads in it
-GPU = 3
 MAX_EVENTS = 1_000_000  # some 100 MB of JSON, 10 MB compressed
 KERNEL_STEPS = 64
 NAMED = 12  # prompts, and requests that lost their blocks, that a step names

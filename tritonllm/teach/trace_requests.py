@@ -10,11 +10,9 @@ from typing import Any
 
 from tritonllm.events import NewTokens, Part, RequestAdded, RequestFinished
 from tritonllm.teach.trace_file import Clock, TraceFile
+from tritonllm.teach.trace_layout import FIRST_LANE, OVERFLOW, REQUESTS
 
-REQUESTS = 2  # the process whose threads they are
 LANES = 256
-OVERFLOW = 1999  # the track of ends of requests without a lane
-FIRST_LANE = 1000
 SEGMENT = 64  # steps of decoding in one slice, with the time of each: one event instead of 64
 
 
@@ -100,7 +98,7 @@ class RequestTracks:
         if lane is not None:
             at = max(at, self._ends.get(lane, 0))
             title = f"request {request.request_id}" + (f", sequence {name}" if name != request.request_id else "")
-            self._file.begin(title, REQUESTS, lane, at, {"prompt_tokens": request.prompt_tokens})
+            self._file.begin(title, REQUESTS, lane, at, {"request": request.request_id})
         sequence = self._sequences[name] = Sequence(request, name, lane, at, waits)
         request.sequences.append(sequence)
         return sequence
