@@ -89,6 +89,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group.add_argument(
         "--max-queue", type=int, default=1024, metavar="N", help="most sequences that wait (default: 1024); then: 429"
     )
+    group.add_argument(
+        "--profiler-config",
+        metavar="JSON",
+        help='clients may use /start_profile and /stop_profile: {"torch_profiler_dir": "FOLDER"}, see docs/serving.md',
+    )
     group.add_argument("--quiet", action="store_true", help="log warnings only")
     add_options(group, SERVER)
     group = parser.add_argument_group("engine")
@@ -118,6 +123,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
         OSError: the chat template cannot be read.
     """
     from tritonllm.serve.config import ServerConfig
+    from tritonllm.serve.profiling import ProfilerConfig
 
     options = given(args, ENGINE)
     more = (
@@ -134,8 +140,14 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
         raise ValueError(f"--max-queue must be at least 0, got {args.max_queue}")
     keys = args.api_key if args.api_key is not None else [env.API_KEY] if env.API_KEY else []
     template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
+    profiler = None if args.profiler_config is None else ProfilerConfig.of(args.profiler_config)
+    if profiler is not None:
+        profiler.check_folder()
     config = ServerConfig(
-        model_names=tuple(args.served_model_name or [args.model]), api_keys=tuple(keys), chat_template=template
+        model_names=tuple(args.served_model_name or [args.model]),
+        api_keys=tuple(keys),
+        chat_template=template,
+        profiler_config=profiler,
     )
     return engine, dataclasses.replace(config, **given(args, SERVER))
 

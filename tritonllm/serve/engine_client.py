@@ -20,6 +20,7 @@ import zmq.asyncio
 from tritonllm.config import EngineConfig
 from tritonllm.serve.engine_process import run_engine
 from tritonllm.serve.messages import Abort, Failed, News, Ready, Stop, ToEngine
+from tritonllm.serve.profiling import ProfilerConfig
 
 logger = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that the engine process has to end by itself
@@ -122,6 +123,7 @@ class EngineClient(EngineLink):
         config: of the engine.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
         meanwhile: is called while the engine starts, for what takes time here.
+        profiler: how it may write traces.
 
     Raises:
         ValueError: the engine refuses its configuration or its model.
@@ -129,13 +131,17 @@ class EngineClient(EngineLink):
     """
 
     def __init__(
-        self, config: EngineConfig, log_level: int | None = None, meanwhile: Callable[[], object] = lambda: None
+        self,
+        config: EngineConfig,
+        log_level: int | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+        profiler: ProfilerConfig | None = None,
     ) -> None:
         folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
         spawn = multiprocessing.get_context("spawn")
         self._reports, theirs = spawn.Pipe(duplex=False)
         self._process = spawn.Process(
-            target=run_engine, args=(config, folder, theirs, log_level), name="tritonllm-engine"
+            target=run_engine, args=(config, folder, theirs, log_level, profiler), name="tritonllm-engine"
         )
         self._process.start()
         theirs.close()

@@ -31,6 +31,7 @@ from tritonllm.engine.sleep import AsleepError
 from tritonllm.models import checkpoint
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
+from tritonllm.serve import profiling
 from tritonllm.serve.messages import (
     Abort,
     Add,
@@ -48,6 +49,7 @@ from tritonllm.serve.messages import (
     unpack_params,
 )
 from tritonllm.serve.pooling_messages import pack_pooled, pooling_facts
+from tritonllm.serve.profiling import ProfilerConfig, Profiles
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
@@ -75,7 +77,13 @@ def log_to_stderr(level: int) -> None:
     logging.getLogger("tritonllm").setLevel(level)
 
 
-def run_engine(config: EngineConfig, folder: str, reports: Connection, log_level: int | None) -> None:
+def run_engine(
+    config: EngineConfig,
+    folder: str,
+    reports: Connection,
+    log_level: int | None,
+    profiler: ProfilerConfig | None = None,
+) -> None:
     """The process's main function.
 
     Args:
@@ -83,6 +91,7 @@ def run_engine(config: EngineConfig, folder: str, reports: Connection, log_level
         folder: where the sockets lie; ``folder/engine`` is bound here.
         reports: gets :class:`Ready` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot go on.
         log_level: of the package's messages on stderr; ``None`` sets up no logging.
+        profiler: how traces are written, if they may be.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -91,6 +100,10 @@ def run_engine(config: EngineConfig, folder: str, reports: Connection, log_level
         log_to_stderr(log_level)
     encode = msgspec.msgpack.encode
     try:
+        if profiler is not None and profiler.kernel_iterations:
+            from tritonllm.teach.kernel_records import prepare
+
+            prepare()
         engine = LLMEngine.from_config(config)
         ready = describe(engine)
         context = zmq.Context(io_threads=1)
@@ -105,14 +118,23 @@ def run_engine(config: EngineConfig, folder: str, reports: Connection, log_level
     gc.collect()
     gc.freeze()  # what lives as long as the engine is not searched for garbage in the middle of a step
     reports.send_bytes(encode(ready))
+    profiles = Profiles(engine, profiler)
     try:
-        EngineLoop(engine, socket).run()
+        EngineLoop(engine, socket, profiles).run()
     except Exception as error:
         logger.exception("the engine cannot go on")
         reports.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
         sys.exit(1)
     finally:
+        _end_profile(profiles)
         context.destroy(linger=1000)
+
+
+def _end_profile(profiles: Profiles) -> None:
+    try:
+        profiles.close()
+    except OSError:
+        logger.exception("the trace could not be ended")
 
 
 def describe(engine: LLMEngine) -> Ready:
@@ -155,9 +177,11 @@ class EngineLoop:
     Args:
         engine: started.
         socket: a bound ROUTER; each API process is known by its identity.
+        profiles: writes traces; by default none.
     """
 
-    def __init__(self, engine: LLMEngine, socket: Any) -> None:
+    def __init__(self, engine: LLMEngine, socket: Any, profiles: Profiles | None = None) -> None:
+        self._profiles = profiles or Profiles(engine, None)
         self._engine = engine
         self._socket = socket
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
@@ -249,9 +273,10 @@ class EngineLoop:
     def _answer(self, client: bytes, call: Call) -> None:
         """Do it; whoever made the call hears of it after everybody has heard of the engine's new state."""
         try:
-            if call.method not in METHODS:
+            if call.method not in (*METHODS, *profiling.METHODS):
                 raise ValueError(f"method must be one of {', '.join(METHODS)}, got {call.method!r}")
-            answer = Answer(call.number, getattr(self._engine, call.method)(**call.arguments))
+            does = self._profiles if call.method in profiling.METHODS else self._engine
+            answer = Answer(call.number, getattr(does, call.method)(**call.arguments))
         except (ValueError, TypeError) as error:
             answer = Answer(call.number, error=str(error), is_value_error=True)
         except (RuntimeError, MemoryError, OSError) as error:  # the engine is as it was

@@ -54,8 +54,9 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Do something between requests; an :class:`Answer` with the same number says what came of it.
 
-    ``method`` is ``sleep``, ``wake_up``, ``reload_weights`` or ``reset_prefix_cache`` of the engine. The first and the
-    third wait until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile.
+    ``method`` is ``sleep``, ``wake_up``, ``reload_weights`` or ``reset_prefix_cache`` of the engine, or
+    ``start_profile`` or ``stop_profile`` of :class:`~tritonllm.serve.profiling.Profiles`. The first and the third wait
+    until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile.
     """
 
     number: int

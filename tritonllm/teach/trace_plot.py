@@ -17,6 +17,7 @@ COLOURS = {
     "step": "#333333",
 }
 ROWS = 32  # lanes that are drawn
+PIXELS = 3000  # what is narrower than one of so many is not drawn
 NEEDS = 'a picture needs matplotlib: pip install "tritonllm[teach]"'
 
 
@@ -29,6 +30,7 @@ def plot(data: TraceData, path: str | Path, begin: float | None = None, end: flo
         OSError: the file cannot be written.
     """
     try:
+        import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -49,7 +51,9 @@ def plot(data: TraceData, path: str | Path, begin: float | None = None, end: flo
     requests.set_ylim(len(lanes) - 0.4, -0.6)
     requests.set_yticks([])
     requests.set_ylabel("requests")
-    _bars(engine, 0, [one for one in _inside(data.host, first, last) if one.name in COLOURS])
+    visible = 1e3 * (last - first) / PIXELS
+    host = [one for one in _inside(data.host, first, last) if one.name in COLOURS and one.end - one.begin >= visible]
+    _bars(engine, 0, host)
     _bars(engine, 1, steps, "step")
     engine.set_yticks([0, 1], ["host", "device"])
     engine.set_ylim(1.6, -0.6)
@@ -60,7 +64,8 @@ def plot(data: TraceData, path: str | Path, begin: float | None = None, end: flo
     tokens.set_xlim(first, last)
     _legend(requests, ["queued", "prefill", "decode", "preempted"])
     _legend(engine, ["plan", "launch", "wait"])
-    figure.savefig(path, dpi=120)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text: half as large
+        figure.savefig(path, dpi=120)
 
 
 def _inside(slices: Iterable[Slice], first: float, last: float) -> list[Slice]:
@@ -84,14 +89,16 @@ def _counter(axes: Any, values: Sequence[tuple[float, dict[str, float]]], name: 
 
 
 def _composition(axes: Any, steps: Sequence[Slice]) -> None:
-    """Tokens of each step, over the time that it took."""
-    below = [0.0] * len(steps)
+    """Tokens of each step, until the next one begins."""
+    times = [one.begin / 1e3 for one in steps] + [steps[-1].end / 1e3]
+    below = [0.0] * len(times)
     for kind, colour in (("decode", COLOURS["decode"]), ("verify", "#d5bb67"), ("prefill", COLOURS["prefill"])):
         heights = [float(one.args.get(f"{kind}_tokens", 0)) for one in steps]
         if any(heights):
-            lefts, widths = [one.begin / 1e3 for one in steps], [(one.end - one.begin) / 1e3 for one in steps]
-            axes.bar(lefts, heights, widths, below, align="edge", color=colour, label=kind, linewidth=0)
-            below = [a + b for a, b in zip(below, heights, strict=True)]
+            above = [a + b for a, b in zip(below, [*heights, heights[-1]], strict=True)]
+            axes.fill_between(times, below, above, step="post", color=colour, label=kind, linewidth=0)
+            below = above
+    axes.set_ylim(0, None)
     axes.set_ylabel("tokens a step")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize="small")
 

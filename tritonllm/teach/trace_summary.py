@@ -176,7 +176,7 @@ class _Spans:
 def _there(data: TraceData) -> list[tuple[float, float]]:
     """When requests were there, in microseconds."""
     whole = 1e6 * data.seconds
-    spans = [(1e6 * r.get("arrival", 0.0), 1e6 * r["end"] if "end" in r else whole) for r in data.requests]
+    spans = [(1e6 * (r["arrival"] or 0.0), 1e6 * r["end"] if "end" in r else whole) for r in data.requests]
     if data.begun:  # the trace breaks off, and they were there
         first = min((one[0].begin for track, one in data.lanes.items() if track in data.begun and one), default=0.0)
         spans.append((first, whole))
