@@ -2,7 +2,8 @@
 
 Each write leaves a file that can be read: it ends with a whole event, and the closing bracket, which the format lets a
 writer forget, comes last. A compressed one is a chain of whole gzip members (RFC 1952), one for each write, since
-Perfetto refuses one that breaks off. So a process that is killed leaves what it had written.
+Perfetto refuses one that breaks off. So a process that is killed leaves what it had written; killed during the
+microseconds of a write, it can leave a part of that, which our reader leaves out.
 
 Times are ticks of 1/8 microsecond from the beginning of the trace. Readers keep them as a number of microseconds with
 a fraction, and cut that to nanoseconds: of eighths both are exact, so slices that meet do not overlap by rounding.

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from tritonllm.events import NewTokens, Part, RequestAdded, RequestFinished
-from tritonllm.teach.trace_file import Clock, TraceFile
+from tritonllm.teach.trace_file import TICKS, Clock, TraceFile
 from tritonllm.teach.trace_layout import FIRST_LANE, OVERFLOW, REQUESTS
 
 LANES = 256
@@ -249,7 +249,7 @@ class RequestTracks:
             "request": request.request_id,
             "prompt_tokens": request.prompt_tokens,
             "arrival": None if arrival is None else self._clock.seconds(arrival),
-            "queue_us": None if queued is None else queued / 8,
+            **({} if queued is None else {"queue_us": queued / TICKS}),
             "chunks": request.chunks,
             "prefill_tokens": request.prefilled,
             "tokens": request.tokens,
