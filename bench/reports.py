@@ -58,6 +58,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "copies": "swap",
         "grammars": "grammars",
         "load": "serving",
+        "nano": "nano",
     }
     return next((kind for key, kind in keys.items() if key in report), None)
 

@@ -12,6 +12,7 @@
 """
 
 import os
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 
@@ -45,6 +46,27 @@ def keep_cupti() -> None:
     """Let torch's profiler stay attached to the GPU between two of its uses; before the first."""
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+
+
+def see_devices(indices: Sequence[int]) -> None:
+    """Let CUDA, which has not begun in this process, show only these of the GPUs that it would show.
+
+    Raises:
+        ValueError: ``CUDA_VISIBLE_DEVICES`` names fewer.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed == "":
+        return  # there is none to choose from
+    if listed is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
+        return
+    names = listed.split(",")
+    if max(indices) >= len(names):
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={listed} names {len(names)} GPUs, and data_parallel_size times "
+            f"tensor_parallel_size needs at least {max(indices) + 1}"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[index] for index in indices)
 
 
 CpuBackend = Literal["torch", "reference", "interpret", "compile"]

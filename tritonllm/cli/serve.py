@@ -107,6 +107,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
                 "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
             },
             "seed": {"type": int, "metavar": "N", "help": "of requests that bring none (default: 0)"},
+            "data-parallel-size": {
+                "short": "-dp",
+                "type": int,
+                "metavar": "N",
+                "help": "engines with the whole model each, on GPUs of their own; a request goes to the one with the "
+                "least to do (default: 1)",
+            },
             "enable-sleep-mode": {"action": "store_true", "help": "the engine can sleep, see docs/serving.md"},
             "skip-tokenizer-init": {"action": "store_true", "help": "no tokenizer: token ids in and out, no text"},
             **POOLING,
@@ -132,6 +139,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
         "seed",
         "skip_tokenizer_init",
         "enable_sleep_mode",
+        "data_parallel_size",
         *(name.replace("-", "_") for name in POOLING),
     )
     options |= {name: getattr(args, name) for name in more if hasattr(args, name)}
@@ -149,7 +157,13 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
         chat_template=template,
         profiler_config=profiler,
     )
-    return engine, dataclasses.replace(config, **given(args, SERVER))
+    config = dataclasses.replace(config, **given(args, SERVER))
+    if config.api_server_count > 1 and engine.parallel.data_parallel_size > 1:
+        raise ValueError(
+            "--api-server-count: several processes speak HTTP before one engine only: leave one of it and "
+            "--data-parallel-size at 1"
+        )
+    return engine, config
 
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:

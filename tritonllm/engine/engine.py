@@ -12,10 +12,9 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
@@ -24,20 +23,21 @@ from tritonllm.engine.announcer import Announcer
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.backends import ranks_of
 from tritonllm.engine.beam_search import beam_state
+from tritonllm.engine.delivery import Delivery
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.jump_forward import jump
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
-from tritonllm.engine.plan import NewTokens, StepPlan, describe
-from tritonllm.engine.pooling import PoolingAbility, PoolingState, pooling_state
+from tritonllm.engine.picture import Picture, take_picture
+from tritonllm.engine.plan import StepPlan, describe
+from tritonllm.engine.pooling import PoolingAbility, pooling_state
 from tritonllm.engine.ranks import Executor
-from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.restrictions import restrictions_of
-from tritonllm.engine.results import RunningStep, StepResult, TokenLogprobs
+from tritonllm.engine.results import RunningStep
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory, SleepMethods
-from tritonllm.engine.speculation import DraftCounts, count_positions
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
 from tritonllm.events import Sink
@@ -48,7 +48,6 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
 
 EngineOutput = RequestOutput | PoolingRequestOutput
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar when nothing else is to do
 
 
@@ -89,12 +88,22 @@ class LLMEngine(SleepMethods):
         self._failure = "the step was interrupted"  # why the last one was broken off
         self._lost: dict[str, EngineOutput] = {}  # last outputs of the requests that were lost with it
         self._prepared_at_ready = MONITOR.prepared
-        self._steps = self._prompt_tokens = self._generated_tokens = self._forced_tokens = 0
-        self._drafts = DraftCounts()
+        self._steps = self._prompt_tokens = 0
+        self._jumps = not config.logits_processors  # those of whole batches may have to see each token drawn
+        self._delivery = Delivery(scheduler, self._sequences, self.tokenizer, self._events)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "LLMEngine":
-        """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.load_parts`."""
+        """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.load_parts`.
+
+        Raises:
+            ValueError: several engines are asked for, or as ``load_parts``.
+        """
+        if config.parallel.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={config.parallel.data_parallel_size}: this is one engine; AsyncLLM and "
+                "`tritonllm serve` run several"
+            )
         return cls(*load_parts(config, ranks_of(config)))
 
     @classmethod
@@ -117,6 +126,11 @@ class LLMEngine(SleepMethods):
         """Call ``sink(event)`` in this thread with all that happens from now on (:mod:`tritonllm.events`). A sink that
         raises is dropped. Returns what ends the subscription."""
         return self._events.subscribe(sink)
+
+    def picture(self) -> Picture:
+        """What runs now, and who holds which block."""
+        self._recover()
+        return take_picture(self._scheduler)
 
     def add_request(
         self,
@@ -329,8 +343,10 @@ class LLMEngine(SleepMethods):
         new_tokens = self._scheduler.update(plan, result.sampled)
         if events:
             events.finished(self._steps - len(self._in_flight), plan, result, new_tokens, began, ended)
-        touched = self._take(plan, result, new_tokens)
-        self._draw()
+        touched, controlled = self._delivery.take(plan, result, new_tokens)
+        self._draw()  # first, so that the device has work meanwhile
+        if controlled and self._jumps:
+            self._delivery.force(jump(controlled, self._scheduler), touched, self._steps)
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
 
@@ -349,109 +365,6 @@ class LLMEngine(SleepMethods):
         if not self._in_flight:
             tier.rates.idle(time.monotonic())
 
-    def _take(self, plan: StepPlan, result: StepResult, new_tokens: list[NewTokens]) -> dict[str, RequestState]:
-        """Hand a step's results to their requests; returns the requests that changed, in the plan's order."""
-        for request_id, (first, scores) in result.prompt_logprobs.items():
-            state, sequence = self._sequences.get(request_id, (None, None))
-            if state is not None and sequence is not None and sequence.index == 0:  # else it was aborted since
-                state.take_prompt_logprobs(first, scores, self.tokenizer)
-        for ids, first, vectors in result.pooled:
-            for i, request_id in enumerate(ids):
-                state, _ = self._sequences.get(request_id, (None, None))
-                if isinstance(state, PoolingState):  # else it was aborted since
-                    state.take_pooled(first, vectors if len(ids) == 1 else vectors[i : i + 1])
-        rows: dict[str, int] = {}  # where the log-probabilities begin of those who may ask for them
-        if result.logprobs is not None:
-            first = 0
-            for item, tokens in zip(plan.scheduled, result.sampled, strict=True):
-                rows[item.request.request_id] = first
-                first += len(tokens)
-        if result.drafted:
-            self._count_drafts(plan, result)
-        touched: dict[str, RequestState] = {}
-        controlled = self._hand_out(new_tokens, touched, result.logprobs, rows, result.errors)
-        if controlled:
-            self._hand_out(self._jump(controlled), touched)
-        return touched
-
-    def _hand_out(
-        self,
-        new_tokens: Sequence[NewTokens],
-        touched: dict[str, RequestState],
-        scores: TokenLogprobs | None = None,
-        rows: Mapping[str, int] = NOTHING,
-        errors: Mapping[str, str] = NOTHING,
-    ) -> list[Request]:
-        """Let requests have their new tokens, which may end them.
-
-        Args:
-            touched: the states of these requests are added to it.
-            scores: log-probabilities, and the ``rows`` at which those of a request begin.
-            errors: what went wrong in a request's processors.
-
-        Returns:
-            Those whose next tokens the host has a say in.
-        """
-        controlled = []
-        now, taken = time.monotonic(), 0
-        for request, new in new_tokens:
-            state, sequence = self._sequences[request.request_id]
-            if state.metrics.first_token_time is None:
-                state.metrics.first_token_time = now
-            taken += len(new) * (request.pooling is None)
-            try:
-                stopped = sequence.extend(new, scores, rows.get(request.request_id, 0))
-            except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
-                state.error = f"tokens {list(new)} could not be decoded: {type(error).__name__}: {error}"
-                self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR)
-            else:
-                wrong = None
-                if request.controls or errors:  # asked of each request in each step
-                    wrong = errors.get(request.request_id) or self._control(request, new)
-                    controlled.append(request)
-                if wrong is not None:
-                    state.error = wrong
-                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))
-                elif stopped is not None:
-                    stop, drop = stopped
-                    self._scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, stop, drop=drop)
-                    taken -= drop
-            touched[state.request_id] = state
-        self._generated_tokens += taken
-        return controlled
-
-    def _jump(self, controlled: Sequence[Request]) -> list[NewTokens]:
-        """What follows without being drawn. Processors of whole batches may have to see each token drawn."""
-        self._draw()  # first, so that the device has work meanwhile
-        forced = [] if self.config.logits_processors else jump(controlled, self._scheduler)
-        self._forced_tokens += sum(len(new) for _, new in forced)
-        if self._events:
-            self._events.forced(self._steps, forced)
-        return forced
-
-    def _count_drafts(self, plan: StepPlan, result: StepResult) -> None:
-        self._drafts.draft_seconds = 1e-9 * result.draft_nanoseconds
-        for item, drafted, tokens in zip(plan.scheduled, result.drafted, result.sampled, strict=True):
-            state, _ = self._sequences.get(item.request.request_id, (None, None))
-            if drafted:
-                self._drafts.add(drafted, len(tokens) - 1)
-            if drafted and state is not None:
-                state.metrics.num_draft_tokens += drafted
-                state.metrics.num_accepted_tokens += len(tokens) - 1
-                count_positions(state.metrics.num_accepted_tokens_per_pos, drafted, len(tokens) - 1)
-
-    @staticmethod
-    def _control(request: Request, new: Sequence[int]) -> str | None:
-        """Tell what decides about the request's next tokens of these; returns what is wrong with them, if anything."""
-        for control in request.controls:
-            try:
-                wrong = control.take(new)
-            except Exception as error:  # one request's, of a package that is not ours
-                wrong = f"its next token could not be decided: {type(error).__name__}: {error}"
-            if wrong is not None:
-                return wrong
-        return None
-
     def _report(self, state: RequestState) -> EngineOutput | None:
         """The request's output, and its end if it has ended."""
         output = state.output()
@@ -466,12 +379,12 @@ class LLMEngine(SleepMethods):
     @property
     def stats(self) -> EngineStats:
         self._recover()
-        scheduler = self._scheduler.stats
+        scheduler, drafts = self._scheduler.stats, self._delivery.drafts
         return EngineStats(
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            forced_tokens=self._forced_tokens,
+            generated_tokens=self._delivery.generated_tokens,
+            forced_tokens=self._delivery.forced_tokens,
             prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
             prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
             preemptions=scheduler.preemptions,
@@ -483,5 +396,5 @@ class LLMEngine(SleepMethods):
             **scheduler.tier._asdict(),
             takes_requests=self.takes_requests,
             is_sleeping=self.is_sleeping,
-            **asdict(self._drafts) | {"num_accepted_tokens_per_pos": tuple(self._drafts.num_accepted_tokens_per_pos)},
+            **asdict(drafts) | {"num_accepted_tokens_per_pos": tuple(drafts.num_accepted_tokens_per_pos)},
         )

@@ -8,6 +8,7 @@ from typing import Any
 from tritonllm.engine.sleep import check_rpc
 from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.messages import Answer, Call, Stats
+from tritonllm.serve.replicas import Replicas
 
 
 class CallFailedError(RuntimeError):
@@ -22,7 +23,7 @@ class EngineCalls:
     """A part of :class:`~tritonllm.serve.async_llm.AsyncLLM`."""
 
     stats: Stats
-    _client: EngineLink
+    _client: EngineLink | Replicas
     attach: Callable[[], None]
 
     def __init__(self) -> None:
@@ -98,6 +99,10 @@ class EngineCalls:
             RuntimeError: the file could not be written.
         """
         return _unless_refused(await self._call("stop_profile"))
+
+    async def picture(self) -> dict[str, Any]:
+        """What runs now, and who holds which block: the fields of :class:`tritonllm.engine.picture.Picture`."""
+        return await self._call("picture")
 
     async def collective_rpc(
         self,

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from tritonllm import env
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.dist.watch import WorkerError
@@ -53,7 +54,7 @@ from tritonllm.serve.profiling import ProfilerConfig, Profiles
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
-METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache")  # of the engine, that a Call may name
+METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache", "picture")  # of the engine, that a Call may name
 WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
 
 
@@ -82,6 +83,7 @@ def run_engine(
     folder: str,
     reports: Connection,
     log_level: int | None,
+    devices: list[int] | None = None,
     profiler: ProfilerConfig | None = None,
 ) -> None:
     """The process's main function.
@@ -91,8 +93,11 @@ def run_engine(
         folder: where the sockets lie; ``folder/engine`` is bound here.
         reports: gets :class:`Ready` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot go on.
         log_level: of the package's messages on stderr; ``None`` sets up no logging.
+        devices: those of this machine's GPUs that it sees; ``None`` for all.
         profiler: how traces are written, if they may be.
     """
+    if devices is not None:
+        env.see_devices(devices)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(folder)

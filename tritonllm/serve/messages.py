@@ -54,7 +54,7 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Do something between requests; an :class:`Answer` with the same number says what came of it.
 
-    ``method`` is ``sleep``, ``wake_up``, ``reload_weights`` or ``reset_prefix_cache`` of the engine, or
+    ``method`` is ``sleep``, ``wake_up``, ``reload_weights``, ``reset_prefix_cache`` or ``picture`` of the engine, or
     ``start_profile`` or ``stop_profile`` of :class:`~tritonllm.serve.profiling.Profiles`. The first and the third wait
     until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile.
     """
@@ -85,7 +85,7 @@ class Update(msgspec.Struct, array_like=True):
 
     ``refused`` is why the engine did not take the request: nothing else will come of it; ``asleep``: because it
     sleeps, or will when the unfinished ones have ended. ``pooled`` is what a prompt was pooled to: a shape, and the
-    bytes of its float32 numbers.
+    bytes of its float32 numbers. ``lost``: the engine that had the request has died, but others live.
     """
 
     request_id: str
@@ -103,6 +103,7 @@ class Update(msgspec.Struct, array_like=True):
     num_accepted_tokens_per_pos: list[int] = []
     pooled: tuple[list[int], bytes] | None = None
     asleep: bool = False
+    lost: str | None = None
 
 
 class Stats(msgspec.Struct, array_like=True):

@@ -121,13 +121,12 @@ def run_several(
     env.share_metrics(client.folder)
     apis, spawn = Apis(), multiprocessing.get_context("spawn")
     ready = msgspec.msgpack.encode(client.ready)
-    counts = spawn.RawArray("q", config.api_server_count)
-    share = -(-max_queue // config.api_server_count)
+    counts = [spawn.RawArray("q", config.api_server_count) for _ in range(2)]  # of requests, of sequences
     try:
         with _signals_stop(apis) as signalled:
             for number in range(config.api_server_count):
                 mine, theirs = spawn.Pipe()
-                arguments = (config, engine, ready, client.folder, sock, theirs, share, log_level, counts, number)
+                arguments = (config, engine, ready, client.folder, sock, theirs, max_queue, log_level, *counts, number)
                 process = spawn.Process(target=run_api, args=arguments, name=f"tritonllm-api-{number}", daemon=True)
                 process.start()
                 theirs.close()
