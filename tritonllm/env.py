@@ -9,10 +9,13 @@
     :mod:`tritonllm.kernels.compile.aot`).
 ``TRITONLLM_API_KEY``
     What clients of ``tritonllm serve`` must send, unless ``--api-key`` says it.
+``XDG_STATE_HOME``
+    Where programs keep what outlasts a run: the tutorial's progress.
 """
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 
@@ -46,6 +49,20 @@ def keep_cupti() -> None:
     """Let torch's profiler stay attached to the GPU between two of its uses; before the first."""
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+
+
+def state_folder() -> Path:
+    """Where this package keeps what outlasts a run: below ``XDG_STATE_HOME``, or ``~/.local/state`` without it."""
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():  # a relative path is to be ignored, says the XDG Base Directory Specification
+        base = Path.home() / ".local" / "state"
+    return base / "tritonllm"
+
+
+def of_interpreted_process() -> dict[str, str]:
+    """The environment for a process that runs kernels in Triton's interpreter."""
+    others = {name: value for name, value in os.environ.items() if name != "TRITONLLM_CPU_BACKEND"}
+    return others | {"TRITON_INTERPRET": "1"}
 
 
 def see_devices(indices: Sequence[int]) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 from tritonllm.teach import trace_viewer
 from tritonllm.teach.viewer import Viewer
+from tritonllm.teach.xray import options as xray
 
 # Each adds its options to the parser's group, and makes a viewer of the arguments if they ask for it. Makers raise
 # ValueError for a bad value or a missing package; they import their module only then.
 MODES: tuple[tuple[Callable[[Any], None], Callable[[argparse.Namespace], Viewer | None]], ...] = (
     (trace_viewer.add_options, trace_viewer.make),
+    (xray.add_options, xray.make),
 )
 
 

@@ -43,6 +43,7 @@ from tritonllm.engine.stats import EngineStats
 from tritonllm.events import Sink
 from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
+from tritonllm.models.interface import CausalLM
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
@@ -121,6 +122,11 @@ class LLMEngine(SleepMethods):
     @property
     def model_config(self) -> ModelConfig:
         return self.config.model
+
+    @property
+    def model(self) -> CausalLM:
+        """The loaded model, to be looked at: of several ranks', the part of the first."""
+        return self._runner.model
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Call ``sink(event)`` in this thread with all that happens from now on (:mod:`tritonllm.events`). A sink that
