@@ -161,6 +161,22 @@ def test_an_answer_that_dies_with_its_replica():
     assert news[-1].answers == [Answer(1, "done")]
 
 
+def test_a_look_at_one_of_them_changes_nothing():
+    replicas, (first, second), news, _ = links()
+    forgotten = []
+    replicas._placement.forget = lambda: forgotten.append(True)
+    look = Call(1, "activity", {"view": {}}, replica=1)
+    replicas.send(look)
+    assert look in second.sent and look not in first.sent
+    second.tell(News([], Stats(), [Answer(1, {"steps": []})]))
+    assert news[-1].answers == [Answer(1, {"steps": []})] and not forgotten
+    replicas.send(Call(2, "activity", {}, replica=0))
+    first.die("killed")
+    assert [answer.error for answer in news[-1].answers] == ["replica 0: killed"]
+    with pytest.raises(EngineDeadError, match="replica 0 has died"):
+        replicas.send(Call(3, "activity", {}, replica=0))
+
+
 def test_statistics_are_added_up():
     a, b = Stats(steps=1, num_accepted_tokens_per_pos=(3, 1)), Stats(steps=2, num_accepted_tokens_per_pos=(2,))
     assert together([a, b]) == Stats(steps=3, num_accepted_tokens_per_pos=(5, 1))

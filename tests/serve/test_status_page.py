@@ -123,3 +123,12 @@ def test_durations_have_no_exponent():
     program = f"{SCRIPT}\nconsole.log(JSON.stringify([0.01234, 12.34, 999.4, 999.6, 11500, 1234567].map(duration)))"
     done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == ["0.0123 ms", "12.3 ms", "999 ms", "1.00 s", "11.5 s", "1,235 s"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_cache_of_several_engines_is_in_use_by_its_mean():
+    text = "".join(f'vllm:kv_cache_usage_perc{{model_name="a",engine="{i}"}} {0.2 * (i + 2)}\\n' for i in range(2))
+    program = f"{SCRIPT}\nconst now = parse('{text}');\nconst seen = view(now, now, now, 1);\n"
+    program += "console.log(JSON.stringify([seen.cache.toFixed(3), seen.engines]))"
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["0.500", 2]

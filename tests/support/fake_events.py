@@ -41,6 +41,8 @@ def planned(time, step, parts, seconds=0.001, **more):
         "num_free_blocks": 60,
         "num_cached_blocks": 0,
         "evicted_blocks": 0,
+        "idle": {},
+        "kept_blocks": (),
     }
     return StepPlanned(time=time, seconds=seconds, step=step, parts=tuple(parts), **{**facts, **more})
 
@@ -64,6 +66,7 @@ def ended(time, name, first, tokens, reason="length"):
         num_cached_tokens=0,
         num_preemptions=0,
         error=None,
+        kept_blocks=(),
     )
 
 

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from tritonllm.cli import dashboard
 from tritonllm.teach import trace_viewer
-from tritonllm.teach.viewer import Viewer
+from tritonllm.teach.viewer import Stops, Viewer
 from tritonllm.teach.xray import options as xray
 
 # Each adds its options to the parser's group, and makes a viewer of the arguments if they ask for it. Makers raise
@@ -13,6 +14,7 @@ from tritonllm.teach.xray import options as xray
 MODES: tuple[tuple[Callable[[Any], None], Callable[[argparse.Namespace], Viewer | None]], ...] = (
     (trace_viewer.add_options, trace_viewer.make),
     (xray.add_options, xray.make),
+    (dashboard.add_options, dashboard.make_viewer),
 )
 
 
@@ -27,5 +29,7 @@ def viewers_of(args: argparse.Namespace) -> list[Viewer]:
     """Raises:
     ValueError: a bad value, or a package is missing.
     """
-    made = [make(args) for _, make in MODES]
-    return [viewer for viewer in made if viewer is not None]
+    made = [viewer for _, make in MODES if (viewer := make(args)) is not None]
+    if any(isinstance(viewer, Stops) for viewer in made) and sum(viewer.shows_text for viewer in made) > 1:
+        raise ValueError("--dashboard has the terminal for itself: leave it out, or the option that prints there, too")
+    return made

@@ -55,6 +55,14 @@ class BlockPool:
         refs = self._refs
         return sum(1 for block in blocks if refs[block])
 
+    def keeps(self, block: int) -> bool:
+        """Nobody uses it, and its contents can be found."""
+        return not self._refs[block] and self._labels[block] is not None
+
+    def kept(self) -> list[int]:
+        """All blocks that :meth:`keeps`."""
+        return [block for block in self._block_of.values() if not self._refs[block]]
+
     def allocate(self) -> int:
         """Take the least recently used free block; its label and contents are lost.
 

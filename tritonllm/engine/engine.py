@@ -40,7 +40,7 @@ from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory, SleepMethods
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
-from tritonllm.events import Sink
+from tritonllm.events import Present, Sink
 from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.models.interface import CausalLM
@@ -132,6 +132,11 @@ class LLMEngine(SleepMethods):
         """Call ``sink(event)`` in this thread with all that happens from now on (:mod:`tritonllm.events`). A sink that
         raises is dropped. Returns what ends the subscription."""
         return self._events.subscribe(sink)
+
+    def present(self) -> Present:
+        """What those who subscribe late have missed. Takes time in the number of cached blocks."""
+        self._recover()
+        return self._events.present()
 
     def picture(self) -> Picture:
         """What runs now, and who holds which block."""

@@ -45,6 +45,8 @@ class StoppableServer(uvicorn.Server):
         self._app.state.draining = True
         self.force_exit = now or self.should_exit
         self.should_exit = True
+        if self.force_exit:  # uvicorn logs a traceback for what it cuts off
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 class _Quiet(StoppableServer):

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tritonllm.engine.sleep import check_rpc
@@ -100,6 +100,19 @@ class EngineCalls:
         """
         return _unless_refused(await self._call("stop_profile"))
 
+    async def activity(self, view: Mapping[str, int], replica: int = 0) -> dict[str, Any]:
+        """What the engine has in its hands (:mod:`tritonllm.serve.activity`).
+
+        Args:
+            view: fields of :class:`~tritonllm.teach.dashboard.snapshot.View`.
+            replica: of several engines.
+
+        Raises:
+            ValueError: a number of the view is out of its range.
+            EngineDeadError: that engine has died.
+        """
+        return await self._call("activity", replica=replica, view=dict(view))
+
     async def picture(self) -> dict[str, Any]:
         """What runs now, and who holds which block: the fields of :class:`tritonllm.engine.picture.Picture`."""
         return await self._call("picture")
@@ -120,7 +133,7 @@ class EngineCalls:
         await self.reload_weights(*args, **(kwargs or {}))
         return [None]
 
-    async def _call(self, method: str, *, abort: bool = False, **arguments: Any) -> Any:
+    async def _call(self, method: str, *, abort: bool = False, replica: int | None = None, **arguments: Any) -> Any:
         """Let the engine's process do something, and wait for it.
 
         Raises:
@@ -131,7 +144,7 @@ class EngineCalls:
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._client.send(Call(number, method, arguments, abort))
+            self._client.send(Call(number, method, arguments, abort, replica))
             answer = await future
         finally:
             del self._calls[number]

@@ -33,6 +33,7 @@ from tritonllm.models import checkpoint
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve import profiling
+from tritonllm.serve.activity import Activity
 from tritonllm.serve.messages import (
     Abort,
     Add,
@@ -196,6 +197,7 @@ class EngineLoop:
         self._calls: deque[tuple[bytes, Call]] = deque()  # that wait until the unfinished requests have ended
         self._stopped = self._failed_before = False
         self._sent = Stats()  # what all clients know
+        self._activity = Activity(engine)
 
     def run(self) -> None:
         """Until :class:`Stop` comes.
@@ -209,6 +211,8 @@ class EngineLoop:
             if self._engine.has_unfinished_requests():
                 updates += self._step()
             self._send(updates)
+            if self._activity.is_followed:
+                self._activity.rest()
             while self._calls and not self._engine.has_unfinished_requests():
                 self._answer(*self._calls.popleft())
 
@@ -278,10 +282,11 @@ class EngineLoop:
     def _answer(self, client: bytes, call: Call) -> None:
         """Do it; whoever made the call hears of it after everybody has heard of the engine's new state."""
         try:
-            if call.method not in (*METHODS, *profiling.METHODS):
+            if call.method not in (*METHODS, *profiling.METHODS, "activity"):
                 raise ValueError(f"method must be one of {', '.join(METHODS)}, got {call.method!r}")
-            does = self._profiles if call.method in profiling.METHODS else self._engine
-            answer = Answer(call.number, getattr(does, call.method)(**call.arguments))
+            does: Any = self._profiles if call.method in profiling.METHODS else self._engine
+            method = self._activity.tell if call.method == "activity" else getattr(does, call.method)
+            answer = Answer(call.number, method(**call.arguments))
         except (ValueError, TypeError) as error:
             answer = Answer(call.number, error=str(error), is_value_error=True)
         except (RuntimeError, MemoryError, OSError) as error:  # the engine is as it was

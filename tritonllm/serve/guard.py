@@ -23,7 +23,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 OPEN_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # of probes and scrapers: no key, no limit
-WATCHED_PATHS = {"/status"}  # of the page, each second: a key, but no limit, and no line of the log when all is well
+# Of who looks, again and again: a key, but no limit, and no line of the log when all is well.
+WATCHED_PATHS = {"/status", "/activity"}
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODY_SECONDS = 60.0  # that a client may take to send a body
 

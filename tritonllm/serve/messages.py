@@ -56,13 +56,15 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 
     ``method`` is ``sleep``, ``wake_up``, ``reload_weights``, ``reset_prefix_cache`` or ``picture`` of the engine, or
     ``start_profile`` or ``stop_profile`` of :class:`~tritonllm.serve.profiling.Profiles`. The first and the third wait
-    until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile.
+    until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile. Or it is
+    ``activity`` (:mod:`tritonllm.serve.activity`), of the engine that ``replica`` names.
     """
 
     number: int
     method: str
     arguments: dict[str, Any]
     abort: bool = False
+    replica: int | None = None
 
 
 ToEngine = Add | Abort | Call | Stop

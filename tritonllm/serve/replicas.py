@@ -135,6 +135,10 @@ class Replicas:
             if isinstance(message, Call):
                 if message.method == "picture":  # of the first
                     del concerned[1:]
+                elif message.method == "activity":
+                    concerned = [number for number in concerned if number == message.replica]
+                    if not concerned:
+                        raise EngineDeadError(f"replica {message.replica} has died")
                 elif message.method not in profiling.METHODS:
                     self._placement.forget()  # whatever it is, it may empty the caches
                 self._calls[message.number] = set(concerned), []

@@ -109,7 +109,7 @@ def run_several(
     Args:
         client: of the engine, which is ready; it is closed at the end.
         engine, config: of both.
-        sock: bound; all API processes accept from it.
+        sock: bound; all API processes accept from it. It is closed here.
         address: of the socket, for the log.
         max_queue: sequences that may wait, of all of them together.
         log_level: of messages on stderr; ``None``: none.
@@ -131,6 +131,7 @@ def run_several(
                 process.start()
                 theirs.close()
                 apis.add(process, mine)
+            sock.close()  # when the processes close theirs, new clients are refused instead of waiting for nobody
             if apis.stopping:  # those that were started after the signal do not know
                 apis.tell(STOP)
             return _watch(client, apis, signalled, config, address)

@@ -118,9 +118,9 @@ class RequestTracks:
         filling = []
         for part in parts:
             fills = part.kind == "prefill" or part.start < part.num_prompt_tokens  # one token alone is a decode
-            if not fills and not part.admitted:  # most
-                continue
             sequence = self._sequences.get(part.sequence_id)
+            if sequence is not None and not fills and not part.admitted:  # most
+                continue
             if sequence is None:
                 sequence = self._late(part.request_id, part.sequence_id, part.num_prompt_tokens, at)
             elif sequence.waits is not None:

@@ -216,8 +216,10 @@ class Recorder:
 
     def end(self) -> Recording:
         """The step is over, on the device too; takes everything away again."""
-        end = self._clock.mark()
-        self.abandon()
+        try:
+            end = self._clock.mark()
+        finally:
+            self.abandon()
         if self._found and isinstance(self._clock, DeviceClock):
             end = self._found[-1][2]  # the GPU has been idle since, and the host read the results
         operations = []

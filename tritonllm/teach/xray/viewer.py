@@ -50,6 +50,7 @@ class XRay:
         self._kinds: set[str] = set()  # those that were shown
         self._seen: set[int] = set()
         self._unwatched: dict[str, list[float]] = {}
+        self._gone: BrokenPipeError | None = None
         self._followed: str | None = None  # the sequence that is drawn
         self._tokens: list[int] = []
 
@@ -74,6 +75,8 @@ class XRay:
         finally:
             unsubscribe()
             self._abandon()
+        if self._gone is not None:
+            raise self._gone
         self._print_totals()
         if self._tokens:
             self._draw(engine.tokenizer)
@@ -94,6 +97,13 @@ class XRay:
             )
 
     def _hear(self, event: Event) -> None:
+        if self._gone is None:
+            try:
+                self._take_in(event)
+            except BrokenPipeError as error:  # whoever read the tables has seen enough
+                self._gone = error
+
+    def _take_in(self, event: Event) -> None:
         if isinstance(event, StepPlanned):
             self._planned = event
             if self._wanted(event):
@@ -182,10 +192,17 @@ class XRay:
         self._console.print(Text(text), soft_wrap=True)  # a file's name stays whole
 
 
+class _Console(Console):
+    """Leaves the exit status to the command when nobody reads any more; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_console(to_stderr: bool) -> Console:
     """Plain text as wide as it needs where no terminal reads it."""
     file = sys.stderr if to_stderr else sys.stdout
-    return Console(file=file, highlight=False, width=None if file.isatty() else PLAIN_WIDTH)
+    return _Console(file=file, highlight=False, width=None if file.isatty() else PLAIN_WIDTH)
 
 
 def kind_of(step: StepPlanned) -> str:
