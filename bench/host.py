@@ -4,6 +4,10 @@ An engine whose runner builds each step's arrays and returns the same tokens at 
 building its arrays, taking in the tokens of the step before, and reporting them. What launching takes (copies to the
 device, a graph's replay) comes on top. The unit is milliseconds of this process's processor time a step, the median of
 several stretches.
+
+``listening`` is what a step takes more while somebody listens to the engine's events and does nothing with them, and
+``tracing`` while a trace is written (docs/teach.md): stretches with and without alternate, and the value is the median
+of the differences between neighbours. While nobody listens, an engine asks three times a step whether anybody does.
 """
 
 import argparse
@@ -11,8 +15,10 @@ import datetime
 import json
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +34,12 @@ from tritonllm.engine.results import RunningStep
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.teach.trace import Trace
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE, BLOCK_BYTES = 16, 16 * 8 * 128 * 2 * 2  # of a layer of Qwen3-0.6B
 STRETCHES = 8
+MOST_STEPS = (MAX_MODEL_LEN - 700) // (3 * STRETCHES)
 CPU = torch.device("cpu")
 
 
@@ -81,7 +89,8 @@ def make_engine(running: int, clock: Clock) -> LLMEngine:
 
 
 def measure(running: int, steps: int, kind: RequestOutputKind) -> dict[str, float]:
-    """Milliseconds a step of so many decodes: ``schedule``, ``build``, ``update``, ``report``, and ``all``."""
+    """Milliseconds a step of so many decodes: ``schedule``, ``build``, ``update``, ``report``, and ``all``; and those
+    that ``listening`` and ``tracing`` add."""
     clock = Clock()
     engine = make_engine(running, clock)
     params = SamplingParams(temperature=0.6, max_tokens=MAX_MODEL_LEN - 600, ignore_eos=True, output_kind=kind)
@@ -91,14 +100,37 @@ def measure(running: int, steps: int, kind: RequestOutputKind) -> dict[str, floa
         engine.step()
     stretches = []
     for _ in range(STRETCHES):
-        before, begin = dict(clock.seconds), time.process_time()
-        for _ in range(steps):
-            engine.step()
-        spent = {"all": time.process_time() - begin}
+        before, all_of_it = dict(clock.seconds), stretch(engine, steps)
+        spent = {"all": all_of_it}
         spent |= {name: seconds - before[name] for name, seconds in clock.seconds.items()}
         spent["report"] = 2 * spent["all"] - sum(spent.values())
+        for name, watch in (("listening", listening), ("tracing", tracing)):
+            with watch(engine):
+                spent[name] = stretch(engine, steps) - all_of_it
         stretches.append(spent)
     return {name: 1e3 / steps * statistics.median(s[name] for s in stretches) for name in stretches[0]}
+
+
+def stretch(engine: LLMEngine, steps: int) -> float:
+    """Seconds of processor time."""
+    begin = time.process_time()
+    for _ in range(steps):
+        engine.step()
+    return time.process_time() - begin
+
+
+@contextmanager
+def listening(engine: LLMEngine) -> Iterator[None]:
+    unsubscribe = engine.subscribe(lambda event: None)
+    yield
+    unsubscribe()
+
+
+@contextmanager
+def tracing(engine: LLMEngine) -> Iterator[None]:
+    """To a compressed file."""
+    with tempfile.TemporaryDirectory() as folder, Trace(engine, Path(folder) / "trace.json.gz", kernel_steps=0):
+        yield
 
 
 def processor() -> str:
@@ -119,8 +151,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100, metavar="N", help="of a stretch (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the numbers as JSON")
     args = parser.parse_args(argv)
-    if not 1 <= args.steps <= 300:
-        parser.error(f"--steps must be from 1 to 300, so that requests last, got {args.steps}")
+    if not 1 <= args.steps <= MOST_STEPS:
+        parser.error(f"--steps must be from 1 to {MOST_STEPS}, so that requests last, got {args.steps}")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     facts = {"cpu": processor(), "python": platform.python_version(), "commit": commit(), "date": now}
     rows: list[dict[str, Any]] = []

@@ -45,6 +45,12 @@ def share_metrics(folder: str) -> None:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
 
 
+def keep_cupti() -> None:
+    """Let torch's profiler stay attached to the GPU between two of its uses; before the first."""
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+
+
 def state_folder() -> Path:
     """Where this package keeps what outlasts a run: below ``XDG_STATE_HOME``, or ``~/.local/state`` without it."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))

@@ -23,7 +23,7 @@ Kind = Literal["decode", "verify", "prefill"]
 
 @dataclass(frozen=True, slots=True)
 class RequestAdded:
-    """A request came in.
+    """A request came in, at its ``arrival_time``.
 
     Attributes:
         sequence_ids: under which steps know it.
@@ -172,7 +172,7 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """A step's results are known.
+    """A step's results are known, since ``time``.
 
     Attributes:
         seconds: how long the host waited for them.
@@ -201,6 +201,7 @@ class RequestFinished:
     """A request ended.
 
     Attributes:
+        first_token_time: when the first of its sequences got its first token, if one did.
         finish_reasons, num_output_tokens: of each of its sequences.
         num_cached_tokens: prompt tokens that the prefix cache gave.
         num_preemptions: how often its sequences lost their blocks.
@@ -210,6 +211,7 @@ class RequestFinished:
 
     time: float
     request_id: str
+    first_token_time: float | None
     finish_reasons: tuple[str, ...]
     num_output_tokens: tuple[int, ...]
     num_cached_tokens: int

@@ -21,8 +21,22 @@ def test_every_request_decodes_in_every_step():
 
 def test_parts_add_up():
     found = host.measure(4, 3, RequestOutputKind.FINAL_ONLY)
+    more = {name: found.pop(name) for name in ("listening", "tracing")}
     assert set(found) == {"all", "build", "schedule", "update", "report"}
     assert found["all"] > 0 and min(found.values()) >= 0
+    assert set(more) == {"listening", "tracing"}
+
+
+@pytest.mark.parametrize("watch", [host.listening, host.tracing])
+def test_somebody_listens_in_a_stretch_only(watch):
+    engine = host.make_engine(3, host.Clock())
+    for number in range(3):
+        engine.add_request(str(number), [1, 2, 3], host.SamplingParams(max_tokens=40, ignore_eos=True))
+    with watch(engine):
+        assert engine._events
+        host.stretch(engine, 5)
+        assert engine._events, "the sink did not fail"
+    assert not engine._events
 
 
 def test_writes_results(tmp_path, capsys):
@@ -35,4 +49,4 @@ def test_writes_results(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 4
     with pytest.raises(SystemExit):
         host.main(["--steps", "0"])
-    assert "--steps must be from 1 to 300" in capsys.readouterr().err
+    assert f"--steps must be from 1 to {host.MOST_STEPS}" in capsys.readouterr().err

@@ -74,6 +74,14 @@ def test_the_events_of_one_request():
     )
     times = [event.time for event in events]
     assert times == sorted(times)
+    metrics = output.metrics
+    assert (added.time, last.first_token_time, last.time) == (
+        metrics.arrival_time,
+        metrics.first_token_time,
+        metrics.finished_time,
+    )
+    waits = [event.time - event.seconds for event in of(events, StepFinished)]
+    assert all(begin <= wait for begin, wait in zip([e.time for e in of(events, StepLaunched)], waits, strict=True))
 
 
 def owned(tables):

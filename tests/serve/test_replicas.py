@@ -103,6 +103,21 @@ def test_all_do_what_the_engine_is_told():
     assert news[-1].answers == [Answer(2, error="no room")]
 
 
+def test_each_writes_a_trace_of_its_own():
+    replicas, both, news, _ = links()
+
+    def answer(number, *values):
+        replicas.send(Call(number, "start_profile", {"profile_prefix": None}))
+        for link, value in zip(both, values, strict=True):
+            link.tell(News([], Stats(), [Answer(number, value)]))
+        (found,) = news[-1].answers
+        return found.value
+
+    assert answer(1, {"file": "b"}, {"file": "a"}) == {"file": "b", "files": ["a", "b"]}
+    assert answer(2, {"refused": "one is written"}, {"file": "a"}) == {"file": "a", "files": ["a"]}
+    assert answer(3, {"refused": "one is written"}, {"refused": "as well"}) == {"refused": "one is written"}
+
+
 def test_a_picture_is_of_one_of_them():
     replicas, (first, second), news, _ = links()
     replicas.send(Call(1, "picture", {}))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import fake_events
 from support.engines import always_load, greedy, similar_checkpoint, tiny_llm
 
 from tritonllm import BeamSearchParams, PoolingParams, SamplingParams
-from tritonllm.events import RequestFinished
 from tritonllm.teach.dashboard import recorder as recorder_module
 from tritonllm.teach.dashboard.pool_map import PoolMap
 from tritonllm.teach.dashboard.recorder import Recorder
@@ -272,4 +272,4 @@ def test_views_and_snapshots_that_are_wrong():
         with pytest.raises(ValueError, match="no snapshot"):
             from_json(values)
     assert State().look(ALL, 0.0).num_requests == 0
-    State().follow(RequestFinished(0.0, "?", ("stop",), (1,), 0, 0, None, ()))
+    State().follow(fake_events.ended(0.0, "?", None, 1))

@@ -1,6 +1,6 @@
 """The command ``tritonllm``: ``generate`` text, ``embed`` it, ``chat``, ``complete`` texts, ``serve`` a model over
 HTTP, look at a server (``dashboard``), answer a ``batch`` of requests, measure speed (``bench``), build kernels ahead
-(``precompile``), show what there is (``info``), teach how it works (``tutorial``).
+(``precompile``), show what there is (``info``) and what a ``trace`` says, teach how it works (``tutorial``).
 
 Results go to stdout, everything else to stderr. Exit status: 0 all done; 1 something failed (one line on stderr;
 ``--debug`` adds the traceback); 2 wrong usage; 130 interrupted. torch is imported after the arguments are known to be
@@ -16,7 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tritonllm.cli import batch, bench, chat, dashboard, embed, generate, info, precompile, serve, tutorial
+from tritonllm.cli import (
+    batch,
+    bench,
+    chat,
+    dashboard,
+    embed,
+    generate,
+    info,
+    precompile,
+    serve,
+    trace,
+    tutorial,
+)
 from tritonllm.version import __version__
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141  # argparse exits with 2; the last two are 128 + the signal's number
@@ -32,7 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
         added.add_argument(
             "model", nargs="?", metavar="MODEL", help="folder or hub id (default: the small model in this package)"
         )
-    for added in [*of_models, dashboard.add_parser(commands), *tutorial.add_parser(commands)]:
+    without = [dashboard.add_parser(commands), *tutorial.add_parser(commands), trace.add_parser(commands)]
+    for added in [*of_models, *without]:
         added.add_argument(
             "-v", "--verbose", action="count", default=0, help="tell on stderr what the engine does; -vv: in detail"
         )
@@ -68,9 +81,11 @@ def logging_to_stderr(verbosity: int) -> Iterator[None]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """What all commands need: somewhere for their results, and a model."""
+    """What commands need: somewhere for their results, and most of them a model."""
     if sys.stdout is None:  # `>&-`
         args.wrong_usage("stdout is closed, and results go there")
+    if not hasattr(args, "model"):
+        return
     if args.model is None:  # a server has its own
         elsewhere = getattr(args, "url", None) is not None or getattr(args, "names_of_servers", False)
         args.model = None if elsewhere else default_model()

@@ -91,6 +91,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group.add_argument(
         "--max-queue", type=int, default=1024, metavar="N", help="most sequences that wait (default: 1024); then: 429"
     )
+    group.add_argument(
+        "--profiler-config",
+        metavar="JSON",
+        help='clients may use /start_profile and /stop_profile: {"torch_profiler_dir": "FOLDER"}, see docs/serving.md',
+    )
     group.add_argument("--quiet", action="store_true", help="log warnings only")
     add_options(group, SERVER)
     group = parser.add_argument_group("engine")
@@ -127,6 +132,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
         OSError: a file cannot be read.
     """
     from tritonllm.serve.config import ServerConfig
+    from tritonllm.serve.profiling import ProfilerConfig
 
     options = given(args, ENGINE)
     more = (
@@ -144,8 +150,14 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
         raise ValueError(f"--max-queue must be at least 0, got {args.max_queue}")
     keys = args.api_key if args.api_key is not None else [env.API_KEY] if env.API_KEY else []
     template = None if args.chat_template is None else read_template(args.chat_template)
+    profiler = None if args.profiler_config is None else ProfilerConfig.of(args.profiler_config)
+    if profiler is not None:
+        profiler.check_folder()
     config = ServerConfig(
-        model_names=tuple(args.served_model_name or [args.model]), api_keys=tuple(keys), chat_template=template
+        model_names=tuple(args.served_model_name or [args.model]),
+        api_keys=tuple(keys),
+        chat_template=template,
+        profiler_config=profiler,
     )
     config = dataclasses.replace(config, **given(args, SERVER))
     if config.api_server_count > 1 and engine.parallel.data_parallel_size > 1:

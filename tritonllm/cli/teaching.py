@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tritonllm.cli import dashboard
+from tritonllm.teach import trace_viewer
 from tritonllm.teach.narrate import options as narrate
 from tritonllm.teach.viewer import Stops, Viewer
 from tritonllm.teach.xray import options as xray
@@ -13,16 +14,16 @@ from tritonllm.teach.xray import options as xray
 # ValueError for a bad value or a missing package; they import their module only then.
 MODES: tuple[tuple[Callable[[Any], None], Callable[[argparse.Namespace], Viewer | None]], ...] = (
     (narrate.add, narrate.make),
+    (trace_viewer.add_options, trace_viewer.make),
     (xray.add_options, xray.make),
     (dashboard.add_options, dashboard.make_viewer),
 )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    if MODES:
-        group = parser.add_argument_group("seeing the engine think (needs tritonllm[teach], see docs/teach.md)")
-        for add, _ in MODES:
-            add(group)
+    group = parser.add_argument_group("seeing the engine think (needs tritonllm[teach], see docs/teach.md)")
+    for add, _ in MODES:
+        add(group)
 
 
 def viewers_of(args: argparse.Namespace) -> list[Viewer]:

@@ -66,7 +66,7 @@ class Announcer(Events):
         )
 
     def added(self, state: RequestState) -> None:
-        self.emit(self._request(state, time.monotonic()))
+        self.emit(self._request(state, state.metrics.arrival_time))
 
     @staticmethod
     def _request(state: RequestState, arrived: float) -> RequestAdded:
@@ -171,8 +171,10 @@ class Announcer(Events):
             masks[name] = words & masks[name] if name in masks else words.copy()
         self.emit(StepRestricted(time.monotonic(), step, masks))
 
-    def finished(self, step: int, plan: StepPlan, result: StepResult, new: Sequence[NewTokens], waited: float) -> None:
-        """``waited``: seconds for the results."""
+    def finished(
+        self, step: int, plan: StepPlan, result: StepResult, new: Sequence[NewTokens], began: float, ended: float
+    ) -> None:
+        """``began``, ``ended``: of the wait for the results."""
         kept = {request.request_id: tokens for request, tokens in new}
         tokens, row = [], 0
         for at, (item, sampled) in enumerate(zip(plan.scheduled, result.sampled, strict=True)):
@@ -184,7 +186,7 @@ class Announcer(Events):
                 scores = _scores(item.request, result.logprobs, row, len(ids))
                 tokens.append(TokensOf(name, self._owner(name), ids, drafted, accepted, scores))
             row += len(sampled)
-        self.emit(StepFinished(time.monotonic(), waited, step, tuple(tokens), 1e-9 * result.draft_nanoseconds))
+        self.emit(StepFinished(ended, ended - began, step, tuple(tokens), 1e-9 * result.draft_nanoseconds))
 
     def forced(self, step: int, new: Iterable[NewTokens]) -> None:
         tokens = tuple(
@@ -200,8 +202,9 @@ class Announcer(Events):
         left, self._left = self._left, []
         self.emit(
             RequestFinished(
-                time=time.monotonic(),
+                time=state.metrics.finished_time or time.monotonic(),
                 request_id=state.request_id,
+                first_token_time=state.metrics.first_token_time,
                 finish_reasons=tuple(request.finish_reason or "" for request in requests),
                 num_output_tokens=tuple(len(request.output_token_ids) for request in requests),
                 num_cached_tokens=requests[0].num_cached_tokens or 0,  # the others take what it has

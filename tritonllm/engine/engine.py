@@ -348,12 +348,12 @@ class LLMEngine(SleepMethods):
         assert step is not None  # it was drawn when those before it had ended
         began = time.monotonic()
         result = step.wait(self.config.step_timeout, lambda: describe(plan))
-        waited = time.monotonic() - began
+        ended = time.monotonic()
         if tier is not None:
             tier.rates.took(plan.segments.chunk.tokens, time.monotonic())
         new_tokens = self._scheduler.update(plan, result.sampled)
         if events:
-            events.finished(self._steps - len(self._in_flight), plan, result, new_tokens, waited)
+            events.finished(self._steps - len(self._in_flight), plan, result, new_tokens, began, ended)
         touched, controlled = self._delivery.take(plan, result, new_tokens)
         self._draw()  # first, so that the device has work meanwhile
         if controlled and self._jumps:

@@ -28,25 +28,30 @@ class RpcRequest(Body):
     kwargs: dict[str, str | None] = Field(default_factory=dict)
 
 
+def refuse_pages(request: Request, has_keys: bool) -> None:
+    """Without keys a page of a browser can send a POST without a body to any server that its reader reaches.
+
+    Raises:
+        APIError: it comes from one.
+    """
+    if not has_keys and "origin" in request.headers:
+        raise APIError(403, ORIGIN)
+
+
 def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
     """Args:
-    has_keys: nobody gets here without one; otherwise pages of browsers are refused, which can send a POST without a
-        body to any server that their reader reaches.
+    has_keys: nobody gets here without one.
     """
-
-    def refuse_pages(request: Request) -> None:
-        if not has_keys and "origin" in request.headers:
-            raise APIError(403, ORIGIN)
 
     @app.post("/sleep")
     async def sleep(request: Request, level: int = 1, mode: Literal["wait", "abort"] = "wait") -> Response:
-        refuse_pages(request)
+        refuse_pages(request, has_keys)
         await llm.sleep(level, mode)
         return JSONResponse({"is_sleeping": await llm.is_sleeping()})
 
     @app.post("/wake_up")
     async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        refuse_pages(request)
+        refuse_pages(request, has_keys)
         await llm.wake_up(tags)
         return JSONResponse({"is_sleeping": await llm.is_sleeping()})
 
@@ -56,19 +61,19 @@ def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> Response:
-        refuse_pages(request)
+        refuse_pages(request, has_keys)
         if not await llm.reset_prefix_cache():
             raise APIError(409, "requests run, so nothing was forgotten: try again when none does", code="busy")
         return JSONResponse({})
 
     @app.post("/reload_weights")
     async def reload_weights(request: Request, body: ReloadRequest | None = None) -> Response:
-        refuse_pages(request)
+        refuse_pages(request, has_keys)
         await llm.reload_weights(None if body is None else body.model)
         return JSONResponse({})
 
     @app.post("/collective_rpc")
     async def collective_rpc(request: Request, body: RpcRequest) -> Response:
-        refuse_pages(request)
+        refuse_pages(request, has_keys)
         results: list[Any] = await llm.collective_rpc(body.method, body.timeout, tuple(body.args), body.kwargs)
         return JSONResponse({"results": results})

@@ -23,6 +23,7 @@ from tritonllm.serve.messages_api import count_tokens, message
 from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.metrics import Metrics
 from tritonllm.serve.pooling_api import add_pooling
+from tritonllm.serve.profile_api import add_profile
 from tritonllm.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tritonllm.serve.replies import now
 from tritonllm.serve.responses_api import respond_to
@@ -67,6 +68,7 @@ def make_app(
     add_pooling(app, service)
     if config.server_dev_mode:
         add_admin(app, llm, bool(config.api_keys))
+    add_profile(app, llm, config)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:

@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -26,6 +26,7 @@ from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.inputs import import_tokenizers, input_processor
 from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
+from tritonllm.serve.profiling import ProfilerConfig
 from tritonllm.serve.replicas import Replicas, start_engines
 from tritonllm.serve.shared_count import SharedCount
 from tritonllm.vllm_arguments import no_adapter
@@ -63,6 +64,7 @@ class AsyncLLM(EngineCalls):
         max_queue: sequences that may wait for a seat.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
         link: to an engine that another process has started; by default one is started here.
+        profiler_config: how the engine may write traces (:meth:`start_profile`), with vLLM's keys (docs/serving.md).
         sequences: counts those in the engine, with those of its other API processes; by default there are none.
 
     Raises:
@@ -77,12 +79,16 @@ class AsyncLLM(EngineCalls):
         max_queue: int = MAX_QUEUE,
         log_level: int | None = None,
         link: EngineLink | None = None,
+        profiler_config: str | Mapping[str, Any] | ProfilerConfig | None = None,
         sequences: SharedCount | None = None,
     ) -> None:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
             raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
         self.config = config
-        self._client = start_engines(config, log_level, meanwhile=import_tokenizers) if link is None else link
+        profiler = None if profiler_config is None else ProfilerConfig.of(profiler_config)
+        if profiler is not None:
+            profiler.check_folder()
+        self._client = link or start_engines(config, log_level, import_tokenizers, profiler)
         try:
             self.inputs = input_processor(self._client.ready)
         except BaseException:

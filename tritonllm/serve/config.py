@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tritonllm.serve.parsing.choose import check_names
+from tritonllm.serve.profiling import ProfilerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class ServerConfig:
         ssl_certfile, ssl_keyfile: for TLS.
         api_server_count: processes that speak HTTP, in front of one engine.
         server_dev_mode: clients may put the engine to sleep, wake it up, reload its weights and empty its prefix cache.
+        profiler_config: clients may let the engine write traces, and where to.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.
 
@@ -45,6 +47,7 @@ class ServerConfig:
     drain_seconds: float = 30.0
     api_server_count: int = 1
     server_dev_mode: bool = False
+    profiler_config: ProfilerConfig | None = None
     otlp_traces_endpoint: str | None = None
     request_timeout: float | None = None
     ssl_certfile: str | None = None

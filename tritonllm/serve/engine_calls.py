@@ -15,6 +15,10 @@ class CallFailedError(RuntimeError):
     """The engine could not do what it was told; the message says why. It is as it was."""
 
 
+class ProfileRefusedError(RuntimeError):
+    """A trace is written already, or none is."""
+
+
 class EngineCalls:
     """A part of :class:`~tritonllm.serve.async_llm.AsyncLLM`."""
 
@@ -66,6 +70,35 @@ class EngineCalls:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompts. ``False``: a request runs, and nothing was forgotten."""
         return await self._call("reset_prefix_cache")
+
+    async def start_profile(self, profile_prefix: str | None = None) -> dict[str, Any]:
+        """Let the engine write a trace (docs/teach.md), from now to :meth:`stop_profile`.
+
+        Args:
+            profile_prefix: what the file's name begins with.
+
+        Returns:
+            ``file``: where it is written.
+
+        Raises:
+            ValueError: there is no ``profiler_config``, or a bad prefix.
+            ProfileRefusedError: a trace is written already.
+            RuntimeError: the file cannot be made.
+        """
+        return _unless_refused(await self._call("start_profile", profile_prefix=profile_prefix))
+
+    async def stop_profile(self) -> dict[str, Any]:
+        """End the trace.
+
+        Returns:
+            ``file``, its number of ``events``, and ``note``: why it ended, by this or before.
+
+        Raises:
+            ValueError: there is no ``profiler_config``.
+            ProfileRefusedError: no trace is written.
+            RuntimeError: the file could not be written.
+        """
+        return _unless_refused(await self._call("stop_profile"))
 
     async def activity(self, view: Mapping[str, int], replica: int = 0) -> dict[str, Any]:
         """What the engine has in its hands (:mod:`tritonllm.serve.activity`).
@@ -129,3 +162,9 @@ class EngineCalls:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(why))
+
+
+def _unless_refused(answer: dict[str, Any]) -> dict[str, Any]:
+    if "refused" in answer:
+        raise ProfileRefusedError(answer["refused"])
+    return answer

@@ -20,6 +20,7 @@ import zmq.asyncio
 from tritonllm.config import EngineConfig
 from tritonllm.serve.engine_process import run_engine
 from tritonllm.serve.messages import Abort, Failed, News, Ready, Stop, ToEngine
+from tritonllm.serve.profiling import ProfilerConfig
 
 logger = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that the engine process has to end by itself
@@ -123,19 +124,24 @@ class EngineProcess:
         config: of the engine.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
         devices: those of the GPUs here that the engine sees; ``None`` for all.
+        profiler: how it may write traces.
 
     Attributes:
         kill: ends the process, if it still runs, and removes the folder. May be called again.
     """
 
     def __init__(
-        self, config: EngineConfig, log_level: int | None = None, devices: Sequence[int] | None = None
+        self,
+        config: EngineConfig,
+        log_level: int | None = None,
+        devices: Sequence[int] | None = None,
+        profiler: ProfilerConfig | None = None,
     ) -> None:
         self.folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
         spawn = multiprocessing.get_context("spawn")
         self.reports, theirs = spawn.Pipe(duplex=False)
         seen = None if devices is None else list(devices)
-        arguments = (config, self.folder, theirs, log_level, seen)
+        arguments = (config, self.folder, theirs, log_level, seen, profiler)
         self.process = spawn.Process(target=run_engine, args=arguments, name="tritonllm-engine")
         self.process.start()
         theirs.close()
@@ -166,6 +172,7 @@ class EngineClient(EngineLink):
         config, log_level: see :class:`EngineProcess`.
         meanwhile: is called while the engine starts, for what takes time here.
         process: one that was started already; by default it is started here.
+        profiler: how it may write traces, if it is started here.
 
     Raises:
         ValueError, RuntimeError: as :meth:`EngineProcess.await_ready`.
@@ -177,8 +184,9 @@ class EngineClient(EngineLink):
         log_level: int | None = None,
         meanwhile: Callable[[], object] = lambda: None,
         process: EngineProcess | None = None,
+        profiler: ProfilerConfig | None = None,
     ) -> None:
-        started = EngineProcess(config, log_level) if process is None else process
+        started = EngineProcess(config, log_level, profiler=profiler) if process is None else process
         try:
             meanwhile()
             ready = started.await_ready()

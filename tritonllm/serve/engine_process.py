@@ -32,6 +32,7 @@ from tritonllm.engine.sleep import AsleepError
 from tritonllm.models import checkpoint
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
+from tritonllm.serve import profiling
 from tritonllm.serve.activity import Activity
 from tritonllm.serve.messages import (
     Abort,
@@ -50,6 +51,7 @@ from tritonllm.serve.messages import (
     unpack_params,
 )
 from tritonllm.serve.pooling_messages import pack_pooled, pooling_facts
+from tritonllm.serve.profiling import ProfilerConfig, Profiles
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
@@ -78,7 +80,12 @@ def log_to_stderr(level: int) -> None:
 
 
 def run_engine(
-    config: EngineConfig, folder: str, reports: Connection, log_level: int | None, devices: list[int] | None = None
+    config: EngineConfig,
+    folder: str,
+    reports: Connection,
+    log_level: int | None,
+    devices: list[int] | None = None,
+    profiler: ProfilerConfig | None = None,
 ) -> None:
     """The process's main function.
 
@@ -88,6 +95,7 @@ def run_engine(
         reports: gets :class:`Ready` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot go on.
         log_level: of the package's messages on stderr; ``None`` sets up no logging.
         devices: those of this machine's GPUs that it sees; ``None`` for all.
+        profiler: how traces are written, if they may be.
     """
     if devices is not None:
         env.see_devices(devices)
@@ -98,6 +106,10 @@ def run_engine(
         log_to_stderr(log_level)
     encode = msgspec.msgpack.encode
     try:
+        if profiler is not None and profiler.kernel_iterations:
+            from tritonllm.teach.kernel_records import prepare
+
+            prepare()
         engine = LLMEngine.from_config(config)
         ready = describe(engine)
         context = zmq.Context(io_threads=1)
@@ -112,14 +124,23 @@ def run_engine(
     gc.collect()
     gc.freeze()  # what lives as long as the engine is not searched for garbage in the middle of a step
     reports.send_bytes(encode(ready))
+    profiles = Profiles(engine, profiler)
     try:
-        EngineLoop(engine, socket).run()
+        EngineLoop(engine, socket, profiles).run()
     except Exception as error:
         logger.exception("the engine cannot go on")
         reports.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
         sys.exit(1)
     finally:
+        _end_profile(profiles)
         context.destroy(linger=1000)
+
+
+def _end_profile(profiles: Profiles) -> None:
+    try:
+        profiles.close()
+    except OSError:
+        logger.exception("the trace could not be ended")
 
 
 def describe(engine: LLMEngine) -> Ready:
@@ -162,9 +183,11 @@ class EngineLoop:
     Args:
         engine: started.
         socket: a bound ROUTER; each API process is known by its identity.
+        profiles: writes traces; by default none.
     """
 
-    def __init__(self, engine: LLMEngine, socket: Any) -> None:
+    def __init__(self, engine: LLMEngine, socket: Any, profiles: Profiles | None = None) -> None:
+        self._profiles = profiles or Profiles(engine, None)
         self._engine = engine
         self._socket = socket
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
@@ -259,9 +282,10 @@ class EngineLoop:
     def _answer(self, client: bytes, call: Call) -> None:
         """Do it; whoever made the call hears of it after everybody has heard of the engine's new state."""
         try:
-            if call.method not in METHODS and call.method != "activity":
+            if call.method not in (*METHODS, *profiling.METHODS, "activity"):
                 raise ValueError(f"method must be one of {', '.join(METHODS)}, got {call.method!r}")
-            method = self._activity.tell if call.method == "activity" else getattr(self._engine, call.method)
+            does: Any = self._profiles if call.method in profiling.METHODS else self._engine
+            method = self._activity.tell if call.method == "activity" else getattr(does, call.method)
             answer = Answer(call.number, method(**call.arguments))
         except (ValueError, TypeError) as error:
             answer = Answer(call.number, error=str(error), is_value_error=True)

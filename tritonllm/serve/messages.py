@@ -54,9 +54,10 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Do something between requests; an :class:`Answer` with the same number says what came of it.
 
-    ``method`` is ``sleep``, ``wake_up``, ``reload_weights``, ``reset_prefix_cache`` or ``picture`` of the engine. The
-    first and the third wait until the requests have ended that are unfinished; with ``abort`` they are ended. None
-    begins meanwhile. Or it is ``activity`` (:mod:`tritonllm.serve.activity`), of the engine that ``replica`` names.
+    ``method`` is ``sleep``, ``wake_up``, ``reload_weights``, ``reset_prefix_cache`` or ``picture`` of the engine, or
+    ``start_profile`` or ``stop_profile`` of :class:`~tritonllm.serve.profiling.Profiles`. The first and the third wait
+    until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile. Or it is
+    ``activity`` (:mod:`tritonllm.serve.activity`), of the engine that ``replica`` names.
     """
 
     number: int

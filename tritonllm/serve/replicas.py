@@ -14,28 +14,33 @@ from typing import Any
 import msgspec
 
 from tritonllm.config import EngineConfig
+from tritonllm.serve import profiling
 from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink, EngineProcess
 from tritonllm.serve.messages import Abort, Add, Answer, Call, News, Ready, Stats, ToEngine, Update
 from tritonllm.serve.placement import Placement
+from tritonllm.serve.profiling import ProfilerConfig
 
 logger = logging.getLogger(__name__)
 MOST_TOKENS = 1 << 30  # of a request without max_tokens
 
 
 def start_engines(
-    config: EngineConfig, log_level: int | None = None, meanwhile: Callable[[], object] = lambda: None
+    config: EngineConfig,
+    log_level: int | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
+    profiler: ProfilerConfig | None = None,
 ) -> "EngineClient | Replicas":
     """As many engines as ``data_parallel_size`` says, all started at once. Arguments and errors as of
     :class:`EngineClient`; if one does not start, none is left."""
     count, each = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
     if count == 1:
-        return EngineClient(config, log_level, meanwhile)
+        return EngineClient(config, log_level, meanwhile, profiler=profiler)
     alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
     started: list[EngineProcess] = []
     links: list[EngineClient] = []
     try:
         for number in range(count):
-            started.append(EngineProcess(alone, log_level, range(number * each, (number + 1) * each)))
+            started.append(EngineProcess(alone, log_level, range(number * each, (number + 1) * each), profiler))
         meanwhile()
         for process in started:
             links.append(EngineClient(alone, process=process))
@@ -134,7 +139,7 @@ class Replicas:
                     concerned = [number for number in concerned if number == message.replica]
                     if not concerned:
                         raise EngineDeadError(f"replica {message.replica} has died")
-                else:
+                elif message.method not in profiling.METHODS:
                     self._placement.forget()  # whatever it is, it may empty the caches
                 self._calls[message.number] = set(concerned), []
             for number in concerned:
@@ -192,6 +197,10 @@ class Replicas:
         if wrong is not None:
             return wrong
         values = [answer.value for answer in came]
+        if isinstance(values[0], dict):  # of traces; a replica whose own has ended by itself may refuse
+            traced = [value for value in values if "file" in value]
+            if traced:
+                return Answer(call, traced[0] | {"files": sorted(value["file"] for value in traced)})
         return Answer(call, all(values) if isinstance(values[0], bool) else values[0])
 
     def _died(self, number: int, why: str) -> None:

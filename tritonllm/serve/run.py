@@ -117,11 +117,11 @@ def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_lev
     try:
         if config.api_server_count > 1:
             with _sigterm_ends():
-                client = EngineClient(engine, log_level)
+                client = EngineClient(engine, log_level, profiler=config.profiler_config)
             where = address_of(config, sock)
             return run_several(client, engine, config, sock, where, max_queue=max_queue, log_level=log_level)
         with _sigterm_ends():
-            llm = AsyncLLM(engine, max_queue=max_queue, log_level=log_level)
+            llm = AsyncLLM(engine, max_queue=max_queue, log_level=log_level, profiler_config=config.profiler_config)
         try:
             return _serve(llm, config, sock)
         finally:

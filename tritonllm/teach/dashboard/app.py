@@ -17,6 +17,7 @@ from tritonllm.teach.dashboard.snapshot import MOST_CELLS, MOST_ROWS, MOST_STEPS
 from tritonllm.teach.dashboard.source import Source
 
 EVERY = 0.1  # seconds between two looks
+PANELS = 4
 WIDE = 110  # columns from which on the panels stand side by side
 STATUS_STYLES = {"running": draw.GREEN, "paused": draw.ORANGE, "ended": draw.SKY, "bad": draw.RED}
 
@@ -153,6 +154,8 @@ class Dashboard(App[None]):
         if self.source.is_over:
             self.exit()
             return
+        if len(self.query(Panel)) < PANELS:
+            return  # the screen is not made yet, or being taken down
         before, self.snapshot = self.snapshot, self.source.look(self.view())
         self._first = self.snapshot.first_row
         self.query_one(Headline).show(self.source, self.snapshot.note)
