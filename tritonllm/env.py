@@ -8,7 +8,10 @@
     or ``compile`` (compile the kernel for a GPU and launch nothing; for ahead-of-time checks, see
     :mod:`tritonllm.kernels.compile.aot`).
 ``TRITONLLM_API_KEY``
-    What clients of ``tritonllm serve`` must send, unless ``--api-key`` says it.
+    What clients of ``tritonllm serve`` and ``tritonllm route`` must send, unless ``--api-key`` says it.
+``TRITONLLM_BACKEND_API_KEY``
+    What ``tritonllm route --backend URL`` sends to the backends in place of the client's key. A configuration file
+    names a variable for each backend (``api_key_env``).
 """
 
 import os
@@ -41,6 +44,11 @@ def share_metrics(folder: str) -> None:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
 
 
+def secret(name: str) -> str | None:
+    """A key that an operator keeps in a variable of their own choice; ``None`` if it is not set, or empty."""
+    return os.environ.get(name) or None
+
+
 CpuBackend = Literal["torch", "reference", "interpret", "compile"]
 IN_TORCH = ("torch", "reference")  # those that launch no kernel
 
@@ -65,3 +73,4 @@ def _cpu_backend(interpret: bool) -> CpuBackend:
 TRITON_INTERPRET: bool = _flag("TRITON_INTERPRET")
 CPU_BACKEND: CpuBackend = _cpu_backend(TRITON_INTERPRET)
 API_KEY: str | None = os.environ.get("TRITONLLM_API_KEY") or None
+BACKEND_API_KEY: str | None = os.environ.get("TRITONLLM_BACKEND_API_KEY") or None
