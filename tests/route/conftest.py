@@ -1,8 +1,8 @@
 import contextlib
 
-import httpx
 import pytest
 from support.fake_backend import FakeBackend, ThreadServer
+from support.router import make_client
 from support.server import eventually
 
 from tritonllm.route.app import Router
@@ -33,7 +33,7 @@ class RunningRouter:
         self.router = Router(self.config)
         self._server = ThreadServer(self.router, lifespan="on")
         self.url, self.run = self._server.url, self._server.run
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = make_client(self.url)
 
     def status(self):
         return {backend["name"]: backend for backend in self.client.get("/status").json()["backends"]}

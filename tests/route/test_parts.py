@@ -104,6 +104,7 @@ def test_errors_have_the_shape_of_the_api():
     assert error.body("/v1/messages") == {"type": "error", "error": {"type": "api_error", "message": "no backend"}}
     assert (b"retry-after", b"3") in error.headers()
     assert error.event("/v1/messages").startswith(b"event: error\ndata: {")
+    assert error.event("/v1/responses").startswith(b'event: error\ndata: {"type": "error", "code": "no_backend"')
     name, _, content = error.event("/v1/completions").partition(b": ")
     assert name == b"data" and json.loads(content)["error"]["code"] == "no_backend"
     assert (b"www-authenticate", b"Bearer") in RouteError(401, "no").headers()

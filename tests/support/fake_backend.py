@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,11 @@ class FakeProcess:
         self.process = subprocess.Popen(
             [sys.executable, str(here), name, str(delay)], stdout=subprocess.PIPE, text=True, cwd=here.parents[1]
         )
-        self.url = self.process.stdout.readline().strip()
+
+    @cached_property
+    def url(self) -> str:
+        """Waits until it listens."""
+        return self.process.stdout.readline().strip()
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

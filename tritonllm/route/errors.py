@@ -11,6 +11,7 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+RESPONSES_PATH = "/v1/responses"
 ANTHROPIC_PATHS = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -46,6 +47,9 @@ class RouteError(Exception):
 
     def event(self, path: str) -> bytes:
         """The last event of a stream that has begun."""
+        if path == RESPONSES_PATH:  # its events have a name and no envelope
+            content = {"type": "error", "code": self.code, "message": self.message, "param": None}
+            return b"event: error\ndata: %b\n\n" % json.dumps(content).encode()
         name = b"event: error\n" if path.startswith(ANTHROPIC_PATHS) else b""
         return b"%bdata: %b\n\n" % (name, self.content(path))
 
