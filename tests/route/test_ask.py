@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.route.ask import ANSWER_TOKENS, MOST_TOKENS, Ask, read_body
+from tritonllm.route.ask import ANSWER_TOKENS, MOST_TOKENS, Ask, read_fields
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 
 
 def read(path, body, header=b"", chars=1024):
-    return read_body(path, json.dumps(body).encode(), header, chars)
+    return read_fields(path, json.dumps(body).encode(), header, chars)
 
 
 def test_turns_of_a_conversation_have_one_key():
@@ -72,7 +72,7 @@ ANYTHING = st.recursive(
 def test_nothing_breaks(body):
     raw = body if isinstance(body, bytes) else body.encode()
     for path in (CHAT, "/tokenize"):
-        model, key, tokens = read_body(path, raw, b"", 64)
+        model, key, tokens = read_fields(path, raw, b"", 64)
         assert model is None or isinstance(model, str)
         assert isinstance(key, bytes) and tokens >= 1
 

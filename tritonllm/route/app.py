@@ -4,16 +4,16 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import aiohttp
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tritonllm.route.ask import Ask, header_of, read_body
+from tritonllm.route.ask import Ask, header_of, read_fields
 from tritonllm.route.config import NEEDS_RESTART, RouterConfig
 from tritonllm.route.errors import RouteError
-from tritonllm.route.guard import check_key, request_id_of
-from tritonllm.route.guard import read_body as receive_body
+from tritonllm.route.guard import check_key, receive_body, request_id_of
 from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.probe import Prober
@@ -42,11 +42,11 @@ class Router:
         self.metrics = Metrics(self.pool)
         self.draining = False
         self._running = 0
-        self._cut: asyncio.Future[None] | None = None  # done when running requests may take no longer
+        self._answering: set[asyncio.Task[str]] = set()
+        self._is_cut = False  # running requests may take no longer
 
     async def start(self) -> None:
         """Connect to nothing yet, but ask each backend once whether it lives."""
-        self._cut = asyncio.get_running_loop().create_future()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -76,8 +76,9 @@ class Router:
 
     def cut(self) -> None:
         """End what still runs, with an error."""
-        if self._cut is not None and not self._cut.done():
-            self._cut.set_result(None)
+        self._is_cut = True
+        for task in self._answering:
+            task.cancel()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -111,7 +112,8 @@ class Router:
             if path not in OPEN_PATHS:
                 took = 1e3 * (time.monotonic() - begin)
                 status = reply.status or CLIENT_LEFT
-                logger.info("%s %s %d %.1f ms id=%s %s", scope["method"], path, status, took, reply.request_id, where)
+                shown = scope["raw_path"].decode("latin-1")  # a decoded path could begin a line of its own
+                logger.info("%s %s %d %.1f ms id=%s %s", scope["method"], shown, status, took, reply.request_id, where)
 
     async def _limited(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, reply: Reply) -> str:
         if self._running >= self.config.max_concurrency:
@@ -121,23 +123,23 @@ class Router:
             body = await receive_body(headers, receive, self.config.max_body_bytes)
             if body is None:
                 return "-"
-            return await self._while_it_waits(self._routed(scope, headers, body, reply), receive, reply)
+            return await self._while_it_waits(self._routed(scope, headers, body, reply), receive)
         finally:
             self._running -= 1
 
-    async def _while_it_waits(self, answering: Any, receive: Receive, reply: Reply) -> str:
+    async def _while_it_waits(self, answering: Coroutine[Any, Any, str], receive: Receive) -> str:
         """Answer as long as the client is there and the router may run."""
-        assert self._cut is not None
-        work, gone = asyncio.ensure_future(answering), asyncio.ensure_future(_gone(receive))
+        work, gone = asyncio.create_task(answering), asyncio.create_task(_gone(receive))
+        self._answering.add(work)
         try:
-            await asyncio.wait({work, gone, self._cut}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            if self._cut.done() and not gone.done():
-                await _cancelled(work)
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return "client left"
+            if work.cancelled() and self._is_cut:
                 raise RouteError(503, "the router is shutting down", "draining")
-            return "client left"
+            return work.result()
         finally:
+            self._answering.discard(work)
             await _cancelled(work)
             await _cancelled(gone)
 
@@ -151,8 +153,10 @@ class Router:
             await _json(reply, models[path[11:]])
         elif not path.startswith(PASSED) and path not in PASSED_PATHS:
             raise RouteError(404, f"{method} {path}: Not Found", "not_found")
-        elif any(part in (".", "..") for part in path.split("/")):
-            raise RouteError(400, f"{path} has . or .. in it", "bad_path")  # or it could lead out of /v1/
+        elif any(part in (".", "..") for part in path.split("/")):  # it could lead out of /v1/
+            raise RouteError(400, f"{path!r} has . or .. in it", "bad_path")
+        elif not (scope["raw_path"].isascii() and scope["query_string"].isascii()):
+            raise RouteError(400, "the path or the query has bytes that should be %-escaped", "bad_path")
         else:
             return await self._proxy.answer(self._ask(scope, headers, body, reply.request_id), reply)
         return "-"
@@ -160,15 +164,14 @@ class Router:
     def _ask(self, scope: Any, headers: dict[bytes, bytes], body: bytes, request_id: str) -> Ask:
         path, query = scope["path"], scope["query_string"]
         given = header_of(headers, self.config.sticky_header)
-        model, key, tokens = read_body(path, body, given, self.config.sticky_chars)
+        model, key, tokens = read_fields(path, body, given, self.config.sticky_chars)
         if path.startswith("/v1/models/"):
             model = path[11:]
-        raw = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         return Ask(
             method=scope["method"],
             path=path,
-            target=scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else ""),
-            headers=tuple(end_to_end(raw, (*DROPPED, "x-request-id"))),
+            target=scope["raw_path"].decode() + (f"?{query.decode()}" if query else ""),
+            headers=tuple(end_to_end(scope["headers"], DROPPED)),
             body=body,
             request_id=request_id,
             model=model,

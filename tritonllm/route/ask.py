@@ -65,7 +65,7 @@ class Ask:
     method: str
     path: str
     target: str
-    headers: tuple[tuple[str, str], ...]
+    headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
     request_id: str
     model: str | None
@@ -78,7 +78,7 @@ class Ask:
         return self.method in ("GET", "HEAD", "OPTIONS") or self.path in COMPUTING
 
 
-def read_body(path: str, body: bytes, given_key: bytes, chars: int) -> tuple[str | None, bytes, int]:
+def read_fields(path: str, body: bytes, given_key: bytes, chars: int) -> tuple[str | None, bytes, int]:
     """``(model, key, tokens)`` of a request.
 
     Args:

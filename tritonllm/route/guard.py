@@ -40,7 +40,7 @@ def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-async def read_body(headers: Mapping[bytes, bytes], receive: Receive, most: int) -> bytes | None:
+async def receive_body(headers: Mapping[bytes, bytes], receive: Receive, most: int) -> bytes | None:
     """The whole body; ``None`` if the client went away while it sent it.
 
     Raises:

@@ -59,6 +59,7 @@ class Proxy:
             backend = self._pool.choose(ask, tried)
             if backend in tried:
                 await asyncio.sleep(random.uniform(*SAME_AGAIN))
+                backend = self._pool.choose(ask, tried)
             tried.append(backend)
             is_last = len(tried) > config.max_retries
             try:
@@ -136,7 +137,7 @@ class Proxy:
 
     async def _relay_events(self, ask: Ask, opened: Opened, reply: Reply, config: RouterConfig) -> None:
         events, response = WholeEvents(), opened.response
-        await reply.start(response.status, answer_headers(response, ("content-length",)), is_events=True)
+        await reply.start(response.status, answer_headers(response, (b"content-length",)), is_events=True)
         data = opened.first
         while data:
             if whole := events.add(data):
@@ -159,7 +160,7 @@ class Proxy:
                 await self._relay_bytes(Opened(response, b"".join(parts), opened.backend, opened.permit), reply, config)
                 return
             data = await self._next(opened, config)
-        headers = answer_headers(response, ("content-length",))
+        headers = answer_headers(response, (b"content-length",))
         await reply.whole(response.status, [*headers, (b"content-length", b"%d" % size)], b"".join(parts))
 
     async def _relay_bytes(self, opened: Opened, reply: Reply, config: RouterConfig) -> None:

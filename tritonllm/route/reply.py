@@ -11,26 +11,24 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 # RFC 9110, 7.6.1: they concern one connection, not the answer.
 HOP_BY_HOP = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
 }
 
 
-def end_to_end(headers: Iterable[tuple[str, str]], drop: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """The headers without those of one connection, those that ``Connection`` names, and ``drop`` (in lower case)."""
-    headers = list(headers)
-    named = {
-        part.strip().lower() for name, value in headers if name.lower() == "connection" for part in value.split(",")
-    }
+def end_to_end(headers: Headers, drop: Iterable[bytes] = ()) -> list[tuple[bytes, bytes]]:
+    """The headers without those of one connection, those that ``Connection`` names, and ``drop``; in lower case."""
+    headers = [(name.lower(), value) for name, value in headers]
+    named = {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}
     out = {*HOP_BY_HOP, *named, *drop}
-    return [(name, value) for name, value in headers if name.lower() not in out]
+    return [(name, value) for name, value in headers if name not in out]
 
 
 class Reply:
@@ -50,14 +48,9 @@ class Reply:
         self.ended = False
 
     async def start(self, status: int, headers: Headers, is_events: bool = False) -> None:
-        self.status, self.is_events = status, is_events
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*headers, (b"x-request-id", self.request_id.encode())],
-            }
-        )
+        named = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": named})
+        self.status, self.is_events = status, is_events  # not before: the wait for a slow client can be cancelled
 
     async def part(self, body: bytes) -> None:
         """Returns when the client has taken enough of what came before."""

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 REFUSALS = (429, 503)  # nothing was done for the request
 RETRIED = (429, 502, 503, 504)
 # Not the client's to say, or said by aiohttp: the body is sent with its length, and comes back as it is.
-DROPPED = ("host", "content-length", "accept-encoding", "expect")
-DROPPED_FROM_ANSWERS = ("date", "server", "x-request-id")
+DROPPED = (b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id")
+DROPPED_FROM_ANSWERS = (b"date", b"server", b"x-request-id")
 UNASKED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # what aiohttp would add
 
 
@@ -150,9 +150,11 @@ class Upstream:
             del self.waiting[backend]
 
     async def _send(self, ask: Ask, backend: Backend, config: RouterConfig) -> aiohttp.ClientResponse:
-        headers = [*ask.headers, ("Accept-Encoding", "identity"), ("X-Request-Id", ask.request_id)]
-        if (key := backend.config.key) is not None:
-            headers = [item for item in headers if item[0].lower() not in ("authorization", "x-api-key")]
+        key = backend.config.key
+        out = () if key is None else (b"authorization", b"x-api-key")
+        headers = [(name.decode("latin-1"), _as_text(value)) for name, value in ask.headers if name not in out]
+        headers += [("Accept-Encoding", "identity"), ("X-Request-Id", ask.request_id)]
+        if key is not None:
             headers.append(("Authorization", f"Bearer {key}"))
         return await self._session.request(
             ask.method,
@@ -204,10 +206,16 @@ def _unreachable(backend: Backend, error: object) -> RouteError:
     return RouteError(502, f"the backend {backend.label} did not answer: {text}", "backend_failed")
 
 
-def answer_headers(response: aiohttp.ClientResponse, drop: tuple[str, ...] = ()) -> list[tuple[bytes, bytes]]:
-    raw = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
-    kept = end_to_end(raw, (*DROPPED_FROM_ANSWERS, *drop))
-    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in kept]
+def answer_headers(response: aiohttp.ClientResponse, drop: tuple[bytes, ...] = ()) -> list[tuple[bytes, bytes]]:
+    return end_to_end(response.raw_headers, (*DROPPED_FROM_ANSWERS, *drop))
+
+
+def _as_text(value: bytes) -> str:
+    """As the client library wants a header, which writes it as UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def retry_after(value: str | None, default: float = 1.0) -> float:
