@@ -191,6 +191,22 @@ def test_a_circuit_opens_and_closes(backends, routing):
     assert router.status()[bad.name]["circuit"] == "closed"
 
 
+def test_a_trial_whose_client_leaves_is_followed_by_another(backends, routing):
+    """Half open: the request that is let through tells nothing, and must not keep the circuit from closing."""
+    (backend,) = backends()
+    router = routing([backend], failure_threshold=1, max_retries=0)
+    backend.answer = "500"
+    assert ask(router).status_code == 500
+    backend.answer = "hang"
+    eventually(lambda: router.status()["a"]["circuit"] == "half-open")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(router.url + COMPLETE, json={"model": "m"}, timeout=0.3)
+    eventually(lambda: backend.counts["left"] == 1)
+    backend.answer = "good"
+    eventually(lambda: ask(router).status_code == 200, 5)
+    assert router.status()["a"]["circuit"] == "closed"
+
+
 def test_what_is_not_only_computed_is_not_done_twice(backends, routing):
     made = backends(2)
     router = routing(made, policy="round-robin")
