@@ -8,8 +8,8 @@ RUN := .venv/.run-ready
 DEV := .venv/.dev-ready
 endif
 
-TESTS := lint types test-aot test-kernels test-engine test-newest test-real  # the longest first: two run at a time in CI
-.PHONY: help demo test setup gpu-test bench format clean $(TESTS)
+TESTS := lint types test-engine test-kernels test-serve test-aot test-newest test-real  # the longest first: two run at a time in CI
+.PHONY: help demo test setup gpu-test bench docs format clean chromium $(TESTS)
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,8 +37,15 @@ types: $(DEV) ## mypy
 test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpreter
 	TRITON_INTERPRET=1 $(PY) -m pytest tests/kernels
 
+SERVED := tests/serve tests/teach tests/route  # what stands on the engine
 test-engine: $(DEV) ## models, engine and command line on the CPU path
-	$(PY) -m pytest --ignore=tests/real
+	$(PY) -m pytest --ignore=tests/real $(addprefix --ignore=,$(SERVED))
+
+test-serve: $(DEV) ## the server, the router and the teaching modes
+	$(PY) -m pytest $(wildcard $(SERVED))
+
+chromium: ## bring a browser for the tests of the status page, if this machine has none (Debian, as root)
+	scripts/chromium.sh
 
 test-real: $(DEV) ## a published model against transformers (`make gpu-test` does it on a GPU)
 	$(PY) -m pytest tests/real
@@ -61,9 +68,9 @@ test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled fo
 	TRITONLLM_CPU_BACKEND=compile $(NEWEST_PY) -m pytest tests/aot -k "90 or hopper"
 
 # The same on every machine: these run without a GPU.
-test-kernels test-engine test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
+test-kernels test-engine test-serve test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
 # On the CPU a second thread costs more than it brings to tensors as small as these: on a busy machine, 20 times more.
-demo test-kernels test-engine test-aot test-newest test-real: export OMP_NUM_THREADS = 1
+demo test-kernels test-engine test-serve test-aot test-newest test-real: export OMP_NUM_THREADS = 1
 
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu
@@ -79,6 +86,9 @@ bench: $(DEV) ## measure kernels, attention and engine on an NVIDIA GPU: bench/r
 	$(PY) -m bench.timeline --out $(RESULTS)/timeline.json
 	$(PY) -m bench.plot $(RESULTS)/timeline.json -o docs/img/timeline.svg
 
+docs: $(DEV) ## the pages of docs/ as a site, in site/
+	$(PY) -m mkdocs build --strict
+
 setup: $(DEV) ## only make .venv, with the development tools
 
 format: $(DEV) ## rewrite the sources as `make lint` wants them
@@ -86,7 +96,7 @@ format: $(DEV) ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff format
 
 clean: ## remove .venv and everything else that these targets make
-	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks build dist
+	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV): pyproject.toml constraints-cpu.txt scripts/setup.sh

@@ -29,6 +29,7 @@ UNPUBLISHED = (
     "engine.json",
     "engine-vllm.json",
     "kernels.json",
+    "nano.json",
     "swap.json",
     "timeline.json",
 )
@@ -190,6 +191,7 @@ def results(files: Sequence[File]) -> str:
         ("The server", "serving", tables.serving),
         ("The router", "routing", tables.routing),
         ("The host", "host", tables.host),
+        ("An engine in 300 lines", "nano", tables.nano),
         ("The cache's second tier", "swap", tables.swap),
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),

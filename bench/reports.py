@@ -59,6 +59,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "grammars": "grammars",
         "routing": "routing",
         "load": "serving",
+        "nano": "nano",
     }
     return next((kind for key, kind in keys.items() if key in report), None)
 

@@ -190,6 +190,18 @@ def swap(report: Table) -> str:
     return "\n\n".join([text, copies, *([markdown([*head, "longest step"], back)] if back else [])])
 
 
+def nano(report: Table) -> str:
+    """The 300-line engine beside the whole one."""
+    head = ["workload", "output tok/s", "of LLM's", "start, s"]
+    whole = report["nano"][0]["value"]
+    rows = []
+    for row in report["nano"]:
+        name = f"{report['workload']} {report['model']}, {row['engine']}"
+        share, start = f"{row['value'] / whole:.0%}", number(row["start_seconds"])
+        rows.append([name, f"**{number(row['value'])}**", share, start])
+    return markdown(head, rows)
+
+
 def serving(report: Table) -> str:
     """A server under load: times of streams in milliseconds, and its throughput beside that of the engine alone."""
     head = ["load", "first token: p50", "p99", "between tokens: p50", "p99", "output tokens/s", "of the engine alone"]
@@ -255,6 +267,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "swap": swap,
         "grammars": grammars,
         "serving": serving,
+        "nano": nano,
     }
     if kind == "timeline":
         body = "\n\n".join(map(timeline.text, report["timelines"]))

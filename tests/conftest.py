@@ -4,7 +4,10 @@ Kernel tests need a GPU or the interpreter, ahead-of-time tests the compile back
 the other. `make test` runs one process for each; what a process cannot run is left out, and its header says so.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tritonllm import env
+
+# A folder for temporary files of this process and those that it starts: tests look there for what others leave behind,
+# and another run on the same machine must not be taken for them.
+tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
+atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()
@@ -33,7 +41,7 @@ def _left_out() -> dict[str, str]:
     if env.CPU_BACKEND not in env.IN_TORCH:
         for path in HERE.iterdir():
             if path.is_dir() and path.name not in ("kernels", "aot"):
-                out[path.name] = "needs the torch backend (make test-engine)"
+                out[path.name] = "needs the torch backend (make test-engine and test-serve)"
     return out
 
 
@@ -42,6 +50,7 @@ LEFT_OUT = _left_out()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, metavar="FILE", help="write outcomes and measured numbers to FILE as JSON")
+    parser.addoption("--update-screenshots", action="store_true", help="put those that tests take into docs/img/")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -57,6 +57,19 @@ def test_links_lead_somewhere(page):
     assert not dead
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_names_are_defined_there(page):
+    """``[`Class.method`](../file.py)``: the file defines the class, and the class the method (or a field)."""
+    missing = []
+    for name, path in re.findall(r"\[`([A-Za-z_][\w.]*)`\]\(([^)#]+\.py)\)", text_of(page)):
+        if not name.endswith(".py") and "/" not in name:
+            outer, _, inner = name.partition(".")
+            body = re.search(rf"^(?:class|def) {outer}\b.*?(?=^\S|\Z)", text_of(page.parent / path), re.M | re.S)
+            if body is None or (inner and not re.search(rf"^    (?:def {inner}\(|{inner}:)", body[0], re.M)):
+                missing.append((name, path))
+    assert not missing
+
+
 def test_the_readme_claims_what_the_results_say():
     """To update it: run ``python -m bench.report`` and copy the first sentence of docs/results.md."""
     claim, *_ = report.claims(report.read(report.RESULTS))

@@ -63,6 +63,7 @@ NO_TORCH = {
     "engine.host_memory",
     "engine.host_tier",
     "engine.json_schema",
+    "engine.picture",
     "engine.plan",
     "engine.pooled_spans",
     "engine.prefix_cache",

@@ -12,9 +12,13 @@
 ``TRITONLLM_BACKEND_API_KEY``
     What ``tritonllm route --backend URL`` sends to the backends in place of the client's key. A configuration file
     names a variable for each backend (``api_key_env``).
+``XDG_STATE_HOME``
+    Where programs keep what outlasts a run: the tutorial's progress.
 """
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 
@@ -47,6 +51,41 @@ def share_metrics(folder: str) -> None:
 def secret(name: str) -> str | None:
     """A key that an operator keeps in a variable of their own choice; ``None`` if it is not set, or empty."""
     return os.environ.get(name) or None
+
+
+def state_folder() -> Path:
+    """Where this package keeps what outlasts a run: below ``XDG_STATE_HOME``, or ``~/.local/state`` without it."""
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():  # a relative path is to be ignored, says the XDG Base Directory Specification
+        base = Path.home() / ".local" / "state"
+    return base / "tritonllm"
+
+
+def of_interpreted_process() -> dict[str, str]:
+    """The environment for a process that runs kernels in Triton's interpreter."""
+    others = {name: value for name, value in os.environ.items() if name != "TRITONLLM_CPU_BACKEND"}
+    return others | {"TRITON_INTERPRET": "1"}
+
+
+def see_devices(indices: Sequence[int]) -> None:
+    """Let CUDA, which has not begun in this process, show only these of the GPUs that it would show.
+
+    Raises:
+        ValueError: ``CUDA_VISIBLE_DEVICES`` names fewer.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed == "":
+        return  # there is none to choose from
+    if listed is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
+        return
+    names = listed.split(",")
+    if max(indices) >= len(names):
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={listed} names {len(names)} GPUs, and data_parallel_size times "
+            f"tensor_parallel_size needs at least {max(indices) + 1}"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[index] for index in indices)
 
 
 CpuBackend = Literal["torch", "reference", "interpret", "compile"]

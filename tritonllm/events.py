@@ -89,6 +89,9 @@ class StepPlanned:
         num_blocks, num_free_blocks: of the KV cache, after the decision.
         num_cached_blocks: blocks whose contents the prefix cache can find, in use or free.
         evicted_blocks: blocks whose cached contents were given up for others, since the start.
+        idle: block tables of sequences that run and have no part in this step: they wait for a token or for blocks.
+        kept_blocks: blocks that were given back since the step before, when sequences ended, were preempted or forked,
+            and that nobody uses: their contents can still be found.
     """
 
     time: float
@@ -107,6 +110,8 @@ class StepPlanned:
     num_free_blocks: int
     num_cached_blocks: int
     evicted_blocks: int
+    idle: Mapping[str, tuple[int, ...]]
+    kept_blocks: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +199,7 @@ class RequestFinished:
         num_cached_tokens: prompt tokens that the prefix cache gave.
         num_preemptions: how often its sequences lost their blocks.
         error: what went wrong, if anything did.
+        kept_blocks: blocks that it had and that nobody uses now: their contents can still be found.
     """
 
     time: float
@@ -203,11 +209,13 @@ class RequestFinished:
     num_cached_tokens: int
     num_preemptions: int
     error: str | None
+    kept_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReset:
-    """A step was broken off: all requests end, and the cache is empty."""
+    """Nothing is left in the cache: a step was broken off, which ends all requests, or the prefix cache was reset while
+    there were none."""
 
     time: float
     reason: str
@@ -224,6 +232,26 @@ Event = (
     | EngineReset
 )
 Sink = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """What there is at the moment, for those who begin to listen late (``engine.present()``); not an event.
+
+    Attributes:
+        requests: that are unfinished.
+        tables: block tables of the sequences that run.
+        num_output_tokens: of sequences that have some.
+        num_blocks: of the KV cache.
+        kept_blocks: blocks that nobody uses and whose contents can be found.
+    """
+
+    time: float
+    requests: tuple[RequestAdded, ...]
+    tables: Mapping[str, tuple[int, ...]]
+    num_output_tokens: Mapping[str, int]
+    num_blocks: int
+    kept_blocks: tuple[int, ...]
 
 
 class Events:

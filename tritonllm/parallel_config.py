@@ -13,6 +13,8 @@ class ParallelConfig:
 
     Args:
         tensor_parallel_size: ranks among which heads and intermediate columns are dealt out, one on each GPU.
+        data_parallel_size: engines with the whole model each, on GPUs of their own, among which requests are dealt out
+            (:class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
         distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank; with
             ``external_launcher`` another program (torchrun) has started them. ``None`` takes the first of them that can
             hold so many ranks.
@@ -20,11 +22,13 @@ class ParallelConfig:
     """
 
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     worker_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("data_parallel_size", self.data_parallel_size, 1)
         backend = self.distributed_executor_backend
         if backend is not None:
             one_of("distributed_executor_backend", backend, EXECUTORS)
@@ -33,16 +37,22 @@ class ParallelConfig:
                 f"distributed_executor_backend='uni' is one process, but tensor_parallel_size="
                 f"{self.tensor_parallel_size}: leave it out, or take 'mp'"
             )
+        if backend == "external_launcher" and self.data_parallel_size > 1:
+            raise ValueError(
+                "distributed_executor_backend='external_launcher' has its processes already: leave out "
+                f"data_parallel_size={self.data_parallel_size}, and launch so many jobs"
+            )
         seconds = self.worker_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
             raise ValueError(f"worker_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
     def check_device(self, device: str) -> None:
         """Raises:
-        ValueError: it is one device, and there are several ranks.
+        ValueError: it is one device, and there are several ranks or engines.
         """
-        if self.tensor_parallel_size > 1 and device not in ("auto", "cpu", "cuda"):
-            raise ValueError(
-                f"device={device!r} is one device, but tensor_parallel_size={self.tensor_parallel_size}: ranks take "
-                "cuda:0, cuda:1 and so on; choose among GPUs with CUDA_VISIBLE_DEVICES"
-            )
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(self, name) > 1 and device not in ("auto", "cpu", "cuda"):
+                raise ValueError(
+                    f"device={device!r} is one device, but {name}={getattr(self, name)}: they take cuda:0, cuda:1 and "
+                    "so on; choose among GPUs with CUDA_VISIBLE_DEVICES"
+                )

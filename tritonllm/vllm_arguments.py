@@ -38,9 +38,8 @@ class VllmSampling:
 class VllmEngine:
     """Engine arguments of vLLM that have no effect here."""
 
-    # tensor parallelism alone
+    # tensor and data parallelism alone
     pipeline_parallel_size: Any = 1
-    data_parallel_size: Any = 1
     prefill_context_parallel_size: Any = 1
     decode_context_parallel_size: Any = 1
     nnodes: Any = 1

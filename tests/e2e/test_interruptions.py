@@ -193,7 +193,8 @@ def test_every_public_call_recovers_first():
     """So that no line between two calls sees what a broken change left."""
     harmless = ("from_config", "from_engine_args", "tokenizer", "get_tokenizer", "model_config", "subscribe")
     public = [name for name in vars(LLMEngine) if not name.startswith("_") and name not in harmless]
-    assert sorted(public) == ["abort_request", "add_request", "has_unfinished_requests", "stats", "step"]
+    calls = ["abort_request", "add_request", "has_unfinished_requests", "picture", "present", "stats", "step"]
+    assert sorted(public) == calls
     source = Path(engine_module.__file__).read_text()
     assert source.count("self._recover()") == len(public)
     changes = [name for name in vars(SleepMethods) if name in ("reset_prefix_cache", "sleep", "reload_weights")]

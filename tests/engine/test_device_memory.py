@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import weakref
 
 import pytest
 import torch
@@ -78,6 +79,32 @@ def test_sleep_and_wake_up(keep):
     assert (first.data_ptr(), second.data_ptr()) == addresses
     for tensor, old in zip((first, second), before, strict=True):
         assert torch.equal(tensor, old if keep else torch.zeros_like(old))
+
+
+def test_each_sleep_takes_the_same_pieces_of_the_host(monkeypatch):
+    """So that torch, which keeps pinned memory by size, has them already. The arena itself keeps none when awake."""
+    arena, _, _, second = filled()
+    before, pieces, allocate = second.clone(), [], torch.empty
+
+    def recorded(*size, **options):
+        piece = allocate(*size, **options)
+        pieces.append(weakref.ref(piece))
+        sizes.append(piece.numel())
+        return piece
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    asked = []
+    for _ in range(3):
+        sizes: list[int] = []
+        arena.sleep(keep=True)
+        assert all(piece() is not None for piece in pieces)
+        arena.wake_up()
+        assert torch.equal(second, before)
+        assert all(piece() is None for piece in pieces), "the host's memory is still held"
+        asked.append(sizes)
+        pieces.clear()
+    assert asked[0] == asked[1] == asked[2]
+    assert asked[0] == [4 * PAGE, 4 * PAGE, 3 * PAGE]
 
 
 def test_too_little_memory_changes_nothing():

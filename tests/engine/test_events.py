@@ -90,7 +90,7 @@ def test_the_events_add_up_to_the_counters(data):
     count = data.draw(st.integers(1, 6))
     prompts = [data.draw(st.lists(st.integers(5, 9), min_size=1, max_size=40)) for _ in range(count)]
     params = [greedy(data.draw(st.integers(1, 12)), n=data.draw(st.sampled_from([1, 1, 3]))) for _ in range(count)]
-    tables, wrong = {}, []
+    tables, wrong, kept = {}, [], set(engine.present().kept_blocks)
     ends = dict[str, list[str]]()
 
     def follow(event):
@@ -105,6 +105,16 @@ def test_the_events_add_up_to_the_counters(data):
             tables.update((part.sequence_id, part.block_ids) for part in event.parts)
             used = event.num_blocks - event.num_free_blocks
             if not used <= len(owned(tables)):  # sequences that have ended since may be among these
+                wrong.append(event)
+            running = {part.sequence_id: part.block_ids for part in event.parts} | event.idle
+            if len(owned(running)) != used or len(running) != event.num_running:
+                wrong.append(event)
+        pool = engine._scheduler.pool
+        if isinstance(event, StepPlanned | RequestFinished):
+            kept.update(event.kept_blocks)
+        if isinstance(event, StepPlanned):
+            kept.difference_update(owned(running))
+            if kept != set(pool.kept()):
                 wrong.append(event)
 
     events = []
@@ -133,6 +143,7 @@ def test_the_events_add_up_to_the_counters(data):
     assert all(0 <= part.new_blocks <= len(part.block_ids) for part in parts(events))
     assert all(block < blocks for part in parts(events) for block in part.block_ids)
     assert planned[-1].evicted_blocks == engine._scheduler.pool.evictions
+    assert kept == set(engine._scheduler.pool.kept())
 
 
 engines = {ahead: tiny_llm(num_blocks=24, async_scheduling=ahead, max_num_batched_tokens=24) for ahead in (True, False)}
@@ -149,6 +160,37 @@ def test_why_nobody_else_came_in():
     events = heard(llm)
     run(llm, [PROMPT, PROMPT], greedy(2))
     assert [event.admission_end for event in of(events, StepPlanned)] == ["seats"] * 2 + ["seats"] * 2
+
+
+def test_who_comes_late_learns_what_there_is():
+    llm = tiny_llm(async_scheduling=False, max_num_seqs=2)
+    run(llm, [[7] * 13], greedy(1))
+    engine, kept = llm.engine, set(llm.engine._scheduler.pool.kept())
+    for name in "abc":
+        engine.add_request(name, PROMPT, greedy(9))
+    for _ in range(3):
+        engine.step()
+    present = engine.present()
+    assert [(r.request_id, r.sequence_ids, len(r.prompt_token_ids)) for r in present.requests] == [
+        (name, (name,), 20) for name in "abc"
+    ]
+    assert present.num_output_tokens == {"a": 3, "b": 3} and present.num_blocks == 64
+    assert len(owned(present.tables)) == 64 - engine.stats.num_free_blocks > 0 and len(present.tables) == 2
+    assert set(present.kept_blocks) == kept and len(kept) == 3
+    events = heard(llm)
+    engine.step()
+    assert [(part.kind, part.admitted, part.new_blocks) for part in parts(events)] == [("decode", False, 0)] * 2
+    engine.abort_request(["a", "b", "c"])
+    assert set(engine.present().kept_blocks) == kept.union(*(e.kept_blocks for e in of(events, RequestFinished)))
+
+
+def test_a_prefix_cache_that_is_reset():
+    llm = tiny_llm()
+    events = heard(llm)
+    run(llm, [PROMPT], greedy(1))
+    assert llm.engine.present().kept_blocks and llm.engine.reset_prefix_cache()
+    assert [event.reason for event in of(events, EngineReset)] == ["the prefix cache was reset"]
+    assert llm.engine.present().kept_blocks == ()
 
 
 def test_copies_and_shared_blocks():

@@ -90,7 +90,7 @@ class MachineWithHost(SchedulerMachine):
         behind = {request for request in self.live if request.status is RequestStatus.RUNNING} - planned - waiting_for
         behind = {r for r in behind if r.num_tokens + r.num_pending_tokens - r.num_computed_tokens > 1}
         behind -= set(self.tier.loading)
-        budget = self.scheduler._prompts_left
+        budget = self.scheduler._prompts.left
         late = set(self.tier.loading) | (behind if budget == 0 else set())
         super().check_plan(plan, ran_before, computed, waiting_for | late)
 

@@ -177,3 +177,23 @@ def test_parts_are_summed_up_once(after, blocks, monkeypatch):
     assert len(sums) == (1 if behind is None else blocks)
     assert_close(stream.rows, rows + 0.5 * added)
     assert_close(entered.rows, norm.normalize(rows + 0.5 * added))
+
+
+def test_what_the_stream_settles_to(device):
+    """With what is pending, which stays pending."""
+    rows, x = torch.randn(ROWS, SIZE, device=device), torch.randn(ROWS, INNER, device=device)
+    stream, product, norm = Stream(rows.clone(), scale=0.5), linear(device), norm_of(RMS, device)
+    assert torch.equal(stream.settled(), rows) and stream.settled() is not stream.rows
+    stream.add(Addend(product, x), AddBy.LATER)
+    want = rows + 0.5 * product(x)
+    assert_close(stream.settled(), want)
+    assert torch.equal(stream.rows, rows)
+    assert_close(stream.enter(norm, NormBy.ADDITION).rows, norm.normalize(want))
+    assert_close(stream.settled(), want)
+
+
+def test_a_rank_s_part_is_not_settled():
+    stream = Stream(torch.randn(ROWS, SIZE), group=Group(0, 2))
+    stream.add(Addend(linear(torch.device("cpu")), torch.randn(ROWS, INNER)), AddBy.LATER)
+    with pytest.raises(ValueError, match="a rank's part"):
+        stream.settled()

@@ -131,6 +131,26 @@ def test_a_bad_file_is_refused(reloading, tmp_path, caplog, text, why):
     assert ask(router).status_code == 200
 
 
+def test_all_backends_can_be_replaced_at_once(reloading):
+    """The new ones are asked before the old ones leave: no request finds none."""
+    router, (a, b, c), write, file = reloading
+    statuses, stop = [], threading.Event()
+
+    def keep_asking():
+        while not stop.is_set():
+            statuses.append(ask(router, str(len(statuses))).status_code)
+
+    asker = threading.Thread(target=keep_asking)
+    asker.start()
+    for left in ([c], [a, b], [c]):
+        write(config_text(left))
+        router.run(asked(file))
+        eventually(lambda names={backend.name for backend in left}: set(router.status()) == names)
+    stop.set()
+    asker.join()
+    assert set(statuses) == {200}
+
+
 def test_state_stays_with_name_and_url(backends, routing):
     a, b = backends(2)
     router = routing([a, b])

@@ -2,10 +2,13 @@
 
 import json
 import socket
+import subprocess
+import sys
 
 import httpx
+import psutil
 import pytest
-from support.server import MODEL, eventually, running_server
+from support.server import MODEL, ROOT, eventually, running_server
 
 STORY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 4, "temperature": 0}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
@@ -214,3 +217,17 @@ def test_a_repetition_ends_an_answer(server):
     assert server.client.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"] == "repetition"
     body["repetition_detection"] = {"often": 3}
     assert "repetition_detection" in error_of(server.client.post("/v1/completions", json=body))["message"]
+
+
+def test_it_may_have_as_many_connections_as_the_system_allows(server):
+    soft, hard = psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == psutil.RLIM_INFINITY or soft >= (65536 if hard == psutil.RLIM_INFINITY else min(hard, 65536))
+    program = """
+import resource
+from tritonllm.serve.run import raise_file_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+raise_file_limit()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["512", "512"]

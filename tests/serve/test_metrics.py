@@ -12,7 +12,7 @@ def test_the_cache_in_the_hosts_memory():
     stats = Stats(num_blocks=10, num_free_blocks=5, num_host_blocks=8, num_used_host_blocks=2)
     stats.stored_bytes, stats.loaded_bytes = 3000, 1000
     registry = CollectorRegistry()
-    registry.register(EngineStatsCollector(SimpleNamespace(stats=stats), ("m", "0")))
+    registry.register(EngineStatsCollector(SimpleNamespace(replica_stats=[stats], replicas_living=[True]), "m"))
     text = generate_latest(registry).decode()
     labels = '{engine="0",model_name="m"}'
     assert f"tritonllm:host_cache_usage_perc{labels} 0.25" in text
@@ -21,3 +21,15 @@ def test_the_cache_in_the_hosts_memory():
     assert f"vllm:kv_cache_usage_perc{labels} 0.5" in text
     stats.num_host_blocks = stats.num_used_host_blocks = 0  # an engine without
     assert f"tritonllm:host_cache_usage_perc{labels} 0.0" in generate_latest(registry).decode()
+
+
+def test_each_replica_has_its_label():
+    stats = [Stats(steps=3, num_running=1), Stats(steps=5)]
+    registry = CollectorRegistry()
+    registry.register(EngineStatsCollector(SimpleNamespace(replica_stats=stats, replicas_living=[True, False]), "m"))
+    text = generate_latest(registry).decode()
+    for number, (steps, running, up) in enumerate([(3, 1, 1), (5, 0, 0)]):
+        labels = f'{{engine="{number}",model_name="m"}}'
+        assert f"tritonllm:steps_total{labels} {steps}.0" in text
+        assert f"vllm:num_requests_running{labels} {running}.0" in text
+        assert f"tritonllm:engine_up{labels} {up}.0" in text

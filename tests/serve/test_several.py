@@ -81,6 +81,29 @@ def test_sigterm_lets_requests_end():
         eventually(lambda: all_gone(children))
 
 
+def test_a_second_sigterm_does_not_wait_and_is_no_error():
+    with running_server("--api-server-count", "2") as server:
+        stream = Stream(server)
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: refuses(server))
+        assert server.process.poll() is None, "the request runs"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert stream.end()[-1] != "[DONE]"
+        assert "Traceback" not in server.text and "stopped" in server.text
+
+
+def refuses(server):
+    """It takes no new connections; they do not wait either."""
+    try:
+        httpx.get(f"{server.url}/health", timeout=2)
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:
+        pass
+    return False
+
+
 def test_a_killed_parent_leaves_nobody():
     before = socket_folders()
     with running_server("--api-server-count", "2") as server:
@@ -91,17 +114,21 @@ def test_a_killed_parent_leaves_nobody():
     assert socket_folders() <= before
 
 
-def test_the_limit_holds_for_all_of_them_together():
-    """Whichever processes the connections go to."""
-    with running_server("--api-server-count", "3", "--max-concurrency", "4") as server:
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [(("--max-concurrency", "4"), "busy"), (("--max-num-seqs", "4", "--max-queue", "0"), "queue_full")],
+)
+def test_a_limit_holds_for_all_of_them_together(options, code):
+    """Whichever processes the connections go to: all four are let in, and nobody else."""
+    with running_server("--api-server-count", "3", *options) as server:
         for _ in range(2):  # the second time: what ended has been counted off
-            streams = [Stream(server, max_tokens=2000) for _ in range(4)]
+            streams = [Stream(server, max_tokens=500) for _ in range(4)]
             answers = []
             for _ in range(12):
                 with httpx.Client(base_url=server.url, timeout=60) as client:
                     answers.append(client.post("/v1/completions", json={**BODY, "prompt": "x"}))
             assert {answer.status_code for answer in answers} == {429}
-            assert {answer.json()["error"]["code"] for answer in answers} == {"busy"}
+            assert {answer.json()["error"]["code"] for answer in answers} == {code}
             for stream in streams:
                 assert stream.end()[-1] == "[DONE]"
             eventually(server.is_idle)

@@ -1,5 +1,6 @@
 """The page at ``/``: its script, in node, reads what ``/metrics`` says."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -7,6 +8,10 @@ import subprocess
 
 import pytest
 from support.server import MODEL, ROOT, eventually
+from support.streams import Stream
+
+from tritonllm.serve.errors import APIError
+from tritonllm.serve.status_api import Pictures
 
 PAGE = (ROOT / "tritonllm" / "serve" / "status.html").read_text()
 NAMES = sorted(set(re.findall(r'"((?:vllm|tritonllm):\w+)"', PAGE)))
@@ -20,7 +25,7 @@ def test_it_is_one_file_that_asks_nobody_else(server):
     assert response.headers["content-type"].startswith("text/html")
     assert response.text == PAGE
     assert "connect-src 'self'" in response.headers["content-security-policy"]
-    assert not re.findall(r"https?://|src=|href=", PAGE)
+    assert not re.findall(r"https?://|src=|href=(?!\"data:,\")", PAGE)
 
 
 def test_the_metrics_that_it_reads_are_there(server):
@@ -37,6 +42,56 @@ def test_ids_that_the_script_fills_in_are_there():
     assert filled <= set(re.findall(r'id="([\w-]+)"', PAGE))
 
 
+def test_status_says_what_runs_and_who_holds_which_block(server):
+    before = server.client.get("/status").json()
+    assert (before["running"], before["waiting"]) == ([], 0)
+    assert before["num_free_blocks"] == before["num_blocks"] and before["block_size"] == 16
+    assert len(before["owners"]) == -(-before["num_blocks"] // before["stride"]) <= 1024
+    assert set(before["owners"]) <= {-1, -2}
+    stream = Stream(server, max_tokens=1500)
+    eventually(lambda: server.client.get("/status").json()["running"])
+    now = server.client.get("/status").json()
+    (one,) = now["running"]
+    assert one["prompt_tokens"] == len(server.client.post("/tokenize", json={"prompt": ASK["prompt"]}).json()["tokens"])
+    assert 0 < one["output_tokens"] <= 1500 and one["blocks"] >= one["computed_tokens"] / 16
+    assert now["num_blocks"] - now["num_free_blocks"] == one["blocks"]
+    assert set(now["owners"]) <= {-1, -2, one["seat"]}
+    assert stream.end()[-1] == "[DONE]"
+
+
+def test_many_who_look_cost_the_engine_two_pictures_a_second():
+    asked = 0
+
+    class Engine:
+        async def picture(self):
+            nonlocal asked
+            asked += 1
+            await asyncio.sleep(0.05)
+            return {"number": asked}
+
+    async def look():
+        pictures = Pictures(Engine())
+        return await asyncio.gather(*[pictures.get() for _ in range(50)], return_exceptions=True)
+
+    assert asyncio.run(look()) == [{"number": 1}] * 50
+
+
+def test_an_engine_that_hangs_is_an_error_and_not_a_wait(monkeypatch):
+    monkeypatch.setattr("tritonllm.serve.status_api.ANSWERS_WITHIN", 0.05)
+
+    class Engine:
+        async def picture(self):
+            await asyncio.Event().wait()
+
+    async def look():
+        pictures = Pictures(Engine())
+        for _ in range(2):
+            with pytest.raises(APIError, match="the engine has not answered for"):
+                await pictures.get()
+
+    asyncio.run(look())
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_what_it_shows_of_a_request(server):
     before = server.client.get("/metrics").text
@@ -50,3 +105,30 @@ def test_what_it_shows_of_a_request(server):
     assert (seen["model"], seen["tokens"], seen["running"], seen["waiting"]) == (MODEL, 15, 0, 0)
     assert 0 < seen["ttft"][0] <= seen["ttft"][1] and 0 < seen["itl"][0] <= seen["itl"][1]
     assert 0 <= seen["hits"] <= 1 and seen["cache"] == 0
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_looks_of_another_server_or_another_time_do_not_count():
+    program = f"""{SCRIPT}
+    const look = (at, steps) => ({{ at, ...parse("tritonllm:steps_total{{model_name=\\"a\\"}} " + steps) }});
+    const looks = [look(0, 10), look(50000, 20)];
+    const later = [look(60000, 20), look(60001, 25), look(51000, 3)];
+    console.log(JSON.stringify(later.map(now => comparable(looks, now).length)))"""
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [2, 1, 0]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_durations_have_no_exponent():
+    program = f"{SCRIPT}\nconsole.log(JSON.stringify([0.01234, 12.34, 999.4, 999.6, 11500, 1234567].map(duration)))"
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["0.0123 ms", "12.3 ms", "999 ms", "1.00 s", "11.5 s", "1,235 s"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_cache_of_several_engines_is_in_use_by_its_mean():
+    text = "".join(f'vllm:kv_cache_usage_perc{{model_name="a",engine="{i}"}} {0.2 * (i + 2)}\\n' for i in range(2))
+    program = f"{SCRIPT}\nconst now = parse('{text}');\nconst seen = view(now, now, now, 1);\n"
+    program += "console.log(JSON.stringify([seen.cache.toFixed(3), seen.engines]))"
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["0.500", 2]

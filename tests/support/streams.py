@@ -12,14 +12,21 @@ LONG = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 2000, "
 
 
 class Stream:
-    """A streamed completion that a thread reads to its end."""
+    """A streamed completion that a thread reads to its end.
 
-    def __init__(self, server, **more):
+    Args:
+        server: to ask.
+        wait: for its first event.
+        more: fields of the request.
+    """
+
+    def __init__(self, server, wait=True, **more):
+        self.prompt = more.get("prompt", LONG["prompt"])
         self.events: list[str] = []
         self.begun = threading.Event()
         self.thread = threading.Thread(target=self._read, args=(server.url, {**LONG, **more, "stream": True}))
         self.thread.start()
-        assert self.begun.wait(60)
+        assert not wait or self.begun.wait(60)
 
     def _read(self, url, body):
         try:

@@ -1,6 +1,7 @@
 """The command ``tritonllm``: ``generate`` text, ``embed`` it, ``chat``, ``complete`` texts, ``serve`` a model over
-HTTP, ``route`` requests to several servers, answer a ``batch`` of requests, measure speed (``bench``), build kernels
-ahead (``precompile``), show what there is (``info``).
+HTTP, ``route`` requests to several servers, look at a server (``dashboard``), answer a ``batch`` of requests, measure
+speed (``bench``), build kernels ahead (``precompile``), show what there is (``info``), teach how it works
+(``tutorial``).
 
 Results go to stdout, everything else to stderr. Exit status: 0 all done; 1 something failed (one line on stderr;
 ``--debug`` adds the traceback); 2 wrong usage; 130 interrupted. torch is imported after the arguments are known to be
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tritonllm.cli import batch, bench, chat, embed, generate, info, precompile, route, serve
+from tritonllm.cli import batch, bench, chat, dashboard, embed, generate, info, precompile, route, serve, tutorial
 from tritonllm.version import __version__
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141  # argparse exits with 2; the last two are 128 + the signal's number
@@ -27,12 +28,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tritonllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     alone = [command.add_parser(commands) for command in (generate, embed, serve, batch, info, precompile)]
-    with_model = [*alone, *chat.add_parsers(commands), *bench.add_parsers(commands)]
-    for added in with_model:
+    of_models = [*alone, *chat.add_parsers(commands), *bench.add_parsers(commands)]
+    for added in of_models:
         added.add_argument(
             "model", nargs="?", metavar="MODEL", help="folder or hub id (default: the small model in this package)"
         )
-    for added in [*with_model, route.add_parser(commands)]:
+    others = [route.add_parser(commands), dashboard.add_parser(commands), *tutorial.add_parser(commands)]
+    for added in [*of_models, *others]:
         added.add_argument(
             "-v", "--verbose", action="count", default=0, help="tell on stderr what the engine does; -vv: in detail"
         )

@@ -7,7 +7,7 @@ import math
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tritonllm.config import COMPILATION, DTYPES, EXECUTORS, LOAD_FORMATS, NO_CO
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tritonllm.speculative_config import parse_draft
-from tritonllm.teach.viewer import Viewer, watch_all
+from tritonllm.teach.viewer import Stops, Viewer, watch_all
 
 DONE, FAILED = 0, 1
 STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
@@ -296,13 +296,22 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         prompts = [chat_prompt(llm, text, args.system) for text in job.texts] if args.chat or args.system else job.texts
     except ValueError as error:  # no chat template, or one that refuses these messages
         args.wrong_usage(str(error))
-    return watch_all(job.viewers, llm, lambda: answer(args, llm, prompts, job))
+    totals = Totals()
+    results = generate(llm.engine, prompts, job, totals)
+    if not any(isinstance(viewer, Stops) for viewer in job.viewers):
+        return watch_all(job.viewers, llm, lambda: answer(args, job, results, totals))
+    status = answer(args, job, watch_all(job.viewers, llm, lambda: list(results)), totals)  # the terminal is free again
+    if is_stopped(job):
+        raise KeyboardInterrupt
+    return status
 
 
-def answer(args: argparse.Namespace, llm: Any, prompts: Sequence[Any], job: Job) -> int:
-    """Run the prompts and print what they bring; returns the exit status."""
-    totals, status = Totals(), DONE
-    for number, result in generate(llm.engine, prompts, job, totals):
+def answer(
+    args: argparse.Namespace, job: Job, results: Iterable[tuple[int, RequestOutput | ValueError]], totals: "Totals"
+) -> int:
+    """Print what the prompts bring; returns the exit status."""
+    status = DONE
+    for number, result in results:
         if isinstance(result, ValueError):
             status = FAILED
             print(f"error: prompt {number + 1}: {result}", file=sys.stderr)
@@ -317,6 +326,11 @@ def answer(args: argparse.Namespace, llm: Any, prompts: Sequence[Any], job: Job)
     if totals.requests:
         print(totals, file=sys.stderr)
     return status
+
+
+def is_stopped(job: Job) -> bool:
+    """Whoever watches has seen enough."""
+    return any(isinstance(viewer, Stops) and viewer.stopped for viewer in job.viewers)
 
 
 def chat_prompt(llm: Any, text: str, system: str | None) -> Any:
@@ -370,17 +384,19 @@ def generate(
     from tqdm import tqdm  # not at the top: `--help` and mistakes answer without it
 
     results: dict[int, RequestOutput | ValueError] = {}
+    ids = [str(number) for number in range(len(prompts))]
     for number, (prompt, priority) in enumerate(zip(prompts, job.priorities, strict=True)):
         try:
-            engine.add_request(str(number), prompt, job.params, priority=priority)
+            engine.add_request(ids[number], prompt, job.params, priority=priority)
         except ValueError as error:
             results[number] = error
     # results on a terminal show the progress themselves
-    no_bar = job.stream or sys.stdout.isatty() or not sys.stderr.isatty()
+    shown = job.stream or any(viewer.shows_text for viewer in job.viewers)
+    no_bar = shown or sys.stdout.isatty() or not sys.stderr.isatty()
     with tqdm(total=len(prompts), initial=len(results), unit="prompt", disable=no_bar, leave=False) as bar:
         for number in range(len(prompts)):
             while number not in results:
-                for output in engine.step():
+                for output in engine.abort_request(ids) if is_stopped(job) else engine.step():
                     totals.add(output)
                     if job.stream:
                         print(output.outputs[0].text, end="\n" if output.finished else "", flush=True)

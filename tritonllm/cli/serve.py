@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import logging
+import re
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
                 "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
             },
             "seed": {"type": int, "metavar": "N", "help": "of requests that bring none (default: 0)"},
+            "data-parallel-size": {
+                "short": "-dp",
+                "type": int,
+                "metavar": "N",
+                "help": "engines with the whole model each, on GPUs of their own; a request goes to the one with the "
+                "least to do (default: 1)",
+            },
             "enable-sleep-mode": {"action": "store_true", "help": "the engine can sleep, see docs/serving.md"},
             "skip-tokenizer-init": {"action": "store_true", "help": "no tokenizer: token ids in and out, no text"},
             **POOLING,
@@ -115,7 +124,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
 
     Raises:
         ValueError: a bad value.
-        OSError: the chat template cannot be read.
+        OSError: a file cannot be read.
     """
     from tritonllm.serve.config import ServerConfig
 
@@ -126,6 +135,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
         "seed",
         "skip_tokenizer_init",
         "enable_sleep_mode",
+        "data_parallel_size",
         *(name.replace("-", "_") for name in POOLING),
     )
     options |= {name: getattr(args, name) for name in more if hasattr(args, name)}
@@ -133,11 +143,66 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     if args.max_queue < 0:
         raise ValueError(f"--max-queue must be at least 0, got {args.max_queue}")
     keys = args.api_key if args.api_key is not None else [env.API_KEY] if env.API_KEY else []
-    template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
+    template = None if args.chat_template is None else read_template(args.chat_template)
     config = ServerConfig(
         model_names=tuple(args.served_model_name or [args.model]), api_keys=tuple(keys), chat_template=template
     )
-    return engine, dataclasses.replace(config, **given(args, SERVER))
+    config = dataclasses.replace(config, **given(args, SERVER))
+    if config.api_server_count > 1 and engine.parallel.data_parallel_size > 1:
+        raise ValueError(
+            "--api-server-count: several processes speak HTTP before one engine only: leave one of it and "
+            "--data-parallel-size at 1"
+        )
+    if config.ssl_certfile is not None and config.ssl_keyfile is not None:
+        check_tls(config.ssl_certfile, config.ssl_keyfile)
+    return engine, config
+
+
+def read_template(name: str) -> str:
+    """The text of a chat template.
+
+    Raises:
+        ValueError: it is no template.
+        OSError: the file cannot be read.
+    """
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import SandboxedEnvironment
+
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise OSError(f"--chat-template: cannot read {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat-template: {name} is not text in UTF-8") from error
+    # A tag of transformers, which marks what the assistant says; Jinja does not know it.
+    plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", text)
+    try:
+        SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"--chat-template: {name}, line {error.lineno}: {error.message}") from error
+    return text
+
+
+def check_tls(certfile: str, keyfile: str) -> None:
+    """Raises:
+    OSError: a file cannot be read, or they are no certificate and its key.
+    """
+    for option, name in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
+        try:
+            Path(name).read_bytes()
+        except OSError as error:
+            raise OSError(f"{option}: cannot read {name}: {error.strerror}") from error
+
+    def no_password() -> str:
+        raise OSError(f"--ssl-keyfile: {keyfile} is encrypted: give one without a password")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, no_password)
+    except ssl.SSLError as error:
+        why = error.reason or str(error)
+        raise OSError(
+            f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} are no certificate and its key, in PEM: {why}"
+        ) from error
 
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:

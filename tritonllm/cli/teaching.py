@@ -4,11 +4,16 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from tritonllm.teach.viewer import Viewer
+from tritonllm.cli import dashboard
+from tritonllm.teach.viewer import Stops, Viewer
+from tritonllm.teach.xray import options as xray
 
 # Each adds its options to the parser's group, and makes a viewer of the arguments if they ask for it. Makers raise
 # ValueError for a bad value or a missing package; they import their module only then.
-MODES: tuple[tuple[Callable[[Any], None], Callable[[argparse.Namespace], Viewer | None]], ...] = ()
+MODES: tuple[tuple[Callable[[Any], None], Callable[[argparse.Namespace], Viewer | None]], ...] = (
+    (xray.add_options, xray.make),
+    (dashboard.add_options, dashboard.make_viewer),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,5 +27,7 @@ def viewers_of(args: argparse.Namespace) -> list[Viewer]:
     """Raises:
     ValueError: a bad value, or a package is missing.
     """
-    made = [make(args) for _, make in MODES]
-    return [viewer for viewer in made if viewer is not None]
+    made = [viewer for _, make in MODES if (viewer := make(args)) is not None]
+    if any(isinstance(viewer, Stops) for viewer in made) and sum(viewer.shows_text for viewer in made) > 1:
+        raise ValueError("--dashboard has the terminal for itself: leave it out, or the option that prints there, too")
+    return made

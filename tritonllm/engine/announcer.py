@@ -1,7 +1,7 @@
 """Turns what the engine does into events (:mod:`tritonllm.events`). Asked only while somebody listens. No torch."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from tritonllm.events import (
     Events,
     Kind,
     Part,
+    Present,
     RequestAdded,
     RequestFinished,
+    Sink,
     StepFinished,
     StepLaunched,
     StepPlanned,
@@ -40,11 +42,35 @@ class Announcer(Events):
     def __init__(self, scheduler: Scheduler, sequences: Sequences) -> None:
         super().__init__()
         self._scheduler, self._sequences = scheduler, sequences
-        self._known: dict[str, tuple[int, int]] = {}  # of running sequences: their admission, and how many blocks
+        self._known: dict[str, tuple[int, tuple[int, ...]]] = {}  # of running sequences: admission and block table
+        self._left: list[int] = []  # blocks of those that left or forked since the last plan
+
+    def subscribe(self, sink: Sink) -> Callable[[], None]:
+        if not self:  # or what runs already would seem to be admitted by the next step
+            self._known = {r.request_id: (r.admission, tuple(r.block_ids)) for r in self._scheduler.running}
+            self._left = []
+        return super().subscribe(sink)
+
+    def present(self) -> Present:
+        states = {state.request_id: state for state, _ in self._sequences.values()}
+        requests = [sequence.request for _, sequence in self._sequences.values()]
+        return Present(
+            time=time.monotonic(),
+            requests=tuple(self._request(state, state.metrics.arrival_time) for state in states.values()),
+            tables={request.request_id: tuple(request.block_ids) for request in self._scheduler.running},
+            num_output_tokens={r.request_id: len(r.output_token_ids) for r in requests if r.output_token_ids},
+            num_blocks=self._scheduler.pool.num_blocks,
+            kept_blocks=tuple(self._scheduler.pool.kept()),
+        )
 
     def added(self, state: RequestState) -> None:
+        self.emit(self._request(state, time.monotonic()))
+
+    @staticmethod
+    def _request(state: RequestState, arrived: float) -> RequestAdded:
         ids = tuple(sequence.request.request_id for sequence in state.sequences)
-        self.emit(RequestAdded(time.monotonic(), state.request_id, ids, tuple(state.prompt_token_ids), state.params))
+        params = getattr(state, "pooling_params", state.params)  # of what is pooled, those are a stand-in
+        return RequestAdded(arrived, state.request_id, ids, tuple(state.prompt_token_ids), params)
 
     def planned(self, step: int, plan: StepPlan, began: float) -> None:
         now, scheduler, transfers = time.monotonic(), self._scheduler, plan.transfers
@@ -55,7 +81,12 @@ class Announcer(Events):
             for at, item in enumerate(plan.scheduled)
         ]
         for request in plan.preempted:
-            self._known.pop(request.request_id, None)
+            self._forget(request.request_id)
+        idle = self._idle(plan) if scheduler.num_running > len(parts) else {}
+        if len(self._known) > scheduler.num_running:
+            for name in self._known.keys() - {request.request_id for request in scheduler.running}:
+                self._forget(name)
+        left, self._left = self._left, []
         self.emit(
             StepPlanned(
                 time=now,
@@ -74,17 +105,39 @@ class Announcer(Events):
                 num_free_blocks=stats.num_free_blocks,
                 num_cached_blocks=pool.num_labelled,
                 evicted_blocks=pool.evictions,
+                idle=idle,
+                kept_blocks=tuple(filter(pool.keeps, dict.fromkeys(left))),
             )
         )
+
+    def _idle(self, plan: StepPlan) -> dict[str, tuple[int, ...]]:
+        scheduled = {item.request for item in plan.scheduled}
+        idle = [request for request in self._scheduler.running if request not in scheduled]
+        return {request.request_id: self._table(request)[2] for request in idle}
+
+    def _forget(self, sequence_id: str) -> None:
+        known = self._known.pop(sequence_id, None)
+        if known is not None:
+            self._left += known[1]
+
+    def _table(self, request: Request) -> tuple[bool, int, tuple[int, ...]]:
+        """Whether it was admitted since it was last seen, how many blocks it had then, and its block table."""
+        name = request.request_id
+        admission, table = self._known.get(name, (None, ()))
+        before, same = len(table), admission == request.admission
+        if not same:
+            self._left += table
+        if not same or before != len(request.block_ids):
+            table = tuple(request.block_ids)
+            self._known[name] = request.admission, table
+        return not same, before, table
 
     def _part(self, item: ScheduledRequest, kind: Kind) -> Part:
         request = item.request
         name = request.request_id
-        admission, before = self._known.get(name, (None, 0))
-        admitted = admission != request.admission
+        admitted, before, table = self._table(request)
         if admitted:
             before = item.start // self._scheduler.block_size
-        self._known[name] = request.admission, len(request.block_ids)
         return Part(
             sequence_id=name,
             request_id=self._owner(name),
@@ -97,8 +150,8 @@ class Announcer(Events):
             num_prompt_tokens=len(request.prompt_token_ids),
             admitted=admitted,
             cached_tokens=item.start if admitted else 0,
-            block_ids=tuple(request.block_ids),
-            new_blocks=max(0, len(request.block_ids) - before),
+            block_ids=table,
+            new_blocks=max(0, len(table) - before),
         )
 
     def launched(self, step: int, began: float, late: bool) -> None:
@@ -137,7 +190,8 @@ class Announcer(Events):
     def ended(self, state: RequestState) -> None:
         requests: list[Request] = [sequence.request for sequence in state.sequences]
         for request in requests:
-            self._known.pop(request.request_id, None)
+            self._forget(request.request_id)
+        left, self._left = self._left, []
         self.emit(
             RequestFinished(
                 time=time.monotonic(),
@@ -147,11 +201,13 @@ class Announcer(Events):
                 num_cached_tokens=max((request.num_cached_tokens or 0 for request in requests), default=0),
                 num_preemptions=sum(request.num_preemptions for request in requests),
                 error=state.error,
+                kept_blocks=tuple(filter(self._scheduler.pool.keeps, dict.fromkeys(left))),
             )
         )
 
     def reset(self, reason: str) -> None:
         self._known.clear()
+        self._left.clear()
         self.emit(EngineReset(time.monotonic(), reason))
 
     def _owner(self, sequence_id: str) -> str:

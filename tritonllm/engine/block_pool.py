@@ -46,10 +46,22 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
+    def is_labelled(self, block: int) -> bool:
+        """Its contents can be found."""
+        return self._labels[block] is not None
+
     def count_used(self, blocks: Iterable[int]) -> int:
         """How many of them have a user."""
         refs = self._refs
         return sum(1 for block in blocks if refs[block])
+
+    def keeps(self, block: int) -> bool:
+        """Nobody uses it, and its contents can be found."""
+        return not self._refs[block] and self._labels[block] is not None
+
+    def kept(self) -> list[int]:
+        """All blocks that :meth:`keeps`."""
+        return [block for block in self._block_of.values() if not self._refs[block]]
 
     def allocate(self) -> int:
         """Take the least recently used free block; its label and contents are lost.

@@ -296,6 +296,8 @@ class Arena:
                 begin = number * self._chunk
                 self._bytes[begin : begin + len(kept)].copy_(kept, non_blocking=True)
             self._pages.synchronize()
+            # The pieces stay pinned in torch's allocator, which gives the same ones to the next sleep. It could only be
+            # emptied with what steps use (engine/inputs.py, reserve_pinned), and these would wait for the driver then.
             self._kept = None
 
 

@@ -29,6 +29,7 @@ from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.jump_forward import jump
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
+from tritonllm.engine.picture import Picture, take_picture
 from tritonllm.engine.plan import StepPlan, describe
 from tritonllm.engine.pooling import PoolingAbility, pooling_state
 from tritonllm.engine.ranks import Executor
@@ -39,9 +40,10 @@ from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory, SleepMethods
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
-from tritonllm.events import Sink
+from tritonllm.events import Present, Sink
 from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
+from tritonllm.models.interface import CausalLM
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
@@ -93,7 +95,16 @@ class LLMEngine(SleepMethods):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "LLMEngine":
-        """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.load_parts`."""
+        """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.load_parts`.
+
+        Raises:
+            ValueError: several engines are asked for, or as ``load_parts``.
+        """
+        if config.parallel.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={config.parallel.data_parallel_size}: this is one engine; AsyncLLM and "
+                "`tritonllm serve` run several"
+            )
         return cls(*load_parts(config, ranks_of(config)))
 
     @classmethod
@@ -112,10 +123,25 @@ class LLMEngine(SleepMethods):
     def model_config(self) -> ModelConfig:
         return self.config.model
 
+    @property
+    def model(self) -> CausalLM:
+        """The loaded model, to be looked at: of several ranks', the part of the first."""
+        return self._runner.model
+
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Call ``sink(event)`` in this thread with all that happens from now on (:mod:`tritonllm.events`). A sink that
         raises is dropped. Returns what ends the subscription."""
         return self._events.subscribe(sink)
+
+    def present(self) -> Present:
+        """What those who subscribe late have missed. Takes time in the number of cached blocks."""
+        self._recover()
+        return self._events.present()
+
+    def picture(self) -> Picture:
+        """What runs now, and who holds which block."""
+        self._recover()
+        return take_picture(self._scheduler)
 
     def add_request(
         self,

@@ -35,6 +35,7 @@ from tritonllm.engine.results import RunningStep
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.step import FREE, Restrictions
 from tritonllm.engine.worker import START_PATIENCE, Place, run_worker
+from tritonllm.models.interface import CausalLM
 
 FAREWELL = 3.0  # seconds in which a worker ends by itself once it was told to
 
@@ -142,6 +143,11 @@ class GroupExecutor:
     def __init__(self, runner: ModelRunner, ranks: Others) -> None:
         self._runner, self._ranks = runner, ranks
         self._broken: str | None = None
+
+    @property
+    def model(self) -> CausalLM:
+        """This rank's part."""
+        return self._runner.model
 
     @property
     def host(self) -> None:

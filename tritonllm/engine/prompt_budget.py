@@ -38,11 +38,14 @@ class PromptShare:
         most: tokens of a step.
         running: requests that run.
         waiting: those that wait.
+
+    Attributes:
+        left: tokens that are left of the share; ``None`` while no prompt has asked.
     """
 
     def __init__(self, most: int, running: Sequence[Request], waiting: WaitingQueue) -> None:
         self._most, self._running, self._waiting = most, running, waiting
-        self._left: int | None = None
+        self.left: int | None = None
 
     @staticmethod
     def _in_chunks(request: Request) -> bool:
@@ -56,13 +59,13 @@ class PromptShare:
         """Tokens that the step may compute of a request, if ``budget`` are left of it."""
         if not self._in_chunks(request):
             return budget
-        if self._left is None:
+        if self.left is None:
             behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
             decodes = 0 in behind
-            self._left = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
-        return min(budget, self._left)
+            self.left = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
+        return min(budget, self.left)
 
     def take(self, request: Request, tokens: int) -> None:
         """The step computes so many of a request."""
-        if self._left is not None and tokens > 1 and self._in_chunks(request):
-            self._left -= tokens
+        if self.left is not None and tokens > 1 and self._in_chunks(request):
+            self.left -= tokens

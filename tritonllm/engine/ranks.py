@@ -11,6 +11,7 @@ from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.results import RunningStep
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.step import Restrictions
+from tritonllm.models.interface import CausalLM
 
 
 class Executor(Protocol):
@@ -18,7 +19,11 @@ class Executor(Protocol):
 
     Attributes:
         host: the cache's second tier; ``None`` without one.
+        model: what this process runs.
     """
+
+    @property
+    def model(self) -> CausalLM: ...
 
     @property
     def host(self) -> HostCopies | None: ...

@@ -119,6 +119,10 @@ class ModelRunner:
         self._builder = self._make_builder()
 
     @property
+    def model(self) -> CausalLM:
+        return self._model
+
+    @property
     def num_graphs(self) -> int:
         """Steps captured as CUDA graphs."""
         return 0 if self._graphs is None else len(self._graphs)

@@ -139,6 +139,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def running(self) -> Sequence[Request]:
+        """In order."""
+        return self._running
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

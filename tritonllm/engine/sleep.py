@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tritonllm.config import ModelConfig
+from tritonllm.engine.announcer import Announcer
 from tritonllm.engine.device_memory import Arena
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.models import checkpoint
@@ -232,6 +233,7 @@ class SleepMethods:
     """What :class:`~tritonllm.engine.engine.LLMEngine` has of this."""
 
     _memory: EngineMemory
+    _events: Announcer
     _scheduler: Scheduler
     _in_flight: deque[Any]
     _whole: bool
@@ -252,6 +254,8 @@ class SleepMethods:
         self._whole = False
         if self._scheduler.prefix_cache is not None:
             self._scheduler.prefix_cache.reset()
+        if self._events:
+            self._events.reset("the prefix cache was reset")
         self._whole = True
 
     @property

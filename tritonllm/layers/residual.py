@@ -113,6 +113,16 @@ class Stream:
             # of two parallel blocks both are pending: their sum is added at once
             self._addend = result if self._addend is None else self._addend.add_(result)
 
+    def settled(self) -> torch.Tensor:
+        """``[T, hidden]``, a new tensor: the stream with what is pending added, and nothing changed.
+
+        Raises:
+            ValueError: what is pending is a rank's part of a sum.
+        """
+        if self._partial:
+            raise ValueError("the stream's addend is a rank's part of a sum, which only all ranks together can add")
+        return self.rows.clone() if self._addend is None else self.rows.add(self._addend, alpha=self._scale)
+
     def keep(self, rows: torch.Tensor) -> None:
         """Go on with these rows alone, ``[R]`` int64; nothing may be pending."""
         self.rows = self.rows.index_select(0, rows)

@@ -55,7 +55,8 @@ class Router:
         )
         self._proxy = Proxy(self.pool, self._session, self.metrics)
         self._prober = Prober(self.pool, self._session, self._proxy.on_down)
-        await self._prober.follow(wait=True)
+        await self._prober.ask_once(self.pool.backends.values())
+        self._prober.follow()
 
     async def close(self) -> None:
         await self._prober.stop()
@@ -67,10 +68,12 @@ class Router:
             if getattr(config, name) != getattr(self.config, name):
                 logger.warning("%s changes only when the router starts again", name)
         before = {backend.label for backend in self.pool.all}
+        new = self.pool.missing(config)
+        await self._prober.ask_once(new)  # before the old ones leave, or there might be none that can be used
         self.config = config
-        self.pool.apply(config)
+        self.pool.apply(config, new)
         self._proxy.apply(config)
-        await self._prober.follow()
+        self._prober.follow()
         after = set(self.pool.backends)
         logger.info("new configuration: backends added: %s, draining: %s", after - before or "-", before - after or "-")
 

@@ -30,18 +30,28 @@ class Pool:
         self._leaving: list[Backend] = []
         self._clock, self._chance = clock, chance
         self._turn = 0
-        self.apply(config)
+        self.apply(config, self.missing(config))
 
-    def apply(self, config: RouterConfig) -> None:
-        """Take a new configuration. A backend that keeps name and URL keeps its state; one that is gone drains."""
+    def missing(self, config: RouterConfig) -> list[Backend]:
+        """New backends, for those of a configuration that are not there with this name and URL."""
+        known = {(backend.label, backend.config.base) for backend in self.backends.values()}
+        new = [wanted for wanted in config.backends if (wanted.label, wanted.base) not in known]
+        return [Backend(wanted, config, self._clock, self._chance) for wanted in new]
+
+    def apply(self, config: RouterConfig, new: Iterable[Backend]) -> None:
+        """Take a new configuration. A backend that keeps name and URL keeps its state; one that is gone drains.
+
+        Args:
+            new: what :meth:`missing` gave, by now asked whether they live.
+        """
+        made = {backend.label: backend for backend in new}
         before, self.backends = self.backends, {}
         for wanted in config.backends:
-            old = before.get(wanted.label)
-            if old is not None and old.config.base == wanted.base:
-                old.apply(wanted, config)
-                self.backends[wanted.label] = before.pop(wanted.label)
+            if wanted.label in made:
+                self.backends[wanted.label] = made[wanted.label]
             else:
-                self.backends[wanted.label] = Backend(wanted, config, self._clock, self._chance)
+                self.backends[wanted.label] = before.pop(wanted.label)
+                self.backends[wanted.label].apply(wanted, config)
         for gone in before.values():
             gone.draining = True
             self._leaving.append(gone)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -49,18 +49,18 @@ class Prober:
         self._pool, self._session, self._on_down = pool, session, on_down
         self._tasks: dict[Backend, asyncio.Task[None]] = {}
 
-    async def follow(self, wait: bool = False) -> None:
-        """Ask the backends that there are now, and no others; with ``wait``, until each new one has been asked once."""
+    async def ask_once(self, backends: Iterable[Backend]) -> None:
+        """Ask each, and wait for what they say."""
+        await asyncio.gather(*(self._ask(backend, Streak()) for backend in backends))
+
+    def follow(self) -> None:
+        """From now on, ask the backends of the pool, and no others."""
         now = list(self._pool.backends.values())
         for backend in [backend for backend in self._tasks if backend not in now]:
             self._tasks.pop(backend).cancel()
-        asked = []
         for backend in now:
             if backend not in self._tasks:
-                asked.append(asyncio.Event())
-                self._tasks[backend] = asyncio.create_task(self._watch(backend, asked[-1]))
-        if wait:
-            await asyncio.gather(*(event.wait() for event in asked))
+                self._tasks[backend] = asyncio.create_task(self._watch(backend))
 
     async def stop(self) -> None:
         tasks = list(self._tasks.values())
@@ -68,12 +68,11 @@ class Prober:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, backend: Backend, asked: asyncio.Event) -> None:
+    async def _watch(self, backend: Backend) -> None:
         streak = Streak()
         while True:
-            await self._ask(backend, streak)
-            asked.set()
             await asyncio.sleep(self._pool.config.health_interval * random.uniform(0.8, 1.2))  # so that they spread
+            await self._ask(backend, streak)
 
     async def _ask(self, backend: Backend, streak: Streak) -> None:
         error = await self._health(backend)

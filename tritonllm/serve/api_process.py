@@ -8,7 +8,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,8 +22,8 @@ from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineLink
 from tritonllm.serve.engine_process import end_with_parent, log_to_stderr
-from tritonllm.serve.guard import Running
 from tritonllm.serve.messages import Ready
+from tritonllm.serve.shared_count import SharedCount
 
 logger = logging.getLogger(__name__)
 NEWS_OF_DEATH = 1.0  # seconds in which clients and probes still get an answer after the engine has died
@@ -45,6 +45,8 @@ class StoppableServer(uvicorn.Server):
         self._app.state.draining = True
         self.force_exit = now or self.should_exit
         self.should_exit = True
+        if self.force_exit:  # uvicorn logs a traceback for what it cuts off
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 class _Quiet(StoppableServer):
@@ -104,7 +106,8 @@ def run_api(
     pipe: Connection,
     max_queue: int,
     log_level: int | None,
-    counts: MutableSequence[int],
+    requests: Any,
+    sequences: Any,
     number: int,
 ) -> None:
     """The process's main function.
@@ -115,9 +118,10 @@ def run_api(
         folder: where its socket lies, and what the API processes count.
         sock: to accept connections from, together with the others.
         pipe: to the process that started this one.
-        max_queue: of this process's sequences.
+        max_queue: sequences that may wait, of all API processes together.
         log_level: of messages on stderr; ``None``: none.
-        counts: of the requests that are being answered, by process, in memory that all of them share.
+        requests, sequences: how many are being answered and are in the engine: a place for each API process, in memory
+            that all of them share.
         number: of this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -126,8 +130,8 @@ def run_api(
     if log_level is not None:
         log_to_stderr(log_level)
     link = PipedLink(folder, msgspec.msgpack.decode(ready, type=Ready), pipe)
-    llm = AsyncLLM(engine, max_queue=max_queue, link=link)
-    app = make_app(llm, config, metrics_folder=folder, running=Running(counts, number))
+    llm = AsyncLLM(engine, max_queue=max_queue, link=link, sequences=SharedCount(sequences, number))
+    app = make_app(llm, config, metrics_folder=folder, running=SharedCount(requests, number))
     server = _Quiet(settings_of(app, config), app)
     link.on_order = lambda order: server.stop(now=order == STOP_NOW)
     llm.on_death = lambda why: _end_soon(server)

@@ -4,13 +4,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from tritonllm.serve.admin_api import add_admin
@@ -20,7 +18,7 @@ from tritonllm.serve.chat_api import chat, tokens_of_chat
 from tritonllm.serve.completions_api import complete
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_response, validation_error
-from tritonllm.serve.guard import Guard, Running
+from tritonllm.serve.guard import Guard
 from tritonllm.serve.messages_api import count_tokens, message
 from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
 from tritonllm.serve.metrics import Metrics
@@ -29,16 +27,16 @@ from tritonllm.serve.protocol import ChatRequest, CompletionRequest, DetokenizeR
 from tritonllm.serve.replies import now
 from tritonllm.serve.responses_api import respond_to
 from tritonllm.serve.responses_protocol import ResponsesRequest
+from tritonllm.serve.shared_count import SharedCount
+from tritonllm.serve.status_api import add_status
 from tritonllm.serve.tracing import Observers, Traces, WithParent, make_provider
 from tritonllm.version import __version__
 
 logger = logging.getLogger(__name__)
-# Of the status page: its own styles and script, and /metrics; nothing from elsewhere.
-PAGE_MAY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def make_app(
-    llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None, running: Running | None = None
+    llm: AsyncLLM, config: ServerConfig, metrics_folder: str | None = None, running: SharedCount | None = None
 ) -> FastAPI:
     """The application over a started engine.
 
@@ -63,7 +61,7 @@ def make_app(
         llm.observer = Observers(metrics, traces)
         app.add_middleware(WithParent)
     _add_errors(app)
-    _add_status(app, llm, metrics)
+    add_status(app, llm, metrics)
     _add_models(app, service)
     _add_tokenizer(app, service)
     add_pooling(app, service)
@@ -128,38 +126,6 @@ def _runtime(expected: Any, unexpected: Any) -> Any:
         return await (expected if known else unexpected)(request, error)
 
     return handle
-
-
-def _add_status(app: FastAPI, llm: AsyncLLM, metrics: Metrics) -> None:
-    page = (resources.files("tritonllm.serve") / "status.html").read_bytes()
-
-    @app.get("/", include_in_schema=False)
-    async def status() -> Response:
-        return Response(page, media_type="text/html", headers={"Content-Security-Policy": PAGE_MAY})
-
-    @app.get("/health")
-    async def health() -> Response:
-        if llm.errored:
-            return error_response(as_api_error(llm.dead_error))
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        if llm.errored:
-            return error_response(as_api_error(llm.dead_error))
-        if app.state.draining:
-            return error_response(APIError(503, "the server is shutting down", code="draining"))
-        if not llm.stats.takes_requests:
-            return error_response(APIError(503, "the engine sleeps, or has no weights", code="asleep"))
-        return JSONResponse({"status": "ready"})
-
-    @app.get("/version")
-    async def version() -> Response:
-        return JSONResponse({"version": __version__})
-
-    @app.get("/metrics")
-    async def metrics_page() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -22,10 +22,12 @@ from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.serve.collector import Collector, Texts
 from tritonllm.serve.engine_calls import EngineCalls
-from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink
+from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.inputs import import_tokenizers, input_processor
 from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
+from tritonllm.serve.replicas import Replicas, start_engines
+from tritonllm.serve.shared_count import SharedCount
 from tritonllm.vllm_arguments import no_adapter
 
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
@@ -61,6 +63,7 @@ class AsyncLLM(EngineCalls):
         max_queue: sequences that may wait for a seat.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
         link: to an engine that another process has started; by default one is started here.
+        sequences: counts those in the engine, with those of its other API processes; by default there are none.
 
     Raises:
         ValueError: a bad value, or a model that cannot be loaded.
@@ -74,11 +77,12 @@ class AsyncLLM(EngineCalls):
         max_queue: int = MAX_QUEUE,
         log_level: int | None = None,
         link: EngineLink | None = None,
+        sequences: SharedCount | None = None,
     ) -> None:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
             raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
         self.config = config
-        self._client = EngineClient(config, log_level, meanwhile=import_tokenizers) if link is None else link
+        self._client = start_engines(config, log_level, meanwhile=import_tokenizers) if link is None else link
         try:
             self.inputs = input_processor(self._client.ready)
         except BaseException:
@@ -93,7 +97,7 @@ class AsyncLLM(EngineCalls):
             str, tuple[Collector | PoolingCollector, int]
         ] = {}  # and the request's number of sequences
         self._ending: set[str] = set()  # aborted; their last updates are on their way
-        self._sequences = 0
+        self._sequences = SharedCount() if sequences is None else sequences
         EngineCalls.__init__(self)
         self._loop: asyncio.AbstractEventLoop | None = None
         # One thread: the tokenizer is not made for several, and a long prompt does not hold up the event loop.
@@ -122,13 +126,23 @@ class AsyncLLM(EngineCalls):
         return self._client.pid
 
     @property
+    def replica_stats(self) -> list[Stats]:
+        """Of each of the engines behind this; one, if ``data_parallel_size`` is 1."""
+        return list(self._client.stats) if isinstance(self._client, Replicas) else [self.stats]
+
+    @property
+    def replicas_living(self) -> list[bool]:
+        """Which of these engines have not died."""
+        return self._client.living if isinstance(self._client, Replicas) else [not self.errored]
+
+    @property
     def max_model_len(self) -> int:
         return self.inputs.max_model_len
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences in the engine."""
-        return self._sequences
+        """Sequences in the engine, of all its API processes."""
+        return self._sequences.total
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params.clone()
@@ -298,8 +312,8 @@ class AsyncLLM(EngineCalls):
             raise AsleepError("the engine sleeps, or has no weights: wake it up, or reload them, and try again")
         if sequences > self.max_sequences:
             raise ValueError(f"n={sequences} is more than this engine queues, {self.max_sequences}: lower it")
-        if self._sequences + sequences > self.max_sequences:
-            raise QueueFullError(f"{self._sequences} sequences run or wait, and the queue is full: try again later")
+        if (total := self._sequences.total) + sequences > self.max_sequences:
+            raise QueueFullError(f"{total} sequences run or wait, and the queue is full: try again later")
 
     def _add(self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> Collector:
         """Send the request to the engine. Nothing is awaited between the checks and the sending."""
@@ -319,7 +333,7 @@ class AsyncLLM(EngineCalls):
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
         self._client.send(message)
         self._collectors[request_id] = collector, params.n
-        self._sequences += params.n
+        self._sequences.add(params.n)
         if self.observer is not None:
             self.observer.added(request_id, len(message.prompt_token_ids), params)
 
@@ -354,7 +368,7 @@ class AsyncLLM(EngineCalls):
 
     def _forget(self, request_id: str) -> Collector | PoolingCollector | None:
         collector, sequences = self._collectors.pop(request_id, (None, 0))
-        self._sequences -= sequences
+        self._sequences.add(-sequences)
         return collector
 
     def _take(self, news: News) -> None:
@@ -372,7 +386,9 @@ class AsyncLLM(EngineCalls):
                 self._forget(update.request_id)
             if self.observer is not None:
                 self.observer.updated(update)
-            if update.refused is not None:
+            if update.lost is not None:
+                collector.fail(EngineDeadError(update.lost))
+            elif update.refused is not None:
                 collector.fail(AsleepError(update.refused) if update.asleep else ValueError(update.refused))
             else:
                 collector.put(update)

@@ -2,12 +2,13 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tritonllm.engine.sleep import check_rpc
 from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.messages import Answer, Call, Stats
+from tritonllm.serve.replicas import Replicas
 
 
 class CallFailedError(RuntimeError):
@@ -18,7 +19,7 @@ class EngineCalls:
     """A part of :class:`~tritonllm.serve.async_llm.AsyncLLM`."""
 
     stats: Stats
-    _client: EngineLink
+    _client: EngineLink | Replicas
     attach: Callable[[], None]
 
     def __init__(self) -> None:
@@ -66,6 +67,23 @@ class EngineCalls:
         """Forget all cached prompts. ``False``: a request runs, and nothing was forgotten."""
         return await self._call("reset_prefix_cache")
 
+    async def activity(self, view: Mapping[str, int], replica: int = 0) -> dict[str, Any]:
+        """What the engine has in its hands (:mod:`tritonllm.serve.activity`).
+
+        Args:
+            view: fields of :class:`~tritonllm.teach.dashboard.snapshot.View`.
+            replica: of several engines.
+
+        Raises:
+            ValueError: a number of the view is out of its range.
+            EngineDeadError: that engine has died.
+        """
+        return await self._call("activity", replica=replica, view=dict(view))
+
+    async def picture(self) -> dict[str, Any]:
+        """What runs now, and who holds which block: the fields of :class:`tritonllm.engine.picture.Picture`."""
+        return await self._call("picture")
+
     async def collective_rpc(
         self,
         method: str,
@@ -82,7 +100,7 @@ class EngineCalls:
         await self.reload_weights(*args, **(kwargs or {}))
         return [None]
 
-    async def _call(self, method: str, *, abort: bool = False, **arguments: Any) -> Any:
+    async def _call(self, method: str, *, abort: bool = False, replica: int | None = None, **arguments: Any) -> Any:
         """Let the engine's process do something, and wait for it.
 
         Raises:
@@ -93,7 +111,7 @@ class EngineCalls:
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._client.send(Call(number, method, arguments, abort))
+            self._client.send(Call(number, method, arguments, abort, replica))
             answer = await future
         finally:
             del self._calls[number]

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -23,6 +23,7 @@ from tritonllm.serve.messages import Abort, Failed, News, Ready, Stop, ToEngine
 
 logger = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that the engine process has to end by itself
+LINGER = 1000  # milliseconds for the order to reach it
 
 
 class EngineDeadError(RuntimeError):
@@ -113,43 +114,79 @@ class EngineLink(ABC):
         self.failure = self.failure or "the engine was shut down"
 
 
-class EngineClient(EngineLink):
-    """An engine in a process of its own (started with ``spawn``), ready when this is made.
+class EngineProcess:
+    """An engine's process (``spawn``), which loads the model while this goes on.
 
     Sockets lie in a folder that only this user can read. It is removed when either process ends, however it ends.
 
     Args:
         config: of the engine.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
-        meanwhile: is called while the engine starts, for what takes time here.
+        devices: those of the GPUs here that the engine sees; ``None`` for all.
 
-    Raises:
-        ValueError: the engine refuses its configuration or its model.
-        RuntimeError: it failed to start otherwise.
+    Attributes:
+        kill: ends the process, if it still runs, and removes the folder. May be called again.
     """
 
     def __init__(
-        self, config: EngineConfig, log_level: int | None = None, meanwhile: Callable[[], object] = lambda: None
+        self, config: EngineConfig, log_level: int | None = None, devices: Sequence[int] | None = None
     ) -> None:
-        folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
+        self.folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
         spawn = multiprocessing.get_context("spawn")
-        self._reports, theirs = spawn.Pipe(duplex=False)
-        self._process = spawn.Process(
-            target=run_engine, args=(config, folder, theirs, log_level), name="tritonllm-engine"
-        )
-        self._process.start()
+        self.reports, theirs = spawn.Pipe(duplex=False)
+        seen = None if devices is None else list(devices)
+        arguments = (config, self.folder, theirs, log_level, seen)
+        self.process = spawn.Process(target=run_engine, args=arguments, name="tritonllm-engine")
+        self.process.start()
         theirs.close()
         # At exit before multiprocessing joins its children: it would wait for an engine that nobody has stopped.
-        self._finalizer = multiprocessing.util.Finalize(
-            self, _end, args=(self._process, folder, os.getpid()), exitpriority=100
+        self.kill = multiprocessing.util.Finalize(
+            self, _end, args=(self.process, self.folder, os.getpid()), exitpriority=100
         )
+
+    def await_ready(self) -> Ready:
+        """Raises:
+        ValueError: the engine refuses its configuration or its model.
+        RuntimeError: it failed to start otherwise.
+        """
+        wait([self.reports, self.process.sentinel])
+        report = _read(self.reports)
+        if isinstance(report, Ready):
+            return report
+        if report is None:
+            self.process.join()
+            raise RuntimeError(f"the engine process ended while it started, with status {self.process.exitcode}")
+        raise ValueError(report.message) if report.is_value_error else RuntimeError(report.message)
+
+
+class EngineClient(EngineLink):
+    """An engine in a process of its own, ready when this is made.
+
+    Args:
+        config, log_level: see :class:`EngineProcess`.
+        meanwhile: is called while the engine starts, for what takes time here.
+        process: one that was started already; by default it is started here.
+
+    Raises:
+        ValueError, RuntimeError: as :meth:`EngineProcess.await_ready`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        log_level: int | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+        process: EngineProcess | None = None,
+    ) -> None:
+        started = EngineProcess(config, log_level) if process is None else process
         try:
             meanwhile()
-            ready = self._await_ready()
+            ready = started.await_ready()
         except BaseException:
-            self._finalizer()
+            started.kill()
             raise
-        super().__init__(folder, ready)
+        self._started, self._process, self._reports = started, started.process, started.reports
+        super().__init__(started.folder, ready)
 
     @property
     def folder(self) -> str:
@@ -164,16 +201,6 @@ class EngineClient(EngineLink):
     def pid(self) -> int | None:
         """Of the engine process."""
         return self._process.pid
-
-    def _await_ready(self) -> Ready:
-        wait([self._reports, self._process.sentinel])
-        report = _read(self._reports)
-        if isinstance(report, Ready):
-            return report
-        if report is None:
-            self._process.join()
-            raise RuntimeError(f"the engine process ended while it started, with status {self._process.exitcode}")
-        raise ValueError(report.message) if report.is_value_error else RuntimeError(report.message)
 
     async def _watch(self, on_death: Callable[[str], None]) -> None:
         loop, died = asyncio.get_running_loop(), asyncio.Event()
@@ -195,18 +222,22 @@ class EngineClient(EngineLink):
         shutil.rmtree(self._folder, ignore_errors=True)
         return self.failure
 
+    def tell_to_stop(self) -> None:
+        """Let the engine process end, and do not wait for it."""
+        context = zmq.Context()  # not the one of the event loop, which may be closed
+        socket = context.socket(zmq.DEALER)
+        socket.connect(f"ipc://{self._folder}/engine")
+        socket.send(self._encode(Stop()))
+        socket.close(linger=LINGER)
+        context.term()
+
     def close(self) -> None:
         """End the engine process: kindly, then not. May be called again."""
         if self.failure is None:
-            context = zmq.Context()  # not the one of the event loop, which may be closed
-            socket = context.socket(zmq.DEALER)
-            socket.connect(f"ipc://{self._folder}/engine")
-            socket.send(self._encode(Stop()))
+            self.tell_to_stop()
             self._process.join(GRACE)
-            socket.close(linger=0)
-            context.term()
         super().close()
-        self._finalizer()
+        self._started.kill()
         self._reports.close()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from tritonllm import env
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.dist.watch import WorkerError
@@ -31,6 +32,7 @@ from tritonllm.engine.sleep import AsleepError
 from tritonllm.models import checkpoint
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
+from tritonllm.serve.activity import Activity
 from tritonllm.serve.messages import (
     Abort,
     Add,
@@ -51,7 +53,7 @@ from tritonllm.serve.pooling_messages import pack_pooled, pooling_facts
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
-METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache")  # of the engine, that a Call may name
+METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache", "picture")  # of the engine, that a Call may name
 WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
 
 
@@ -75,7 +77,9 @@ def log_to_stderr(level: int) -> None:
     logging.getLogger("tritonllm").setLevel(level)
 
 
-def run_engine(config: EngineConfig, folder: str, reports: Connection, log_level: int | None) -> None:
+def run_engine(
+    config: EngineConfig, folder: str, reports: Connection, log_level: int | None, devices: list[int] | None = None
+) -> None:
     """The process's main function.
 
     Args:
@@ -83,7 +87,10 @@ def run_engine(config: EngineConfig, folder: str, reports: Connection, log_level
         folder: where the sockets lie; ``folder/engine`` is bound here.
         reports: gets :class:`Ready` or :class:`Failed` after the start, and :class:`Failed` if the engine cannot go on.
         log_level: of the package's messages on stderr; ``None`` sets up no logging.
+        devices: those of this machine's GPUs that it sees; ``None`` for all.
     """
+    if devices is not None:
+        env.see_devices(devices)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(folder)
@@ -167,6 +174,7 @@ class EngineLoop:
         self._calls: deque[tuple[bytes, Call]] = deque()  # that wait until the unfinished requests have ended
         self._stopped = self._failed_before = False
         self._sent = Stats()  # what all clients know
+        self._activity = Activity(engine)
 
     def run(self) -> None:
         """Until :class:`Stop` comes.
@@ -180,6 +188,8 @@ class EngineLoop:
             if self._engine.has_unfinished_requests():
                 updates += self._step()
             self._send(updates)
+            if self._activity.is_followed:
+                self._activity.rest()
             while self._calls and not self._engine.has_unfinished_requests():
                 self._answer(*self._calls.popleft())
 
@@ -249,9 +259,10 @@ class EngineLoop:
     def _answer(self, client: bytes, call: Call) -> None:
         """Do it; whoever made the call hears of it after everybody has heard of the engine's new state."""
         try:
-            if call.method not in METHODS:
+            if call.method not in METHODS and call.method != "activity":
                 raise ValueError(f"method must be one of {', '.join(METHODS)}, got {call.method!r}")
-            answer = Answer(call.number, getattr(self._engine, call.method)(**call.arguments))
+            method = self._activity.tell if call.method == "activity" else getattr(self._engine, call.method)
+            answer = Answer(call.number, method(**call.arguments))
         except (ValueError, TypeError) as error:
             answer = Answer(call.number, error=str(error), is_value_error=True)
         except (RuntimeError, MemoryError, OSError) as error:  # the engine is as it was

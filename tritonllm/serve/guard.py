@@ -10,11 +10,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, MutableSequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, error_response
+from tritonllm.serve.shared_count import SharedCount
 
 logger = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
@@ -22,30 +23,10 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 OPEN_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # of probes and scrapers: no key, no limit
+# Of who looks, again and again: a key, but no limit, and no line of the log when all is well.
+WATCHED_PATHS = {"/status", "/activity"}
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODY_SECONDS = 60.0  # that a client may take to send a body
-
-
-class Running:
-    """How many requests are being answered, by all API processes together.
-
-    Each process counts in a place of its own, so none waits for another. Two that look at the same time may both let a
-    request in where one was left.
-
-    Args:
-        counts: a place for each process, in memory that they share.
-        mine: this process's.
-    """
-
-    def __init__(self, counts: MutableSequence[int], mine: int = 0) -> None:
-        self._counts, self._mine = counts, mine
-
-    @property
-    def total(self) -> int:
-        return sum(self._counts)
-
-    def add(self, change: int) -> None:
-        self._counts[self._mine] += change
 
 
 class Guard:
@@ -57,11 +38,11 @@ class Guard:
         running: counts requests; by default those of this process.
     """
 
-    def __init__(self, app: Any, config: ServerConfig, running: Running | None = None) -> None:
+    def __init__(self, app: Any, config: ServerConfig, running: SharedCount | None = None) -> None:
         self._app = app
         self._config = config
         self._keys = [_digest(key.encode()) for key in config.api_keys]
-        self._running = running or Running([0])
+        self._running = running or SharedCount()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +64,7 @@ class Guard:
         try:
             await self._guarded(scope, headers, receive, send_with_id)
         finally:
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in OPEN_PATHS and not (scope["path"] in WATCHED_PATHS and status == 200):
                 took = 1e3 * (time.monotonic() - begin)
                 logger.info("%s %s %d %.1f ms id=%s", scope["method"], scope["path"], status, took, request_id)
 
@@ -91,14 +72,15 @@ class Guard:
         if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
+        counted = scope["path"] not in WATCHED_PATHS
         try:
             self._check_key(headers)
-            if (total := self._running.total) >= self._config.max_concurrency:
+            if counted and (total := self._running.total) >= self._config.max_concurrency:
                 raise APIError(429, f"{total} requests are being answered: try again later", code="busy")
         except APIError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        self._running.add(1)
+        self._running.add(int(counted))
         try:
             body = await self._read_body(headers, receive)
             kind = headers.get(b"content-type", b"")
@@ -109,7 +91,7 @@ class Guard:
         except APIError as error:
             await error_response(error, scope["path"])(scope, receive, send)
         finally:
-            self._running.add(-1)
+            self._running.add(-int(counted))
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         """Raises:

@@ -54,14 +54,16 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Do something between requests; an :class:`Answer` with the same number says what came of it.
 
-    ``method`` is ``sleep``, ``wake_up``, ``reload_weights`` or ``reset_prefix_cache`` of the engine. The first and the
-    third wait until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile.
+    ``method`` is ``sleep``, ``wake_up``, ``reload_weights``, ``reset_prefix_cache`` or ``picture`` of the engine. The
+    first and the third wait until the requests have ended that are unfinished; with ``abort`` they are ended. None
+    begins meanwhile. Or it is ``activity`` (:mod:`tritonllm.serve.activity`), of the engine that ``replica`` names.
     """
 
     number: int
     method: str
     arguments: dict[str, Any]
     abort: bool = False
+    replica: int | None = None
 
 
 ToEngine = Add | Abort | Call | Stop
@@ -84,7 +86,7 @@ class Update(msgspec.Struct, array_like=True):
 
     ``refused`` is why the engine did not take the request: nothing else will come of it; ``asleep``: because it
     sleeps, or will when the unfinished ones have ended. ``pooled`` is what a prompt was pooled to: a shape, and the
-    bytes of its float32 numbers.
+    bytes of its float32 numbers. ``lost``: the engine that had the request has died, but others live.
     """
 
     request_id: str
@@ -102,6 +104,7 @@ class Update(msgspec.Struct, array_like=True):
     num_accepted_tokens_per_pos: list[int] = []
     pooled: tuple[list[int], bytes] | None = None
     asleep: bool = False
+    lost: str | None = None
 
 
 class Stats(msgspec.Struct, array_like=True):

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.async_llm import AsyncLLM
-from tritonllm.serve.messages import Update
+from tritonllm.serve.messages import Stats, Update
 
 LABELS = ("model_name", "engine")
 # Upper ends of the buckets are vLLM's, so that its dashboards have theirs.
@@ -44,51 +44,56 @@ E2E = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 4
 LENGTHS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
 
 
-class EngineStatsCollector(Collector):
-    """The engine's counters and load, as they are when somebody asks."""
+def _gauges(stats: Stats, lives: bool) -> Iterator[tuple[str, str, float]]:
+    """Name, description and value of what an engine is now."""
+    host = stats.num_used_host_blocks / max(stats.num_host_blocks, 1)
+    used = 1 - stats.num_free_blocks / max(stats.num_blocks, 1) if stats.num_blocks else 0.0
+    yield "vllm:num_requests_running", "Sequences in execution.", stats.num_running
+    yield "vllm:num_requests_waiting", "Sequences that wait for a seat.", stats.num_waiting
+    yield "vllm:kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", used
+    yield "tritonllm:host_cache_usage_perc", "Used part of the cache in the host's memory.", host
+    yield "tritonllm:engine_up", "1 while the engine's process lives.", float(lives)
 
-    def __init__(self, llm: AsyncLLM, labels: tuple[str, ...]) -> None:
+
+def _counters(stats: Stats) -> Iterator[tuple[str, str, float]]:
+    """The same of what it has counted."""
+    yield "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_query_tokens
+    yield "vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hit_tokens
+    yield "vllm:num_preemptions", "Preemptions by the engine.", stats.preemptions
+    yield "vllm:prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens
+    yield "vllm:generation_tokens", "Generated tokens.", stats.generated_tokens
+    yield "tritonllm:forced_tokens", "Generated tokens that grammars left no choice of.", stats.forced_tokens
+    yield "vllm:spec_decode_num_drafts", "Sequences of steps that had drafts.", stats.num_drafts
+    yield "vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", stats.num_draft_tokens
+    yield "vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", stats.num_accepted_tokens
+    yield "tritonllm:spec_decode_draft_seconds", "Time on the device of making drafts.", stats.draft_seconds
+    yield "tritonllm:host_cache_stored_bytes", "Copied to the cache in the host's memory.", stats.stored_bytes
+    yield "tritonllm:host_cache_loaded_bytes", "Copied back from there.", stats.loaded_bytes
+    yield "tritonllm:steps", "Steps that were launched.", stats.steps
+    yield "tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready
+
+
+class EngineStatsCollector(Collector):
+    """The engines' counters and load, as they are when somebody asks; the label ``engine`` is the replica's number."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
         self._llm = llm
-        self._labels = labels
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._llm.stats
-        host = stats.num_used_host_blocks / max(stats.num_host_blocks, 1)
-        used = 1 - stats.num_free_blocks / max(stats.num_blocks, 1)
-        gauges = (
-            ("vllm:num_requests_running", "Sequences in execution.", stats.num_running),
-            ("vllm:num_requests_waiting", "Sequences that wait for a seat.", stats.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", used),
-            ("tritonllm:host_cache_usage_perc", "Used part of the cache in the host's memory.", host),
-        )
-        counters = (
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_query_tokens),
-            ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hit_tokens),
-            ("vllm:num_preemptions", "Preemptions by the engine.", stats.preemptions),
-            ("vllm:prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens),
-            ("vllm:generation_tokens", "Generated tokens.", stats.generated_tokens),
-            ("tritonllm:forced_tokens", "Generated tokens that grammars left no choice of.", stats.forced_tokens),
-            ("vllm:spec_decode_num_drafts", "Sequences of steps that had drafts.", stats.num_drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", stats.num_draft_tokens),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", stats.num_accepted_tokens),
-            ("tritonllm:spec_decode_draft_seconds", "Time on the device of making drafts.", stats.draft_seconds),
-            ("tritonllm:host_cache_stored_bytes", "Copied to the cache in the host's memory.", stats.stored_bytes),
-            ("tritonllm:host_cache_loaded_bytes", "Copied back from there.", stats.loaded_bytes),
-            ("tritonllm:steps", "Steps that were launched.", stats.steps),
-            ("tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready),
-        )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        for name, text, value in counters:
-            counter = CounterMetricFamily(name, text, labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
+        replicas = self._llm.replica_stats
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for number, (stats, lives) in enumerate(zip(replicas, self._llm.replicas_living, strict=True)):
+            labels = self._model_name, str(number)
+            for kind, values in ((GaugeMetricFamily, _gauges(stats, lives)), (CounterMetricFamily, _counters(stats))):
+                for name, text, value in values:
+                    families.setdefault(name, kind(name, text, labels=LABELS)).add_metric(labels, value)
+        yield from families.values()
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         counter = CounterMetricFamily(name, "Accepted drafts by their place.", labels=(*LABELS, "position"))
-        for place, value in enumerate(stats.num_accepted_tokens_per_pos):
-            counter.add_metric((*self._labels, str(place)), value)
+        for number, stats in enumerate(replicas):
+            for place, value in enumerate(stats.num_accepted_tokens_per_pos):
+                counter.add_metric((self._model_name, str(number), str(place)), value)
         yield counter
 
 
@@ -117,7 +122,7 @@ class Metrics:
         self._folder = folder
         self.registry = CollectorRegistry(auto_describe=True)
         labels = (model_name, "0")
-        self._engine = EngineStatsCollector(llm, labels)
+        self._engine = EngineStatsCollector(llm, model_name)
         if folder is None:
             self.registry.register(self._engine)
 

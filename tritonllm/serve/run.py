@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -24,6 +25,7 @@ from tritonllm.serve.several import run_several
 
 logger = logging.getLogger(__name__)
 DONE, FAILED = 0, 1
+OPEN_FILES = 65536  # that a server would like: each connection is one, and shells allow 1024
 
 
 class Server(StoppableServer):
@@ -40,6 +42,14 @@ class Server(StoppableServer):
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stop()
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, have as many open files as it may, up to :data:`OPEN_FILES`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -62,7 +72,7 @@ def bind(config: ServerConfig) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise OSError(f"cannot listen on {address_of(config)}: {error.strerror}") from error
+        raise OSError(f"cannot listen on {address_of(config)}: {error.strerror or error}") from error
     if config.uds is not None:
         os.chmod(config.uds, 0o660)  # this user and group
     return sock
@@ -103,6 +113,7 @@ def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_lev
         ValueError, RuntimeError: the engine did not start.
     """
     sock = bind(config)
+    raise_file_limit()
     try:
         if config.api_server_count > 1:
             with _sigterm_ends():

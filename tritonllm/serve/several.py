@@ -109,7 +109,7 @@ def run_several(
     Args:
         client: of the engine, which is ready; it is closed at the end.
         engine, config: of both.
-        sock: bound; all API processes accept from it.
+        sock: bound; all API processes accept from it. It is closed here.
         address: of the socket, for the log.
         max_queue: sequences that may wait, of all of them together.
         log_level: of messages on stderr; ``None``: none.
@@ -121,17 +121,17 @@ def run_several(
     env.share_metrics(client.folder)
     apis, spawn = Apis(), multiprocessing.get_context("spawn")
     ready = msgspec.msgpack.encode(client.ready)
-    counts = spawn.RawArray("q", config.api_server_count)
-    share = -(-max_queue // config.api_server_count)
+    counts = [spawn.RawArray("q", config.api_server_count) for _ in range(2)]  # of requests, of sequences
     try:
         with _signals_stop(apis) as signalled:
             for number in range(config.api_server_count):
                 mine, theirs = spawn.Pipe()
-                arguments = (config, engine, ready, client.folder, sock, theirs, share, log_level, counts, number)
+                arguments = (config, engine, ready, client.folder, sock, theirs, max_queue, log_level, *counts, number)
                 process = spawn.Process(target=run_api, args=arguments, name=f"tritonllm-api-{number}", daemon=True)
                 process.start()
                 theirs.close()
                 apis.add(process, mine)
+            sock.close()  # when the processes close theirs, new clients are refused instead of waiting for nobody
             if apis.stopping:  # those that were started after the signal do not know
                 apis.tell(STOP)
             return _watch(client, apis, signalled, config, address)

@@ -1,5 +1,6 @@
 """What shows the engine at work (docs/teach.md): narration, x-ray, dashboard, trace and tutorial.
 
 All of it looks at the events of a real engine (:mod:`tritonllm.events`) and changes nothing in it. Nothing outside the
-command line imports from here. It needs the packages of the extra ``tritonllm[teach]``.
+command line imports from here, but for what a server tells about its engine. All but the tutorial needs the packages of
+the extra ``tritonllm[teach]``.
 """

@@ -1,7 +1,7 @@
 """What all modes that watch a run of ``tritonllm generate`` have in common."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.sampling_params import SamplingParams
@@ -28,6 +28,18 @@ class Viewer(Protocol):
     def run(self, llm: Any, work: Callable[[], Result]) -> Result:
         """Do the work, which runs ``llm``, and watch it; returns its result."""
         ...
+
+
+@runtime_checkable
+class Stops(Protocol):
+    """A viewer that has the terminal for itself, so that outputs are printed after it, and that can be closed before
+    the work is done.
+
+    Attributes:
+        stopped: it was: what is unfinished is aborted.
+    """
+
+    stopped: bool
 
 
 def watch_all(viewers: list[Viewer], llm: Any, work: Callable[[], Result]) -> Result:

@@ -139,6 +139,34 @@ def test_override(tables):
     assert get_config("op", GPU, default, n=1) == {"BLOCK": 1}
 
 
+def test_why_a_configuration_was_chosen(tables):
+    """Whoever watches learns of each choice what decided it; nothing else changes, and nobody watches afterwards."""
+
+    def chosen(n):
+        return {"kernel": "few" if n < 100 else "many", "BLOCK": n}
+
+    tables("op", [{"key": {"n": 120}, "config": {"kernel": "few", "BLOCK": 5}}, {"key": {"n": 400}}])
+    asked = [("op", GPU, 120), ("op", GPU, 119), ("op", GPU, 401), ("op", GPU, 9000), ("other", GPU, 1)]
+    asked.append(("op", torch.device("cpu"), 120))
+    expected = [get_config(op, device, chosen, n=n) for op, device, n in asked]
+    for _ in range(2):  # what was looked up before has a reason, too
+        with tuning.watched() as choices:
+            assert [get_config(op, device, chosen, n=n) for op, device, n in asked] == expected
+        assert [(c.op, c.key, c.config) for c in choices] == [
+            (op, {"n": n}, config) for (op, _, n), config in zip(asked, expected, strict=True)
+        ]
+        assert [c.reason for c in choices] == [
+            "table entry nvidia_test/op, exactly this size",
+            "the default: the table entry nvidia_test/op, nearest to n=120, takes another kernel",
+            "the default, not beaten in nvidia_test/op, nearest to n=400",
+            "the default: no entry of nvidia_test/op is near",
+            "the default: nvidia_test has no table of other",
+            "the default: tensors are not on a GPU",
+        ]
+    get_config("op", GPU, chosen, n=120)
+    assert len(choices) == len(asked)
+
+
 H100, H200 = Gpu("NVIDIA H100 80GB HBM3", 90, 132, 79), Gpu("NVIDIA H200", 90, 132, 140)
 PCIE, B200 = Gpu("NVIDIA H100 PCIe", 90, 114, 79), Gpu("NVIDIA B200", 100, 148, 180)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -122,20 +122,67 @@ def _slug_of(device: torch.device) -> str | None:
     return None if name is None else gpu_slug(name)
 
 
-@functools.lru_cache(maxsize=65536)
-def _lookup(slug: str | None, op: str, default: Callable[..., Config], key: tuple[tuple[str, Any], ...]) -> Config:
+def _choose(slug: str | None, op: str, default: Callable[..., Config], wanted: Key) -> tuple[Config, str]:
+    """A configuration, and why this one."""
     table = load_table(slug, op) if slug else None
-    wanted = dict(key)
     otherwise = default(**wanted)
     if not table or not table["entries"]:
-        return otherwise
+        where = "tensors are not on a GPU" if slug is None else f"{slug} has no table of {op}"
+        return otherwise, f"the default: {where}"
     away, best = min(((distance(e["key"], wanted), e) for e in table["entries"]), key=lambda pair: pair[0])
     if away > FAR:
-        return otherwise
+        return otherwise, f"the default: no entry of {slug}/{op} is near"
+    others = ", ".join(f"{name}={value}" for name, value in best["key"].items() if wanted[name] != value)
+    entry = f"{slug}/{op}, " + (f"nearest to {others}" if others else "exactly this size")
     tuned = best["config"] if "config" in best else default(**best["key"])
     if away > 0 and tuned.get("kernel") != otherwise.get("kernel"):
-        return otherwise
-    return dict(tuned)
+        return otherwise, f"the default: the table entry {entry}, takes another kernel"
+    return dict(tuned), f"table entry {entry}" if "config" in best else f"the default, not beaten in {entry}"
+
+
+@functools.lru_cache(maxsize=65536)
+def _lookup(slug: str | None, op: str, default: Callable[..., Config], key: tuple[tuple[str, Any], ...]) -> Config:
+    return _choose(slug, op, default, dict(key))[0]
+
+
+class Choice(NamedTuple):
+    """The launch configuration that an operation asked for.
+
+    Attributes:
+        op: the table's name.
+        key: of the problem.
+        config: what it got.
+        reason: why: an entry of a table, or the default.
+    """
+
+    op: str
+    key: Key
+    config: Config
+    reason: str
+
+
+_ask = _lookup  # what `get_config` calls: a launch pays nothing for the possibility that somebody watches
+
+
+@contextmanager
+def watched() -> Iterator[list[Choice]]:
+    """Inside the block, all choices of this process's launches are noted in the list, each with its reason."""
+    global _ask
+    plain, choices, reasons = _ask, list[Choice](), dict[Any, str]()
+
+    def noting(slug: str | None, op: str, default: Callable[..., Config], key: tuple[tuple[str, Any], ...]) -> Config:
+        asked = slug, op, default, key
+        if asked not in reasons:  # as slow as a search in a table
+            reasons[asked] = _choose(slug, op, default, dict(key))[1]
+        config = plain(*asked)
+        choices.append(Choice(op, dict(key), config, reasons[asked]))
+        return config
+
+    _ask = noting  # type: ignore[assignment]
+    try:
+        yield choices
+    finally:
+        _ask = plain
 
 
 _overrides: dict[str, tuple[Config | Callable[..., Config], list[dict[str, int | str]]]] = {}
@@ -172,7 +219,7 @@ def get_config(op: str, device: torch.device, default: Callable[..., Config], **
         config, asked = _overrides[op]
         asked.append(key)
         return config(**key) if callable(config) else config
-    config = _lookup(_slug_of(device), op, default, tuple(key.items()))
+    config = _ask(_slug_of(device), op, default, tuple(key.items()))
     if "maxnreg" in config and chip.on_amd(device):
         return {name: value for name, value in config.items() if name != "maxnreg"}
     return config

@@ -1,0 +1,267 @@
+"""``data_parallel_size``: several engines that look like one."""
+
+import asyncio
+import json
+import os
+import signal
+
+import httpx
+import msgspec
+import pytest
+from support.engines import tiny_checkpoint, tiny_llm
+from support.server import eventually, running_server, socket_folders
+from support.streams import Stream, all_gone
+
+from tritonllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, env
+from tritonllm.serve.engine_client import EngineDeadError
+from tritonllm.serve.messages import Abort, Add, Answer, Call, Completion, News, PoolingFacts, Ready, Stats, Update
+from tritonllm.serve.replicas import Replicas, together
+
+ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+PROMPTS = [list(range(5 + i, 25 + i)) for i in range(12)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+class Link:
+    """An engine that records what it is sent."""
+
+    def __init__(self, seats=4):
+        facts = PoolingFacts([], True, 0, [], 0)
+        stats = Stats(num_blocks=64, num_free_blocks=64)
+        self.ready = Ready(None, None, False, 100, 64, seats, [], 0, {}, stats, facts)
+        self.sent, self.closed, self.failure, self.pid = [], False, None, 1
+
+    def attach(self, on_news, on_death):
+        self.tell, self.die = on_news, on_death
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def close(self):
+        self.closed = True
+
+
+def links(count=2):
+    made = [Link() for _ in range(count)]
+    replicas = Replicas(made, block_size=4)
+    news, deaths = [], []
+    replicas.attach(news.append, deaths.append)
+    return replicas, made, news, deaths
+
+
+def add(request_id, prompt=(1, 2, 3), **params):
+    return Add(request_id, None, list(prompt), None, params, 0)
+
+
+def done(request_id, tokens=(7,)):
+    return Update(request_id, [Completion(0, "", list(tokens), "length")], True)
+
+
+def test_requests_and_their_aborts_go_to_one_replica():
+    replicas, (first, second), news, _ = links()
+    assert replicas.ready.max_num_seqs == 8 and replicas.ready.stats.num_blocks == 128
+    for name in "abcd":
+        replicas.send(add(name))
+    assert [m.request_id for m in first.sent] == ["a", "c"] and [m.request_id for m in second.sent] == ["b", "d"]
+    replicas.send(Abort(["a", "b", "c", "unknown"]))
+    assert (first.sent[-1].request_ids, second.sent[-1].request_ids) == (["a", "c"], ["b"])
+    first.tell(News([done("a"), done("c")], Stats(steps=5, num_blocks=64)))
+    assert news[-1].stats.steps == 5 and news[-1].stats.num_blocks == 128
+    assert [update.request_id for update in news[-1].updates] == ["a", "c"]
+
+
+def test_an_id_that_comes_again_before_its_end_has_come_stays():
+    """Or its first updates, from another replica, could overtake the last one of the request before."""
+    replicas, (first, second), _, _ = links()
+    replicas.send(add("a"))
+    replicas.send(Abort(["a"]))
+    replicas.send(add("a"))
+    replicas.send(add("b"))
+    assert [type(m).__name__ for m in first.sent] == ["Add", "Abort", "Add"]
+    assert [m.request_id for m in second.sent] == ["b"]
+    first.tell(News([done("a")], Stats()))
+    replicas.send(Abort(["a"]))  # the second one is still there
+    assert first.sent[-1].request_ids == ["a"]
+    first.tell(News([done("a")], Stats()))
+    replicas.send(Abort(["a"]))
+    assert len(first.sent) == 4, "nobody has it any more"
+    assert replicas._placement.loads[0] == 0
+
+
+def test_all_do_what_the_engine_is_told():
+    replicas, (first, second), news, _ = links()
+    replicas.send(Call(1, "reset_prefix_cache", {}))
+    assert [type(m) for link in (first, second) for m in link.sent] == [Call, Call]
+    first.tell(News([], Stats(), [Answer(1, True)]))
+    assert not news[-1].answers
+    second.tell(News([], Stats(), [Answer(1, False)]))
+    assert news[-1].answers == [Answer(1, False)]
+    replicas.send(Call(2, "sleep", {}))
+    first.tell(News([], Stats(is_sleeping=True, takes_requests=False), [Answer(2)]))
+    assert news[-1].stats.is_sleeping and not news[-1].stats.takes_requests
+    second.tell(News([], Stats(), [Answer(2, error="no room")]))
+    assert news[-1].answers == [Answer(2, error="no room")]
+
+
+def test_a_picture_is_of_one_of_them():
+    replicas, (first, second), news, _ = links()
+    replicas.send(Call(1, "picture", {}))
+    assert [type(m) for m in first.sent] == [Call] and not second.sent
+    first.tell(News([], Stats(), [Answer(1, {"running": []})]))
+    assert news[-1].answers == [Answer(1, {"running": []})]
+
+
+def test_one_dies_and_the_others_go_on():
+    replicas, (first, second), news, deaths = links()
+    for name in "abcd":
+        replicas.send(add(name))
+    replicas.send(Call(1, "wake_up", {}))
+    first.tell(News([], Stats(steps=7, num_blocks=64, num_running=2), [Answer(1)]))
+    second.tell(News([], Stats(steps=3, num_blocks=64)))
+    first.die("killed")
+    assert first.closed and not deaths
+    assert [(u.request_id, u.finished, u.lost) for u in news[-1].updates] == [
+        ("a", True, "replica 0: killed"),
+        ("c", True, "replica 0: killed"),
+    ]
+    stats = news[-1].stats
+    assert (stats.steps, stats.num_blocks, stats.num_running, stats.takes_requests) == (10, 64, 0, True)
+    assert replicas.living == [False, True] and replicas.failure is None
+    second.tell(News([], Stats(), [Answer(1)]))
+    assert news[-1].answers == [Answer(1)]
+    replicas.send(Call(2, "wake_up", {}))
+    replicas.send(add("e"))
+    assert [m.request_id for m in second.sent if isinstance(m, Add)] == ["b", "d", "e"]
+    second.die("killed too")
+    assert deaths == ["killed too"] and replicas.failure == "killed too" and replicas.pid is None
+    with pytest.raises(EngineDeadError, match="killed too"):
+        replicas.send(add("f"))
+
+
+def test_an_answer_that_dies_with_its_replica():
+    replicas, (first, second), news, _ = links()
+    replicas.send(Call(1, "sleep", {}))
+    second.tell(News([], Stats(), [Answer(1, "done")]))
+    first.die("killed")
+    assert news[-1].answers == [Answer(1, "done")]
+
+
+def test_a_look_at_one_of_them_changes_nothing():
+    replicas, (first, second), news, _ = links()
+    forgotten = []
+    replicas._placement.forget = lambda: forgotten.append(True)
+    look = Call(1, "activity", {"view": {}}, replica=1)
+    replicas.send(look)
+    assert look in second.sent and look not in first.sent
+    second.tell(News([], Stats(), [Answer(1, {"steps": []})]))
+    assert news[-1].answers == [Answer(1, {"steps": []})] and not forgotten
+    replicas.send(Call(2, "activity", {}, replica=0))
+    first.die("killed")
+    assert [answer.error for answer in news[-1].answers] == ["replica 0: killed"]
+    with pytest.raises(EngineDeadError, match="replica 0 has died"):
+        replicas.send(Call(3, "activity", {}, replica=0))
+
+
+def test_statistics_are_added_up():
+    a, b = Stats(steps=1, num_accepted_tokens_per_pos=(3, 1)), Stats(steps=2, num_accepted_tokens_per_pos=(2,))
+    assert together([a, b]) == Stats(steps=3, num_accepted_tokens_per_pos=(5, 1))
+    assert together([a]) == a
+    names = {name for name in Stats.__struct_fields__ if isinstance(getattr(a, name), int)}
+    ones = Stats(**{name: 1 for name in names if not isinstance(getattr(a, name), bool)})
+    twice = together([ones, ones])
+    assert all(getattr(twice, name) == 2 for name in names if not isinstance(getattr(a, name), bool))
+
+
+def test_each_sees_its_own_gpus(monkeypatch):
+    def seen(listed, indices):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if listed is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        env.see_devices(indices)
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    assert seen(None, [2, 3]) == "2,3"
+    assert seen("5,GPU-abc,0", [1, 2]) == "GPU-abc,0"
+    assert seen("", [0]) == ""
+    with pytest.raises(ValueError, match="names 2 GPUs"):
+        seen("0,1", [2])
+
+
+def test_outputs_are_those_of_one_engine():
+    """Seeds, several sequences and log-probabilities among them; both replicas work."""
+    wish = [GREEDY, SamplingParams(n=2, seed=3, max_tokens=6, ignore_eos=True), SamplingParams(seed=1, logprobs=1)]
+    params = [wish[i % 3] for i in range(12)]
+    expected = tiny_llm().generate(PROMPTS, params, use_tqdm=False)
+
+    async def one(llm, number):
+        async for output in llm.generate(PROMPTS[number], params[number], str(number)):
+            last = output
+        return last
+
+    async def all_of_them(llm):
+        outputs = await asyncio.gather(*(one(llm, number) for number in range(12)))
+        assert all(stats.steps for stats in llm.replica_stats)
+        assert llm.stats.generated_tokens == sum(len(c.token_ids) for o in expected for c in o.outputs)
+        assert await llm.reset_prefix_cache() is True
+        return outputs
+
+    arguments = AsyncEngineArgs(model=str(tiny_checkpoint()), data_parallel_size=2, **ENGINE)
+    llm = AsyncLLM.from_engine_args(arguments, max_queue=20)
+    try:
+        outputs = asyncio.run(all_of_them(llm))
+    finally:
+        llm.shutdown()
+    for mine, theirs in zip(outputs, expected, strict=True):
+        assert [list(c.token_ids) for c in mine.outputs] == [list(c.token_ids) for c in theirs.outputs]
+        assert [c.text for c in mine.outputs] == [c.text for c in theirs.outputs]
+
+
+def test_what_cannot_be_is_said():
+    with pytest.raises(ValueError, match="data_parallel_size=2: this is one engine"):
+        LLM(str(tiny_checkpoint()), data_parallel_size=2)
+    with pytest.raises(ValueError, match="data_parallel_size must be"):
+        LLM(str(tiny_checkpoint()), data_parallel_size=0)
+    with pytest.raises(ValueError, match="device='cuda:1' is one device"):
+        LLM(str(tiny_checkpoint()), data_parallel_size=2, device="cuda:1")
+    before = socket_folders()
+    arguments = AsyncEngineArgs(model=str(tiny_checkpoint()), data_parallel_size=2, max_model_len=10**9)
+    with pytest.raises(ValueError, match="max_model_len"):
+        AsyncLLM.from_engine_args(arguments)
+    assert socket_folders() <= before, "none of them is left"
+
+
+def test_a_server_with_two_loses_one_and_ends_with_the_last(llm):
+    """Streams of the other one go on to their ends."""
+    before = socket_folders()
+    with running_server("--data-parallel-size", "2") as server:
+        streams = [Stream(server, prompt=f"{i} + {i} =", max_tokens=600, return_token_ids=True) for i in range(6)]
+        engines = [child for child in server.children() if child.memory_info().rss > 150e6]
+        assert len(engines) == 2
+        os.kill(engines[0].pid, signal.SIGKILL)
+        eventually(lambda: server.metric("tritonllm:engine_up") == 1)
+        ends = [stream.end() for stream in streams]
+        whole = [end for end in ends if end[-1] == "[DONE]" and "error" not in json.loads(end[-2])]
+        broken = [end for end in ends if end not in whole]
+        assert whole and broken, "both had some, and only one of them lost its own"
+        assert all(sum('"error"' in event for event in end) == 1 for end in broken), "one error each"
+        params = SamplingParams(max_tokens=600, temperature=0, ignore_eos=True)
+        for stream in streams:
+            if stream.events in whole:
+                (expected,) = llm.generate(
+                    [f"{streams.index(stream)} + {streams.index(stream)} ="], params, use_tqdm=False
+                )
+                assert stream.tokens() == list(expected.outputs[0].token_ids)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        body = {"model": "demo", "prompt": "There was", "max_tokens": 4}
+        assert server.client.post("/v1/completions", json=body).status_code == 200
+        eventually(server.is_idle)
+        children = server.children()
+        os.kill(engines[1].pid, signal.SIGKILL)
+        assert server.wait() == 1
+        eventually(lambda: all_gone([*children, *engines]))
+    assert socket_folders() <= before
+
+
+def test_messages_of_lost_requests_are_messages():
+    update = Update("a", [], True, lost="why")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=Update) == update

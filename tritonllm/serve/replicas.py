@@ -1,0 +1,239 @@
+"""``data_parallel_size``: several engines, each with the whole model on GPUs of its own, behind one link.
+
+Each request goes to one of them (:mod:`tritonllm.serve.placement`). To :class:`~tritonllm.serve.async_llm.AsyncLLM`
+they look like one engine: their statistics are added up, and what it tells the engine to do, all of them do. If one
+dies, its requests end with an error and the others go on; the link has failed when all are dead.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from tritonllm.config import EngineConfig
+from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink, EngineProcess
+from tritonllm.serve.messages import Abort, Add, Answer, Call, News, Ready, Stats, ToEngine, Update
+from tritonllm.serve.placement import Placement
+
+logger = logging.getLogger(__name__)
+MOST_TOKENS = 1 << 30  # of a request without max_tokens
+
+
+def start_engines(
+    config: EngineConfig, log_level: int | None = None, meanwhile: Callable[[], object] = lambda: None
+) -> "EngineClient | Replicas":
+    """As many engines as ``data_parallel_size`` says, all started at once. Arguments and errors as of
+    :class:`EngineClient`; if one does not start, none is left."""
+    count, each = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    if count == 1:
+        return EngineClient(config, log_level, meanwhile)
+    alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
+    started: list[EngineProcess] = []
+    links: list[EngineClient] = []
+    try:
+        for number in range(count):
+            started.append(EngineProcess(alone, log_level, range(number * each, (number + 1) * each)))
+        meanwhile()
+        for process in started:
+            links.append(EngineClient(alone, process=process))
+    except BaseException:
+        for link in links:
+            link.close()
+        for process in started:
+            process.kill()
+        raise
+    return Replicas(links, config.cache.block_size)
+
+
+def together(stats: Sequence[Stats]) -> Stats:
+    """The statistics of several engines as those of one: counts are added."""
+    total = Stats()
+    for name in Stats.__struct_fields__:
+        values = [getattr(one, name) for one in stats]
+        if name == "takes_requests":
+            setattr(total, name, all(values))
+        elif name == "is_sleeping":
+            setattr(total, name, any(values))
+        elif name == "num_accepted_tokens_per_pos":
+            longest = max(map(len, values))
+            padded = [(*value, *([0] * (longest - len(value)))) for value in values]
+            setattr(total, name, tuple(map(sum, zip(*padded, strict=True))))
+        else:
+            setattr(total, name, sum(values))
+    return total
+
+
+class Replicas:
+    """A link to several ready engines, which it owns.
+
+    Args:
+        links: to each.
+        block_size: tokens in a block of their caches.
+
+    Attributes:
+        failure: why none of them can be used any more; ``None`` while one can.
+        ready: what they have told, as of one engine.
+        stats: of each, the latest.
+    """
+
+    def __init__(self, links: Sequence[EngineLink], block_size: int) -> None:
+        self._links = list(links)
+        self._living = set(range(len(self._links)))
+        told = [link.ready for link in self._links]
+        self.stats = [one.stats for one in told]
+        self.ready: Ready = msgspec.structs.replace(
+            told[0], max_num_seqs=sum(one.max_num_seqs for one in told), stats=together(self.stats)
+        )
+        self.failure: str | None = None
+        self._placement = Placement([block_size * one.stats.num_blocks for one in told])
+        self._owners: dict[str, tuple[int, int]] = {}  # of an id: the replica, and how many requests of that id it has
+        self._calls: dict[int, tuple[set[int], list[Answer]]] = {}  # whose answers are missing, and those that came
+        self._on_news: Callable[[News], None] = lambda news: None
+        self._on_death: Callable[[str], None] = lambda why: None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the first that lives."""
+        return self._links[min(self._living)].pid if self._living else None
+
+    @property
+    def living(self) -> list[bool]:
+        """Which of them live."""
+        return [number in self._living for number in range(len(self._links))]
+
+    @property
+    def pids(self) -> list[int | None]:
+        return [link.pid for link in self._links]
+
+    def attach(self, on_news: Callable[[News], None], on_death: Callable[[str], None]) -> None:
+        """As :meth:`EngineLink.attach`; ``on_death`` is called when the last one has died."""
+        self._on_news, self._on_death = on_news, on_death
+        for number, link in enumerate(self._links):
+            link.attach(partial(self._take, number), partial(self._died, number))
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message for the replica, or for all replicas, that it concerns. Raises as :meth:`EngineLink.send`."""
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+        if isinstance(message, Add):
+            self._place(message)
+        elif isinstance(message, Abort):
+            for number in sorted(self._living):
+                mine = [one for one in message.request_ids if self._owners.get(one, (-1, 0))[0] == number]
+                if mine:
+                    self._links[number].send(Abort(mine))
+        else:
+            concerned = sorted(self._living)
+            if isinstance(message, Call):
+                if message.method == "picture":  # of the first
+                    del concerned[1:]
+                elif message.method == "activity":
+                    concerned = [number for number in concerned if number == message.replica]
+                    if not concerned:
+                        raise EngineDeadError(f"replica {message.replica} has died")
+                else:
+                    self._placement.forget()  # whatever it is, it may empty the caches
+                self._calls[message.number] = set(concerned), []
+            for number in concerned:
+                self._links[number].send(message)
+
+    def _place(self, message: Add) -> None:
+        """To the replica that still has a request of this id, if one has: its last update must come before those of
+        the new one."""
+        request_id = message.request_id
+        owner, count = self._owners.get(request_id, (None, 0))
+        if owner is None:
+            owner = self._placement.place(
+                request_id,
+                message.prompt_token_ids,
+                message.params.get("max_tokens") or MOST_TOKENS,
+                message.cache_salt,
+                message.params.get("n", 1),
+            )
+        try:
+            self._links[owner].send(message)
+        except BaseException:
+            if not count:
+                self._placement.end(request_id)
+            raise
+        self._owners[request_id] = owner, count + 1
+
+    def _take(self, number: int, news: News) -> None:
+        self.stats[number] = news.stats
+        for update in news.updates:
+            self._placement.progress(update.request_id, sum(len(one.token_ids) for one in update.outputs))
+            if update.finished:
+                self._ended(update.request_id)
+        answers = [answer for one in news.answers if (answer := self._answered(number, one)) is not None]
+        self._on_news(News(news.updates, together(self.stats), answers))
+
+    def _ended(self, request_id: str) -> None:
+        owner, count = self._owners.pop(request_id, (0, 0))
+        if count > 1:
+            self._owners[request_id] = owner, count - 1
+        else:
+            self._placement.end(request_id)
+
+    def _answered(self, number: int, answer: Answer) -> Answer | None:
+        """The answer of all, once it is known: the first error, if there is one."""
+        missing, came = self._calls.get(answer.number, (set(), []))
+        missing.discard(number)
+        came.append(answer)
+        return None if missing else self._conclude(answer.number)
+
+    def _conclude(self, call: int) -> Answer | None:
+        _, came = self._calls.pop(call, (set(), []))
+        if not came:
+            return None
+        wrong = next((answer for answer in came if answer.error is not None), None)
+        if wrong is not None:
+            return wrong
+        values = [answer.value for answer in came]
+        return Answer(call, all(values) if isinstance(values[0], bool) else values[0])
+
+    def _died(self, number: int, why: str) -> None:
+        self._living.discard(number)
+        self._links[number].close()
+        if not self._living:
+            self.failure = why
+            self._on_death(why)
+            return
+        why = f"replica {number}: {why}"
+        logger.error("%s; %d of %d go on", why, len(self._living), len(self._links))
+        self._placement.lose(number)
+        lost = [request_id for request_id, (owner, _) in self._owners.items() if owner == number]
+        updates = []
+        for request_id in lost:
+            _, count = self._owners.pop(request_id)
+            updates += [Update(request_id, [], True, lost=why)] * count
+        old = self.stats[number]
+        self.stats[number] = Stats(takes_requests=True, **_totals(old))
+        answers = []
+        for call, (missing, _) in list(self._calls.items()):
+            if number in missing:
+                missing.discard(number)
+                if not missing:
+                    answers.append(self._conclude(call) or Answer(call, error=why))
+        self._on_news(News(updates, together(self.stats), answers))
+
+    def close(self) -> None:
+        """End all of them. May be called again."""
+        for number in sorted(self._living):  # told first, so that they end at the same time
+            link = self._links[number]
+            if isinstance(link, EngineClient):
+                link.tell_to_stop()
+        for link in self._links:
+            link.close()
+        self.failure = self.failure or "the engine was shut down"
+
+
+# What a dead replica has counted stays in the sums; what it had in use does not.
+_OF_NOW = {"num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_host_blocks", "num_used_host_blocks"}
+_STATES = {"takes_requests", "is_sleeping"}
+
+
+def _totals(stats: Stats) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in Stats.__struct_fields__ if name not in _OF_NOW | _STATES}

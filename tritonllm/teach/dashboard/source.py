@@ -1,0 +1,34 @@
+"""What a dashboard can look at."""
+
+from typing import Literal, NamedTuple, Protocol
+
+from tritonllm.teach.dashboard.recorder import Gate
+from tritonllm.teach.dashboard.snapshot import Snapshot, View
+
+
+class Status(NamedTuple):
+    """How it goes, in words and for the colour."""
+
+    kind: Literal["running", "paused", "ended", "bad"]
+    text: str
+
+
+class Source(Protocol):
+    """Attributes:
+    title: what is looked at.
+    gate: lets the engine's steps through, if this process has it in its hands.
+    """
+
+    title: str
+    gate: Gate | None
+
+    def look(self, view: View) -> Snapshot:
+        """What there is now. Does not wait for anybody."""
+        ...
+
+    def status(self) -> Status: ...
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more can be seen: the screen closes."""
+        ...
