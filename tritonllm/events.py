@@ -92,6 +92,8 @@ class StepPlanned:
         idle: block tables of sequences that run and have no part in this step: they wait for a token or for blocks.
         kept_blocks: blocks that were given back since the step before, when sequences ended, were preempted or forked,
             and that nobody uses: their contents can still be found.
+        prompt_share: most tokens of prompts that the step could take, fewer than ``token_budget`` beside decodes;
+            ``None`` if no prompt asked.
     """
 
     time: float
@@ -112,6 +114,7 @@ class StepPlanned:
     evicted_blocks: int
     idle: Mapping[str, tuple[int, ...]]
     kept_blocks: tuple[int, ...]
+    prompt_share: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -155,6 +158,8 @@ class NewTokens(NamedTuple):
             after an abort.
         drafts: guesses that were verified.
         accepted: how many of them were right.
+        logprobs: for each of ``token_ids``, if the request asked for log-probabilities: the token itself and then the
+            most likely ones (at most 20), each with its log-probability under the model's own distribution.
     """
 
     sequence_id: str
@@ -162,6 +167,7 @@ class NewTokens(NamedTuple):
     token_ids: tuple[int, ...]
     drafts: int
     accepted: int
+    logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,7 @@ def test_copies_and_shared_blocks():
     assert [part.num_tokens for part in first] == [10, 0, 0]
     assert first[0].block_ids[:2] == first[1].block_ids[:2] == first[2].block_ids[:2]
     assert [part.request_id for part in first] == [of(events, RequestAdded)[0].request_id] * 3
+    assert of(events, RequestFinished)[0].num_cached_tokens == 0, "what siblings share was not cached"
 
 
 def test_drafts():
@@ -215,6 +216,34 @@ def test_drafts():
     assert sum(tokens.accepted for tokens in new) == output.metrics.num_accepted_tokens
     assert {part.kind for part in parts(events)} == {"prefill", "decode", "verify"} or {"prefill", "verify"}
     assert of(events, StepFinished)[-1].draft_seconds > 0
+
+
+@pytest.mark.parametrize("speculation", [None, "ngram:3"])
+def test_log_probabilities_of_those_who_ask(speculation):
+    llm = tiny_llm(speculative_config=speculation, max_num_seqs=4)
+    events = heard(llm)
+    with_them, without = run(llm, [PROMPT[:4] * 3, PROMPT], [greedy(12, logprobs=2), greedy(12)])
+    new = [tokens for event in of(events, StepFinished) for tokens in event.tokens]
+    told = [row for tokens in new if tokens.request_id == with_them.request_id for row in tokens.logprobs]
+    expected = [[(token, entry.logprob) for token, entry in row.items()] for row in with_them.outputs[0].logprobs]
+    assert [list(dict(row).items()) for row in told] == expected  # the token itself is often the most likely one
+    assert all(len(row) == 3 for row in told)
+    assert not any(tokens.logprobs for tokens in new if tokens.request_id == without.request_id)
+
+
+def test_the_share_of_prompts_beside_decodes():
+    llm = tiny_llm(max_num_batched_tokens=600, num_blocks=256, max_num_seqs=3, async_scheduling=False)
+    events, engine = heard(llm), llm.engine
+    engine.add_request("a", PROMPT, greedy(4))
+    engine.step()
+    engine.add_request("b", [7] * 200, greedy(2))
+    engine.add_request("c", [8] * 150, greedy(2))
+    while engine.has_unfinished_requests():
+        engine.step()
+    planned = of(events, StepPlanned)
+    assert [event.prompt_share for event in planned[:3]] == [600, 256, 256]
+    assert [part.num_tokens for part in planned[1].parts] == [1, 200, 56]
+    assert planned[-1].prompt_share is None
 
 
 def test_what_a_grammar_allows_and_forces():

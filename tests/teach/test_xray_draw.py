@@ -1,18 +1,21 @@
 """What the x-ray prints: blocks and slots, stages, layers that are alike, and notes on kernels."""
 
+import dataclasses
 import inspect
 import io
 import re
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from support.engines import greedy, tiny_llm
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from tritonllm.events import Part, StepPlanned
+from tritonllm.events import StepPlanned
 from tritonllm.kernels.runtime import tuning
 from tritonllm.teach.xray import draw, kernels
 from tritonllm.teach.xray.costs import Cost
@@ -23,29 +26,23 @@ from tritonllm.teach.xray.stages import Operation, Recording
 ROOF = Roofline("CPU", 1e10, 4e10, torch.float32)
 
 
+@cache
+def real_step():
+    """A step as an engine plans it, whose fields the tests change."""
+    llm, steps = tiny_llm(async_scheduling=False), []
+    llm.engine.subscribe(lambda event: steps.append(event) if isinstance(event, StepPlanned) else None)
+    llm.generate([list(range(5, 16))], greedy(1), use_tqdm=False)
+    return steps[0]
+
+
 def part(**changes):
-    fields = {
-        "sequence_id": "a",
-        "request_id": "a",
-        "kind": "prefill",
-        "start": 5,
-        "num_tokens": 6,
-        "drafts": 0,
-        "samples": True,
-        "num_known_tokens": 11,
-        "num_prompt_tokens": 11,
-        "admitted": True,
-        "cached_tokens": 4,
-        "block_ids": (7, 2, 9),
-        "new_blocks": 2,
-    }
-    return Part(**{**fields, **changes})
+    """Six tokens behind five known ones, in three blocks."""
+    some = {"sequence_id": "a", "start": 5, "num_tokens": 6, "block_ids": (7, 2, 9), "new_blocks": 2}
+    return real_step().parts[0]._replace(**{**some, **changes})
 
 
 def planned_of(*parts):
-    rest = {"preempted": (), "copies": (), "stores": (), "loads": (), "token_budget": 64, "num_running": 1}
-    rest |= {"num_waiting": 0, "admission_end": "queue", "num_blocks": 9, "num_free_blocks": 1}
-    return StepPlanned(time=0, seconds=0, step=1, parts=parts, num_cached_blocks=0, evicted_blocks=0, **rest)
+    return dataclasses.replace(real_step(), parts=parts)
 
 
 def test_blocks_and_slots():
@@ -106,11 +103,11 @@ def test_nothing_is_cut_off_in_a_terminal(width):
 def test_launches_of_triton(monkeypatch):
     """What is asked before a launch tells the kernel and its grid. (Whether a real launch asks it, a GPU shows.)"""
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
-    kernel = object.__new__(CompiledKernel)
-    kernel.name, kernel.metadata = "some_kernel", SimpleNamespace(num_warps=4, num_stages=3, shared=1024)
+    metadata = SimpleNamespace(num_warps=4, num_stages=3, shared=1024)
+    kernel = SimpleNamespace(name="some_kernel", metadata=metadata)
     plain = CompiledKernel.launch_metadata
     with watched_launches() as launches:
-        assert kernel.launch_metadata((132, 2, 1), 0, "argument") is None
+        assert CompiledKernel.launch_metadata(kernel, (132, 2, 1), 0, "argument") is None
     assert launches == [Launch("some_kernel", (132, 2, 1), 4, 3, 1024)]
     assert str(launches[0]) == "some_kernel grid 132×2×1, 4 warps, 3 stages, 1,024 B shared"
     assert CompiledKernel.launch_metadata is plain

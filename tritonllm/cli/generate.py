@@ -390,7 +390,7 @@ def generate(
             engine.add_request(ids[number], prompt, job.params, priority=priority)
         except ValueError as error:
             results[number] = error
-    # results on a terminal show the progress themselves
+    # results on a terminal show the progress themselves, and so do viewers
     shown = job.stream or any(viewer.shows_text for viewer in job.viewers)
     no_bar = shown or sys.stdout.isatty() or not sys.stderr.isatty()
     with tqdm(total=len(prompts), initial=len(results), unit="prompt", disable=no_bar, leave=False) as bar:

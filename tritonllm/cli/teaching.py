@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from tritonllm.cli import dashboard
+from tritonllm.teach.narrate import options as narrate
 from tritonllm.teach.viewer import Stops, Viewer
 from tritonllm.teach.xray import options as xray
 
 # Each adds its options to the parser's group, and makes a viewer of the arguments if they ask for it. Makers raise
 # ValueError for a bad value or a missing package; they import their module only then.
 MODES: tuple[tuple[Callable[[Any], None], Callable[[argparse.Namespace], Viewer | None]], ...] = (
+    (narrate.add, narrate.make),
     (xray.add_options, xray.make),
     (dashboard.add_options, dashboard.make_viewer),
 )

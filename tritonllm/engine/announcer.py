@@ -8,7 +8,7 @@ import numpy as np
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, StepPlan
 from tritonllm.engine.request import Request
-from tritonllm.engine.results import StepResult
+from tritonllm.engine.results import StepResult, TokenLogprobs
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.step import Restrictions
 from tritonllm.events import (
@@ -27,7 +27,9 @@ from tritonllm.events import (
     TokensForced,
 )
 from tritonllm.events import NewTokens as TokensOf
+from tritonllm.sampling_params import ALL
 
+MOST_SCORES = 20  # a request may ask for those of the whole vocabulary
 Sequences = Mapping[str, tuple[RequestState, SequenceOutput]]
 
 
@@ -107,6 +109,7 @@ class Announcer(Events):
                 evicted_blocks=pool.evictions,
                 idle=idle,
                 kept_blocks=tuple(filter(pool.keeps, dict.fromkeys(left))),
+                prompt_share=scheduler.prompt_share,
             )
         )
 
@@ -171,13 +174,16 @@ class Announcer(Events):
     def finished(self, step: int, plan: StepPlan, result: StepResult, new: Sequence[NewTokens], waited: float) -> None:
         """``waited``: seconds for the results."""
         kept = {request.request_id: tokens for request, tokens in new}
-        tokens = []
+        tokens, row = [], 0
         for at, (item, sampled) in enumerate(zip(plan.scheduled, result.sampled, strict=True)):
             if sampled:
                 drafted = result.drafted[at] if result.drafted else 0
                 name = item.request.request_id
                 accepted = len(sampled) - 1 if drafted else 0
-                tokens.append(TokensOf(name, self._owner(name), tuple(kept.get(name, ())), drafted, accepted))
+                ids = tuple(kept.get(name, ()))
+                scores = _scores(item.request, result.logprobs, row, len(ids))
+                tokens.append(TokensOf(name, self._owner(name), ids, drafted, accepted, scores))
+            row += len(sampled)
         self.emit(StepFinished(time.monotonic(), waited, step, tuple(tokens), 1e-9 * result.draft_nanoseconds))
 
     def forced(self, step: int, new: Iterable[NewTokens]) -> None:
@@ -198,7 +204,7 @@ class Announcer(Events):
                 request_id=state.request_id,
                 finish_reasons=tuple(request.finish_reason or "" for request in requests),
                 num_output_tokens=tuple(len(request.output_token_ids) for request in requests),
-                num_cached_tokens=max((request.num_cached_tokens or 0 for request in requests), default=0),
+                num_cached_tokens=requests[0].num_cached_tokens or 0,  # the others take what it has
                 num_preemptions=sum(request.num_preemptions for request in requests),
                 error=state.error,
                 kept_blocks=tuple(filter(self._scheduler.pool.keeps, dict.fromkeys(left))),
@@ -214,3 +220,15 @@ class Announcer(Events):
         """The user's request; an aborted one's own id."""
         known = self._sequences.get(sequence_id)
         return sequence_id if known is None else known[0].request_id
+
+
+def _scores(
+    request: Request, scores: TokenLogprobs | None, row: int, count: int
+) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """The log-probabilities of so many of a request's tokens, from this row on, if it asked for any."""
+    top = request.params.logprobs
+    if scores is None or top is None:
+        return ()
+    most = 1 + (MOST_SCORES if top == ALL else min(top, MOST_SCORES))
+    rows = [(scores.token_ids[at][:most], scores.logprobs[at][:most]) for at in range(row, row + count)]
+    return tuple(tuple(zip(ids, values, strict=True)) for ids, values in rows)

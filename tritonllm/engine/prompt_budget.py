@@ -40,11 +40,13 @@ class PromptShare:
         waiting: those that wait.
 
     Attributes:
-        left: tokens that are left of the share; ``None`` while no prompt has asked.
+        granted: the share; ``None`` while no prompt has asked.
+        left: tokens that are left of it.
     """
 
     def __init__(self, most: int, running: Sequence[Request], waiting: WaitingQueue) -> None:
         self._most, self._running, self._waiting = most, running, waiting
+        self.granted: int | None = None
         self.left: int | None = None
 
     @staticmethod
@@ -63,6 +65,7 @@ class PromptShare:
             behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
             decodes = 0 in behind
             self.left = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
+            self.granted = self.left
         return min(budget, self.left)
 
     def take(self, request: Request, tokens: int) -> None:

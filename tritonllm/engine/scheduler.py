@@ -148,6 +148,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def prompt_share(self) -> int | None:
+        """Most tokens of prompts that the last plan could take; ``None`` if no prompt asked."""
+        return self._prompts.granted
+
+    @property
     def stats(self) -> SchedulerStats:
         cache = self.prefix_cache
         return SchedulerStats(
