@@ -189,6 +189,7 @@ def results(files: Sequence[File]) -> str:
         ("Grammars and beams", "decoding", tables.decoding),
         ("xgrammar and llguidance", "grammars", tables.grammars),
         ("The server", "serving", tables.serving),
+        ("The router", "routing", tables.routing),
         ("The host", "host", tables.host),
         ("An engine in 300 lines", "nano", tables.nano),
         ("The cache's second tier", "swap", tables.swap),

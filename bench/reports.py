@@ -57,6 +57,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "comparisons": "decoding",
         "copies": "swap",
         "grammars": "grammars",
+        "routing": "routing",
         "load": "serving",
         "nano": "nano",
     }

@@ -214,6 +214,16 @@ def serving(report: Table) -> str:
     return markdown(head, rows)
 
 
+def routing(report: Table) -> str:
+    """What clients see with and without the router, in milliseconds, and the router's processor time."""
+    head = ["what", "at once", "unit", "direct: p50", "p99", "routed: p50", "p99", "router's processor, us each"]
+    rows = []
+    for row in report["routing"]:
+        times = [f"{row[way][at]:.2f}" for way in ("direct", "routed") for at in ("p50", "p99")]
+        rows.append([row["what"], str(row["at_once"]), row["unit"], *times, f"{row['cpu_us']:.0f}"])
+    return f"In turns; {report['load']}.\n\n" + markdown(head, rows)
+
+
 def grammars(report: Table) -> str:
     """Packages that make masks of JSON schemas, beside each other."""
     head = ["schema", "tokens", "package", "first mask, ms", "others, us", "slowest, us", "forced", "forced, compact"]

@@ -44,7 +44,7 @@ MOST_NOT_RUN = 3
 QUICK = ("generate", "embed", "info")  # commands of tritonllm that run, on one rank; outputs are cut to a few tokens
 OTHERS = ("curl",)  # programs that are not ours
 SHELLS = ("bash", "sh", "console")
-KINDS = ("python", *SHELLS, "text", "json", "yaml")
+KINDS = ("python", *SHELLS, "text", "json", "toml", "yaml")
 
 
 class Block(NamedTuple):

@@ -37,12 +37,15 @@ LAYER = {
     "models": 3,
     "engine": 4,
     "serve": 5,
+    "route": 5,
     "teach": 5,
     "cli": 5,
     "__main__": 5,
     "as_vllm": 5,
     "": 5,  # the package itself: names that it exports come from the engine
 }
+# Parts that use less than their layer may: the highest layer that they import, themselves aside. They import no torch.
+REACH = {"route": 0}  # it starts at once, on a machine without a GPU
 FOUNDATIONS = {"runtime", "hopper"}  # wings of kernels/ that are open to the others
 # Imports that close a circle, and what will remove them.
 CIRCLES: dict[tuple[str, str], str] = {}
@@ -151,10 +154,13 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
         top = name.split(".")[0]
         if top == "tritonllm" and LAYER[part_of(name)] > LAYER[part]:
             found.append(f"{module}:{line}: imports {name}, which is in a layer above")
+        reach = REACH.get(part, LAYER[part])
+        if top == "tritonllm" and part_of(name) != part and reach < LAYER[part_of(name)] <= LAYER[part]:
+            found.append(f"{module}:{line}: imports {name}, which is beyond its reach")
         if top == "tritonllm" and jumps(module, name):
             found.append(f"{module}:{line}: imports {name}, which that wing does not open to others")
-        if module in NO_TORCH and top == "torch":
-            found.append(f"{module}:{line}: imports torch")
+        if (module in NO_TORCH or part in REACH) and top in ("torch", "transformers"):
+            found.append(f"{module}:{line}: imports {top}")
         if part == "kernels" and top not in {"tritonllm", "torch", "triton", *sys.stdlib_module_names}:
             found.append(f"{module}:{line}: imports {top}; a kernel needs only torch and triton")
         if module != "env" and name in {"os.environ", "os.getenv"}:
@@ -245,6 +251,9 @@ def test_no_operation_is_called_like_a_wing():
         ("engine.runner", "import os\nos.environ['A'] = '1'", "only env.py"),
         ("cli", "from os import getenv", "only env.py"),
         ("newcomer", "", "has no layer"),
+        ("route.app", "from tritonllm.serve.errors import APIError", "beyond its reach"),
+        ("route.app", "def f():\n    from tritonllm.kernels import rms_norm", "beyond its reach"),
+        ("route.ask", "import torch", "imports torch"),
         ("kernels.speculative.judge", "from tritonllm.kernels.sampling.common import keep", "not open to others"),
         ("kernels.speculative.judge", "from tritonllm.kernels.sampling import common", "not open to others"),
         ("kernels.speculative.judge", "def f():\n    import tritonllm.kernels.sampling.draw", "not open to others"),
@@ -274,6 +283,8 @@ def test_finds(module, source, complaint):
         ("engine.runner", "import numpy, torch\nfrom tritonllm.models.spec import ModelSpec"),
         ("cli", "from tritonllm import LLM, __version__"),
         ("env", "import os\nos.environ.get('A')"),
+        ("route.app", "from tritonllm import env\nfrom tritonllm.route.pool import Pool\nimport aiohttp"),
+        ("cli.route", "from tritonllm.route.config import RouterConfig"),
     ],
 )
 def test_allows(module, source):

@@ -8,7 +8,10 @@
     or ``compile`` (compile the kernel for a GPU and launch nothing; for ahead-of-time checks, see
     :mod:`tritonllm.kernels.compile.aot`).
 ``TRITONLLM_API_KEY``
-    What clients of ``tritonllm serve`` must send, unless ``--api-key`` says it.
+    What clients of ``tritonllm serve`` and ``tritonllm route`` must send, unless ``--api-key`` says it.
+``TRITONLLM_BACKEND_API_KEY``
+    What ``tritonllm route --backend URL`` sends to the backends in place of the client's key. A configuration file
+    names a variable for each backend (``api_key_env``).
 ``XDG_STATE_HOME``
     Where programs keep what outlasts a run: the tutorial's progress.
 """
@@ -49,6 +52,11 @@ def keep_cupti() -> None:
     """Let torch's profiler stay attached to the GPU between two of its uses; before the first."""
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+
+
+def secret(name: str) -> str | None:
+    """A key that an operator keeps in a variable of their own choice; ``None`` if it is not set, or empty."""
+    return os.environ.get(name) or None
 
 
 def state_folder() -> Path:
@@ -110,3 +118,4 @@ def _cpu_backend(interpret: bool) -> CpuBackend:
 TRITON_INTERPRET: bool = _flag("TRITON_INTERPRET")
 CPU_BACKEND: CpuBackend = _cpu_backend(TRITON_INTERPRET)
 API_KEY: str | None = os.environ.get("TRITONLLM_API_KEY") or None
+BACKEND_API_KEY: str | None = os.environ.get("TRITONLLM_BACKEND_API_KEY") or None

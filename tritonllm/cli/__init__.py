@@ -1,6 +1,7 @@
 """The command ``tritonllm``: ``generate`` text, ``embed`` it, ``chat``, ``complete`` texts, ``serve`` a model over
-HTTP, look at a server (``dashboard``), answer a ``batch`` of requests, measure speed (``bench``), build kernels ahead
-(``precompile``), show what there is (``info``) and what a ``trace`` says, teach how it works (``tutorial``).
+HTTP, ``route`` requests to several servers, look at a server (``dashboard``), answer a ``batch`` of requests, measure
+speed (``bench``), build kernels ahead (``precompile``), show what there is (``info``) and what a ``trace`` says, teach
+how it works (``tutorial``).
 
 Results go to stdout, everything else to stderr. Exit status: 0 all done; 1 something failed (one line on stderr;
 ``--debug`` adds the traceback); 2 wrong usage; 130 interrupted. torch is imported after the arguments are known to be
@@ -25,6 +26,7 @@ from tritonllm.cli import (
     generate,
     info,
     precompile,
+    route,
     serve,
     trace,
     tutorial,
@@ -44,8 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         added.add_argument(
             "model", nargs="?", metavar="MODEL", help="folder or hub id (default: the small model in this package)"
         )
-    without = [dashboard.add_parser(commands), *tutorial.add_parser(commands), trace.add_parser(commands)]
-    for added in [*of_models, *without]:
+    alone = [command.add_parser(commands) for command in (dashboard, trace, route)]
+    for added in [*of_models, *alone, *tutorial.add_parser(commands)]:
         added.add_argument(
             "-v", "--verbose", action="count", default=0, help="tell on stderr what the engine does; -vv: in detail"
         )
@@ -84,7 +86,7 @@ def check(args: argparse.Namespace) -> None:
     """What commands need: somewhere for their results, and most of them a model."""
     if sys.stdout is None:  # `>&-`
         args.wrong_usage("stdout is closed, and results go there")
-    if not hasattr(args, "model"):
+    if not hasattr(args, "model"):  # route loads none
         return
     if args.model is None:  # a server has its own
         elsewhere = getattr(args, "url", None) is not None or getattr(args, "names_of_servers", False)

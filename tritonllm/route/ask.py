@@ -1,0 +1,142 @@
+"""What the router reads of a request: which model, what it begins with, and how much work it may be.
+
+The body goes on as it came. Only the fields below are looked at, and those that can be long are not even decoded; a
+body that is not JSON, or has other types in them, is left for the backend to refuse.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+BYTES_PER_TOKEN = 4  # of English text; loads are compared with each other, so a common factor does not matter
+ANSWER_TOKENS = 256  # of a request that does not say how long its answer may be
+MOST_TOKENS = 1 << 18  # of an answer; a client that asks for more cannot make its backend look fuller than that
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+# What may be sent to a second backend although the first one may have begun: it only computes and keeps nothing.
+COMPUTING = {
+    *GENERATING,
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/moderations",
+    *(f"{version}/{name}" for version in ("", "/v1") for name in ("rerank", "score", "pooling", "classify")),
+    "/v2/rerank",
+    "/tokenize",
+    "/detokenize",
+}
+
+
+class _Fields(msgspec.Struct):
+    model: Any = None
+    user: Any = None
+    prompt_cache_key: Any = None
+    n: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+
+
+class _Message(msgspec.Struct):
+    role: Any = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, as far as the router has to know it.
+
+    Args:
+        method: of HTTP.
+        path: with which it came, decoded.
+        target: path and query as they were sent.
+        headers: without those that concern one connection only.
+        body: as it came.
+        request_id: of the client, or made here.
+        model: that the body names.
+        key: what places it: the header, ``prompt_cache_key``, ``user``, or the beginning of the prompt; may be empty.
+        tokens: about how many it will hold when it is done.
+    """
+
+    method: str
+    path: str
+    target: str
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+    request_id: str
+    model: str | None
+    key: bytes
+    tokens: int
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether doing it twice does no harm."""
+        return self.method in ("GET", "HEAD", "OPTIONS") or self.path in COMPUTING
+
+
+def read_fields(path: str, body: bytes, given_key: bytes, chars: int) -> tuple[str | None, bytes, int]:
+    """``(model, key, tokens)`` of a request.
+
+    Args:
+        given_key: of the header that places requests; may be empty.
+        chars: of the prompt's beginning, as the body spells them.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=_Fields)
+    except msgspec.DecodeError:  # no JSON, or no object
+        fields = _Fields()
+    model = fields.model if isinstance(fields.model, str) else None
+    key = given_key or _named(fields.prompt_cache_key) or _named(fields.user) or _beginning(fields)[:chars]
+    return (
+        model,
+        key and (model or "").encode("utf-8", "surrogatepass") + b"\0" + key,
+        max(1, len(body) and _tokens(path, fields)),
+    )
+
+
+def _named(value: Any) -> bytes:
+    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else b""
+
+
+def _beginning(fields: _Fields) -> bytes:
+    """What all turns of a conversation begin with: up to the first message of the user. Of other prompts, all."""
+    if fields.messages:
+        try:
+            messages = msgspec.json.decode(fields.messages, type=list[msgspec.Raw])
+            for i, raw in enumerate(messages):
+                if msgspec.json.decode(raw, type=_Message).role == "user":
+                    return b",".join([bytes(fields.system), *map(bytes, messages[: i + 1])])
+        except msgspec.DecodeError:  # no list, or one of other things than objects
+            pass
+        return bytes(fields.messages)
+    return bytes(fields.instructions) + (bytes(fields.prompt) or bytes(fields.input))
+
+
+def _tokens(path: str, fields: _Fields) -> int:
+    prompt = sum(map(_length, (fields.system, fields.instructions, fields.prompt, fields.messages, fields.input)))
+    if path not in GENERATING:
+        return prompt
+    limits = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
+    answer = next((limit for limit in limits if _is_count(limit)), ANSWER_TOKENS)
+    return prompt + min(answer * (fields.n if _is_count(fields.n) else 1), MOST_TOKENS)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _length(raw: msgspec.Raw) -> int:
+    """Of text, about how many tokens it has; of token ids, how many."""
+    text = bytes(raw)
+    begin = text[:16].replace(b" ", b"").replace(b"\n", b"").lstrip(b"[")
+    if text.startswith(b"[") and begin[:1].isdigit():
+        return text.count(b",") + 1
+    return len(text) // BYTES_PER_TOKEN
+
+
+def header_of(headers: Mapping[bytes, bytes], name: str) -> bytes:
+    return headers.get(name.lower().encode("latin-1"), b"")

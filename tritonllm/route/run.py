@@ -1,0 +1,116 @@
+"""Run the router until it is told to stop."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from tritonllm.route.app import Router
+from tritonllm.route.config import RouterConfig
+from tritonllm.route.reload import ConfigFile
+
+logger = logging.getLogger(__name__)
+CUT_SECONDS = 2  # in which answers that were cut after --drain-seconds reach their clients
+
+
+class Server(uvicorn.Server):
+    """Ends with status 0 when SIGINT or SIGTERM comes; a second signal does not wait for the requests."""
+
+    def __init__(self, config: uvicorn.Config, router: Router, file: ConfigFile | None) -> None:
+        super().__init__(config)
+        self._router, self._file = router, file
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        handlers = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop, signal.SIGHUP: self._reload}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._router.draining = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    def _reload(self, number: int, frame: FrameType | None) -> None:
+        if self._file is None:
+            logger.warning("SIGHUP: there is no configuration file to read again")
+        else:
+            self._file.reload()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._file is not None:
+            self._watch = asyncio.create_task(self._file.watch())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._router.config.drain_seconds, self._router.cut)
+        self.config.timeout_graceful_shutdown = round(self._router.config.drain_seconds) + CUT_SECONDS
+        if self._file is not None:
+            self._watch.cancel()
+        await super().shutdown(sockets)
+
+
+def bind(config: RouterConfig) -> socket.socket:
+    """The socket to listen on.
+
+    Raises:
+        OSError: the address is taken or not ours.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        raise OSError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+    return sock
+
+
+def settings_of(router: Router, config: RouterConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        router,
+        lifespan="on",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+
+
+def route(config: RouterConfig, path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM comes.
+
+    Args:
+        config: at the start.
+        path: the file that it came from, which is read again when it changes.
+        overrides: options that win over those of the file.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        OSError: the address is taken.
+    """
+    with bind(config) as sock:
+        router = Router(config)
+        file = None if path is None else ConfigFile(path, overrides or {}, router.apply, router.metrics.reloaded)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        where = f"{'https' if config.ssl_certfile else 'http'}://{host}:{sock.getsockname()[1]}"
+        logger.info("routing to %s on %s", ", ".join(backend.label for backend in config.backends), where)
+        Server(settings_of(router, config), router, file).run(sockets=[sock])
+    logger.info("stopped")
+    return 0
