@@ -10,6 +10,7 @@ import pytest
 from support.server import MODEL, ROOT, eventually
 from support.streams import Stream
 
+from tritonllm.serve import status_api
 from tritonllm.serve.errors import APIError
 from tritonllm.serve.status_api import Pictures
 
@@ -77,7 +78,7 @@ def test_many_who_look_cost_the_engine_two_pictures_a_second():
 
 
 def test_an_engine_that_hangs_is_an_error_and_not_a_wait(monkeypatch):
-    monkeypatch.setattr("tritonllm.serve.status_api.ANSWERS_WITHIN", 0.05)
+    monkeypatch.setattr(status_api, "ANSWERS_WITHIN", 0.05)
 
     class Engine:
         async def picture(self):
