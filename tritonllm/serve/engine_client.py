@@ -194,6 +194,7 @@ class EngineClient(EngineLink):
             started.kill()
             raise
         self._started, self._process, self._reports = started, started.process, started.reports
+        self._told_to_stop = False
         super().__init__(started.folder, ready)
 
     @property
@@ -231,7 +232,11 @@ class EngineClient(EngineLink):
         return self.failure
 
     def tell_to_stop(self) -> None:
-        """Let the engine process end, and do not wait for it."""
+        """Let the engine process end, and do not wait for it. The second time there may be nobody to hear it, and the
+        order would be waited for in vain."""
+        if self._told_to_stop:
+            return
+        self._told_to_stop = True
         context = zmq.Context()  # not the one of the event loop, which may be closed
         socket = context.socket(zmq.DEALER)
         socket.connect(f"ipc://{self._folder}/engine")
