@@ -27,6 +27,7 @@ LAYER = {
     "pooling_params": 0,
     "beam_search_params": 0,
     "sampling_params": 0,
+    "http_guard": 0,
     "inputs": 0,
     "vllm_arguments": 0,
     "testing": 0,

@@ -40,7 +40,8 @@ def metric_rows():
     "code", sorted(set(re.findall(r"`([a-z]+_[a-z_]+)`", PAGE[PAGE.index("## Failures") : PAGE.index("**Retries.**")])))
 )
 def test_codes_are_those_of_the_sources(code):
-    sources = "".join(path.read_text() for path in (ROOT / "tritonllm" / "route").glob("*.py"))
+    package = ROOT / "tritonllm"
+    sources = "".join(path.read_text() for path in (package / "http_guard.py", *(package / "route").glob("*.py")))
     assert f'"{code}"' in sources
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tritonllm.http_guard import Keys, RefusedError, request_id_of
 from tritonllm.route.budget import MOST_SAVED, RetryBudget
 from tritonllm.route.config import BackendConfig, RouterConfig
 from tritonllm.route.errors import RouteError
 from tritonllm.route.events import MOST_WAITING, WholeEvents
-from tritonllm.route.guard import check_key, request_id_of
 from tritonllm.route.probe import Streak
 from tritonllm.route.reply import end_to_end
 from tritonllm.route.upstream import retry_after
@@ -117,13 +117,13 @@ def test_errors_have_the_shape_of_the_api():
 
 
 def test_keys():
-    keys = ("one", "two")
+    keys = Keys(("one", "two"))
     for headers in ({b"authorization": b"Bearer two"}, {b"authorization": b"bearer  one "}, {b"x-api-key": b"one"}):
-        check_key(headers, keys)
+        keys.check(headers)
     for headers in ({}, {b"authorization": b"Bearer three"}, {b"authorization": b"Basic one"}, {b"x-api-key": b""}):
-        with pytest.raises(RouteError, match="API key"):
-            check_key(headers, keys)
-    check_key({}, ())
+        with pytest.raises(RefusedError, match="API key"):
+            keys.check(headers)
+    Keys(()).check({})
 
 
 def test_request_ids():

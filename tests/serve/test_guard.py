@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tritonllm.serve import guard
+from tritonllm import http_guard
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.guard import Guard
 
@@ -64,7 +64,7 @@ def test_the_limit_of_a_body(exchange, expected):
 
 
 def test_a_body_that_never_ends(monkeypatch):
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.01)
+    monkeypatch.setattr(http_guard, "BODY_SECONDS", 0.01)
     assert asyncio.run(status(Guard(handler, config()), Exchange(hold=True))) == 408
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from tritonllm.http_guard import Keys, RefusedError, receive_body, request_id_of
 from tritonllm.route.ask import Ask, header_of, read_fields
 from tritonllm.route.config import NEEDS_RESTART, RouterConfig
 from tritonllm.route.errors import RouteError
-from tritonllm.route.guard import check_key, receive_body, request_id_of
 from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.probe import Prober
@@ -106,11 +106,12 @@ class Router:
             if path in OPEN_PATHS:
                 await self._own_page(path, reply)
                 return
-            check_key(headers, self.config.api_keys)
+            Keys(self.config.api_keys).check(headers)
             where = await self._limited(scope, headers, receive, reply)
-        except RouteError as error:
+        except (RouteError, RefusedError) as error:
             self.metrics.refused(error.code or str(error.status))
-            await reply.fail(error)
+            refused = error if isinstance(error, RouteError) else RouteError(error.status, error.message, error.code)
+            await reply.fail(refused)
         finally:
             if path not in OPEN_PATHS:
                 took = 1e3 * (time.monotonic() - begin)
