@@ -173,7 +173,7 @@ class Lesson:
         title: in the list.
         minutes: about how long it takes.
         paper: where the idea was published, in one line.
-        has_exercise: ``exercises/<name>.py`` is to be filled in.
+        has_exercise: ``solutions/<name>.py`` has an exercise in it.
         interpreted: it is a kernel, and its check runs in Triton's interpreter.
     """
 

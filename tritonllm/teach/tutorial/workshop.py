@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tritonllm import env
+from tritonllm.teach.tutorial.holes import filled, with_holes
 from tritonllm.teach.tutorial.lesson import Lesson
 from tritonllm.teach.tutorial.lessons import LESSONS
 
@@ -36,12 +37,12 @@ def exercise_text(lesson: Lesson) -> str:
     Raises:
         ValueError: the lesson has none.
     """
-    return _text("exercises", lesson)
+    return with_holes(_text(lesson))
 
 
 def solution_text(lesson: Lesson) -> str:
     """The same, filled in; errors as of :func:`exercise_text`."""
-    return _text("solutions", lesson)
+    return filled(_text(lesson))
 
 
 def write(lesson: Lesson, folder: Path) -> Path:
@@ -97,8 +98,8 @@ def check(lesson: Lesson, path: Path, seconds: float = SECONDS) -> Verdict:
     return Verdict(process.returncode == RIGHT, output.strip())
 
 
-def _text(folder: str, lesson: Lesson) -> str:
+def _text(lesson: Lesson) -> str:
     if not lesson.has_exercise:
         having = ", ".join(str(other.number) for other in LESSONS if other.has_exercise)
         raise ValueError(f"lesson {lesson.number} has no exercise; these have one: {having}")
-    return (files("tritonllm.teach.tutorial") / folder / f"{lesson.name}.py").read_text(encoding="utf-8")
+    return (files("tritonllm.teach.tutorial") / "solutions" / f"{lesson.name}.py").read_text(encoding="utf-8")

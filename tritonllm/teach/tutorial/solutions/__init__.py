@@ -1,1 +1,1 @@
-"""The exercises, filled in."""
+"""The exercises, filled in; their holes are marked (:mod:`tritonllm.teach.tutorial.holes`)."""

@@ -3,7 +3,7 @@
 One program computes one query head of one sequence. It walks along the sequence's block table, loads a block of keys
 and values at a time, and keeps a running softmax, so the scores of the whole sequence never have to be in memory.
 
-The holes of the exercise are filled.
+The exercise: replace each `hole` by an expression. `tritonllm tutorial check 9` checks it.
 """
 
 import torch
@@ -39,15 +39,21 @@ def decode_kernel(
     total = 0.0  # of the weights seen so far
     for i in range(tl.cdiv(length, S)):
         block = tl.load(table_ptr + sequence * M + i)  # where the i-th S tokens of this sequence lie
+        # exercise: rows = hole("where the key_head of each of the S tokens of the block begins in k_ptr, [S]")
         rows = ((block * S + places) * K + key_head) * D  # [S]: where the heads of these tokens begin
+        # until here
         b_k = tl.load(k_ptr + rows[:, None] + dims[None, :])  # [S, D]
         b_v = tl.load(v_ptr + rows[:, None] + dims[None, :])  # [S, D]
         b_scores = tl.sum(b_q[None, :] * b_k, axis=1) * scale  # [S]
+        # exercise: b_scores = hole("b_scores, but -inf for the places behind the sequence's end")
         b_scores = tl.where(i * S + places < length, b_scores, float("-inf"))  # no weight behind the end
+        # until here
 
         new_largest = tl.maximum(largest, tl.max(b_scores, axis=0))
         b_weights = tl.exp(b_scores - new_largest)  # [S]
+        # exercise: fade = hole("what total and b_out are multiplied by, as they were relative to the old largest")
         fade = tl.exp(largest - new_largest)  # what was summed up before was relative to the old largest
+        # until here
         total = total * fade + tl.sum(b_weights, axis=0)
         b_out = b_out * fade + tl.sum(b_weights[:, None] * b_v, axis=0)
         largest = new_largest

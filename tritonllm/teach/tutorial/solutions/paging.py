@@ -1,13 +1,15 @@
 """Lesson 2: where a token lies, and who may write into a block.
 
-The holes of the exercise are filled.
+The exercise: replace each `hole` by your code. `tritonllm tutorial check 2` checks it.
 """
 
 
 def slot_of(position: int, block_table: list[int], block_size: int) -> int:
     """The slot of the pool in which token ``position`` lies; block b has the slots from ``b * block_size`` on."""
+    # exercise: return hole("the slot: find the block in the table first, then the place in it")
     block = block_table[position // block_size]
     return block * block_size + position % block_size
+    # until here
 
 
 def make_room(
@@ -30,6 +32,7 @@ def make_room(
         users[block] = 1
         block_table.append(block)
         return []
+    # exercise: return hole("if others use block_table[index], too, take a block of your own, and say what to copy")
     block = block_table[index]
     if users[block] == 1:
         return []
@@ -38,3 +41,4 @@ def make_room(
     users[mine] = 1
     block_table[index] = mine
     return [(block, mine)]
+    # until here

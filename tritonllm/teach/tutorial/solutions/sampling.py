@@ -1,6 +1,6 @@
 """Lesson 6: top-p, also called nucleus sampling.
 
-The hole of the exercise is filled.
+The exercise: replace the `hole` by your code. `tritonllm tutorial check 6` checks it.
 """
 
 
@@ -14,6 +14,7 @@ def top_p(probabilities: list[float], limit: float) -> list[float]:
     Returns:
         The probabilities after that, in the same order: 0 for tokens that were dropped, and the others add up to 1.
     """
+    # exercise: return hole("sort the tokens by their probability, keep the first ones, and scale what is left")
     order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
     kept, total = [], 0.0
     for token in order:
@@ -25,3 +26,4 @@ def top_p(probabilities: list[float], limit: float) -> list[float]:
     for token in kept:
         result[token] = probabilities[token] / total
     return result
+    # until here

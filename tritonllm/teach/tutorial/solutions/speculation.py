@@ -1,6 +1,6 @@
 """Lesson 7: the verdict on one draft.
 
-The holes of the exercise are filled.
+The exercise: replace each `hole` by an expression. `tritonllm tutorial check 7` checks it.
 """
 
 
@@ -26,6 +26,10 @@ def verify(draft: int, p: list[float], q: list[float], coin: float, noise: float
     Returns:
         The token, and whether the draft was accepted.
     """
+    # exercise: if coin < hole("the probability with which the draft is accepted (more than 1 counts as 1)"):
     if coin < p[draft] / q[draft]:
+        # until here
         return draft, True
+    # exercise: return draw(hole("for each token a weight: what p has more than q"), noise), False
     return draw([max(0.0, a - b) for a, b in zip(p, q, strict=True)], noise), False
+    # until here

@@ -1,1 +1,0 @@
-"""Files with holes that learners fill in; they get a copy of the text."""
