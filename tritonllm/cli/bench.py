@@ -14,7 +14,7 @@ from typing import Any
 
 from tritonllm.cli import bench_serve
 from tritonllm.cli.bench_runs import KINDS, Bench
-from tritonllm.cli.generate import ENGINE, add_options, given
+from tritonllm.cli.options import ENGINE, add_options, given
 from tritonllm.config import EngineConfig
 from tritonllm.version import __version__
 

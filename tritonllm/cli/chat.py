@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm import env
-from tritonllm.cli.generate import ENGINE, SAMPLING, add_options, given
+from tritonllm.cli.options import ENGINE, SAMPLING, add_options, given
 from tritonllm.cli.talk import LocalTalker, RemoteTalker, Talker
 from tritonllm.config import EngineConfig
 from tritonllm.sampling_params import SamplingParams

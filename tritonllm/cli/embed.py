@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tritonllm.cli.generate import ENGINE, add_options, given
+from tritonllm.cli.options import ENGINE, add_options, given
 from tritonllm.cli.pooling_options import POOLING
 from tritonllm.cli.prompts import read_prompts
 from tritonllm.config import EngineConfig

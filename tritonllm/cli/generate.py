@@ -14,11 +14,11 @@ from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.cli import teaching
+from tritonllm.cli.options import ENGINE, SAMPLING, add_options, given
 from tritonllm.cli.prompts import read_prompts
-from tritonllm.config import COMPILATION, DTYPES, EXECUTORS, LOAD_FORMATS, NO_COMPILATION, EngineConfig
+from tritonllm.config import EngineConfig
 from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from tritonllm.speculative_config import parse_draft
 from tritonllm.teach.viewer import Stops, Viewer, watch_all
 
 DONE, FAILED = 0, 1
@@ -35,30 +35,7 @@ examples:
   tritonllm generate < article.txt --max-tokens 100
   tritonllm generate ./my-model --prompt-file prompts.txt --json > results.jsonl"""
 
-# Option -> keywords of add_argument. The name, with underscores, is that of the field of SamplingParams...
-SAMPLING: dict[str, dict[str, Any]] = {
-    "max-tokens": {"type": int, "metavar": "N", "help": "most tokens to generate (default: 256)"},
-    "min-tokens": {"type": int, "metavar": "N", "help": "go on for at least this many tokens"},
-    "temperature": {"type": float, "metavar": "X", "help": "0 (default): the most likely token; 1: sample as trained"},
-    "top-k": {"type": int, "metavar": "K", "help": "sample from the K most likely tokens"},
-    "top-p": {"type": float, "metavar": "P", "help": "sample from the fewest tokens whose probabilities reach P"},
-    "min-p": {"type": float, "metavar": "P", "help": "drop tokens less likely than P times the most likely one"},
-    "seed": {"type": int, "metavar": "N", "help": "the same seed gives the same text"},
-    "n": {"type": int, "metavar": "N", "help": "continuations of each prompt (default: 1)"},
-    "stop": {"action": "append", "metavar": "TEXT", "help": "end before TEXT; repeatable"},
-    "ignore-eos": {"action": "store_true", "help": "go on after the end-of-sequence token"},
-    "presence-penalty": {"type": float, "metavar": "X", "help": "against tokens generated before, -2 to 2"},
-    "frequency-penalty": {"type": float, "metavar": "X", "help": "the same, times how often, -2 to 2"},
-    "repetition-penalty": {"type": float, "metavar": "X", "help": "above 1: against tokens of prompt and output"},
-    "truncate-prompt-tokens": {"type": int, "metavar": "N", "help": "use only the last N tokens; -1: as many as fit"},
-    "thinking-token-budget": {"type": int, "metavar": "N", "help": "end a model's thought after N tokens"},
-    "logprobs": {
-        "type": int,
-        "metavar": "N",
-        "help": "report the N most likely tokens at each position, -1 for all; needs --json",
-    },
-}
-# ... or of BeamSearchParams, which takes these three of the others, too...
+# Fields of BeamSearchParams, which takes these three of SamplingParams, too.
 BEAMS: dict[str, dict[str, Any]] = {
     "beam-width": {"type": int, "metavar": "N", "help": "search for the N most likely continuations of each prompt"},
     "length-penalty": {
@@ -69,85 +46,11 @@ BEAMS: dict[str, dict[str, Any]] = {
     "early-stopping": {"choices": list(STOPPING), "help": "when a search ends, see docs/decoding.md (default: false)"},
 }
 WITH_BEAMS = {"max_tokens", "ignore_eos", "temperature"}
-# ... or of StructuredOutputsParams; at most one of them...
+# Fields of StructuredOutputsParams; at most one of them.
 STRUCTURE: dict[str, dict[str, Any]] = {
     "json-schema": {"metavar": "SCHEMA", "help": "JSON that fits SCHEMA: its text, or a file's name"},
     "regex": {"metavar": "RE", "help": "text that the regular expression matches as a whole"},
     "choice": {"action": "append", "metavar": "TEXT", "help": "one of these; repeatable"},
-}
-# ... and of LLM's argument.
-ENGINE: dict[str, dict[str, Any]] = {
-    "tokenizer": {"metavar": "PATH", "help": "folder or hub id of the tokenizer, if it is not the model's"},
-    "revision": {"metavar": "REV", "help": "branch, tag or commit of a hub id"},
-    "device": {"metavar": "NAME", "help": "auto (default: the GPU if there is one), cpu, cuda, cuda:1"},
-    "dtype": {"choices": DTYPES, "help": "default: auto, the model's own on a GPU, float32 on the CPU"},
-    "load-format": {
-        "choices": LOAD_FORMATS,
-        "help": "which files (default: auto, safetensors before pt); dummy: random weights, when only speed matters",
-    },
-    "max-model-len": {"type": int, "metavar": "N", "help": "most tokens of prompt and output together"},
-    "block-size": {"type": int, "metavar": "N", "help": "tokens per block of the KV cache (default: 16)"},
-    "num-blocks": {"type": int, "metavar": "N", "help": "blocks of the KV cache (default: as many as fit)"},
-    "gpu-memory-utilization": {"type": float, "metavar": "X", "help": "part of the GPU's memory to use (default: 0.9)"},
-    "max-num-seqs": {"type": int, "metavar": "N", "help": "most requests running at once (default: 256)"},
-    "max-num-batched-tokens": {"type": int, "metavar": "N", "help": "most tokens in one step (default: 8192)"},
-    "no-prefix-caching": {
-        "action": "store_false",
-        "dest": "enable_prefix_caching",
-        "help": "compute every prompt from its beginning",
-    },
-    "kv-offloading-size": {
-        "type": float,
-        "metavar": "GIB",
-        "help": "host memory for blocks that the KV cache gives up, so that they are not computed again (default: 0)",
-    },
-    "tensor-parallel-size": {
-        "short": "-tp",
-        "type": int,
-        "metavar": "N",
-        "help": "GPUs, or processes on the CPU, among which each layer is dealt out (default: 1)",
-    },
-    "distributed-executor-backend": {
-        "choices": EXECUTORS,
-        "help": "who starts those processes (default: mp, this one), see docs/distributed.md",
-    },
-    "worker-timeout": {
-        "type": float,
-        "metavar": "S",
-        "help": "seconds without a sign of life of a process before requests end with an error (default: 10)",
-    },
-    "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
-    "compile": {
-        "action": "store_const",
-        "const": COMPILATION,
-        "dest": "compilation_config",
-        "help": "torch.compile around the model: a longer start, see docs/start.md",
-    },
-    "no-compile": {
-        "action": "store_const",
-        "const": NO_COMPILATION,
-        "dest": "compilation_config",
-        "help": "no torch.compile, which models that run through transformers on a GPU have by default",
-    },
-    "speculative": {
-        "dest": "speculative_config",
-        "metavar": "METHOD:K",
-        "help": "guess K tokens a step and verify them at once: ngram:4 guesses what followed the last tokens before",
-    },
-    "draft": {
-        "dest": "speculative_config",
-        "type": parse_draft,
-        "metavar": "MODEL[:K]",
-        "help": "let a smaller model of the same vocabulary guess K tokens a step (default: 4)",
-    },
-    "speculative-config": {"metavar": "JSON", "help": "the same with vLLM's keys, see docs/speculation.md"},
-    "step-timeout": {"type": float, "metavar": "S", "help": "seconds that a GPU may take for a step (default: 300)"},
-    "kernel-cache": {"metavar": "DIR", "help": "folder that `tritonllm precompile` made"},
-    "allow-nan": {
-        "action": "store_true",
-        "help": "load weights that are NaN or infinite, which are an error otherwise",
-    },
-    "trust-remote-code": {"action": "store_true", "help": "download and run Python code that comes with the model"},
 }
 
 
@@ -180,19 +83,6 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group.add_argument("--no-stream", action="store_true", help="print a single prompt's text when it is complete")
     teaching.add_options(parser)
     return parser
-
-
-def add_options(group: Any, options: dict[str, dict[str, Any]]) -> None:
-    """An option that is not given leaves no trace, so that the engine's own default holds."""
-    for name, keywords in options.items():
-        spellings = [f"--{name}", *filter(None, [keywords.get("short")])]
-        others = {key: value for key, value in keywords.items() if key != "short"}
-        group.add_argument(*spellings, default=argparse.SUPPRESS, **others)
-
-
-def given(args: argparse.Namespace, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    names = [keywords.get("dest", name.replace("-", "_")) for name, keywords in options.items()]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tritonllm.cli.generate import ENGINE, add_options, given
+from tritonllm.cli.options import ENGINE, add_options, given
 
 DESCRIPTION = """\
 Compile every kernel that an engine with this model and these options will launch, on any machine, with or without a

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm import env
-from tritonllm.cli.generate import add_options, given
+from tritonllm.cli.options import add_options, given
 from tritonllm.route.config import POLICIES, BackendConfig, RouterConfig, default_keys, read_config
 
 DESCRIPTION = """\
