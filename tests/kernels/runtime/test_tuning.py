@@ -70,14 +70,25 @@ def test_lookup_takes_the_nearest_entry(tokens, wanted):
 def test_the_default_takes_the_place_of_what_says_nothing(tables):
     """An entry where the default was not beaten, and one with another kernel that the key is not exactly of."""
 
-    def chosen(n):
-        return {"kernel": "few" if n < 100 else "many", "BLOCK": n}
+    def chosen(rows):
+        return {"kernel": "few" if rows < 100 else "many", "BLOCK": rows}
 
-    others = [{"key": {"n": 400}}, {"key": {"n": 90}, "config": {"kernel": "few", "BLOCK": 7}}]
-    tables("op", [{"key": {"n": 120}, "config": {"kernel": "few", "BLOCK": 5}}, *others])
-    found = {n: get_config("op", GPU, chosen, n=n) for n in (90, 91, 119, 120, 121, 400, 401)}
+    others = [{"key": {"rows": 400}}, {"key": {"rows": 90}, "config": {"kernel": "few", "BLOCK": 7}}]
+    tables("op", [{"key": {"rows": 120}, "config": {"kernel": "few", "BLOCK": 5}}, *others])
+    found = {rows: get_config("op", GPU, chosen, rows=rows) for rows in (90, 91, 119, 120, 121, 400, 401)}
     assert [config["kernel"] for config in found.values()] == ["few", "few", "many", "few", "many", "many", "many"]
     assert [config["BLOCK"] for config in found.values()] == [7, 7, 119, 5, 121, 400, 400]
+
+
+def test_a_default_that_was_not_beaten_is_that_of_the_models_own_sizes(tables):
+    """One that knows a weight's size is asked for this weight, at the number of rows that was measured."""
+
+    def chosen(m, n):
+        return {"ROWS": m, "BLOCK": n}
+
+    tables("op", [{"key": {"m": 16, "n": 4096}}])
+    assert get_config("op", GPU, chosen, m=20, n=2100) == {"ROWS": 16, "BLOCK": 2100}
+    assert get_config("op", GPU, chosen, m=100, n=4096) == {"ROWS": 100, "BLOCK": 4096}, "far away"
 
 
 keys = st.dictionaries(

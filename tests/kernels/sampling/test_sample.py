@@ -304,3 +304,26 @@ def test_cuda_graph(device):
         out.fill_(-1)
         graph.replay()
         assert torch.equal(out, sample(logits, *params))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [32000, 151936, 262144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.3, 2.0])
+def test_a_flat_nucleus_has_its_edge_where_float64_has_it(device, vocab, dtype, spread, record_property):
+    """At temperature 3 thousands of tokens lie within rounding of the edge of top_p. The probability before a drawn
+    token is at most top_p, give or take 1e-5 of it (sums are float32); 32,768 draws of 64 rows."""
+    rows, top_p = 64, 0.5
+    g = torch.Generator().manual_seed(vocab)
+    logits = (spread * torch.randn(rows, vocab, generator=g)).to(dtype).to(device)
+    order = (logits.double() / 3.0).sort(dim=-1, descending=True, stable=True)
+    probs = torch.softmax(order.values, -1)
+    before = torch.empty_like(probs).scatter_(1, order.indices, probs.cumsum(-1) - probs)
+    params = [torch.full((rows,), value, device=device) for value in (3.0, top_p)]
+    seeds, most = torch.arange(rows, device=device), torch.zeros((), dtype=torch.float64, device=device)
+    for step in range(512):
+        steps = torch.full((rows,), step, device=device)
+        drawn = sample(logits, params[0], None, params[1], None, seeds, steps)
+        most = torch.maximum(most, before.gather(1, drawn[:, None]).max())
+    record_property("beyond_the_edge", most.item() / top_p - 1)
+    assert 0.99 * top_p < most <= top_p * (1 + 1e-5)

@@ -8,10 +8,13 @@ A table is ``configs/<gpu>/<op>.json``, written by ``python -m autotune --op <op
 A GPU without tables takes those of its nearest relative (:mod:`tritonllm.kernels.runtime.gpus`).
 
 A lookup takes the entry with the nearest key: strings (and what ``EXACT`` names) must be equal, other numbers count by
-the distance of their logarithms. An entry without a ``config`` says that the op's default, a plain function of the
-entry's key, was not beaten there. The default is also taken by a GPU without a table, by a key far from all entries,
-and in the place of an entry that takes another *kernel* than the default: which kernel is faster says nothing about
-other keys, if the default has looked at this one and decided otherwise.
+the distance of their logarithms. An entry without a ``config`` says that the op's default, a plain function of the key,
+was not beaten there. Then the default holds for the wanted key, but with the entry's numbers of tokens and the like
+(``OF_A_STEP``): one number of tokens launches what its neighbours launch, so that a start can visit all there is; and
+each weight has the default of its own size, not that of the weight that was measured. The default is also taken by a
+GPU without a table, by a key far from all entries, and in the place of an entry that takes another *kernel* than the
+default: which kernel is faster says nothing about other keys, if the default has looked at this one and decided
+otherwise.
 """
 
 import functools
@@ -36,6 +39,8 @@ Key = Mapping[str, int | str]
 
 TABLES = Path(__file__).parents[1] / "configs"
 EXACT = frozenset({"head_size", "itemsize", "block_m"})  # a tile that fits the chip may not fit it with another
+# What changes from step to step, of all that keys say; the rest is a model's.
+OF_A_STEP = frozenset({"m", "tokens", "rows", "programs", "pairs", "capacity", "max_q"})
 FAR = 2.0  # a factor of four in one number, or of two in each of two
 
 
@@ -134,7 +139,8 @@ def _choose(slug: str | None, op: str, default: Callable[..., Config], wanted: K
         return otherwise, f"the default: no entry of {slug}/{op} is near"
     others = ", ".join(f"{name}={value}" for name, value in best["key"].items() if wanted[name] != value)
     entry = f"{slug}/{op}, " + (f"nearest to {others}" if others else "exactly this size")
-    tuned = best["config"] if "config" in best else default(**best["key"])
+    of_step = {name: value for name, value in best["key"].items() if name in OF_A_STEP}
+    tuned = best["config"] if "config" in best else default(**{**wanted, **of_step})
     if away > 0 and tuned.get("kernel") != otherwise.get("kernel"):
         return otherwise, f"the default: the table entry {entry}, takes another kernel"
     return dict(tuned), f"table entry {entry}" if "config" in best else f"the default, not beaten in {entry}"
@@ -161,31 +167,50 @@ class Choice(NamedTuple):
     reason: str
 
 
-_ask = _lookup  # what `get_config` calls: a launch pays nothing for the possibility that somebody watches
+class _Watch:
+    """Notes choices, each with its reason."""
+
+    def __init__(self) -> None:
+        self.choices: list[Choice] = []
+        self._reasons: dict[Any, str] = {}  # to find one takes as long as a search in a table
+
+    def note(self, slug: str | None, op: str, default: Callable[..., Config], key: Key, config: Config) -> None:
+        asked = slug, op, default, tuple(key.items())
+        if asked not in self._reasons:
+            self._reasons[asked] = _choose(slug, op, default, key)[1]
+        self.choices.append(Choice(op, key, config, self._reasons[asked]))
+
+
+class _Override:
+    """Chooses for one operation."""
+
+    def __init__(self, op: str, config: Config | Callable[..., Config]) -> None:
+        self.op, self.config = op, config
+        self.asked: list[dict[str, int | str]] = []
+
+    def choose(self, key: dict[str, int | str]) -> Config:
+        self.asked.append(key)
+        return self.config(**key) if callable(self.config) else self.config
+
+
+_seams: list[_Watch | _Override] = []  # while it is empty, a launch pays nothing for them but to see that
+
+
+@contextmanager
+def _present(seam: _Watch | _Override) -> Iterator[None]:
+    _seams.append(seam)
+    try:
+        yield
+    finally:
+        _seams.remove(seam)
 
 
 @contextmanager
 def watched() -> Iterator[list[Choice]]:
     """Inside the block, all choices of this process's launches are noted in the list, each with its reason."""
-    global _ask
-    plain, choices, reasons = _ask, list[Choice](), dict[Any, str]()
-
-    def noting(slug: str | None, op: str, default: Callable[..., Config], key: tuple[tuple[str, Any], ...]) -> Config:
-        asked = slug, op, default, key
-        if asked not in reasons:  # as slow as a search in a table
-            reasons[asked] = _choose(slug, op, default, dict(key))[1]
-        config = plain(*asked)
-        choices.append(Choice(op, dict(key), config, reasons[asked]))
-        return config
-
-    _ask = noting  # type: ignore[assignment]
-    try:
-        yield choices
-    finally:
-        _ask = plain
-
-
-_overrides: dict[str, tuple[Config | Callable[..., Config], list[dict[str, int | str]]]] = {}
+    watch = _Watch()
+    with _present(watch):
+        yield watch.choices
 
 
 @contextmanager
@@ -194,16 +219,22 @@ def override(op: str, config: Config | Callable[..., Config]) -> Iterator[list[d
 
     Yields the list of the keys that those launches ask for, as they do.
     """
-    previous = _overrides.get(op)
-    asked: list[dict[str, int | str]] = []
-    _overrides[op] = config, asked
-    try:
-        yield asked
-    finally:
-        if previous is None:
-            del _overrides[op]
-        else:
-            _overrides[op] = previous
+    choice = _Override(op, config)
+    with _present(choice):
+        yield choice.asked
+
+
+def _config_with_seams(device: torch.device, op: str, default: Callable[..., Config], key: dict[str, Any]) -> Config:
+    """By the innermost override of the operation; else as without one, and those who watch learn of it."""
+    for seam in reversed(_seams):
+        if isinstance(seam, _Override) and seam.op == op:
+            return seam.choose(key)
+    slug = _slug_of(device)
+    config = _lookup(slug, op, default, tuple(key.items()))
+    for seam in _seams:
+        if isinstance(seam, _Watch):
+            seam.note(slug, op, default, key, config)
+    return config
 
 
 def get_config(op: str, device: torch.device, default: Callable[..., Config], **key: int | str) -> Config:
@@ -215,11 +246,10 @@ def get_config(op: str, device: torch.device, default: Callable[..., Config], **
         default: ``default(**key) -> Config`` for a GPU without a table (and for the interpreter).
         key: numbers and strings that decide the best configuration; only capacities, never values on the device.
     """
-    if op in _overrides:
-        config, asked = _overrides[op]
-        asked.append(key)
-        return config(**key) if callable(config) else config
-    config = _ask(_slug_of(device), op, default, tuple(key.items()))
+    if _seams:
+        config = _config_with_seams(device, op, default, key)
+    else:
+        config = _lookup(_slug_of(device), op, default, tuple(key.items()))
     if "maxnreg" in config and chip.on_amd(device):
         return {name: value for name, value in config.items() if name != "maxnreg"}
     return config
