@@ -38,6 +38,21 @@ def launched() -> Launched | None:
     return Launched(int(rank), int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
 
 
+def index_of_device(name: str) -> int:
+    """The number that torch knows a GPU by, of the name that ``CUDA_VISIBLE_DEVICES`` has for it.
+
+    Raises:
+        ValueError: this process does not see it.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = None if listed is None else [each.strip() for each in listed.split(",")]
+    if names is None and name.isdigit():
+        return int(name)
+    if names is None or name not in names:
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={listed} does not show GPU {name} to this process: add it")
+    return names.index(name)
+
+
 def leave_nccl_errors_to_us() -> None:
     """Without this torch ends a process whose peer has died, and no request would learn why."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

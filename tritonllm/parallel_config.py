@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from tritonllm.config_checks import at_least, one_of
+from tritonllm.config_checks import at_least, is_a, one_of
 
-EXECUTORS = ("uni", "mp", "external_launcher")
+EXECUTORS = ("uni", "mp", "external_launcher", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,15 +16,18 @@ class ParallelConfig:
         data_parallel_size: engines with the whole model each, on GPUs of their own, among which requests are dealt out
             (:class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
         distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank; with
-            ``external_launcher`` another program (torchrun) has started them. ``None`` takes the first of them that can
+            ``external_launcher`` another program (torchrun) has started them; ``ray`` starts actors of Ray, on one
+            machine or on several. ``None`` takes the first of them that can
             hold so many ranks.
         worker_timeout: seconds that a rank may give no sign of life before the requests end with an error.
+        disable_custom_all_reduce: NCCL sums up what ranks compute, also where their GPUs reach each other's memory.
     """
 
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     worker_timeout: float = 10.0
+    disable_custom_all_reduce: bool = False
 
     def __post_init__(self) -> None:
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
@@ -42,9 +45,20 @@ class ParallelConfig:
                 "distributed_executor_backend='external_launcher' has its processes already: leave out "
                 f"data_parallel_size={self.data_parallel_size}, and launch so many jobs"
             )
+        if backend == "ray" and self.data_parallel_size > 1:
+            raise ValueError(
+                f"distributed_executor_backend='ray' places the ranks of one engine: leave out data_parallel_size="
+                f"{self.data_parallel_size}, and start so many servers"
+            )
+        is_a("disable_custom_all_reduce", self.disable_custom_all_reduce, bool)
         seconds = self.worker_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
             raise ValueError(f"worker_timeout must be a number of seconds greater than 0, got {seconds!r}")
+
+    @property
+    def is_local(self) -> bool:
+        """All ranks are on this machine."""
+        return self.distributed_executor_backend not in ("external_launcher", "ray")
 
     def check_device(self, device: str) -> None:
         """Raises:

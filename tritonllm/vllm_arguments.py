@@ -91,7 +91,6 @@ class VllmEngine:
     scheduler_cls: Any = None
     preemption_mode: Any = None
     use_v2_block_manager: Any = True
-    kv_transfer_config: Any = None
     kv_offloading_backend: Any = None
     kv_events_config: Any = None
     # what is computed
@@ -129,7 +128,6 @@ class VllmEngine:
     # reports and resources, of which any value is as good as another here
     max_logprobs: Any = 20
     max_seq_len_to_capture: Any = 8192
-    disable_custom_all_reduce: Any = False
     served_model_name: Any = None
     disable_log_stats: Any = False
     disable_log_requests: Any = False
@@ -159,7 +157,6 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
 ANY_VALUE = {
     "max_logprobs",
     "max_seq_len_to_capture",
-    "disable_custom_all_reduce",
     "served_model_name",
     "disable_log_stats",
     "disable_log_requests",

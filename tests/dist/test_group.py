@@ -29,7 +29,9 @@ def test_all_gather_puts_columns_side_by_side(columns):
 
 
 def test_broadcast_and_least():
-    found = run_ranks(3, lambda group: (int(group.broadcast(torch.tensor([7 + group.rank]))), group.least(9 - group.rank)))
+    found = run_ranks(
+        3, lambda group: (int(group.broadcast(torch.tensor([7 + group.rank]))), group.least(9 - group.rank))
+    )
     assert found == [(7, 7)] * 3
 
 

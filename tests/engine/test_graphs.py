@@ -363,7 +363,8 @@ def test_late_steps_have_graphs_of_their_own():
         assert late.tokens is None
         hidden = late.hidden[:n].clone()
         model.see(plain)
-        assert torch.equal(hidden, graphs.run(plain, graphs.key_for(plain)).hidden[:n])
+        expected = graphs.run(plain, graphs.key_for(plain)).hidden[:n]
+        torch.testing.assert_close(hidden, expected, rtol=1e-6, atol=1e-6)  # 3 rows of 20 and of 4: other roundings
     assert len(graphs) == captured
     with_prompt = dataclasses.replace(step_of([3], [(0, 8)]), late=True)
     assert graphs.key_for(with_prompt) == graphs.key_for(dataclasses.replace(with_prompt, late=False))

@@ -60,7 +60,7 @@ def test_neutral_values_change_nothing(kwargs):
         ({"speculative_model": "x"}, "speculative_model="),
         ({"hf_overrides": {"a": 1}}, "hf_overrides=.*config.json"),
         ({"limit_mm_per_prompt": {"image": 2}}, "limit_mm_per_prompt="),
-        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend must be one of uni, mp"),
+        ({"distributed_executor_backend": "frob"}, "distributed_executor_backend must be one of uni, mp"),
         ({"tokenizer_mode": "mistral"}, "tokenizer_mode='mistral'"),
         ({"max_modellen": 3}, r"unknown argument 'max_modellen' \(did you mean max_model_len"),
         ({"quantisation": None}, r"unknown argument 'quantisation' \(did you mean quantization"),

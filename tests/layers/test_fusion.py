@@ -128,6 +128,32 @@ def test_a_part_of_a_sum_is_pending(layer, rows):
     assert plan([partial] * 2, rows, wanted=1) == (FIRST_OF_MANY, MANY, ADDITION)
 
 
+def test_a_sum_over_ranks_takes_the_norm_along():
+    """Up to so many rows as the ranks send each other; of the last layer's, only the wanted ones are left."""
+    limits, summed = Limits(summed=16), NormBy.SUM
+    partial, of_layer_norms = (dataclasses.replace(layer, partial=True) for layer in (LARGE, LAYER_NORM))
+    first = ALONE, LATER, summed, LATER
+    assert plan([partial] * 2, 16, limits=limits) == (first, (summed, LATER, summed, LATER), summed)
+    assert plan([partial] * 2, 17, limits=limits) == (FIRST_OF_MANY, MANY, ADDITION)
+    assert plan([partial] * 2, 17, 16, limits=limits) == (FIRST_OF_MANY, (ADDITION, LATER, summed, LATER), summed)
+    assert plan([of_layer_norms] * 2, 16, limits=limits) == (FIRST_OF_MANY, MANY, ADDITION)
+
+
+def test_sizes_up_to_the_limit_have_one_plan():
+    planner = FusionPlanner([dataclasses.replace(LARGE, partial=True)] * 2, Limits(summed=16))
+    found = [planner.plan(range(2), rows, wanted, CPU) for rows, wanted in ((1, None), (16, None), (17, 1), (99, 16))]
+    assert found[0] is found[1] and found[2] is found[3]
+    assert [(p.layers[1].attention_norm, p.last_norm) for p in found[1:3]] == [
+        (NormBy.SUM, NormBy.SUM),
+        (ADDITION, NormBy.SUM),
+    ]
+
+
+def test_ranks_that_leave_sums_to_others_fuse_none():
+    planner = FusionPlanner([dataclasses.replace(LARGE, partial=True)] * 2, summed=-1)
+    assert planner.plan(range(2), 0, None, CPU).last_norm is planner.plan(range(2), 1, None, CPU).last_norm is ADDITION
+
+
 def test_parallel_parts_are_pending_together():
     partial = dataclasses.replace(PARALLEL, partial=True)
     assert plan([partial] * 2, 3) == ((ALONE, LATER, ALONE, LATER), (ADDITION, LATER, ALONE, LATER), ADDITION)

@@ -5,6 +5,7 @@ import torch
 from support.compare import assert_close
 
 from tritonllm.dist.group import Group
+from tritonllm.kernels import fused_add_rms_norm
 from tritonllm.layers.fusion import AddBy, NormBy
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.mlp import MLP, MLPSpec
@@ -177,6 +178,37 @@ def test_parts_are_summed_up_once(after, blocks, monkeypatch):
     assert len(sums) == (1 if behind is None else blocks)
     assert_close(stream.rows, rows + 0.5 * added)
     assert_close(entered.rows, norm.normalize(rows + 0.5 * added))
+
+
+class FusedGroup(Group):
+    """Two ranks with the same parts, whose sum takes the addition and the norm along."""
+
+    def all_reduce(self, x):
+        return x.mul_(2.0)
+
+    def add_norm(self, part, added):
+        self.fused = True
+        residual, weight, eps, offset, x_scale = added
+        return fused_add_rms_norm(part.mul_(2.0), residual, weight, eps, weight_offset=offset, x_scale=x_scale)[0]
+
+
+@pytest.mark.parametrize("after", [None, RMS])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_a_sum_takes_the_addition_and_the_norm_along(after, has_norm):
+    """Where there is a norm, and what is pending is not summed up yet."""
+    device = torch.device("cpu")
+    x, rows = torch.randn(ROWS, INNER), torch.randn(ROWS, SIZE)
+    part, norm, behind = linear(device), norm_of(RMS, device), None if after is None else norm_of(after, device)
+    group = FusedGroup(0, 2)
+    stream = Stream(rows.clone(), scale=0.5, group=group)
+    stream.add(Addend(part, x), AddBy.LATER, after=behind)
+    entered = stream.enter(norm if has_norm else None, NormBy.SUM).rows
+    alone = 2.0 * part(x)
+    want = rows + 0.5 * (alone if behind is None else behind.normalize(alone))
+    assert hasattr(group, "fused") == (has_norm and behind is None)
+    assert_close(stream.rows, want)
+    assert_close(entered, norm.normalize(want) if has_norm else want)
+    assert torch.equal(stream.settled(), stream.rows)  # nothing is pending any more
 
 
 def test_what_the_stream_settles_to(device):

@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from tritonllm.dist.group import Group, connect
+from tritonllm.dist.connect import connect
+from tritonllm.dist.group import Group
 
 Result = TypeVar("Result")
 

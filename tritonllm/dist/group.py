@@ -4,21 +4,23 @@ A :class:`Group` of one rank is the default everywhere, and its collectives retu
 :class:`ConnectedGroup` are torch.distributed's (NCCL between GPUs, gloo on the CPU). It is made from a process group of
 its own, never from torch's default one, so two engines in a process do not know of each other.
 
-All ranks must get the same sums, bit for bit: each of them decides from them what it computes next (which experts, say). NCCL and gloo add up each element in one place and send the sum to the others.
-
-Our own all-reduce in Triton over symmetric memory, with the addition to the stream and the norm after it, will be another
-class here with the same methods, which :class:`~tritonllm.layers.residual.Stream` calls.
+All ranks must get the same sums, bit for bit: each of them decides from them what it computes next (which experts,
+say). NCCL and gloo add up each element in one place and send the sum to the others. Ranks whose GPUs reach each other's
+memory have our own kernels for the sums of a decoder (:mod:`tritonllm.dist.symmetric`): all add in the order of the
+ranks.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.nn import functional as F
 
-from tritonllm import env
+if TYPE_CHECKING:  # kernels are imported where there is a GPU
+    from tritonllm.kernels.collective import AddedNorm
 
 
 class Group:
@@ -43,6 +45,23 @@ class Group:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``, in its place and returned; the same bits everywhere."""
         return x
+
+    def reserve(self, columns: int, dtype: torch.dtype) -> None:
+        """Prepare for sums of ``[rows, columns]``; all ranks call it."""
+
+    @property
+    def fused_rows(self) -> int:
+        """Up to how many rows, as they were reserved, :meth:`add_norm` takes; -1 if it takes none."""
+        return -1
+
+    def add_norm(self, part: torch.Tensor, added: "AddedNorm") -> torch.Tensor:
+        """:meth:`all_reduce`, the addition to a residual stream and its RMS norm in one launch.
+
+        Args:
+            part: ``[rows, columns]``, overwritten with the norm.
+            added: the stream, which gets the sum, and the norm.
+        """
+        raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """``x[N, C]`` of every rank side by side -> ``[N, columns]``.
@@ -105,9 +124,14 @@ class ConnectedGroup(Group):
         return x
 
     def least(self, value: int) -> int:
-        values = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        values[self.rank] = value
-        return int(self.all_reduce(values).min())
+        return min(value for (value,) in self.exchange([value]))
+
+    def exchange(self, words: Sequence[int]) -> list[list[int]]:
+        """Each rank's 64-bit integers, as many from all; waits for them."""
+        table = torch.zeros(self.size, len(words), dtype=torch.int64, device=self._device)
+        table[self.rank] = torch.tensor(words, dtype=torch.int64, device=self._device)
+        _wait(self._backend.allreduce([table], self._options[0]))
+        return table.tolist()
 
     def limit(self, seconds: float) -> None:
         if self._device.type == "cpu":
@@ -128,37 +152,3 @@ def _wait(work: Any) -> None:
 def share_of(count: int, size: int) -> int:
     """How many of ``count`` rows of a vocabulary every rank but the last ones has: a multiple of 8, for aligned rows."""
     return -(-count // (8 * size)) * 8
-
-
-def connect(store: Any, rank: int, size: int, device: torch.device, *, timeout: float, local: bool) -> Group:
-    """Meet the other ranks.
-
-    Args:
-        store: a store of torch.distributed that all ranks reach.
-        device: CPU for gloo, a CUDA device for NCCL.
-        timeout: seconds that a collective may take.
-        local: all ranks are on this machine: gloo then needs no name of it.
-
-    Raises:
-        ValueError: torch lacks the backend.
-        RuntimeError: the others did not come in time.
-    """
-    if size == 1:
-        return ALONE
-    patience = timedelta(seconds=timeout)
-    if device.type == "cuda":
-        if not dist.is_nccl_available():
-            raise ValueError("tensor_parallel_size > 1 on GPUs needs a torch with NCCL")
-        env.leave_nccl_errors_to_us()
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = patience
-        backend = dist.ProcessGroupNCCL(store, rank, size, nccl)
-        backend.eager_connect_single_device(device)  # not in the first step, and never in a capture
-        return ConnectedGroup(backend, device)
-    if not dist.is_gloo_available():
-        raise ValueError("tensor_parallel_size > 1 on the CPU needs a torch with gloo")
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
-    options = gloo._Options()
-    options._timeout = patience
-    options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
-    return ConnectedGroup(gloo(store, rank, size, options), device)

@@ -5,7 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from tritonllm.config import CompilationConfig, EngineConfig, SpeculativeConfig
+from tritonllm.config import CompilationConfig, EngineConfig, KVTransferConfig, SpeculativeConfig
 from tritonllm.pooling_params import PoolerConfig
 from tritonllm.vllm_arguments import VllmEngine
 
@@ -41,6 +41,7 @@ class EngineArgs(VllmEngine):
     enable_prefix_caching: bool | None = None
     kv_offloading_size: float | None = None
     swap_space: float | None = None
+    kv_transfer_config: str | dict[str, Any] | KVTransferConfig | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     scheduling_policy: str = "fcfs"
@@ -49,6 +50,7 @@ class EngineArgs(VllmEngine):
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     worker_timeout: float | None = None
+    disable_custom_all_reduce: bool = False
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     compilation_config: int | dict[str, Any] | CompilationConfig | None = None

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from tritonllm.config import EngineConfig
-from tritonllm.dist.group import Group, connect
+from tritonllm.dist.connect import connect
+from tritonllm.dist.group import Group
 from tritonllm.dist.mailbox import Mailbox
 from tritonllm.dist.watch import Watch, WorkerError, kill
 from tritonllm.engine.plan import StepPlan
@@ -83,7 +84,12 @@ class SpawnedRanks(Ranks):
 
     def join(self, device: torch.device) -> Group:
         self.watch.await_coming()
-        group = connect(self._store, 0, self._size, device, timeout=START_PATIENCE, local=True)
+        group = connect(
+            *(self._store, 0, self._size, device),
+            timeout=START_PATIENCE,
+            local=True,
+            peers=not self._config.parallel.disable_custom_all_reduce,
+        )
         self._met.append(group)
         return group
 

@@ -12,13 +12,16 @@ import logging
 import multiprocessing.util
 import os
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tritonllm import env
 from tritonllm.config import EngineConfig
-from tritonllm.dist.group import Group, connect
+from tritonllm.dist.connect import connect
+from tritonllm.dist.group import Group
 from tritonllm.dist.watch import WorkerError
 from tritonllm.engine.executor import GroupExecutor
 from tritonllm.engine.ranks import Executor, Ranks
@@ -71,13 +74,23 @@ class LaunchedRanks(Ranks):
                 f"them the same, as in torchrun --nproc-per-node {size}"
             )
         self._place, self._patience = place, config.step_timeout
+        self._peers = not config.parallel.disable_custom_all_reduce
         self._finalizer: multiprocessing.util.Finalize | None = None
 
+    def meet(self) -> Any:
+        """A store of torch.distributed that all ranks reach."""
+        return next(dist.rendezvous("env://"))[0]
+
     def join(self, device: torch.device) -> Group:
-        store, rank, size = next(dist.rendezvous("env://"))
+        store, rank, size = self.meet(), self._place.rank, self._place.size
         wired = connect(dist.PrefixStore("steps", store), rank, size, CPU, timeout=IDLE, local=False)
         self._store, self.wire = store, Wire(wired)  # what ends with the store, ends with this rank
-        group = connect(dist.PrefixStore("model", store), rank, size, device, timeout=START_PATIENCE, local=False)
+        group = connect(
+            *(dist.PrefixStore("model", store), rank, size, device),
+            timeout=START_PATIENCE,
+            local=False,
+            peers=self._peers,
+        )
         self._group = group
         if rank == 0:
             self._finalizer = multiprocessing.util.Finalize(
@@ -105,15 +118,20 @@ class LaunchedRanks(Ranks):
         WorkerError: a collective broke, which is another rank's doing.
         """
         if isinstance(error, RuntimeError):
-            if self._finalizer is not None:
-                self._finalizer.cancel()  # a rank that has stopped would not take the farewell
+            self._no_farewell()
             raise WorkerError(f"a rank of the launcher failed: its own output says why ({error})") from error
 
-    def follow(self, config: EngineConfig) -> None:
-        """What a rank other than 0 does."""
+    def _no_farewell(self) -> None:
+        """A rank that has stopped would not take it."""
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+
+    def follow(self, config: EngineConfig, started: Callable[[], object] = lambda: None) -> None:
+        """What a rank other than 0 does; ``started`` is called when it is ready."""
         runner, _, group = load_rank(config, self.join, self._place.local_rank)
         group.limit(self._patience)
         MONITOR.serving = True
+        started()
         while message := self.wire.receive():
             runner.run(pickle.loads(message))
         group.shut()

@@ -43,7 +43,12 @@ class Ranks:
     """The other ranks of an engine, from its start on; here there are none (``uni``).
 
     A context: what breaks it off ends them.
+
+    Attributes:
+        device_index: which of this machine's GPUs is this rank's, once they have begun.
     """
+
+    device_index = 0
 
     def begin(self) -> None:
         """Start them; they load while this rank does."""

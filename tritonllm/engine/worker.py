@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from tritonllm.config import EngineConfig
-from tritonllm.dist.group import Group, connect
+from tritonllm.dist.connect import connect
+from tritonllm.dist.group import Group
 from tritonllm.dist.mailbox import Mailbox
 from tritonllm.dist.watch import TICK, Report, parent_watch
 from tritonllm.engine.runner import ModelRunner
@@ -44,10 +45,10 @@ class Place(NamedTuple):
     size: int
     port: int
 
-    def join(self, device: torch.device) -> Group:
-        """Meet the others."""
+    def join(self, device: torch.device, *, peers: bool) -> Group:
+        """Meet the others; ``peers`` as in :func:`~tritonllm.dist.group.connect`."""
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
-        return connect(store, self.rank, self.size, device, timeout=START_PATIENCE, local=True)
+        return connect(store, self.rank, self.size, device, timeout=START_PATIENCE, local=True, peers=peers)
 
 
 def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Connection) -> None:
@@ -67,7 +68,7 @@ def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Co
 
         def join(device: torch.device) -> Group:
             reports.send(Report())
-            return place.join(device)
+            return place.join(device, peers=not config.parallel.disable_custom_all_reduce)
 
         runner, device, group = load_rank(config, join, place.rank)
         gc.collect()
@@ -78,8 +79,7 @@ def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Co
         group.shut()
     except BaseException as error:
         logger.debug("rank %d failed", place.rank, exc_info=True)
-        invalid = isinstance(error, ValueError) and not ready
-        reports.send(Report(_said(error, invalid), invalid=invalid, followed=_lost_a_peer(error)))
+        reports.send(report_of(error, ready))
         os._exit(1)  # without waiting for collectives that nobody will join
 
 
@@ -96,8 +96,11 @@ def _beat(mailbox: Mailbox, reader: int) -> None:
         time.sleep(TICK)
 
 
-def _said(error: BaseException, invalid: bool) -> str:
-    return str(error) if invalid else f"{type(error).__name__}: {error}"
+def report_of(error: BaseException, ready: bool) -> Report:
+    """What a rank says of what ends it, before or after it was ready."""
+    invalid = isinstance(error, ValueError) and not ready
+    text = str(error) if invalid else f"{type(error).__name__}: {error}"
+    return Report(text, invalid=invalid, followed=_lost_a_peer(error))
 
 
 def _lost_a_peer(error: BaseException) -> bool:

@@ -18,8 +18,9 @@ does what it says. A kernel knows what it can take along and for which sizes tha
 :mod:`~tritonllm.kernels.dense.medium`); it is asked here and nowhere else.
 
 Tensor parallelism is a trait of a layer: a rank's part of a result is not added to the stream, so it is pending until
-the block that follows sums it up and enters. Adapters and narrow weights have their place here too: each will be a
-trait, which :func:`plan_step` turns into another way to add or to normalise.
+the block that follows sums it up and enters. Up to so many rows as the ranks' GPUs can write to each other's memory
+faster than NCCL (:attr:`Limits.summed`), that is one launch with the addition and the norm. Adapters and narrow weights
+have their place here too: each will be a trait, which :func:`plan_step` turns into another way to add or to normalise.
 """
 
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class NormBy(Enum):
 
     ALONE = auto()  # a launch of its own
     ADDITION = auto()  # the launch that adds what is pending; without a norm, what is pending is only added
+    SUM = auto()  # as ADDITION; where ranks have parts of what is pending, the same launch sums them up first
     PRODUCT = auto()  # the block's first product, or its router
     BEFORE = auto()  # what added to the stream before has begun the norm or computed it
 
@@ -141,15 +143,17 @@ class Limits:
         few: most rows of which products normalise first and add to the stream; -1 for none, as on the CPU.
         medium: rows of which products begin norms and end them.
         routed: most rows, times elements of the router, of which norm and router are one launch.
+        summed: most rows of which the launch that sums up the ranks' parts adds and normalises; -1 for none.
     """
 
     few: int = -1
     medium: range = range(0)
     routed: int = MAX_ROUTED_AT_ONCE
+    summed: int = -1
 
     @classmethod
-    def of(cls, device: torch.device) -> "Limits":
-        return cls(-1 if device.type == "cpu" else MAX_M, rows_that_begin_norms(device))
+    def of(cls, device: torch.device, summed: int = -1) -> "Limits":
+        return cls(-1 if device.type == "cpu" else MAX_M, rows_that_begin_norms(device), summed=summed)
 
 
 def few_rows(x: torch.Tensor) -> bool:
@@ -192,16 +196,24 @@ def plan_step(layers: Sequence[LayerTraits], limits: Limits, rows: int, wanted: 
         plan = _plan_layer(layer, limits, rows, wanted if last else None, handed, last)
         plans.append(plan)
         handed = _handed_on(layer, plan)
-    return FusionPlan(tuple(plans), NormBy.ADDITION if handed is _Handed.ADDEND else NormBy.ALONE)
+    if handed is not _Handed.ADDEND:
+        return FusionPlan(tuple(plans), NormBy.ALONE)
+    return FusionPlan(tuple(plans), _by_addition(layers[-1], limits, rows if wanted is None else wanted))
+
+
+def _by_addition(layer: LayerTraits, limits: Limits, rows: int) -> NormBy:
+    """What adds what a layer left pending, and normalises."""
+    return NormBy.SUM if layer.partial and layer.rms and rows <= limits.summed else NormBy.ADDITION
 
 
 def _plan_layer(
     layer: LayerTraits, limits: Limits, rows: int, wanted: int | None, handed: _Handed, last: bool
 ) -> LayerPlan:
-    if layer.partial:
-        enter = NormBy.ADDITION if handed is _Handed.ADDEND else NormBy.ALONE
-        return LayerPlan(enter, AddBy.LATER, NormBy.ALONE if layer.parallel else NormBy.ADDITION, AddBy.LATER)
     kept = rows if wanted is None else wanted
+    if layer.partial:
+        enter = _by_addition(layer, limits, rows) if handed is _Handed.ADDEND else NormBy.ALONE
+        between = NormBy.ALONE if layer.parallel else _by_addition(layer, limits, kept)
+        return LayerPlan(enter, AddBy.LATER, between, AddBy.LATER)
     # a product that begins a norm has the rows of the one that ends it; a norm that is computed need not be ended
     medium = layer.begins_norms and wanted is None and rows in limits.medium and handed is not _Handed.NORMED
     few = not medium and layer.sequential and kept <= limits.few
@@ -235,23 +247,33 @@ class FusionPlanner:
     Args:
         layers: from the first to the last.
         limits: ``None`` asks the device of the first step.
+        summed: without limits, theirs (:attr:`Limits.summed`).
     """
 
-    def __init__(self, layers: Sequence[LayerTraits], limits: Limits | None = None) -> None:
+    def __init__(self, layers: Sequence[LayerTraits], limits: Limits | None = None, summed: int = -1) -> None:
         self.layers = tuple(layers)
-        self._limits = limits
+        self._limits, self._summed = limits, summed
+        self._partial = any(layer.partial for layer in layers)
         self._plans: dict[tuple[Sequence[int], int, int | None], FusionPlan] = {}
 
     def plan(self, running: Sequence[int], rows: int, wanted: int | None, device: torch.device) -> FusionPlan:
         """The plan of a step of so many ``rows``, of which so many are ``wanted``, through the layers at ``running``
         (hashable), on ``device``."""
-        limits = self._limits = self._limits or Limits.of(device)
+        limits = self._limits = self._limits or Limits.of(device, self._summed)
         # beyond its limits, a step's plan depends on its size no more: few plans are kept
-        rows = min(rows, max(limits.few + 1, limits.medium.stop))
-        if wanted is not None:
-            wanted = min(wanted, limits.few + 1)
+        if self._partial:
+            rows = _beyond(rows, limits.summed)
+            wanted = None if wanted is None else _beyond(wanted, limits.summed)
+        else:
+            rows = min(rows, max(limits.few + 1, limits.medium.stop))
+            wanted = None if wanted is None else min(wanted, limits.few + 1)
         key = running, rows, wanted
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = plan_step([self.layers[place] for place in running], limits, rows, wanted)
         return plan
+
+
+def _beyond(rows: int, limit: int) -> int:
+    """The number of rows that stands for all up to the limit, or for all beyond it."""
+    return 0 if rows <= limit else limit + 1

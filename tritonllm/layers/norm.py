@@ -11,6 +11,7 @@ from torch import nn
 
 from tritonllm.dist.group import Group
 from tritonllm.kernels import elementwise as kernels
+from tritonllm.kernels.collective import AddedNorm
 from tritonllm.kernels.elementwise import cpu
 from tritonllm.kernels.elementwise.norm import add_and_normalize, normalize
 from tritonllm.kernels.runtime.registry import runs_in_torch
@@ -81,6 +82,11 @@ class Norm(nn.Module):
         if out is None and self._of_rows and runs_in_torch(x):
             return self._in_torch(x)
         return normalize(x, self._arguments(), out)
+
+    def after_adding(self, residual: torch.Tensor, x_scale: float) -> AddedNorm:
+        """This RMS norm of a stream, as a sum over ranks takes it along. Arguments as in :meth:`forward`."""
+        assert self.weight is not None and self.spec.kind == "rms"
+        return AddedNorm(residual, self.weight, self.spec.eps, self.spec.weight_offset, x_scale)
 
     def normalize_over(self, group: Group, x: torch.Tensor) -> None:
         """Normalise rows of which each rank has a part, ``x[T, size]``, in place.

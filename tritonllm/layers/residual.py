@@ -5,9 +5,9 @@ adding and which the norm is planned (:mod:`tritonllm.layers.fusion`), so two th
 not added yet, or a norm that the launch which added has begun or computed for the block that follows.
 
 With tensor parallelism a block's result is a rank's part of a sum, which is pending, too: what adds it sums it up over
-the ranks first. Two parallel blocks are summed up once. No block sees that. (The launch that sums up, adds and
-normalises at once will be another way to enter.) What else will be pending here is an adapter's part of a block's last
-product: one more thing that an :class:`Addend` brings along.
+the ranks first, or one launch sums up, adds and normalises. Two parallel blocks are summed up once. No block sees that.
+What else will be pending here is an adapter's part of a block's last product: one more thing that an :class:`Addend`
+brings along.
 """
 
 from __future__ import annotations
@@ -74,15 +74,19 @@ class Stream:
             return given
         if by is NormBy.PRODUCT:
             return BlockInput(self.rows, norm)
-        if by is NormBy.ADDITION:
+        if by in (NormBy.ADDITION, NormBy.SUM):
             addend, self._addend = self._addend, None
+            partial, self._partial = self._partial, False
             assert addend is not None
-            if self._partial:
-                addend, self._partial = self._group.all_reduce(addend), False
-            if norm is None:
-                self.rows.add_(addend, alpha=self._scale)
-                return BlockInput(self.rows)
-            normed, _ = norm(addend, self.rows, self._scale)
+            if partial and by is NormBy.SUM and norm is not None:
+                normed = self._group.add_norm(addend, norm.after_adding(self.rows, self._scale))
+            else:
+                if partial:
+                    addend = self._group.all_reduce(addend)
+                if norm is None:
+                    self.rows.add_(addend, alpha=self._scale)
+                    return BlockInput(self.rows)
+                normed, _ = norm(addend, self.rows, self._scale)
         elif norm is None:
             return BlockInput(self.rows)
         else:

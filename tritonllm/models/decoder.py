@@ -168,7 +168,8 @@ class Decoder(nn.Module):
         self.classifier = None if spec.head is None else Head(spec.head.dense, dtype=dtype, device=device)
         specs = [layer.attention for layer in spec.layers]
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
-        self.fusion = FusionPlanner([layer.traits for layer in layers])
+        group.reserve(spec.hidden_size, dtype)
+        self.fusion = FusionPlanner([layer.traits for layer in layers], summed=group.fused_rows)
         self._tables, self._table_of_layer = _rope_tables(spec, max_model_len, device)
         self._running: range | tuple[int, ...] = range(spec.num_layers)
 

@@ -1,0 +1,171 @@
+"""Memory of this GPU that the other ranks of the machine write to, and theirs that this one writes to.
+
+Each rank allocates a piece, exports a handle of it, and opens those of the others (CUDA driver API, "Inter-Process
+Communication"). The driver's library is called directly: torch shares tensors by the same handles, but counts
+references between processes, of which some may be killed; and its symmetric memory (2.11) numbers meetings by process,
+so that one which leads a second group of new ranks would wait for ever.
+"""
+
+import ctypes
+import socket
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tritonllm.dist.group import ConnectedGroup
+
+HANDLE_BYTES = 64
+LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refused; the message has its reason."""
+
+
+class Driver(Protocol):
+    """What is asked of a GPU's driver. All but :meth:`give_back` raise :class:`DriverError`."""
+
+    def allocate(self, nbytes: int, word: int) -> int:
+        """The address of so many bytes, all of them the 32-bit ``word``."""
+
+    def export(self, address: int) -> bytes:
+        """What another process opens."""
+
+    def open(self, handle: bytes) -> int:
+        """The address of another process's memory."""
+
+    def give_back(self, own: int | None, opened: Sequence[int]) -> None:
+        """Memory of this process, and of others."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]  # noqa: RUF012 (as ctypes wants it)
+
+
+class CudaDriver:
+    """The functions of libcuda that are needed, on one device.
+
+    Raises:
+        OSError: there is no such library.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._device = device
+
+    def allocate(self, nbytes: int, word: int) -> int:
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        self._call("cuMemsetD32_v2", address, ctypes.c_uint32(word), ctypes.c_size_t(nbytes // 4))
+        self._call("cuCtxSynchronize")
+        return address.value
+
+    def export(self, address: int) -> bytes:
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        address, given = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
+        return address.value
+
+    def give_back(self, own: int | None, opened: Sequence[int]) -> None:
+        try:
+            for address in opened:
+                self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+            if own is not None:
+                self._call("cuMemFree_v2", ctypes.c_uint64(own))
+        except DriverError:  # a kernel has failed before: then nothing can be given back, nor is needed any more
+            pass
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream()  # torch has made the device's context the current one
+            code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+
+
+class Offer(NamedTuple):
+    """What a rank tells the others, as 64-bit integers.
+
+    Attributes:
+        alike: a number of what must be the same on all ranks, this machine above all; 0 if it has no memory to offer.
+        handle: of its memory.
+    """
+
+    alike: int = 0
+    handle: bytes = bytes(HANDLE_BYTES)
+
+    def words(self) -> list[int]:
+        return [self.alike, *memoryview(self.handle).cast("q").tolist()]
+
+    @classmethod
+    def of_words(cls, words: Sequence[int]) -> "Offer":
+        return cls(words[0], b"".join(word.to_bytes(8, "little", signed=True) for word in words[1:]))
+
+
+def number_of(shape: Sequence[int]) -> int:
+    """Of this machine since it was started, and of ``shape``; never 0."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text() if boot.exists() else socket.gethostname()
+    return zlib.crc32(f"{name} {list(shape)}".encode()) + 1
+
+
+class PeerMemory:
+    """A piece of memory on each rank. It is given back when nobody holds this any more, or at the process's end.
+
+    Attributes:
+        addresses: of each rank's piece, as this process sees them.
+    """
+
+    def __init__(self, driver: Driver, addresses: Sequence[int], rank: int) -> None:
+        self.addresses = tuple(addresses)
+        opened = [address for other, address in enumerate(addresses) if other != rank]
+        weakref.finalize(self, driver.give_back, addresses[rank], opened).atexit = False
+
+
+def share_memory(
+    group: ConnectedGroup, make_driver: Callable[[], Driver], nbytes: int, word: int, shape: Sequence[int]
+) -> PeerMemory | str:
+    """Share ``nbytes`` of each rank's GPU; all ranks call it.
+
+    Args:
+        make_driver: raises ``OSError`` where there is none.
+        word: 32 bits with which the memory is filled.
+        shape: what must be the same on all ranks, besides the machine.
+
+    Returns:
+        The memory, once all ranks have theirs; or, on all of them, why there is none, as far as this rank knows.
+    """
+    driver: Driver | None = None
+    own, offer, problem = None, Offer(), "another rank could not"
+    opened: list[int] = []
+    try:
+        driver = make_driver()
+        own = driver.allocate(nbytes, word)
+        offer = Offer(number_of(shape), driver.export(own))
+    except (OSError, DriverError) as error:
+        problem = str(error)
+    offers = [Offer.of_words(words) for words in group.exchange(offer.words())]
+    if driver is not None and offer.alike:
+        if any(other.alike not in (0, offer.alike) for other in offers):
+            problem = "not all ranks are on one machine and on GPUs of one kind"
+        elif all(other.alike for other in offers):
+            try:
+                opened += (driver.open(other.handle) for rank, other in enumerate(offers) if rank != group.rank)
+            except DriverError as error:
+                problem = str(error)
+    if group.least(int(len(opened) == group.size - 1)):
+        assert driver is not None and own is not None
+        return PeerMemory(driver, [*opened[: group.rank], own, *opened[group.rank :]], group.rank)
+    if driver is not None:
+        driver.give_back(own, opened)
+    return problem

@@ -1,0 +1,113 @@
+"""Ranks of one machine whose GPUs write to each other's memory: sums of rows are our own kernels'.
+
+The kernels (:mod:`tritonllm.kernels.collective`) send a part straight into the other ranks' inboxes, and add to the
+residual stream and normalise in the same launch. What they do not take (other shapes and dtypes, more bytes than pay)
+is left to NCCL, as all other collectives are. Every rank decides the same, by the shape.
+
+A kernel that waits for a rank that has died would wait for ever, as NCCL's do until their communicator is aborted. So
+it looks at a word in this process's memory now and then, which :meth:`SymmetricGroup.shut` writes: the watch over the
+ranks calls that when one fails (:mod:`tritonllm.dist.watch`), and a rank whose parent has died ends its process.
+"""
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+
+from tritonllm.dist.group import ConnectedGroup
+from tritonllm.dist.peer_memory import CudaDriver, Driver, PeerMemory, share_memory
+from tritonllm.kernels.collective import AddedNorm, Inbox, Layout, layout_for, sum_rows
+from tritonllm.kernels.runtime.chip import processors
+
+logger = logging.getLogger(__name__)
+EMPTY_WORD = {2: 0x80008000, 4: 0x80000000}  # 32 bits of an empty inbox, by an element's bytes
+
+
+class Reach(NamedTuple):
+    """Up to how many bytes of rows a way to sum them up is the fastest; NCCL's is beyond.
+
+    Attributes:
+        one_shot: of the way in which all ranks get all parts.
+        two_shot: of the way in which one rank sums up a row; 0 if it never is.
+    """
+
+    one_shot: int
+    two_shot: int = 0
+
+    @property
+    def most(self) -> int:
+        return max(self)
+
+
+# By number of ranks; python -m bench.all_reduce measures them. Nobody sums up in two shots before that way has been
+# measured on more than two GPUs: on two H200s it stood still for 2.5 ms between 1 and 2 MiB, and nothing explains it yet.
+REACH = {2: Reach(one_shot=8 << 20)}
+FURTHER = Reach(one_shot=256 << 10)
+
+
+class SymmetricGroup(ConnectedGroup):
+    """A rank that reaches the memory of the others.
+
+    Args:
+        backend, device: as for :class:`~tritonllm.dist.group.ConnectedGroup`, with NCCL.
+        reach: by default what was measured for so many ranks.
+    """
+
+    def __init__(self, backend: Any, device: torch.device, reach: Reach | None = None) -> None:
+        super().__init__(backend, device)
+        self.reach = REACH.get(self.size, FURTHER) if reach is None else reach
+        self._inbox: Inbox | None = None
+        self._memory: PeerMemory | None = None
+        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._stopping = self._stop.numpy()  # to be written without torch, by any thread
+
+    @property
+    def inbox(self) -> Inbox | None:
+        """This rank's, once there is one."""
+        return self._inbox
+
+    def reserve(self, columns: int, dtype: torch.dtype) -> None:
+        layout = layout_for(columns, dtype, self.size, processors(self._device))
+        if self._inbox is not None and self._inbox.layout == layout:
+            return
+        shape = columns, dtype.itemsize, self.size, layout.programs, layout.slots
+        found = share_memory(self, self._driver, layout.nbytes, EMPTY_WORD[dtype.itemsize], shape)
+        if isinstance(found, str):
+            logger.warning("sums over the ranks are left to NCCL: the GPUs do not share memory (%s)", found)
+            return
+        self._memory, self._inbox = found, self._inbox_in(found, layout)
+
+    def _inbox_in(self, memory: PeerMemory, layout: Layout) -> Inbox:
+        links = torch.tensor([*memory.addresses, self._stop.data_ptr()], dtype=torch.int64, device=self._device)
+        turns = torch.zeros(layout.programs, dtype=torch.int32, device=self._device)
+        return Inbox(layout, self.rank, links, turns)
+
+    def _driver(self) -> Driver:
+        return CudaDriver(self._device)
+
+    @property
+    def fused_rows(self) -> int:
+        return -1 if self._inbox is None else self.reach.most // self._inbox.layout.row_bytes
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        inbox = self._inbox
+        if inbox is not None and _takes(inbox.layout, x) and len(x) <= self.fused_rows:
+            sum_rows(x, inbox, None, x, two_shot=self._in_two(x))
+            return x
+        return super().all_reduce(x)
+
+    def add_norm(self, part: torch.Tensor, added: AddedNorm) -> torch.Tensor:
+        assert self._inbox is not None and _takes(self._inbox.layout, part)
+        sum_rows(part, self._inbox, added, part, two_shot=self._in_two(part))
+        return part
+
+    def _in_two(self, x: torch.Tensor) -> bool:
+        return x.numel() * x.itemsize > self.reach.one_shot
+
+    def shut(self) -> None:
+        self._stopping[0] = 1
+        super().shut()
+
+
+def _takes(layout: Layout, x: torch.Tensor) -> bool:
+    return x.dim() == 2 and x.shape[1] == layout.columns and x.dtype == layout.dtype and x.stride(1) == 1

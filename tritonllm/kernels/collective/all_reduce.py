@@ -1,0 +1,344 @@
+"""Sums over the ranks of one machine, alone or with what follows in a decoder: the residual addition and its RMSNorm.
+
+``one_shot``: every rank sends its part to all ranks, and each adds them all up. One write to another GPU is all that
+few rows wait for. ``two_shot``: a row's parts go to one of the ranks, which adds them up and sends the sum to all: with
+n ranks a rank sends 2 (n - 1) / n of the rows instead of n - 1 times all of them, but waits twice. Two ranks send the
+same in either way. How data arrives is the subject of :mod:`tritonllm.kernels.collective.inbox`.
+
+All ranks get the same bits: they add in the order of the ranks, in float32, and round once to the dtype of the parts.
+The addition and the norm round as :func:`~tritonllm.kernels.fused_add_rms_norm` does.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels import fused_add_rms_norm_ref
+from tritonllm.kernels.collective.inbox import EMPTY, Inbox
+from tritonllm.kernels.elementwise import check_affine
+from tritonllm.kernels.runtime.checks import check_tensor
+from tritonllm.kernels.runtime.chip import on_amd
+from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+
+# Tries between two looks at the word that ends waiting: it is in the host's memory, and a look takes microseconds.
+LOOK = tl.constexpr(128)
+
+
+class Stages(NamedTuple):
+    """What a launch does: all of it, but for tests whose ranks take turns in one process."""
+
+    sends: bool = True
+    sums: bool = True  # of a two-shot
+    finishes: bool = True
+
+
+class AddedNorm(NamedTuple):
+    """What a sum is added to, and the norm of that.
+
+    Attributes:
+        residual: ``[rows, columns]``, gets the sum.
+        weight: ``[columns]``, of the RMS norm.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
+        x_scale: multiplies the sum over the ranks.
+    """
+
+    residual: torch.Tensor
+    weight: torch.Tensor
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+    x_scale: float = 1.0
+
+
+ALL_STAGES = Stages()
+
+
+@triton.jit
+def _inbox_of(links_ptr, rank, BITS: tl.constexpr):
+    """The inbox of a rank, as integers."""
+    return tl.multiple_of(tl.load(links_ptr + rank).to(tl.pointer_type(BITS)), 16)
+
+
+@triton.jit
+def _all_inboxes(links_ptr, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """Those of all ranks: their addresses stay in registers."""
+    found = ()
+    for rank in tl.static_range(SIZE):
+        found = found + (_inbox_of(links_ptr, rank, BITS),)  # type: ignore[assignment]  # noqa: RUF005 (no star in Triton)
+    return found
+
+
+@triton.jit
+def _send_to_all(inboxes, at, b_bits, mask, SIZE: tl.constexpr):
+    for rank in tl.static_range(SIZE):
+        tl.store(inboxes[rank] + at, b_bits, mask=mask)
+
+
+@triton.jit
+def _as_sent(b_x, BITS: tl.constexpr, NOTHING: tl.constexpr):
+    """Elements as their bits, of which none means that nothing has come: -0 is sent as 0."""
+    b_bits = b_x.to(BITS, bitcast=True)
+    return tl.where(b_bits == NOTHING, 0, b_bits).to(BITS)
+
+
+@triton.jit
+def _look(p_parts, mask, SIZE: tl.constexpr, WIDTH: tl.constexpr, NOTHING: tl.constexpr, DTYPE: tl.constexpr):
+    """The sum of a row's parts as they are now, and whether one is missing.
+
+    The loads are volatile: they go past the caches that other GPUs do not write to.
+    """
+    b_sum = tl.zeros(mask.shape, tl.float32)
+    b_missing = tl.zeros(mask.shape, tl.int32)
+    for sender in tl.static_range(SIZE):
+        b_bits = tl.load(p_parts + sender * WIDTH, mask=mask, other=0, volatile=True)
+        b_missing |= (b_bits == NOTHING).to(tl.int32)
+        b_sum += b_bits.to(DTYPE, bitcast=True).to(tl.float32)
+    return b_sum, tl.max(b_missing, axis=0)
+
+
+@triton.jit
+def _receive(
+    p_parts, mask, stop_ptr, SIZE: tl.constexpr, WIDTH: tl.constexpr, NOTHING: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Wait for a row's parts, empty their places, and return their sum, rounded."""
+    b_sum, missing = _look(p_parts, mask, SIZE, WIDTH, NOTHING, DTYPE)
+    tries = 0
+    while missing != 0:
+        b_sum, missing = _look(p_parts, mask, SIZE, WIDTH, NOTHING, DTYPE)
+        tries += 1
+        if tries % LOOK == 0:
+            missing = tl.where(tl.load(stop_ptr, volatile=True) != 0, 0, missing)
+    for sender in tl.static_range(SIZE):
+        tl.store(p_parts + sender * WIDTH, tl.full(mask.shape, NOTHING, p_parts.dtype.element_ty), mask=mask)
+    return b_sum.to(DTYPE)
+
+
+@triton.jit
+def _finish(
+    b_sum,
+    b_residual,
+    b_weight,
+    p_residual,
+    p_weight,
+    p_out,
+    mask,
+    N,
+    eps,
+    weight_offset,
+    x_scale,
+    ADDS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Add to the residual stream and normalise, or only store."""
+    if ADDS:
+        if not EARLY:
+            b_residual = tl.load(p_residual, mask=mask, other=0.0)
+            b_weight = tl.load(p_weight, mask=mask, other=0.0)
+        b_added = (b_sum.to(tl.float32) * x_scale + b_residual.to(tl.float32)).to(b_residual.dtype)
+        tl.store(p_residual, b_added, mask=mask)
+        b_row = b_added.to(tl.float32)
+        b_rstd = tl.rsqrt(tl.sum(b_row * b_row, axis=0) / N + eps)
+        b_row = b_row * b_rstd * (b_weight.to(tl.float32) + weight_offset)
+        tl.store(p_out, b_row.to(p_out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(p_out, b_sum, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank", "rows", "most_programs", "slots"])
+def _all_reduce_kernel(
+    x_ptr,  # [rows, N], this rank's part
+    residual_ptr,  # [rows, N], read and written if ADDS
+    weight_ptr,  # [N], read if ADDS
+    out_ptr,  # [rows, N], may be x
+    links_ptr,  # [SIZE + 1] int64
+    turns_ptr,  # [most_programs] int32
+    rank,
+    rows,
+    N,
+    eps,
+    weight_offset,
+    x_scale,
+    stride_x,
+    stride_residual,
+    stride_out,
+    most_programs,
+    slots,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ADDS: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    NOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,  # residual and weights have registers to wait in
+    SENDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    FINISHES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    BITS: tl.constexpr = tl.int32 if DTYPE.primitive_bitwidth == 32 else tl.int16
+    PLACES: tl.constexpr = (SIZE + 1) * WIDTH  # of a row: for each sender's part, and for the sum
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    # No kernel in flight writes these. The turn is only brought near: weights have pushed it out of the cache.
+    stop_ptr = tl.load(links_ptr + SIZE).to(tl.pointer_type(tl.int32))
+    p_mine = _inbox_of(links_ptr, rank, BITS)
+    inboxes = _all_inboxes(links_ptr, SIZE, BITS)
+    b_weight = tl.load(weight_ptr + cols, mask=mask, other=0.0) if ADDS and EARLY else cols
+    tl.load(turns_ptr + program, volatile=True)
+    wait_for_previous(PDL)
+    turn = tl.load(turns_ptr + program, volatile=True)
+    mine = (turn.to(tl.int64) * most_programs + program) * (slots * PLACES)  # where this program's begin
+    if SENDS:
+        for row in range(program, rows, programs):
+            slot = mine + row // programs * PLACES + cols
+            b_x = tl.load(x_ptr + tl.cast(row, tl.int64) * stride_x + cols, mask=mask, other=0.0)
+            b_bits = _as_sent(b_x, BITS, NOTHING)
+            if TWO_SHOT:
+                p_owner = _inbox_of(links_ptr, row % SIZE, BITS)
+                tl.store(p_owner + slot + rank * WIDTH, b_bits, mask=mask)
+            else:
+                _send_to_all(inboxes, slot + rank * WIDTH, b_bits, mask, SIZE)
+    let_next_start(PDL)
+    if TWO_SHOT and SUMS:
+        for row in range(program, rows, programs):
+            if row % SIZE == rank:
+                slot = mine + row // programs * PLACES + cols
+                b_sum = _receive(p_mine + slot, mask, stop_ptr, SIZE, WIDTH, NOTHING, DTYPE)
+                b_bits = _as_sent(b_sum, BITS, NOTHING)
+                _send_to_all(inboxes, slot + SIZE * WIDTH, b_bits, mask, SIZE)
+    if FINISHES:
+        for row in range(program, rows, programs):
+            slot = mine + row // programs * PLACES + cols
+            p_residual = residual_ptr + tl.cast(row, tl.int64) * stride_residual + cols
+            b_residual = tl.load(p_residual, mask=mask, other=0.0) if ADDS and EARLY else cols
+            if TWO_SHOT:
+                b_sum = _receive(p_mine + slot + SIZE * WIDTH, mask, stop_ptr, 1, WIDTH, NOTHING, DTYPE)
+            else:
+                b_sum = _receive(p_mine + slot, mask, stop_ptr, SIZE, WIDTH, NOTHING, DTYPE)
+            p_out = out_ptr + tl.cast(row, tl.int64) * stride_out + cols
+            pointers = p_residual, weight_ptr + cols, p_out
+            numbers = N, eps, weight_offset, x_scale
+            _finish(b_sum, b_residual, b_weight, *pointers, mask, *numbers, ADDS, EARLY)
+        tl.store(turns_ptr + program, 1 - turn)
+
+
+def sum_rows(
+    x: torch.Tensor,
+    inbox: Inbox,
+    added: AddedNorm | None,
+    out: torch.Tensor,
+    *,
+    two_shot: bool = False,
+    stages: Stages = ALL_STAGES,
+) -> None:
+    """:func:`all_reduce` without its checks: a layer's rows fit in every step.
+
+    Args:
+        stages: for tests.
+    """
+    layout = inbox.layout
+    for start in range(0, len(x), layout.rows):
+        _launch(x, inbox, added, out, two_shot, stages, slice(start, start + layout.rows))
+
+
+def _launch(
+    x: torch.Tensor,
+    inbox: Inbox,
+    added: AddedNorm | None,
+    out: torch.Tensor,
+    two_shot: bool,
+    stages: Stages,
+    part: slice,
+) -> None:
+    layout = inbox.layout
+    x, out = x[part], out[part]
+    residual, weight, eps, offset, x_scale = (x, x, 0.0, 0.0, 1.0) if added is None else added
+    residual = residual if added is None else residual[part]
+    programs = min(len(x), layout.programs)
+    _all_reduce_kernel[(programs,)](
+        x,
+        residual,
+        weight,
+        out,
+        inbox.links,
+        inbox.turns,
+        inbox.rank,
+        len(x),
+        layout.columns,
+        eps,
+        offset,
+        x_scale,
+        x.stride(0),
+        residual.stride(0),
+        out.stride(0),
+        layout.programs,
+        layout.slots,
+        SIZE=layout.size,
+        WIDTH=layout.width,
+        ADDS=added is not None,
+        TWO_SHOT=two_shot,
+        NOTHING=EMPTY[layout.dtype.itemsize],
+        BLOCK=layout.block,
+        EARLY=layout.block <= 256 * layout.num_warps,
+        SENDS=stages.sends,
+        SUMS=stages.sums,
+        FINISHES=stages.finishes,
+        num_warps=layout.num_warps,
+        **({} if on_amd(x.device) else {"maxnreg": layout.registers}),
+        **dependent_launch(x.device),
+    )
+
+
+def all_reduce(
+    x: torch.Tensor,
+    inbox: Inbox,
+    *,
+    added: AddedNorm | None = None,
+    out: torch.Tensor | None = None,
+    two_shot: bool = False,
+) -> torch.Tensor:
+    """The sum of all ranks' ``x``, or the RMS norm of a residual stream that it is added to.
+
+    All ranks call it with tensors of the same shapes, one call after the other on one stream; a captured graph may hold
+    it. Nothing is waited for on the host. (No operator of torch: what it reads is other processes' memory.)
+
+    Args:
+        x: ``[rows, columns]`` of the inbox's dtype, this rank's part; contiguous in the last dimension.
+        inbox: this rank's.
+        added: the residual stream, ``[rows, columns]``, to which the sum is added in place, and its norm.
+        out: ``[rows, columns]`` for the sum or, with ``added``, the norm; by default ``x`` itself.
+        two_shot: each row is summed up on one rank; else on all.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device, or rows that are not contiguous.
+    """
+    layout = inbox.layout
+    out = x if out is None else out
+    check_tensor("x", x, [None, layout.columns], dtype=layout.dtype)
+    check_tensor("out", out, x.shape, dtype=layout.dtype, like=x)
+    if added is not None:
+        check_tensor("residual", added.residual, x.shape, like=x)
+        check_affine("weight", added.weight, x)
+    sum_rows(x, inbox, added, out, two_shot=two_shot)
+    return out
+
+
+def all_reduce_ref(parts: Sequence[torch.Tensor], *, added: AddedNorm | None = None) -> torch.Tensor:
+    """What :func:`all_reduce` gives on every rank, in plain torch, from the parts of all of them."""
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    total = total.to(parts[0].dtype)
+    if added is None:
+        return total
+    residual, weight, eps, offset, x_scale = added
+    return fused_add_rms_norm_ref(total, residual, weight, eps, weight_offset=offset, x_scale=x_scale)[0]

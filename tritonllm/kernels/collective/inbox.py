@@ -1,0 +1,128 @@
+"""Where a rank receives what the others send: its inbox, a piece of its GPU's memory that all ranks write to.
+
+Data is its own signal. An element that has not come yet is a negative zero, which nobody sends: who waits reads until
+there is none left, so there are no flags, no barriers and no fences, and a sum takes as long as one write to another
+GPU. (The Lamport protocol of NVIDIA's TensorRT-LLM, "Speed up Inference with Custom AllReduce", 2024; the sentinel is
+theirs, too. NCCL's LL protocol sends a flag with each word instead.)
+
+A program, number p of a launch, exchanges only with the programs of that number on the other ranks, through places of
+their own, of which there are two sets; ``turns[p]`` says which one it takes, and it changes to the other with each
+launch. What a program has read it empties at once. That suffices:
+
+- A rank that is in launch n has received from all ranks in launch n - 1, so all have begun that one, and so have ended
+  launch n - 2: each of them has emptied the places that launch n writes to.
+- A rank can be ahead of another by one launch, whose places are those of the other set.
+
+``tests/kernels/collective/test_inbox.py`` checks this in all orders in which ranks can take their steps. Launches must
+not overlap on one rank (they are on one stream), and all ranks must launch the same sums.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+CAPACITY = 8 << 20  # bytes of one launch's rows, at least; a longer sum takes several
+MAX_WARPS = 16
+REGISTERS = 65536  # of a processor
+EMPTY = {2: -(2**15), 4: -(2**31)}  # a negative zero, as an integer of so many bytes
+
+
+class Layout(NamedTuple):
+    """How an inbox is divided; the same on all ranks. In elements: ``[2, programs, slots, size + 1, width]``, one
+    place for each sender's row, and one for a row that is a sum already.
+
+    Attributes:
+        columns: of a row.
+        dtype: of its elements; 16 or 32 bits.
+        size: number of ranks.
+        programs: the most that a launch has. All of them fit on the GPU at once.
+        slots: rows of a program.
+    """
+
+    columns: int
+    dtype: torch.dtype
+    size: int
+    programs: int
+    slots: int
+
+    @property
+    def width(self) -> int:
+        """Elements from one row to the next: aligned for the widest loads."""
+        return triton.cdiv(self.columns, 16) * 16
+
+    @property
+    def rows(self) -> int:
+        """The most of one launch."""
+        return self.programs * self.slots
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of an inbox."""
+        return 2 * self.rows * (self.size + 1) * self.width * self.dtype.itemsize
+
+    @property
+    def block(self) -> int:
+        """Elements that a program handles at once: a row."""
+        return triton.next_power_of_2(self.columns)
+
+    @property
+    def num_warps(self) -> int:
+        return warps_of(self.block)
+
+    @property
+    def registers(self) -> int:
+        """The most that a thread may have. Said to the compiler, which else spills some to fit more programs."""
+        return REGISTERS // threads_of(self.block, self.size)
+
+
+class Inbox(NamedTuple):
+    """A rank's inbox, and the way to those of the others.
+
+    Attributes:
+        layout: of all of them.
+        rank: whose this is.
+        links: ``[size + 1]`` int64, addresses: of each rank's inbox (``nbytes`` bytes, of which all elements are
+            negative zeros at first), and of an int32 that is not zero once nobody shall wait any more. It may be in
+            pinned memory of the host.
+        turns: ``[programs]`` int32, zeros at first.
+    """
+
+    layout: Layout
+    rank: int
+    links: torch.Tensor
+    turns: torch.Tensor
+
+
+def warps_of(block: int) -> int:
+    """16 bytes a thread of 16-bit elements, as few rows want; a long row has several of them."""
+    return max(1, min(MAX_WARPS, block // 256))
+
+
+def threads_of(block: int, size: int) -> int:
+    """On a processor. Programs wait for those of other ranks, so all must run at the same time: there are registers
+    for twice as many where each needs no more than 64."""
+    return 1024 if block <= 4096 and size <= 4 else 512
+
+
+def layout_for(columns: int, dtype: torch.dtype, size: int, processors: int) -> Layout:
+    """The layout for sums of ``[rows, columns]``.
+
+    Args:
+        processors: of the GPU.
+
+    Raises:
+        ValueError: the dtype is neither of 16 nor of 32 bits, or a row is too long for one program.
+    """
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+    block = triton.next_power_of_2(columns)
+    if not 1 <= columns <= 1 << 15:
+        raise ValueError(f"columns must be from 1 to {1 << 15}, got {columns}")
+    programs = processors * (threads_of(block, size) // (32 * warps_of(block)))
+    slots = max(1, CAPACITY // (programs * columns * dtype.itemsize))
+    return Layout(columns, dtype, size, programs, slots)
