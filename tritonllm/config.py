@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tritonllm.config_checks import at_least, is_a, names_code, one_of
+from tritonllm.kv_transfer_config import KVTransferConfig as KVTransferConfig
 from tritonllm.parallel_config import EXECUTORS as EXECUTORS
 from tritonllm.parallel_config import ParallelConfig as ParallelConfig
 from tritonllm.pooling_params import PoolerConfig
@@ -30,6 +31,7 @@ _OWN_KWARGS = (
     "disable_cascade_attn",
     "compilation_config",
     "speculative_config",
+    "kv_transfer_config",
     "kernel_cache",
     "step_timeout",
     "enable_sleep_mode",
@@ -229,6 +231,8 @@ class EngineConfig:
         compilation_config: whether ``torch.compile`` compiles the model; :meth:`from_kwargs` takes a mode or a dict.
         speculative_config: how to guess tokens and verify several in a step; :meth:`from_kwargs` takes vLLM's
             dictionary or a string as ``"ngram:4"``. ``None``: one token a step.
+        kv_transfer_config: where blocks of the cache go beyond this engine, and come from; :meth:`from_kwargs` takes
+            vLLM's dictionary or its JSON. ``None``: nowhere.
         kernel_cache: a folder that ``tritonllm precompile`` made: kernels that are there are not compiled.
         step_timeout: seconds that a GPU may take for a step. If it takes longer, the engine raises an error that names
             the step and its requests, where it would wait for ever.
@@ -246,6 +250,7 @@ class EngineConfig:
     disable_cascade_attn: bool = False
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     speculative_config: SpeculativeConfig | None = None
+    kv_transfer_config: KVTransferConfig | None = None
     kernel_cache: str | None = None
     step_timeout: float = 300.0
     enable_sleep_mode: bool = False
@@ -272,6 +277,9 @@ class EngineConfig:
         if self.speculative_config is not None:
             is_a("speculative_config", self.speculative_config, SpeculativeConfig)
             self._check_speculation(self.speculative_config)
+        if self.kv_transfer_config is not None:
+            is_a("kv_transfer_config", self.kv_transfer_config, KVTransferConfig)
+            self._check_transfer()
         if self.kernel_cache is not None:
             is_a("kernel_cache", self.kernel_cache, str)
         makers = self.logits_processors
@@ -280,6 +288,15 @@ class EngineConfig:
         seconds = self.step_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
+
+    def _check_transfer(self) -> None:
+        if not self.cache.kv_offloading_size:
+            raise ValueError(
+                "kv_transfer_config needs kv_offloading_size: blocks come and go through that memory of the host. Give "
+                "it the GiB of the prompts that come at once, or more"
+            )
+        if not self.cache.enable_prefix_caching:
+            raise ValueError("kv_transfer_config needs enable_prefix_caching, which names the blocks: leave that on")
 
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
         if speculative.method == "eagle" and self.parallel.tensor_parallel_size > 1:
@@ -318,6 +335,8 @@ class EngineConfig:
             own["compilation_config"] = CompilationConfig.of(own["compilation_config"])
         if "speculative_config" in own:
             own["speculative_config"] = SpeculativeConfig.of(own["speculative_config"])
+        if "kv_transfer_config" in own:
+            own["kv_transfer_config"] = KVTransferConfig.of(own["kv_transfer_config"])
         return cls(**parts, **own)
 
     @classmethod

@@ -263,13 +263,15 @@ class Present:
 
 
 class Events:
-    """Whoever listens to one engine. False while nobody does."""
+    """Whoever listens to one engine.
+
+    Attributes:
+        heard: whether anybody does. An engine asks several times a step, so it is no method.
+    """
 
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._sinks)
+        self.heard = False
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Call ``sink`` with each event from now on. One that raises is dropped, and the engine goes on.
@@ -278,9 +280,10 @@ class Events:
             What ends the subscription; it may be called twice.
         """
         self._sinks = [*self._sinks, sink]
+        self.heard = True
 
         def unsubscribe() -> None:
-            self._sinks = [other for other in self._sinks if other is not sink]
+            self._drop(sink)
 
         return unsubscribe
 
@@ -290,4 +293,8 @@ class Events:
                 sink(event)
             except Exception:
                 logger.exception("a subscriber of the engine's events failed, and gets no more of them")
-                self._sinks = [other for other in self._sinks if other is not sink]
+                self._drop(sink)
+
+    def _drop(self, sink: Sink) -> None:
+        self._sinks = [other for other in self._sinks if other is not sink]
+        self.heard = bool(self._sinks)

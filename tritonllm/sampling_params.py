@@ -178,7 +178,8 @@ class SamplingParams(VllmSampling):
             continuations share the functions.
         structured_outputs: what the output must look like.
         guided_decoding: the same, under vLLM's older name.
-        extra_args: for batch processors (:class:`tritonllm.engine.processors.BatchLogitsProcessor`).
+        extra_args: for batch processors (:class:`tritonllm.engine.processors.BatchLogitsProcessor`);
+            ``kv_transfer_params`` in it is for the connector that shares the cache (docs/kv-transfer.md).
 
     Raises:
         ValueError: a value outside its range; the message names the parameter.

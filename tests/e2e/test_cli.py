@@ -213,6 +213,13 @@ def test_options_reach_the_engine(llm):
     assert priorities == [-2]
 
 
+def test_a_connector_reaches_the_engine(llm):
+    transfer = '{"kv_connector": "FileStore"}'
+    argv = ["generate", "m", "--prompt", "a", "--kv-offloading-size", "1", "--kv-transfer-config", transfer]
+    assert main(argv, make_llm=llm) == 0
+    assert llm.options == {"kv_offloading_size": 1.0, "kv_transfer_config": transfer}
+
+
 NULL_SCHEMA = {"json": '{"type":"null"}', "disable_any_whitespace": True}
 
 
@@ -310,6 +317,7 @@ def test_a_priority_for_each_prompt(llm):
         (["--num-blocks", "0"], "num_blocks"),
         (["--kv-offloading-size", "-1"], "kv_offloading_size must be a number of GiB"),
         (["--kv-offloading-size", "much"], "kv-offloading-size"),
+        (["--kv-transfer-config", "{}"], "kv_transfer_config: kv_connector is missing"),
         (["--dtype", "int3"], "dtype"),
         (["--speculative", "medusa:3"], "method must be one of ngram"),
         (["--speculative-config", "{}"], "method is missing"),

@@ -193,7 +193,7 @@ def test_every_public_call_recovers_first():
     """So that no line between two calls sees what a broken change left."""
     harmless = ("from_config", "from_engine_args", "tokenizer", "get_tokenizer", "model_config", "model", "subscribe")
     public = [name for name in vars(LLMEngine) if not name.startswith("_") and name not in harmless]
-    calls = ["abort_request", "add_request", "has_unfinished_requests", "picture", "present", "stats", "step"]
+    calls = ["abort_request", "add_request", "has_unfinished_requests", "present", "stats", "step"]
     assert sorted(public) == calls
     source = Path(engine_module.__file__).read_text()
     assert source.count("self._recover()") == len(public)

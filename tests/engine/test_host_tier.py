@@ -233,3 +233,92 @@ def test_without_a_tier_plans_have_no_copies():
     add(scheduler, "a", 9, 12)
     assert scheduler.schedule().transfers is None
     assert step(scheduler) is not None and scheduler.stats.tier.num_host_blocks == 0
+
+
+def test_slots_are_lent_and_come_back():
+    tier = HostTier(6, Rates())
+    labels = stored(tier, [1, 2])
+    tier.done = tier.last
+    tier.begin()
+    lent = tier.lend(9)
+    assert len(lent) == 3 and not set(lent) & set(tier.find(labels))  # half of all, and the free ones first
+    assert tier.lend(1) == []
+    tier.take_back(lent[0], b"came")
+    tier.take_back(lent[1])
+    assert tier.has(b"came") and tier.find([b"came"]) == [lent[0]]
+    again = tier.lend(2)
+    assert again[0] == lent[1] and len(again) == 2
+    tier.take_back(lent[2], labels[0])  # it is here already: the slot is free again
+    tier.take_back(again[0], b"more")
+    tier.take_back(again[1])
+    assert tier.find([*labels, b"came", b"more"]) == [tier.find([name])[0] for name in (*labels, b"came", b"more")]
+    assert tier.stats.num_used_host_blocks == 4
+
+
+def test_a_lent_slot_takes_no_other_block():
+    tier = HostTier(4, Rates())
+    (slot, other) = tier.lend(2)
+    labels = stored(tier, [1, 2, 3, 4])
+    assert sum(map(tier.has, labels)) == 2
+    tier.clear()
+    assert sum(map(tier.has, stored(tier, [5, 6, 7, 8]))) == 2
+    tier.reset()
+    tier.take_back(slot, b"late")
+    assert tier.find([b"late"]) == [slot] and not {slot, other} & set(tier._free)
+
+
+def test_nobody_is_lent_what_a_copy_still_touches():
+    tier = HostTier(4, Rates())
+    stored(tier, [1, 2])  # by batch 1, which is under way
+    touched = set(tier._slot_of.values())
+    assert not set(tier.lend(4)) & touched
+    tier = HostTier(4, Rates())
+    tier.keep(b"1", 1)
+    tier.begin()  # and nothing runs: the store is left for the next batch
+    assert tier.finish(runs=False) is None
+    assert not set(tier.lend(4)) & set(tier._slot_of.values())
+    tier = HostTier(4, Rates())
+    stored(tier, [1, 2])
+    tier.reset()  # batch 1 is still under way
+    assert tier.lend(4) == []
+    tier.done = 1
+    assert len(tier.lend(4)) == 2
+
+
+def test_used_slots_are_lent_once_their_copies_are_done():
+    tier = HostTier(2, Rates())
+    labels = stored(tier, [1, 2])
+    assert tier.lend(1) == []
+    tier.done = 1
+    tier.begin()
+    (slot,) = tier.lend(1)
+    assert [tier.has(label) for label in labels] == [True, False] or slot == 0
+    assert len(tier.find(labels[:1])) + len(tier.find(labels[1:])) == 1
+
+
+def test_what_was_stored_is_told_once_to_whoever_asks():
+    tier = HostTier(4, Rates())
+    stored(tier, [1])
+    assert tier.take_stored() == []  # nobody asks
+    tier.tells = True
+    labels = stored(tier, [2, 3])
+    assert sorted(tier.take_stored()) == sorted((label, *tier.find([label])) for label in labels)
+    assert tier.take_stored() == []
+    assert len(tier._lent) == 2
+    stored(tier, [4])
+    assert tier.take_stored() == []  # half of all slots are lent
+    slots = list(tier._lent)
+    for slot in slots:
+        tier.take_back(slot)
+    assert tier.find(labels) and not tier._lent
+
+
+def test_of_a_slot_that_was_stored_twice_the_last_block_is_told():
+    tier = HostTier(1, Rates())
+    tier.tells = True
+    for label, block in ((b"a", 1), (b"b", 2)):
+        tier.keep(label, block)
+    tier.begin()
+    tier.finish(runs=True)
+    ((label, slot),) = tier.take_stored()
+    assert tier.find([label]) == [slot]

@@ -12,11 +12,13 @@ from support.streams import Stream
 
 from tritonllm.serve import status_api
 from tritonllm.serve.errors import APIError
-from tritonllm.serve.status_api import Pictures
+from tritonllm.serve.status_api import Looks
+from tritonllm.teach.dashboard.snapshot import View
 
 PAGE = (ROOT / "tritonllm" / "serve" / "status.html").read_text()
 NAMES = sorted(set(re.findall(r'"((?:vllm|tritonllm):\w+)"', PAGE)))
 (SCRIPT,) = re.findall(r"<script>(.*)</script>", PAGE, re.DOTALL)
+(ACTIVITY,) = re.findall(r'const ACTIVITY = "(.*)";', SCRIPT)
 ASK = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 30, "ignore_eos": True, "stream": True}
 
 
@@ -43,52 +45,57 @@ def test_ids_that_the_script_fills_in_are_there():
     assert filled <= set(re.findall(r'id="([\w-]+)"', PAGE))
 
 
-def test_status_says_what_runs_and_who_holds_which_block(server):
-    before = server.client.get("/status").json()
-    assert (before["running"], before["waiting"]) == ([], 0)
-    assert before["num_free_blocks"] == before["num_blocks"] and before["block_size"] == 16
-    assert len(before["owners"]) == -(-before["num_blocks"] // before["stride"]) <= 1024
-    assert set(before["owners"]) <= {-1, -2}
+def test_what_it_asks_says_what_runs_and_who_holds_which_block(server):
+    def told():
+        return server.client.get(f"/{ACTIVITY}").json()
+
+    before = told()
+    assert [before["counters"][name] for name in ("running", "waiting", "used_blocks")] == [0, 0, 0]
+    cells, blocks = before["cells"], before["counters"]["num_blocks"]
+    assert len(cells["kinds"]) == -(-blocks // cells["blocks_per_cell"]) <= 1024
+    assert set(cells["kinds"]) <= {".", "c"} and set(cells["owners"]) == {-1}
     stream = Stream(server, max_tokens=1500)
-    eventually(lambda: server.client.get("/status").json()["running"])
-    now = server.client.get("/status").json()
-    (one,) = now["running"]
+    eventually(lambda: [one for one in told()["requests"] if one["state"] == "decode" and one["output_tokens"]])
+    now = told()
+    (one,) = [one for one in now["requests"] if one["state"] == "decode"]
     assert one["prompt_tokens"] == len(server.client.post("/tokenize", json={"prompt": ASK["prompt"]}).json()["tokens"])
     assert 0 < one["output_tokens"] <= 1500 and one["blocks"] >= one["computed_tokens"] / 16
-    assert now["num_blocks"] - now["num_free_blocks"] == one["blocks"]
-    assert set(now["owners"]) <= {-1, -2, one["seat"]}
+    assert now["counters"]["used_blocks"] == one["blocks"]
+    assert set(now["cells"]["owners"]) <= {-1, one["number"]}
     assert stream.end()[-1] == "[DONE]"
 
 
-def test_many_who_look_cost_the_engine_two_pictures_a_second():
-    asked = 0
+class Engine:
+    """Answers late, or never."""
 
-    class Engine:
-        async def picture(self):
-            nonlocal asked
-            asked += 1
-            await asyncio.sleep(0.05)
-            return {"number": asked}
+    def __init__(self, takes):
+        self.takes, self.asked = takes, []
+
+    async def activity(self, view, replica):
+        self.asked.append((view["rows"], replica))
+        await asyncio.sleep(self.takes)
+        return {"number": len(self.asked)}
+
+
+def test_many_who_look_cost_the_engine_one_answer():
+    engine = Engine(0.05)
 
     async def look():
-        pictures = Pictures(Engine())
-        return await asyncio.gather(*[pictures.get() for _ in range(50)], return_exceptions=True)
+        looks = Looks(engine)
+        return await asyncio.gather(*[looks.get(View(rows=rows), 0) for rows in (20, 30) for _ in range(50)])
 
-    assert asyncio.run(look()) == [{"number": 1}] * 50
+    assert asyncio.run(look()) == [{"number": 1}] * 50 + [{"number": 2}] * 50
+    assert engine.asked == [(20, 0), (30, 0)]
 
 
 def test_an_engine_that_hangs_is_an_error_and_not_a_wait(monkeypatch):
     monkeypatch.setattr(status_api, "ANSWERS_WITHIN", 0.05)
 
-    class Engine:
-        async def picture(self):
-            await asyncio.Event().wait()
-
     async def look():
-        pictures = Pictures(Engine())
+        looks = Looks(Engine(3600))
         for _ in range(2):
             with pytest.raises(APIError, match="the engine has not answered for"):
-                await pictures.get()
+                await looks.get(View())
 
     asyncio.run(look())
 

@@ -41,13 +41,13 @@ ROWS = """(canvas => {
   const rows = [...pixels].flatMap((v, i) => v && i % 4 === 3 ? [Math.floor(i / 4 / canvas.width)] : []);
   return new Set(rows).size;
 })(document.getElementById("tokens-line"))"""
-# Of one look: a bar's title for each seat, and how many blocks of the map each owner has.
+# Of one look: a bar's title for each request, and how many blocks of the map each owner has.
 DETAILS = """(() => {
   const owners = {};
   for (const cell of document.querySelectorAll("#map i")) {
     owners[cell.dataset.owner] = (owners[cell.dataset.owner] || 0) + 1;
   }
-  return { bars: [...document.querySelectorAll("#batch i")].map(bar => [bar.dataset.seat, bar.title]), owners };
+  return { bars: [...document.querySelectorAll("#batch i")].map(bar => [bar.dataset.number, bar.title]), owners };
 })()"""
 
 
@@ -88,14 +88,15 @@ def test_what_it_shows_is_what_the_server_does(watched, page, tmp_path, request)
     streams = load(watched, count)
     eventually(lambda: page.text("load") == f"{SEATS} + {count - SEATS}")
     eventually(lambda: len(page.run(DETAILS)["bars"]) == SEATS and numbers(page.text("tokens"))[0] > 0)
-    seen, status = page.run(DETAILS), watched.client.get("/status").json()
+    seen, told = page.run(DETAILS), watched.client.get("/activity?cells=1024").json()
     known = {tokens_of(watched, stream) for stream in streams}
-    for seat, title in seen["bars"]:
+    for number, title in seen["bars"]:
         prompt, cached, output, blocks = numbers(title)
         assert prompt in known and cached <= prompt and output > 0 and blocks >= (prompt + output - 1) / 16
-        assert seen["owners"].get(seat, 0) + seen["owners"].get("-3", 0) >= blocks >= seen["owners"].get(seat, 0) > 0
-    assert sum(seen["owners"].values()) == status["num_blocks"] == numbers(page.text("cache-more"))[1]
-    assert status["stride"] == 1
+        own = seen["owners"].get(number, 0)
+        assert own + seen["owners"].get("s", 0) >= blocks >= own > 0
+    assert sum(seen["owners"].values()) == told["counters"]["num_blocks"] == numbers(page.text("cache-more"))[1]
+    assert told["cells"]["blocks_per_cell"] == 1
     assert f"{SEATS} continue their texts, 0 compute their prompts" in page.text("batch-more")
     eventually(lambda: numbers(page.text("state"))[0] >= count - SEATS - 2)
     assert page.run(ROWS) > 10
@@ -103,13 +104,13 @@ def test_what_it_shows_is_what_the_server_does(watched, page, tmp_path, request)
     for stream in streams:
         assert stream.end()[-1] == "[DONE]"
     eventually(lambda: page.text("load") == "0 + 0" and page.text("cache") == "0.0 %" and page.text("tokens") == "0")
-    assert set(page.run(DETAILS)["owners"]) <= {"-1", "-2"} and page.text("batch-more") == "nothing runs"
+    assert set(page.run(DETAILS)["owners"]) <= {".", "c"} and page.text("batch-more") == "nothing runs"
     generated = watched.metric("vllm:generation_tokens_total")
     assert numbers(page.text("tokens-more"))[0] == generated >= count * 200
     assert numbers(page.text("state"))[0] == watched.metric("vllm:request_success_total")
     assert page.errors() == []
     asked = {url.removeprefix(watched.url) for url in page.asked(watched.url)}
-    assert asked - {"data:,"} == {"/", "/metrics", "/ready", "/status"}
+    assert {url.partition("?")[0] for url in asked} - {"data:,"} == {"/", "/metrics", "/ready", "/activity"}
 
 
 def test_prefix_hits_are_of_what_was_asked_since_the_page_was_opened(watched, page):
@@ -165,7 +166,7 @@ def test_an_engine_that_sleeps(watched, page):
 
 def test_it_asks_for_the_key(page):
     with running_server(environment={"TRITONLLM_API_KEY": "open sesame"}) as server:
-        assert server.client.get("/status").status_code == 401
+        assert server.client.get("/activity").status_code == 401
         page.open(server.url)
         hidden = "document.getElementById(arguments[0]).hidden"
         eventually(lambda: not page.run(hidden, "key"))

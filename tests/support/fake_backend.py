@@ -29,10 +29,12 @@ class FakeApp:
         headers: of answers with a status of ``answer``.
         tokens: of each stream.
         delay: seconds between two of them.
+        more: what else is in an answer that is one JSON object.
     """
 
     def __init__(self, name: str = "fake", models: tuple[str, ...] | None = ("m",)) -> None:
         self.name, self.models = name, models
+        self.more: dict[str, Any] = {}
         self.health, self.answer, self.headers = 200, "good", {}
         self.tokens, self.delay = 10, 0.0
         self.seen: list[dict[str, Any]] = []
@@ -96,7 +98,7 @@ class FakeApp:
             await self._whole(path, asked, send)
 
     async def _whole(self, path, asked, send):
-        content = json.dumps({"from": self.name, "path": path, "asked": asked}).encode()
+        content = json.dumps({"from": self.name, "path": path, "asked": asked, **self.more}).encode()
         length = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
         await asyncio.sleep(self.delay)
         await send({"type": "http.response.start", "status": 200, "headers": length})

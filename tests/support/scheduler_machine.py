@@ -206,6 +206,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         siblings = tuple(requests) if n > 1 else ()
         for request in requests:
             request.siblings = siblings
+        self.enter(requests)
+
+    def enter(self, requests):
+        for request in requests:
             self.scheduler.add(request)
         self.live += requests
 

@@ -261,7 +261,7 @@ def generate(monkeypatch, capsys):
         monkeypatch.setattr(source_engine, "DashboardViewer", viewer)
         prompts = ["--prompt", "a b c", "--prompt", "d e"]
         status = main(["generate", *prompts, "--ignore-eos", *argv], make_llm=lambda *_, **__: llm)
-        assert not llm.engine.has_unfinished_requests() and not llm.engine._events, "nothing is left behind"
+        assert not llm.engine.has_unfinished_requests() and not llm.engine._events.heard, "nothing is left behind"
         return status, capsys.readouterr()
 
     return run
@@ -325,7 +325,7 @@ def test_what_fails_is_an_error_and_nothing_hangs(caplog):
         DashboardViewer(make_app=Broken).run(llm, lambda: llm.generate([PROMPT], greedy(3), use_tqdm=False))
     with pytest.raises(ValueError, match="prompt"):
         DashboardViewer(make_app=piloted(quit_at_the_end)).run(llm, lambda: llm.generate([[]], greedy(3)))
-    assert token_ids(llm.generate([PROMPT], greedy(3), use_tqdm=False)) and not llm.engine._events
+    assert token_ids(llm.generate([PROMPT], greedy(3), use_tqdm=False)) and not llm.engine._events.heard
 
 
 def test_messages_wait_until_the_screen_is_closed():

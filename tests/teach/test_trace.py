@@ -320,14 +320,14 @@ def test_an_end_in_the_middle_and_a_step_that_fails(tmp_path, monkeypatch):
     ends = {event["args"]["request"]: event["args"] for event in of(events, "end")}
     assert "ZeroDivisionError" in ends["a"]["error"] and ends["b"]["finish_reasons"] == ["error"]
     assert ends["c"]["unfinished"] and 0 < ends["c"]["tokens"] < 20
-    assert not engine._events, "nobody listens any more"
+    assert not engine._events.heard, "nobody listens any more"
 
 
 def test_limits(tmp_path):
     llm = tiny_llm()
     trace = Trace(llm, tmp_path / "a.json", max_events=100)
     llm.generate([PROMPT] * 4, greedy(30), use_tqdm=False)
-    assert "100 events (max_events)" in trace.note and not llm.engine._events
+    assert "100 events (max_events)" in trace.note and not llm.engine._events.heard
     events = load(tmp_path / "a.json")
     check_trace(events)
     assert 100 <= len(events) < 150, "what is left of the last step, and the ends of tracks"
@@ -355,12 +355,12 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(tmp_path, monkeypatch, ca
     monkeypatch.setattr(trace._file, "_write", full)
     (output,) = llm.generate([PROMPT], greedy(5), use_tqdm=False)
     assert output.finished and "No space left" in trace.note and "No space left" in caplog.text
-    assert not llm.engine._events
+    assert not llm.engine._events.heard
     with pytest.raises(OSError, match="No space left"):
         trace.close()
     with pytest.raises(OSError, match="No such file"):
         Trace(llm, tmp_path / "nowhere" / "a.json")
-    assert not llm.engine._events
+    assert not llm.engine._events.heard
 
 
 def test_memory_is_flat_over_100_000_steps(tmp_path):

@@ -48,7 +48,7 @@ class Announcer(Events):
         self._left: list[int] = []  # blocks of those that left or forked since the last plan
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
-        if not self:  # or what runs already would seem to be admitted by the next step
+        if not self.heard:  # or what runs already would seem to be admitted by the next step
             self._known = {r.request_id: (r.admission, tuple(r.block_ids)) for r in self._scheduler.running}
             self._left = []
         return super().subscribe(sink)

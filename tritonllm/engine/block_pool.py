@@ -46,10 +46,6 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
-    def is_labelled(self, block: int) -> bool:
-        """Its contents can be found."""
-        return self._labels[block] is not None
-
     def count_used(self, blocks: Iterable[int]) -> int:
         """How many of them have a user."""
         refs = self._refs

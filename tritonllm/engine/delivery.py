@@ -70,7 +70,7 @@ class Delivery:
     def force(self, new_tokens: Sequence[NewTokens], touched: Touched, step: int) -> None:
         """The same with tokens that follow those of the last ``step`` without being drawn."""
         self.forced_tokens += sum(len(new) for _, new in new_tokens)
-        if self._events:
+        if self._events.heard:
             self._events.forced(step, new_tokens)
         self._hand_out(new_tokens, touched)
 

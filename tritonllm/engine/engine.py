@@ -13,7 +13,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict
 from typing import Any
 
@@ -27,12 +26,13 @@ from tritonllm.engine.delivery import Delivery
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.jump_forward import jump
+from tritonllm.engine.kv_transfer import KVTransfer, TransferStats, transfer_params
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
-from tritonllm.engine.picture import Picture, take_picture
 from tritonllm.engine.plan import StepPlan, describe
 from tritonllm.engine.pooling import PoolingAbility, pooling_state
 from tritonllm.engine.ranks import Executor
+from tritonllm.engine.readiness import Unscheduled
 from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.restrictions import restrictions_of
 from tritonllm.engine.results import RunningStep
@@ -49,7 +49,6 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
 
 EngineOutput = RequestOutput | PoolingRequestOutput
-COMPILE_WAIT = 0.05  # seconds that a step waits for a grammar when nothing else is to do
 
 
 class LLMEngine(SleepMethods):
@@ -62,6 +61,7 @@ class LLMEngine(SleepMethods):
         inputs: checks and tokenizes requests.
         pooling: what the model can pool; by default nothing.
         memory: of weights and cache; by default an engine that cannot sleep.
+        transfer: brings blocks that others have computed, and hands out its own; by default nothing does.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class LLMEngine(SleepMethods):
         inputs: InputProcessor,
         pooling: PoolingAbility | None = None,
         memory: EngineMemory | None = None,
+        transfer: KVTransfer | None = None,
     ) -> None:
         self.config = config
         self.inputs = inputs
@@ -82,7 +83,8 @@ class LLMEngine(SleepMethods):
         self._states: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
         self._events = Announcer(scheduler, self._sequences)
-        self._compiling: dict[str, RequestState] = {}  # they wait for grammars, outside of the scheduler
+        self._transfer = transfer
+        self._unscheduled = Unscheduled()
         self._arrivals = itertools.count()
         self._in_flight: deque[tuple[StepPlan, RunningStep | None]] = deque()
         self._whole = True  # no change is under way, and none was broken off
@@ -138,11 +140,6 @@ class LLMEngine(SleepMethods):
         self._recover()
         return self._events.present()
 
-    def picture(self) -> Picture:
-        """What runs now, and who holds which block."""
-        self._recover()
-        return take_picture(self._scheduler)
-
     def add_request(
         self,
         request_id: str,
@@ -186,13 +183,15 @@ class LLMEngine(SleepMethods):
         self._whole = False
         for sequence in state.sequences:
             self._sequences[sequence.request.request_id] = state, sequence
-        if state.grammar is None:
+        if self._transfer is not None:
+            wishes = transfer_params(state.params)
+            state.fetch = self._transfer.fetch(state.sequences[0].request, wishes, time.monotonic())
+            state.offer = self._transfer.offer(wishes)
+        if not self._unscheduled.take(state):
             self._schedule(state)
-        else:
-            self._compiling[request_id] = state
         self._states[request_id] = state
         self._prompt_tokens += len(state.prompt_token_ids)
-        if self._events:
+        if self._events.heard:
             self._events.added(state)
         self._whole = True
 
@@ -232,7 +231,7 @@ class LLMEngine(SleepMethods):
         for request_id in ids:
             output, state = self._lost.pop(request_id, None), self._states.get(request_id)
             if state is not None:
-                if self._compiling.pop(request_id, None) is not None:
+                if self._unscheduled.drop(request_id):
                     self._end_unscheduled(state, RequestStatus.FINISHED_ABORTED)
                 for sequence in state.sequences:
                     self._scheduler.abort(sequence.request.request_id)
@@ -285,7 +284,9 @@ class LLMEngine(SleepMethods):
             self._lost[state.request_id] = output
         self._states.clear()
         self._sequences.clear()
-        self._compiling.clear()
+        self._unscheduled.clear()
+        if self._transfer is not None:
+            self._transfer.reset()
         self._in_flight.clear()  # what they still write lies in blocks that later steps write before they read
         self._scheduler.reset()
         self._runner.abandon()
@@ -301,29 +302,30 @@ class LLMEngine(SleepMethods):
         for sequence in state.sequences:
             sequence.request.status = status
 
-    def _schedule_compiled(self) -> list[EngineOutput]:
-        """Hand requests whose grammars are ready to the scheduler; wait for one if there is nothing else to do.
+    def _schedule_ready(self) -> list[EngineOutput]:
+        """Hand requests to the scheduler that have what they waited for; wait for one if there is nothing else to do.
         Returns the last outputs of those whose grammars could not be compiled."""
         if not self._in_flight and not self._scheduler.num_running and not self._scheduler.num_waiting:
-            futures = [state.grammar for state in self._compiling.values() if state.grammar is not None]
-            wait(futures, timeout=COMPILE_WAIT, return_when=FIRST_COMPLETED)
+            self._unscheduled.wait()
+        if self._transfer is not None:
+            self._transfer.follow(time.monotonic())
         failed = []
-        for request_id, state in list(self._compiling.items()):
-            assert state.grammar is not None
-            if state.grammar.done():
-                del self._compiling[request_id]
-                error = state.grammar.exception()
-                if error is None:
-                    self._schedule(state)
-                    continue
-                state.error = f"structured_outputs could not be compiled: {error}"
-                self._end_unscheduled(state, RequestStatus.FINISHED_ERROR)
-                failed.append(self._report(state))
+        for state, error in self._unscheduled.ready():
+            if error is None:
+                self._schedule(state)
+                continue
+            state.error = error
+            self._end_unscheduled(state, RequestStatus.FINISHED_ERROR)
+            failed.append(self._report(state))
         return [output for output in failed if output is not None]
 
     def _advance(self) -> list[EngineOutput]:
-        failed = self._schedule_compiled() if self._compiling else []
-        return failed + self._run()
+        failed = self._schedule_ready() if self._unscheduled else []
+        outputs = failed + self._run()
+        if self._transfer is not None:
+            idle = not self._scheduler.num_running
+            self._transfer.after_step(self._runner.host, idle, time.monotonic())
+        return outputs
 
     def _run(self) -> list[EngineOutput]:
         tier = self._scheduler.tier
@@ -333,11 +335,11 @@ class LLMEngine(SleepMethods):
         plan = self._scheduler.schedule()
         if plan.scheduled:
             self._steps += 1
-            if events:
+            if events.heard:
                 events.planned(self._steps, plan, began)
                 began = time.monotonic()
             self._in_flight.append((plan, self._runner.launch(plan)))
-            if events:
+            if events.heard:
                 events.launched(self._steps, began, late=self._in_flight[-1][1] is None)
         if len(self._in_flight) == 1:
             self._draw()
@@ -352,7 +354,7 @@ class LLMEngine(SleepMethods):
         if tier is not None:
             tier.rates.took(plan.segments.chunk.tokens, time.monotonic())
         new_tokens = self._scheduler.update(plan, result.sampled)
-        if events:
+        if events.heard:
             events.finished(self._steps - len(self._in_flight), plan, result, new_tokens, began, ended)
         touched, controlled = self._delivery.take(plan, result, new_tokens)
         self._draw()  # first, so that the device has work meanwhile
@@ -366,7 +368,7 @@ class LLMEngine(SleepMethods):
         if self._in_flight and self._in_flight[-1][1] is None:
             plan, _ = self._in_flight[-1]
             restrictions = restrictions_of(plan)
-            if self._events:
+            if self._events.heard:
                 self._events.restricted(self._steps, plan, restrictions)
             self._in_flight[-1] = plan, self._runner.draw(restrictions)
 
@@ -383,7 +385,7 @@ class LLMEngine(SleepMethods):
             del self._states[state.request_id]
             for sequence in state.sequences:
                 del self._sequences[sequence.request.request_id]
-            if self._events:
+            if self._events.heard:
                 self._events.ended(state)
         return output
 
@@ -401,10 +403,11 @@ class LLMEngine(SleepMethods):
             preemptions=scheduler.preemptions,
             compilations_after_ready=MONITOR.prepared - self._prepared_at_ready,
             num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting + sum(len(s.sequences) for s in self._compiling.values()),
+            num_waiting=self._scheduler.num_waiting + self._unscheduled.num_sequences,
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             **scheduler.tier._asdict(),
+            **(TransferStats() if self._transfer is None else self._transfer.stats)._asdict(),
             takes_requests=self.takes_requests,
             is_sleeping=self.is_sleeping,
             **asdict(drafts) | {"num_accepted_tokens_per_pos": tuple(drafts.num_accepted_tokens_per_pos)},

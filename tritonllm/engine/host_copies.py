@@ -25,6 +25,7 @@ from tritonllm.kernels import pack_blocks, unpack_blocks
 
 # Blocks that are gathered at a time. Their copy takes 1.2 ms at 55 GB/s, many times what launching it does.
 STAGING_BYTES = 64 << 20
+ENDS_WITHIN = 60.0  # seconds that a thread waits for a batch: the device is lost if it takes longer
 
 
 def staging_bytes(block_bytes: int, num_slots: int) -> int:
@@ -64,6 +65,7 @@ class HostCopies:
             self._done = self._events.popleft()[0]
         return self._done
 
+    @torch.inference_mode()
     def run(self, transfers: Transfers) -> None:
         """Begin a batch once the work launched before has ended, and let the work launched from now on wait for as much
         as it says. The host waits for nothing."""
@@ -84,6 +86,25 @@ class HostCopies:
             main.wait_event(waited[-1])  # they end in order
         if transfers.wait > max([self._done, *(number for number, _ in self._events)]):
             main.wait_stream(self._stream)  # an interrupt came between that batch and its event
+
+    @property
+    def memory(self) -> list[np.ndarray]:
+        """``[slots, bytes]`` uint8 of each model: the slots, as they are."""
+        return [part.host.flatten(1).view(torch.uint8).numpy() for part in self._parts]
+
+    def ending(self, number: int) -> Callable[[], bool]:
+        """What waits in another thread until a batch has ended that was begun a moment ago; false if it does not."""
+        event = next((event for one, event in self._events if one == number), None)
+
+        def ended() -> bool:
+            limit = time.monotonic() + ENDS_WITHIN
+            while event is not None and not event.query():
+                if time.monotonic() > limit:
+                    return False
+                time.sleep(1e-3)
+            return True
+
+        return ended
 
     def warm_up(self) -> None:
         """Launches that copy nothing."""

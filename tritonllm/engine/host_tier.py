@@ -16,6 +16,9 @@ of the host (:attr:`Transfers.wait`):
 - a step that writes into a block waits for the batch that still reads or writes it;
 - a step that reads loaded blocks waits for the batch that loads them.
 
+A connector (:mod:`tritonllm.engine.kv_transfer`) works on slots, too, in threads of the host. It gets none that a batch
+under way reads or writes, and no batch gets one that it has (:meth:`HostTier.lend`, :meth:`HostTier.take_stored`).
+
 The second wait would stop everybody. So a request with loads under way is left out of plans until the host has heard
 that they are done, and meanwhile the others run (:attr:`HostTier.loading`). Only when there is nobody else does its
 step wait on the device. That the host hears late or never makes nothing wrong.
@@ -23,7 +26,7 @@ step wait on the device. That the host hears late or never makes nothing wrong.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from tritonllm.engine.rates import Rates
@@ -79,6 +82,7 @@ class HostTier:
     Attributes:
         done: so many batches are known to have ended.
         loading: running requests that wait for loads, each with the number of the last batch that it waits for.
+        tells: somebody asks :meth:`take_stored` what was stored.
     """
 
     def __init__(self, num_slots: int, rates: Rates) -> None:
@@ -88,14 +92,17 @@ class HostTier:
         self.rates = rates
         self.done = 0
         self.stored = self.loaded = 0
+        self.tells = False
         self._number = 1  # of the batch that is being put together
+        self._lent: dict[int, bytes | None] = {}  # slots, and what is known to be in them
         self.reset()
 
     def reset(self) -> None:
         """Forget everything. What is under way goes on: the next step waits for it."""
         self.loading: dict[Request, int] = {}
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the most recently used one is the last
-        self._free = list(reversed(range(self.num_slots)))  # taken from the end: neighbours are copied together
+        self._free: list[int] = []  # taken from the end: neighbours are copied together
+        self._forget_slots()
         self._queue: dict[bytes, int] = {}  # blocks to store with the next plan, by label
         self._stores: list[tuple[int, int]] = []
         self._loads: dict[int, int] = {}  # blocks and the slots that they come from; a block can be given anew
@@ -103,13 +110,18 @@ class HostTier:
         self._storing: dict[int, int] = {}  # blocks that are being copied, and by which batch
         self._arriving: dict[int, int] = {}
         self._under_way: deque[tuple[int, Sequence[tuple[int, int]], Sequence[tuple[int, int]]]] = deque()
-        self._wait = self._number - 1
+        self._wait = self._unknown = self._number - 1  # nobody knows which slots batches up to this one still touch
 
     def clear(self) -> None:
         """Forget the contents of all slots, while no request runs. What is under way still counts for blocks."""
-        self._free = list(reversed(range(self.num_slots)))
-        self._slot_of.clear()
+        self._forget_slots()
         self._queue.clear()
+
+    def _forget_slots(self) -> None:
+        self._lent = dict.fromkeys(self._lent)
+        self._free = [slot for slot in reversed(range(self.num_slots)) if slot not in self._lent]
+        self._slot_of.clear()
+        self._told: list[tuple[bytes, int]] = []  # what was stored since somebody asked
 
     @property
     def stats(self) -> TierStats:
@@ -122,6 +134,62 @@ class HostTier:
         for label in reversed(found):  # of a sequence the end goes first: without what is before it, it is of no use
             self._slot_of.move_to_end(label)
         return [self._slot_of[label] for label in found]
+
+    def has(self, label: bytes) -> bool:
+        """Whether a slot has, or is about to get, these contents."""
+        return label in self._slot_of
+
+    def lend(self, count: int) -> list[int]:
+        """At most so many slots for somebody who writes into them, until :meth:`take_back`. Half of all slots are never
+        lent."""
+        if self.done < self._unknown:
+            return []
+        touched = {slot for _, slot in self._stores} | self._read
+        for _, stores, loads in self._under_way:
+            touched.update([slot for _, slot in stores], [slot for slot, _ in loads])
+        count = min(count, self._most_lent - len(self._lent))
+        slots = [slot for slot in reversed(self._free) if slot not in touched][: max(0, count)]
+        self._free = [slot for slot in self._free if slot not in set(slots)] if slots else self._free
+        if len(slots) < count:
+            used = ((label, slot) for label, slot in self._slot_of.items() if slot not in touched)
+            oldest = list(islice(((label, slot) for label, slot in used if slot not in self._lent), count - len(slots)))
+            slots += [slot for _, slot in oldest]
+            for label, _ in oldest:
+                del self._slot_of[label]
+        self._lent.update(dict.fromkeys(slots))
+        return slots
+
+    def take_stored(self) -> list[tuple[bytes, int]]:
+        """Labels and slots of what is stored by the batches until now, as far as the last question did not tell, for
+        somebody who reads them: they are lent until :meth:`take_back`. With half of all slots lent the rest is left
+        out."""
+        told, self._told = self._told, []
+        there = [(label, slot) for label, slot in told if self._slot_of.get(label) == slot and slot not in self._lent]
+        there = there[: max(0, self._most_lent - len(self._lent))]
+        self._lent.update({slot: label for label, slot in there})
+        return there
+
+    def take_back(self, slot: int, label: bytes | None = None) -> None:
+        """A lent slot is not needed any more.
+
+        Args:
+            label: of what was written into it; ``None`` if nothing, or nothing good.
+        """
+        if self._lent.pop(slot) is not None:
+            return  # it has been read, and is still what it was
+        if label is None or label in self._slot_of:
+            self._free.append(slot)
+        else:
+            self._slot_of[label] = slot
+
+    @property
+    def last(self) -> int:
+        """The number of the last batch that went with a plan; 0 if there was none."""
+        return self._number - 1
+
+    @property
+    def _most_lent(self) -> int:
+        return max(1, self.num_slots // 2)
 
     def keep(self, label: bytes, block: int) -> None:
         """Store this block, which a launched step or the one that is being planned computes, with the next plan; if it
@@ -234,10 +302,13 @@ class HostTier:
             slot = self._free.pop()
         else:
             # stores come before loads: what a load of this batch reads must stay
-            oldest = next((label for label, slot in self._slot_of.items() if slot not in self._read), None)
+            used = self._slot_of.items()
+            oldest = next((label for label, slot in used if slot not in self._read and slot not in self._lent), None)
             if oldest is None:
                 return
             slot = self._slot_of.pop(oldest)
         self._slot_of[label] = slot
+        if self.tells:
+            self._told.append((label, slot))
         self._stores.append((block, slot))
         self._storing[block] = self._number

@@ -208,7 +208,10 @@ class InputProcessor:
         if params.thinking_token_budget is not None and self._thought is None:
             known = ", ".join(end for _, end in THOUGHTS)
             raise ValueError(f"thinking_token_budget needs a tokenizer with an end-of-thought token ({known})")
-        if params.extra_args and not self._takes_extra_args:
+        extra = params.extra_args or {}
+        if not isinstance(extra.get("kv_transfer_params"), Mapping | None):
+            raise ValueError(f"kv_transfer_params must be a dict, got {extra['kv_transfer_params']!r}")
+        if extra.keys() - {"kv_transfer_params"} and not self._takes_extra_args:
             raise ValueError("extra_args are for logits processors: register some with LLM(logits_processors=[...])")
         for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
             for word in words:

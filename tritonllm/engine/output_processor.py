@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tritonllm.engine.detokenizer import IncrementalDetokenizer, find_stop
+from tritonllm.engine.kv_connector import Params
+from tritonllm.engine.kv_transfer import Fetch
 from tritonllm.engine.outputs import (
     CompletionOutput,
     Logprob,
@@ -131,6 +133,8 @@ class RequestState:
 
     Attributes:
         grammar: must be compiled before they are scheduled.
+        fetch: brings blocks of the prompt before they are scheduled.
+        offer: where others find the prompt's blocks, for the last output.
     """
 
     request_id: str
@@ -142,6 +146,8 @@ class RequestState:
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     error: str | None = None
     grammar: Future[Any] | None = None
+    fetch: Fetch | None = None
+    offer: Params | None = None
 
     @property
     def finished(self) -> bool:
@@ -174,4 +180,5 @@ class RequestState:
             metrics=self.metrics,
             num_cached_tokens=self.sequences[0].request.num_cached_tokens or 0,
             error=self.error,
+            kv_transfer_params=self.offer if finished else None,
         )

@@ -75,6 +75,8 @@ class RequestOutput:
         finished: whether all continuations have ended.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         error: what ended it, where a ``finish_reason`` is ``"error"``.
+        kv_transfer_params: where another engine finds the prompt's blocks, if the request asked for that; with the
+            last output.
     """
 
     request_id: str
@@ -86,6 +88,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)

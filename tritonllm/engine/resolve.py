@@ -117,9 +117,8 @@ def for_encoder(config: EngineConfig, spec: ModelFacts, limit: int) -> EngineCon
             f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens} must hold the longest prompt of an "
             f"encoder, max_model_len={limit}: raise the one or lower the other"
         )
-    return dataclasses.replace(
-        config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False, kv_offloading_size=None)
-    )
+    cache = dataclasses.replace(config.cache, enable_prefix_caching=False, kv_offloading_size=None)
+    return dataclasses.replace(config, cache=cache, kv_transfer_config=None)
 
 
 def most_blocks(config: EngineConfig, spec: ModelFacts) -> int:

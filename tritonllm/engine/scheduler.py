@@ -1,4 +1,5 @@
 """Decides what runs in each step: host-only bookkeeping over one token budget and one pool of blocks. No torch.
+What happens to a request that begins, gives way or ends is in :mod:`tritonllm.engine.roster`.
 
 A policy is a sort key (:attr:`Request.order`): arrival for ``fcfs``, priority and then arrival for ``priority``.
 ``_running`` is sorted by it and ``_waiting`` is a heap over it, so there is one algorithm for both. A step serves the
@@ -39,33 +40,22 @@ Why every request ends:
 A step that preempted admits nobody, so that a newcomer (:mod:`tritonllm.engine.admission`) is not preempted at once.
 """
 
-import itertools
-import logging
-from bisect import bisect_left, insort
 from collections.abc import Sequence
-from operator import attrgetter
 
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.admission import Admission
 from tritonllm.engine.block_pool import BlockPool
 from tritonllm.engine.control import MOST_FORCED
 from tritonllm.engine.endings import cut
-from tritonllm.engine.gang import fork, free, last_gang, parent_in
+from tritonllm.engine.gang import fork, last_gang, parent_in
 from tritonllm.engine.host_tier import HostTier, TierStats
 from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.prompt_budget import PromptShare
 from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.roster import Roster
 from tritonllm.engine.speculation import Drafting
-from tritonllm.engine.waiting_queue import WaitingQueue
 from tritonllm.events import AdmissionEnd
-
-logger = logging.getLogger(__name__)
-_ORDER = attrgetter("order")
-_PREEMPTED = (
-    "the KV cache (%d blocks) is too small for %d running requests: one gives up its blocks and is computed again "
-    "later. Lower max_num_seqs, or give the cache more memory; stats.preemptions counts further ones"
-)
 
 
 class Scheduler:
@@ -107,17 +97,15 @@ class Scheduler:
         self.prefix_cache = PrefixCache(cache.block_size, self.pool, tier) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
         self._longest = num_blocks * cache.block_size + 1
-        self._counter, self._admissions = itertools.count(), itertools.count(1)
-        self._preemptions = 0
+        keeps_own = self.prefix_cache is None
+        self._roster = Roster(config.max_num_seqs, self.pool, cache.block_size, tier, keeps_own)
         self._forget_requests()
 
     def _forget_requests(self) -> None:
         self._admission = Admission(self.pool, self.block_size, self.prefix_cache, self.tier)
-        self._requests: dict[str, Request] = {}  # the unfinished ones
-        self._just_ended: dict[str, Request] = {}  # by the last update
-        self._waiting = WaitingQueue()
-        self._running: list[Request] = []
-        self._free_seats = list(range(self.config.max_num_seqs))
+        self._roster.reset(self.pool)
+        self._waiting, self._running = self._roster.waiting, self._roster.running
+        self._just_ended = self._roster.just_ended
         self._copies: list[tuple[int, int]] = []  # of the step that is being planned
         self._prompts = self._new_share()  # of that step
         self.admission_end: AdmissionEnd = "queue"
@@ -158,7 +146,7 @@ class Scheduler:
         return SchedulerStats(
             prefix_cache_query_tokens=cache.queries if cache else 0,
             prefix_cache_hit_tokens=cache.hits if cache else 0,
-            preemptions=self._preemptions,
+            preemptions=self._roster.preemptions,
             num_blocks=self.pool.num_blocks,
             num_free_blocks=self.pool.num_free,
             tier=TierStats() if self.tier is None else self.tier.stats,
@@ -171,7 +159,7 @@ class Scheduler:
             ValueError: an id in use, a request that has run before, an empty prompt, limits that contradict each
                 other, or a prompt that does not fit the pool.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self._roster:
             raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
         request.check(self.max_model_len)
         self._admission.check(request)
@@ -179,54 +167,26 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; see :meth:`check` for what is refused."""
         self.check(request)
-        priority = request.priority if self.config.policy == "priority" else 0
-        request.order = (priority, request.arrival, next(self._counter))
         request.length_limit = min(request.max_total_tokens, self._longest)
         request.ends = frozenset() if request.params.ignore_eos else request.eos_token_ids
         request.ends = request.ends.union(request.params.stop_token_ids or ())
         request.watched = request.params.repetition_detection is not None
         self._drafting.begin(request)
-        self._requests[request.request_id] = request
-        self._waiting.push(request)
+        self._roster.add(request, request.priority if self.config.policy == "priority" else 0)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let a running request go on from where a running sibling is, in the place of what it had itself."""
-        free(child, self.pool)
-        fork(parent, child, self.pool, self.block_size)
-        child.admission = next(self._admissions)  # the runner must look at its blocks anew
+        self._roster.fork(parent, child)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state and free its blocks at once; ``None`` if no such request is unfinished."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._end(request, RequestStatus.FINISHED_ABORTED, None)
-        return request
+        return self._roster.abort(request_id)
 
     def finish(
         self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None, *, drop: int = 0
     ) -> None:
-        """End a request for a reason that only the engine sees (a stop string).
-
-        A request that the last ``update`` has ended can still be finished so: the same token may complete a stop
-        string and reach the length limit, and then the stop string is the reason.
-
-        Args:
-            drop: so many of its last tokens came after the end.
-
-        Raises:
-            ValueError: an unknown request, or a status that is not a finished one.
-        """
-        if not status.is_finished:
-            raise ValueError(f"status must be one of the finished ones, got {status}")
-        request = self._requests.get(request_id) or self._just_ended.get(request_id)
-        if request is None:
-            raise ValueError(f"request_id {request_id!r} is not of an unfinished request")
-        if drop:
-            del request.output_token_ids[-drop:]
-        if request.status.is_finished:
-            request.status, request.stop_reason = status, stop_reason
-        else:
-            self._end(request, status, stop_reason)
+        """End a request for a reason that only the engine sees; see :meth:`Roster.finish`."""
+        self._roster.finish(request_id, status, stop_reason, drop)
 
     def schedule(self) -> StepPlan:
         """Plan one step, which the caller must run: its tokens count as computed from now on.
@@ -246,7 +206,7 @@ class Scheduler:
             forks = {} if preempted else self._admit(scheduled)
         if not scheduled and self._running and all(request.held for request in self._running):
             # They wait for siblings, and those for blocks or seats: the last give way.
-            preempted += [self._preempt_last() for _ in range(last_gang(self._running))]
+            preempted += [self._roster.preempt_last() for _ in range(last_gang(self._running))]
         copies, self._copies = tuple(self._copies), []
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
@@ -292,8 +252,7 @@ class Scheduler:
                 ending = cut(request, len(tokens))
             if ending is not None:
                 new_tokens.append((request, tokens[: len(tokens) + request.num_tokens - total]))
-                self._just_ended[request.request_id] = request
-                self._end(request, *ending)
+                self._roster.end_by_results(request, *ending)
                 continue
             new_tokens.append((request, tokens))
             if total % size < len(tokens) and request.num_pending_tokens and cache is not None:
@@ -315,8 +274,7 @@ class Scheduler:
         before = len(output) - len(tokens)
         ending = cut(request, len(tokens))
         if ending is not None:
-            self._just_ended[request.request_id] = request
-            self._end(request, *ending)
+            self._roster.end_by_results(request, *ending)
         return request, output[before:]
 
     def _serve_running(self, preempted: list[Request], drafting: bool = True) -> list[ScheduledRequest]:
@@ -347,7 +305,7 @@ class Scheduler:
             if last > len(request.block_ids) * size:  # one step of a request in `size`
                 needed = self._blocks_for(last) - len(request.block_ids)
                 while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:
-                    preempted.append(self._preempt_last())
+                    preempted.append(self._roster.preempt_last())
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last itself: those before it are scheduled, and none is left behind it
                 request.block_ids += self.pool.allocate_many(needed)
@@ -398,13 +356,13 @@ class Scheduler:
                     self.admission_end = "blocks"
                     break
                 fork(parent, request, self.pool, self.block_size)
-            elif room <= 0 or not request.may_start(room) or not self._give_blocks(request):
-                self.admission_end = "blocks" if room > 0 and request.may_start(room) else "tokens"
+            elif room <= 0 or not request.may_start(room):
+                self.admission_end = "tokens"
                 break
-            self._waiting.pop_first()
-            request.status = RequestStatus.RUNNING
-            request.seat, request.admission = self._free_seats.pop(), next(self._admissions)
-            insort(self._running, request, key=_ORDER)
+            elif not self._admission.allocate(request, len(self._running), len(self._roster.free_seats)):
+                self.admission_end = "blocks"
+                break
+            self._roster.start_first(request)
             if self.tier is not None and request in self.tier.loading:
                 continue
             total = request.num_tokens
@@ -412,9 +370,6 @@ class Scheduler:
             budget -= item.num_tokens
             (scheduled if parent is None else forks.setdefault(parent, [])).append(item)
         return forks
-
-    def _give_blocks(self, request: Request) -> bool:
-        return self._admission.allocate(request, len(self._running), len(self._free_seats))
 
     def _preempt_gangs(self) -> list[Request]:
         """If the blocks will not last for this step, preempt whole gangs from the back, and single requests between
@@ -428,7 +383,7 @@ class Scheduler:
             count = last_gang(self._running)
             if count == len(self._running):
                 break
-            preempted += [self._preempt_last() for _ in range(count)]
+            preempted += [self._roster.preempt_last() for _ in range(count)]
         return preempted
 
     def _new_blocks(self, request: Request) -> int:
@@ -436,39 +391,6 @@ class Scheduler:
         known = request.num_tokens + request.num_pending_tokens
         last = min(known + request.num_possible_tokens + self._drafting.most, request.length_limit - 1)
         return max(0, self._blocks_for(last) - len(request.block_ids))
-
-    def _preempt_last(self) -> Request:
-        request = self._running.pop()
-        request.num_preemptions += 1
-        if self.tier is not None and self.prefix_cache is None:
-            self.tier.keep_own(request, self.block_size)
-        self._free(request)
-        request.num_computed_tokens = 0
-        request.held = False
-        request.status = RequestStatus.PREEMPTED
-        self._waiting.push(request)
-        if not self._preemptions:
-            logger.warning(_PREEMPTED, self.pool.num_blocks, len(self._running) + 1)
-        self._preemptions += 1
-        return request
-
-    def _end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
-        runs = request.status is RequestStatus.RUNNING
-        request.status, request.stop_reason = status, stop_reason
-        del self._requests[request.request_id]
-        if runs:
-            del self._running[bisect_left(self._running, request.order, key=_ORDER)]
-            self._free(request)
-        else:
-            self._waiting.count_ended()
-
-    def _free(self, request: Request) -> None:
-        if self.tier is not None:
-            self.tier.loading.pop(request, None)
-        free(request, self.pool)
-        assert request.seat is not None  # it runs
-        self._free_seats.append(request.seat)
-        request.seat = None
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

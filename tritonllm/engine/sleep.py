@@ -17,6 +17,7 @@ from torch import nn
 from tritonllm.config import ModelConfig
 from tritonllm.engine.announcer import Announcer
 from tritonllm.engine.device_memory import Arena
+from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
@@ -235,6 +236,7 @@ class SleepMethods:
     _memory: EngineMemory
     _events: Announcer
     _scheduler: Scheduler
+    _transfer: KVTransfer | None
     _in_flight: deque[Any]
     _whole: bool
     _recover: Callable[[], None]
@@ -254,7 +256,9 @@ class SleepMethods:
         self._whole = False
         if self._scheduler.prefix_cache is not None:
             self._scheduler.prefix_cache.reset()
-        if self._events:
+        if self._transfer is not None:
+            self._transfer.rename()
+        if self._events.heard:
             self._events.reset("the prefix cache was reset")
         self._whole = True
 

@@ -14,9 +14,13 @@ from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig
 from tritonllm.dist.group import Group
 from tritonllm.engine.cpu_threads import granted_cores, threads_for
 from tritonllm.engine.draft_model import load_draft, read_draft_spec
+from tritonllm.engine.generation_config import default_params, end_tokens, read_generation_config
 from tritonllm.engine.host_memory import check_offloading
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.kv_fingerprint import model_fingerprint
+from tritonllm.engine.kv_start import make_connector, make_transfer
+from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.precompile import BackgroundCompiler, Target
@@ -48,55 +52,8 @@ from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
 from tritonllm.models.shards import check
 from tritonllm.models.spec import ModelSpec
-from tritonllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-DEFAULTED = {  # entry of generation_config.json: field of SamplingParams
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
-}
-
-
-def end_tokens(spec: ModelFacts, generation_config: dict[str, Any], tokenizer: Any = None) -> frozenset[int]:
-    """What ends an output: the ids of config.json and generation_config.json, and the tokenizer's ``eos_token``."""
-    ids = generation_config.get("eos_token_id")
-    more = [ids] if isinstance(ids, int) else list(ids or [])
-    own = getattr(tokenizer, "eos_token_id", None)
-    return frozenset(
-        token
-        for token in (*spec.eos_token_ids, *more, own)
-        if isinstance(token, int) and 0 <= token < spec.vocab_size  # a tokenizer may know tokens that the model lacks
-    )
-
-
-def read_generation_config(source: str, model: Path) -> dict[str, Any]:
-    """That of the model (``auto`` and ``vllm``), or of another folder.
-
-    Raises:
-        ValueError: no such folder, or no such file in it.
-    """
-    if source in ("auto", "vllm"):
-        return checkpoint.read_generation_config(model)
-    if not (Path(source) / "generation_config.json").is_file():
-        raise ValueError(
-            f"generation_config={source!r} must be auto, vllm, or a folder that holds generation_config.json"
-        )
-    return checkpoint.read_generation_config(Path(source))
-
-
-def default_params(source: str, generation_config: dict[str, Any]) -> SamplingParams:
-    """How a request is continued that brings no parameters; vLLM reads the same entries.
-
-    Raises:
-        ValueError: an entry outside its range.
-    """
-    if source == "vllm":
-        return SamplingParams()
-    values = {name: generation_config[entry] for entry, name in DEFAULTED.items() if entry in generation_config}
-    try:
-        return SamplingParams.from_optional(**{name: value for name, value in values.items() if value is not None})
-    except ValueError as error:
-        raise ValueError(f"generation_config.json: {error}; pass generation_config='vllm' to ignore it") from error
 
 
 def background_compiler(
@@ -222,6 +179,7 @@ class Parts(NamedTuple):
     inputs: InputProcessor
     pooling: PoolingAbility
     memory: EngineMemory
+    transfer: KVTransfer | None
 
 
 class Origin(NamedTuple):
@@ -279,7 +237,7 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
     spec, size = origin.spec, config.parallel.tensor_parallel_size
     device = resolve_device(config.model.device)
     if size > 1 and device.type == "cuda":
-        if torch.cuda.device_count() < size and config.parallel.distributed_executor_backend != "external_launcher":
+        if torch.cuda.device_count() < size and config.parallel.is_local:
             raise ValueError(
                 f"tensor_parallel_size={size} needs as many GPUs, and there are {torch.cuda.device_count()}: lower it"
             )
@@ -378,6 +336,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     begin = time.monotonic()
     MONITOR.serving = False
     check_offloading(config.cache.kv_offloading_size)
+    connector = None if config.kv_transfer_config is None else make_connector(config.kv_transfer_config)
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
     origin = read_origin(config)
@@ -388,7 +347,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     with ranks:
         with background_compiler(spec, config, origin.draft) as compiler:  # leaving the block waits for it
             ranks.begin()
-            prepared = prepare(config, origin)
+            prepared = prepare(config, origin, ranks.device_index)
             device, dtype = prepared.device, prepared.dtype
             if compiler is not None and device.type == "cuda":
                 gpu = gpu_at(device.index or 0)
@@ -402,6 +361,10 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     limits = config.cache.num_blocks, config.model.max_model_len
     drafting = drafting_of(config, runner.draft_cost)
     scheduler = Scheduler(config.scheduler, config.cache, *limits, drafting, tier_of(config, runner))
+    identity = checkpoint.read_config(folder), origin.limit, (dtype, config.cache.block_size, runner.block_bytes)
+    fingerprint = model_fingerprint([model for model in models if model is not None], *identity)
+    memory_of_host = [] if runner.host is None else runner.host.memory
+    transfer = make_transfer(config.kv_transfer_config, connector, scheduler, memory_of_host, fingerprint)
     eos = end_tokens(spec, generation_config, tokenizer)
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, limits[1], eos, config.model.seed, defaults),
@@ -409,4 +372,4 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     )
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
-    return Parts(config, executor, scheduler, inputs, pooling, memory)
+    return Parts(config, executor, scheduler, inputs, pooling, memory, transfer)

@@ -10,7 +10,8 @@ class EngineStats:
     ``compilations_after_ready`` are kernels that this process compiled, or loaded from Triton's cache, since then: each
     made a request wait, so there should be none. ``takes_requests``: the engine is awake and has
     weights. ``forced_tokens`` are those of ``generated_tokens`` that nobody drew, for a grammar allowed no others.
-    ``num_host_blocks`` to ``loaded_bytes`` are of the cache's tier in the host's memory; those of drafts:
+    ``num_host_blocks`` to ``loaded_bytes`` are of the cache's tier in the host's memory; those of the connector:
+    :class:`~tritonllm.engine.kv_transfer.TransferStats`; those of drafts:
     :class:`~tritonllm.engine.speculation.DraftCounts`.
     """
 
@@ -32,6 +33,9 @@ class EngineStats:
     loaded_blocks: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
+    kv_saved_blocks: int = 0
+    kv_fetched_blocks: int = 0
+    kv_missed_blocks: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -49,6 +49,8 @@ async def _whole(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: O
         answer["prompt_logprobs"] = prompt_logprobs(last)
     if body.return_token_ids:
         answer["prompt_token_ids"] = last.prompt_token_ids
+    if body.kv_transfer_params is not None:
+        answer["kv_transfer_params"] = last.kv_transfer_params
     return answer
 
 

@@ -127,4 +127,5 @@ def _copy(output: RequestOutput) -> RequestOutput:
         output.metrics,
         output.num_cached_tokens,
         output.error,
+        output.kv_transfer_params,
     )

@@ -40,7 +40,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     build = _Choices(service, body, params.beam_width if isinstance(params, BeamSearchParams) else params.n)
     if body.stream:
         return await stream(request, _chunks(head, body, build, outputs))
-    return await respond(request, _whole(head, build, outputs))
+    return await respond(request, _whole(head, body, build, outputs))
 
 
 async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
@@ -109,14 +109,17 @@ class _Choices:
         return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.decode([token])
 
 
-async def _whole(head: dict[str, Any], build: _Choices, outputs: Outputs) -> dict[str, Any]:
+async def _whole(head: dict[str, Any], body: CompletionRequest, build: _Choices, outputs: Outputs) -> dict[str, Any]:
     usage, ended = Usage(), dict[int, RequestOutput]()
     async with aclosing(outputs):
         async for index, output in outputs:
             usage.add(index, output)
             ended[index] = output
     choices = [choice for index in sorted(ended) for choice in build.whole(index, ended[index])]
-    return {**head, "choices": choices, "usage": usage.as_dict()}
+    answer = {**head, "choices": choices, "usage": usage.as_dict()}
+    if body.kv_transfer_params is not None:
+        answer["kv_transfer_params"] = next((output.kv_transfer_params for output in ended.values()), None)
+    return answer
 
 
 async def _chunks(

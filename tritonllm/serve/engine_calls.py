@@ -100,22 +100,18 @@ class EngineCalls:
         """
         return _unless_refused(await self._call("stop_profile"))
 
-    async def activity(self, view: Mapping[str, int], replica: int = 0) -> dict[str, Any]:
+    async def activity(self, view: Mapping[str, int], replica: int | None = None) -> dict[str, Any]:
         """What the engine has in its hands (:mod:`tritonllm.serve.activity`).
 
         Args:
             view: fields of :class:`~tritonllm.teach.dashboard.snapshot.View`.
-            replica: of several engines.
+            replica: of several engines; ``None``: the first that lives.
 
         Raises:
             ValueError: a number of the view is out of its range.
             EngineDeadError: that engine has died.
         """
         return await self._call("activity", replica=replica, view=dict(view))
-
-    async def picture(self) -> dict[str, Any]:
-        """What runs now, and who holds which block: the fields of :class:`tritonllm.engine.picture.Picture`."""
-        return await self._call("picture")
 
     async def collective_rpc(
         self,

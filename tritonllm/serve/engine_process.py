@@ -55,7 +55,7 @@ from tritonllm.serve.profiling import ProfilerConfig, Profiles
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
-METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache", "picture")  # of the engine, that a Call may name
+METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache")  # of the engine, that a Call may name
 WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
 
 

@@ -54,10 +54,10 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Do something between requests; an :class:`Answer` with the same number says what came of it.
 
-    ``method`` is ``sleep``, ``wake_up``, ``reload_weights``, ``reset_prefix_cache`` or ``picture`` of the engine, or
+    ``method`` is ``sleep``, ``wake_up``, ``reload_weights`` or ``reset_prefix_cache`` of the engine, or
     ``start_profile`` or ``stop_profile`` of :class:`~tritonllm.serve.profiling.Profiles`. The first and the third wait
     until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile. Or it is
-    ``activity`` (:mod:`tritonllm.serve.activity`), of the engine that ``replica`` names.
+    ``activity`` (:mod:`tritonllm.serve.activity`), of the engine that ``replica`` names, or of any.
     """
 
     number: int
@@ -106,6 +106,7 @@ class Update(msgspec.Struct, array_like=True):
     pooled: tuple[list[int], bytes] | None = None
     asleep: bool = False
     lost: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -129,6 +130,9 @@ class Stats(msgspec.Struct, array_like=True):
     loaded_blocks: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
+    kv_saved_blocks: int = 0
+    kv_fetched_blocks: int = 0
+    kv_missed_blocks: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -249,6 +253,7 @@ def pack_output(output: RequestOutput) -> Update:
         output.finished,
         num_cached_tokens=output.num_cached_tokens,
         error=output.error,
+        kv_transfer_params=None if output.kv_transfer_params is None else dict(output.kv_transfer_params),
     )
     times = output.metrics
     if times is not None:
@@ -290,4 +295,5 @@ def unpack_output(update: Update, prompt: str | None, prompt_token_ids: Sequence
         ),
         num_cached_tokens=update.num_cached_tokens,
         error=update.error,
+        kv_transfer_params=update.kv_transfer_params,
     )

@@ -115,6 +115,7 @@ class SamplingBody(Body):
     priority: int = 0
     cache_salt: str | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    kv_transfer_params: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_streaming(self) -> Self:
@@ -124,6 +125,8 @@ class SamplingBody(Body):
             raise ValueError("prompt_logprobs cannot be streamed: leave out stream")
         if self.stream and self.use_beam_search:
             raise ValueError("use_beam_search cannot be streamed, since its end decides: leave out stream")
+        if self.kv_transfer_params is not None and self.use_beam_search:
+            raise ValueError("kv_transfer_params and use_beam_search do not go together: leave one out")
         if not self.use_beam_search and self.length_penalty not in (None, 1):
             raise ValueError("length_penalty compares the answers of a beam search: add use_beam_search=true")
         return self
@@ -145,6 +148,8 @@ class SamplingBody(Body):
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         form = {"structured_outputs": self.form(), "repetition_detection": self._repetition()}
+        if self.kv_transfer_params is not None:
+            more["extra_args"] = {"kv_transfer_params": self.kv_transfer_params}
         values = {
             **inherited,
             **given,

@@ -1,0 +1,98 @@
+"""Blocks that are kept for others: which, how many bytes, and who waits for them."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonllm.engine import kv_kept
+from tritonllm.engine.kv_kept import KeptBlocks
+
+KEYS = [bytes([n]) * 16 for n in range(8)]
+PUT, GET, COUNT = range(3)
+
+
+def put(kept, number, size=4):
+    return kept.put(KEYS[number], b"head", bytes([number]) * size)
+
+
+def count(kept, *numbers):
+    return kept.count([KEYS[number] for number in numbers], 0.0)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 20),
+    st.lists(st.tuples(st.sampled_from([PUT, GET, COUNT]), st.integers(0, 7), st.integers(1, 9)), max_size=40),
+)
+def test_the_least_recently_used_ones_go_first_and_the_limit_holds(max_bytes, steps):
+    kept, model = KeptBlocks(max_bytes), {}  # the model's last entry is the one used last
+    for kind, number, size in steps:
+        if kind == PUT:
+            new = number not in model and size <= max_bytes
+            assert put(kept, number, size) == new
+            if number in model or new:
+                model[number] = model.pop(number, size)
+            while sum(model.values()) > max_bytes:
+                del model[next(iter(model))]
+        elif kind == GET:
+            found = kept.get(KEYS[number], 0.0)
+            assert (None if found is None else found.contents) == (
+                bytes([number]) * model[number] if number in model else None
+            )
+            if number in model:
+                model[number] = model.pop(number)
+        else:
+            leading = [n for n in range(number, 8) if all(m in model for m in range(number, n + 1))]
+            assert count(kept, *range(number, 8)) == len(leading)
+            for n in reversed(leading):
+                model[n] = model.pop(n)
+        assert (len(kept), kept.num_bytes) == (len(model), sum(model.values()))
+
+
+def test_old_blocks_are_forgotten(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(kv_kept.time, "monotonic", lambda: now[0])
+    kept = KeptBlocks(100, max_age=10.0)
+    put(kept, 0)
+    put(kept, 1)
+    now[0] = 108.0
+    assert kept.has(KEYS[0])  # it is used now
+    now[0] = 111.0
+    assert kept.get(KEYS[1], 0.0) is None and count(kept, 0, 1) == 1
+    assert len(kept) == 1
+
+
+@pytest.mark.parametrize("ask", ["get", "count"])
+def test_who_waits_gets_it_when_it_comes(ask):
+    kept, found = KeptBlocks(100), []
+    put(kept, 0)
+
+    def wait():
+        until = time.monotonic() + 30
+        found.append(kept.get(KEYS[1], until) if ask == "get" else kept.count(KEYS[:2], until))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    put(kept, 2)
+    assert not found
+    put(kept, 1)
+    thread.join(30)
+    assert (found[0].contents == bytes([1]) * 4) if ask == "get" else found == [2]
+
+
+def test_nobody_waits_for_one_that_is_closed():
+    kept, found = KeptBlocks(100), []
+    threads = [
+        threading.Thread(target=lambda: found.append(kept.get(KEYS[1], time.monotonic() + 600))),
+        threading.Thread(target=lambda: found.append(kept.count(KEYS, time.monotonic() + 600))),
+    ]
+    put(kept, 0)
+    for thread in threads:
+        thread.start()
+    kept.close()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found, key=repr) == [0, None] and not put(kept, 3) and kept.num_bytes == 0

@@ -1,0 +1,225 @@
+"""The engine's side of a connector, in small cases. Random ones: test_kv_transfer_stateful.py."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+from support.kv_connectors import AskedConnector, FailingConnector
+from support.scheduling import add, make
+
+from tritonllm.config import CacheConfig, SchedulerConfig
+from tritonllm.engine.host_tier import HostTier
+from tritonllm.engine.kv_start import make_transfer
+from tritonllm.engine.kv_transfer import KVTransfer
+from tritonllm.engine.rates import Rates
+from tritonllm.engine.scheduler import Scheduler
+from tritonllm.kv_transfer_config import KVTransferConfig
+
+
+class Engine:
+    """What an engine has of it, without a device; copies are done when they are begun."""
+
+    def __init__(self, role="kv_both", connector=None, num_slots=20, num_blocks=20, timeout=10.0):
+        config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100)
+        cache = CacheConfig(block_size=4)
+        self.scheduler = Scheduler(config, cache, num_blocks, 1000, tier=HostTier(num_slots, Rates(block_size=4)))
+        self.tier = self.scheduler.tier
+        self.connector = connector or AskedConnector()
+        self.weights = b"weights"
+        config = KVTransferConfig(kv_connector="a:B", kv_role=role, kv_connector_extra_config={"timeout": timeout})
+        self.transfer = make_transfer(config, self.connector, self.scheduler, [], lambda: self.weights)
+        self.ran = []
+        self.copies = SimpleNamespace(run=self.run, ending=lambda number: lambda: True)
+
+    def run(self, transfers):
+        self.ran.append(transfers)
+        self.tier.done = transfers.number
+
+    def step(self):
+        plan = self.scheduler.schedule()
+        if plan.transfers is not None:
+            self.tier.done = plan.transfers.number
+        self.scheduler.update(plan, [[7] if item.samples else [] for item in plan.scheduled])
+        self.transfer.after_step(self.copies, not self.scheduler.num_running, 0.0)
+        return plan
+
+    def answer(self, result):
+        asked = self.connector.asked.pop(0)
+        asked.future.set_result(result)
+        self.transfer.follow(0.0)
+        return asked
+
+    def fetch(self, prompt=14, now=0.0):
+        return self.transfer.fetch(make("a", prompt), {"from": "there"}, now)
+
+
+def test_a_prompt_is_looked_up_then_loaded_then_found():
+    engine = Engine()
+    fetch = engine.fetch()
+    lookup = engine.answer(2)
+    assert (lookup.kind, len(lookup.keys), lookup.params) == ("lookup", 3, {"from": "there"})
+    load = engine.connector.asked[0]
+    assert (load.kind, load.keys, load.params) == ("load", lookup.keys[:2], {"from": "there"})
+    assert not fetch.done and engine.tier.find(fetch.labels) == []
+    engine.answer([True, True])
+    assert fetch.done and engine.tier.find(fetch.labels) == load.slots
+    assert engine.transfer.stats == (0, 2, 0)
+    request = add(engine.scheduler, "a", 14)
+    plan = engine.step()  # nobody else runs: it waits for the copies on the device
+    assert request.num_cached_tokens == 8 and [slot for slot, _ in plan.transfers.loads] == load.slots
+
+
+def test_what_did_not_come_is_computed():
+    engine = Engine()
+    fetch = engine.fetch(18)
+    engine.answer(4)
+    load = engine.answer([True, False, True, True])
+    assert fetch.done and engine.tier.find(fetch.labels) == load.slots[:1]
+    assert engine.transfer.stats == (0, 3, 1)
+
+
+@pytest.mark.parametrize("count", [0, None])
+def test_nothing_there(count):
+    engine = Engine()
+    fetch = engine.fetch()
+    engine.answer(count)
+    assert fetch.done and not engine.connector.asked
+
+
+def test_no_question_about_what_is_here_or_must_be_computed():
+    engine = Engine()
+    assert engine.fetch(4) is None  # its last token is computed in any case
+    add(engine.scheduler, "a", 14, 15)
+    engine.step()
+    assert engine.fetch(14) is None  # on the device
+    assert engine.fetch(18).labels == engine.scheduler.prefix_cache.labels(make("a", 18))[3:]
+    assert engine.transfer.fetch(make("a", 30, prompt_logprobs=0), {}, 0.0) is None
+    assert Engine("kv_producer").fetch() is None
+
+
+def test_what_the_host_has_is_not_asked_for():
+    engine = Engine()
+    first = engine.fetch(14)
+    engine.answer(3)
+    engine.answer([True] * 3)
+    assert first.done and engine.fetch(14) is None
+    assert len(engine.fetch(30).labels) == 4
+
+
+def test_stored_blocks_are_saved_even_if_no_step_follows():
+    engine = Engine()
+    add(engine.scheduler, "a", 14, 15)
+    engine.step()
+    (save,) = engine.connector.asked
+    (transfers,) = engine.ran
+    assert (
+        save.kind == "save"
+        and sorted(save.slots) == sorted(slot for _, slot in transfers.stores)
+        and len(save.slots) == 3
+    )
+    engine.answer(3)
+    assert engine.transfer.stats == (3, 0, 0)
+    other = Engine()
+    other.fetch()
+    assert set(save.keys) == set(other.connector.asked[0].keys)  # what it looks for
+    consumer = Engine("kv_consumer")
+    add(consumer.scheduler, "a", 14, 15)
+    consumer.step()
+    assert not consumer.connector.asked
+
+
+def test_a_slot_that_is_being_saved_keeps_its_block():
+    engine = Engine(num_slots=4)
+    add(engine.scheduler, "a", 10, 11)
+    engine.step()
+    save = engine.connector.asked[0]
+    labels = engine.scheduler.prefix_cache.labels(make("a", 10))
+    add(engine.scheduler, "b", 38, 39)
+    engine.step()
+    assert sorted(engine.tier.find(labels)) == sorted(save.slots)
+    assert len(engine.connector.asked) == 1  # half of the slots are lent: no more are
+    engine.answer(2)
+    add(engine.scheduler, "c", 38, 39)
+    engine.step()
+    assert engine.tier.find(labels) == []
+
+
+def test_other_weights_have_other_keys_and_what_comes_late_is_dropped():
+    engine = Engine()
+    fetch = engine.fetch()
+    lookup = engine.answer(3)
+    engine.weights = b"others"
+    engine.transfer.rename()
+    engine.answer([True] * 3)
+    assert fetch.done and engine.tier.find(fetch.labels) == []
+    engine.fetch()
+    assert not set(engine.connector.asked[0].keys) & set(lookup.keys)
+
+
+def test_a_connector_that_hangs_is_asked_no_more_until_it_answers():
+    engine = Engine(timeout=2.0)
+    first, second = engine.fetch(14, now=100.0), engine.fetch(15, now=101.0)
+    engine.answer(2)  # the first one's slots are lent now
+    engine.transfer.follow(101.9)
+    assert not first.done and not second.done
+    engine.transfer.follow(102.0)
+    assert first.done and not second.done
+    assert engine.fetch() is None
+    engine.transfer.follow(103.0)
+    assert second.done and len(engine.connector.asked) == 2
+    engine.answer(1)  # late
+    assert engine.fetch() is None
+    late = engine.answer([True, True])
+    assert engine.tier.find(first.labels) == late.slots  # of use to others
+    assert engine.fetch(30) is not None
+
+
+def test_who_finds_no_slot_waits_and_the_others_behind_it_too():
+    engine = Engine(num_slots=4, timeout=5.0)
+    fetches = [engine.transfer.fetch(make(name, 14), {}, 0.0) for name in "abc"]
+    for _ in fetches:
+        engine.connector.asked.pop(0).future.set_result(3)
+    engine.transfer.follow(0.0)
+    (load,) = engine.connector.asked
+    assert len(load.slots) == 2  # half of them
+    engine.answer([True, True])
+    assert [fetch.done for fetch in fetches] == [True, False, False]
+    (load,) = engine.connector.asked
+    assert load.keys == list(fetches[1].keys[:2])
+    engine.transfer.follow(5.0)
+    assert all(fetch.done for fetch in fetches) and len(engine.connector.asked) == 1
+    engine.answer([False, False])
+    assert engine.tier.lend(9) and engine.fetch() is not None  # nobody is owed anything
+
+
+def test_after_a_reset_slots_come_back_late():
+    engine = Engine(num_slots=4)
+    fetch = engine.fetch()
+    engine.answer(3)
+    engine.scheduler.reset()
+    engine.transfer.reset()
+    load = engine.connector.asked[0]
+    assert not set(engine.tier.lend(4)) & set(load.slots) and engine.fetch() is None
+    engine.answer([True] * 2)
+    assert engine.tier.find(fetch.labels) == load.slots and engine.fetch() is not None
+
+
+def test_a_connector_that_raises_is_a_miss(caplog):
+    engine = Engine(connector=FailingConnector())
+    fetch = engine.fetch()
+    engine.transfer.follow(0.0)
+    assert fetch.done and "out of order" in caplog.text
+    add(engine.scheduler, "a", 14, 15)
+    engine.step()
+    engine.transfer.follow(0.0)
+    assert engine.transfer.stats == (0, 0, 0)
+    assert len(engine.tier.lend(20)) == 10  # its slots are back
+
+
+def test_the_connector_is_closed_with_the_engine():
+    engine = Engine()
+    connector = engine.connector
+    assert isinstance(engine.transfer, KVTransfer) and connector.memory == []
+    del engine
+    gc.collect()
+    assert connector.closed == 1

@@ -1,0 +1,71 @@
+"""What a user can say of where blocks go and come from."""
+
+import json
+
+import pytest
+
+from tritonllm.config import EngineConfig
+from tritonllm.engine.arg_utils import EngineArgs
+from tritonllm.kv_transfer_config import KVTransferConfig
+
+FILES = {"kv_connector": "FileStore", "kv_role": "kv_consumer", "kv_connector_extra_config": {"path": "x"}}
+
+
+def test_vllms_dictionary_its_json_and_the_value_itself_are_the_same():
+    config = KVTransferConfig.of(FILES)
+    assert config == KVTransferConfig.of(json.dumps(FILES)) == KVTransferConfig.of(config)
+    assert config.kv_connector_extra_config == {"path": "x"}
+    engine = {"model": "m", "kv_offloading_size": 1.0}
+    assert EngineConfig.from_kwargs(**engine, kv_transfer_config=FILES).kv_transfer_config == config
+    assert (
+        EngineArgs(**engine, kv_transfer_config=json.dumps(FILES)).create_engine_config().kv_transfer_config == config
+    )
+    assert EngineConfig.from_kwargs(model="m", kv_transfer_config=None).kv_transfer_config is None
+
+
+@pytest.mark.parametrize(
+    ("role", "saves", "loads"),
+    [("kv_both", True, True), ("kv_producer", True, False), ("kv_consumer", False, True)],
+)
+def test_roles(role, saves, loads):
+    config = KVTransferConfig(kv_connector="my.module:Connector", kv_role=role)
+    assert (config.saves, config.loads) == (saves, loads)
+
+
+def test_the_time_that_a_request_waits():
+    assert KVTransferConfig(kv_connector="FileStore").timeout > 0
+    assert KVTransferConfig(kv_connector="FileStore", kv_connector_extra_config={"timeout": 0.5}).timeout == 0.5
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "kv_transfer_config is no JSON"),
+        (3, "kv_transfer_config must be a dict, its JSON, or None, got 3"),
+        ({}, "kv_connector is missing"),
+        ({**FILES, "kv_rank": 0}, "'kv_rank' is not supported; there are kv_connector, kv_role"),
+        ({"kv_connector": "NixlConnector"}, "kv_connector must be one of FileStore.* or 'module:name', got 'Nixl"),
+        ({"kv_connector": 3}, "kv_connector must be one of"),
+        ({**FILES, "kv_role": "producer"}, "kv_role must be one of kv_both, kv_producer, kv_consumer, got 'producer'"),
+        ({**FILES, "kv_connector_extra_config": "x"}, "kv_connector_extra_config must be a dict of settings"),
+        ({**FILES, "kv_connector_extra_config": {3: 4}}, "kv_connector_extra_config must be a dict of settings"),
+        ({**FILES, "kv_connector_extra_config": {"timeout": 0}}, "timeout must be a number of seconds above 0, got 0"),
+        ({**FILES, "kv_connector_extra_config": {"timeout": True}}, "timeout must be a number of seconds above 0"),
+    ],
+)
+def test_bad_values(value, message):
+    with pytest.raises(ValueError, match=message):
+        KVTransferConfig.of(value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "kv_transfer_config needs kv_offloading_size"),
+        ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "kv_transfer_config needs enable_prefix_caching"),
+        ({"kv_offloading_size": 1, "tensor_parallel_size": 2}, "kv_offloading_size: ranks do not offload"),
+    ],
+)
+def test_what_it_needs_of_the_engine(more, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_kwargs(model="m", kv_transfer_config=FILES, **more)

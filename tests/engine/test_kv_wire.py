@@ -1,0 +1,190 @@
+"""Frames: whatever happens to the bytes on their way, nobody takes them for another block than they were."""
+
+import socket
+import struct
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonllm.engine import kv_wire
+from tritonllm.engine.kv_wire import (
+    MAGIC,
+    MOST_KEYS,
+    QUESTIONS,
+    Channel,
+    Kind,
+    WireError,
+    count_frame,
+    frame,
+    head_of,
+    question,
+)
+
+KEYS = [bytes([n]) * 16 for n in range(4)]
+SIZES = (24, 5)
+CONTENTS = [bytes(range(n, n + sum(SIZES))) for n in range(4)]
+BLOCKS = [head_of(Kind.BLOCK, (key, data)) + key + data for key, data in zip(KEYS, CONTENTS, strict=True)]
+FRAME = len(BLOCKS[0])
+
+
+def soon(seconds=5.0):
+    return time.monotonic() + seconds
+
+
+class Pair:
+    """Two ends of a connection; at one somebody has sent these bytes and hung up."""
+
+    def __init__(self, data, hang_up=True):
+        self._sender, receiver = socket.socketpair()
+        self._sender.sendall(data)
+        if hang_up:
+            self._sender.shutdown(socket.SHUT_WR)
+        self.channel = Channel(receiver)
+
+    def __enter__(self):
+        return self.channel
+
+    def __exit__(self, *exception):
+        self.channel.close()
+        self._sender.close()
+
+
+def read_all(data):
+    """The blocks that a reader gets who has asked for all keys, up to the first error; and that error."""
+    got = []
+    with Pair(data) as channel:
+        try:
+            for key in KEYS:
+                into = [bytearray(size) for size in SIZES]
+                there = channel.read_block(key, [memoryview(part) for part in into], soon())
+                got.append(b"".join(into) if there else None)
+        except (OSError, WireError) as error:
+            return got, error
+    return got, None
+
+
+def test_blocks_and_misses_arrive_in_order():
+    assert read_all(b"".join(BLOCKS)) == (CONTENTS, None)
+    missing = frame(Kind.MISS, KEYS[1])
+    assert read_all(BLOCKS[0] + missing + BLOCKS[2] + BLOCKS[3]) == ([CONTENTS[0], None, *CONTENTS[2:]], None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cut=st.integers(0, 4 * FRAME - 1))
+def test_cut_bytes_give_the_blocks_before_the_cut(cut):
+    got, error = read_all(b"".join(BLOCKS)[:cut])
+    assert got == CONTENTS[: cut // FRAME] and isinstance(error, ConnectionError)
+
+
+@settings(max_examples=300, deadline=None)
+@given(at=st.integers(0, 4 * FRAME - 1), change=st.integers(1, 255))
+def test_a_changed_byte_never_gives_a_wrong_block(at, change):
+    data = bytearray(b"".join(BLOCKS))
+    data[at] ^= change
+    got, error = read_all(bytes(data))
+    assert got == CONTENTS[: at // FRAME] and error is not None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_pieces_in_another_order_never_give_a_wrong_block(data):
+    whole = b"".join(BLOCKS)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+    pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    got, _ = read_all(b"".join(data.draw(st.lists(st.sampled_from(pieces), max_size=9))))
+    assert all(block == expected for block, expected in zip(got, CONTENTS, strict=False))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=400))
+def test_other_bytes_are_no_frame(data):
+    got, error = read_all(data)
+    assert got == [] and error is not None
+    with Pair(data) as channel, pytest.raises((OSError, WireError)):
+        channel.read_question(soon(), 5.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([Kind.LOOKUP, Kind.LOAD]),
+    st.lists(st.binary(min_size=16, max_size=16), min_size=1),
+    st.floats(0, 99),
+)
+def test_questions_arrive(kind, keys, wait):
+    with Pair(question(kind, keys, wait)) as channel:
+        asked = channel.read_question(soon(), 5.0)
+    assert (asked.kind, asked.keys) == (kind, keys) and abs(asked.wait - wait) <= 1e-3
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0, 3 * 16 + 4 + 31), change=st.integers(1, 255))
+def test_a_changed_question_is_refused(at, change):
+    data = bytearray(question(Kind.LOAD, KEYS[:3], 1.0))
+    data[at] ^= change
+    with Pair(bytes(data)) as channel, pytest.raises((OSError, WireError)):
+        channel.read_question(soon(), 5.0)
+
+
+def head(kind, size, magic=MAGIC, version=kv_wire.VERSION):
+    return struct.pack("<8sHHI", magic, version, kind, size) + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (head(Kind.LOAD, 4 + 16 * (MOST_KEYS + 1)), "cannot be here"),
+        (head(Kind.LOAD, 4), "cannot be here"),
+        (head(Kind.LOAD, 2**32 - 1), "cannot be here"),
+        (head(Kind.BLOCK, 20), "cannot be here"),
+        (head(77, 20), "cannot be here"),
+        (head(Kind.LOAD, 20, version=2), "another version"),
+        (head(Kind.LOAD, 20, magic=b"GET / HT"), "another protocol"),
+        (frame(Kind.LOAD, bytes(4 + 17)), "within a key"),
+    ],
+    ids=["keys", "none", "huge", "answer", "kind", "version", "magic", "half"],
+)
+def test_what_is_no_question_is_refused_before_its_payload_is_read(data, message, monkeypatch):
+    sizes = []
+    read = Channel.read
+    monkeypatch.setattr(
+        Channel, "read", lambda self, count, deadline: sizes.append(count) or read(self, count, deadline)
+    )
+    with Pair(data, hang_up=False) as channel, pytest.raises(WireError, match=message):
+        channel.read_question(soon(), 5.0)
+    assert max(sizes) <= len(data)
+
+
+def test_counts():
+    with Pair(count_frame(3)) as channel:
+        assert channel.read_count(3, soon()) == 3
+    with Pair(count_frame(4)) as channel, pytest.raises(WireError, match="4 blocks of 3"):
+        channel.read_count(3, soon())
+
+
+def test_a_block_of_another_size_is_refused():
+    wrong = head_of(Kind.BLOCK, (KEYS[0], bytes(30))) + KEYS[0] + bytes(30)
+    assert str(read_all(wrong)[1]).endswith("cannot be here")
+
+
+def test_bytes_that_come_one_by_one_do_not_extend_the_deadline():
+    sender, receiver = socket.socketpair()
+    channel = Channel(receiver)
+    stop = threading.Event()
+
+    def drip():
+        for byte in BLOCKS[0]:
+            if stop.wait(0.02):
+                return
+            sender.send(bytes([byte]))
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        channel.read_head(QUESTIONS | {Kind.BLOCK: (0, 999)}, soon(0.1))
+    stop.set()
+    thread.join(10)
+    sender.close()
+    channel.close()

@@ -1,0 +1,86 @@
+"""A server that computes prompts and one that goes on with them: what requests and answers say of blocks."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.router import RouterProcess
+from support.server import MODEL, RunningServer
+
+PROMPT = "Once upon a time, there was a little dog. He liked to play in the park with his friend. " * 2
+BODY = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 8}
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """One that computes prompts, and one that goes on with them."""
+    waits = {"peers": ["127.0.0.1"], "timeout": 60, "wait": 15}  # the machine may do much else
+
+    def start(role):
+        transfer = {"kv_connector": "Peer", "kv_role": role, "kv_connector_extra_config": waits}
+        return RunningServer("--kv-offloading-size", "0.05", "--kv-transfer-config", json.dumps(transfer))
+
+    with ThreadPoolExecutor() as threads:
+        servers = list(threads.map(start, ["kv_producer", "kv_consumer"]))
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def post(server, path, body, **more):
+    answer = server.client.post(path, json={**body, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text_of(answer):
+    (choice,) = answer["choices"]
+    return choice.get("text") or choice["message"]["content"]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_a_server_without_a_connector_says_so_and_answers(server, path, body):
+    answer = post(server, path, body, kv_transfer_params=PREFILL)
+    assert answer["kv_transfer_params"] is None
+    named = post(server, path, body, kv_transfer_params={"remote_host": "127.0.0.1", "remote_port": 1})
+    plain = post(server, path, body)
+    assert text_of(answer) == text_of(named) == text_of(plain) and "kv_transfer_params" not in plain
+
+
+def test_what_is_refused(server):
+    bad = server.client.post("/v1/completions", json={**BODY, "kv_transfer_params": "x"})
+    search = server.client.post("/v1/completions", json={**BODY, "kv_transfer_params": {}, "use_beam_search": True})
+    assert (bad.status_code, search.status_code) == (400, 400)
+    assert "kv_transfer_params" in bad.text and "do not go together" in search.text
+
+
+def is_cached(answer):
+    """All but the last tokens of the prompt, which are computed in any case."""
+    usage = answer["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_from_a_prefill_server_to_a_decode_server(server, pair, path, body):
+    prefill, decode = pair
+    first = post(prefill, path, body, max_tokens=1, kv_transfer_params=PREFILL)
+    params = first["kv_transfer_params"]
+    assert params["remote_host"] == "127.0.0.1" and params["remote_port"] > 0
+    answer = post(decode, path, body, kv_transfer_params=params)
+    assert text_of(answer) == text_of(post(server, path, body)) and is_cached(answer)
+    assert decode.metric("tritonllm:kv_transfer_fetched_blocks_total") > 0
+    assert decode.metric("tritonllm:kv_transfer_missed_blocks_total") == 0
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_the_router_sends_requests_through_both(server, pair, tmp_path, path, body):
+    prefill, decode = pair
+    config = tmp_path / "router.toml"
+    config.write_text(f'[[backends]]\nurl = "{prefill.url}"\nrole = "prefill"\n[[backends]]\nurl = "{decode.url}"\n')
+    fresh = json.loads(json.dumps(body).replace("Once upon a time", "One day in the summer"))
+    with RouterProcess("--config", str(config)) as router:
+        answer = post(router, path, fresh)
+    assert text_of(answer) == text_of(post(server, path, fresh)) and is_cached(answer)
+    assert "kv_transfer_params" in answer

@@ -1,0 +1,111 @@
+"""The scheduler with a tier in the host's memory under random loads, whose copies run as late as their order lets them.
+
+Beside what holds without one (scheduler_machine.py): whatever a step reads has arrived, nothing is stored after it has
+been overwritten, and the host may learn of any of it as late as it likes.
+"""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+from support.scheduler_machine import MAX_MODEL_LEN, FakeModel, SchedulerMachine
+from tritonllm.config import CacheConfig
+from tritonllm.engine import prompt_budget
+from tritonllm.engine.host_tier import HostTier
+from tritonllm.engine.rates import Rates
+from tritonllm.engine.request import RequestStatus
+from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.speculation import Drafting
+
+
+class ModelWithHost(FakeModel):
+    """Copies run one batch after the other, when a step waits for them or :meth:`copy_some` is called."""
+
+    def __init__(self, block_size, accepts):
+        super().__init__(block_size, accepts)
+        self.host = {}
+        self.batches = []
+        self.issued = self.done = 0
+
+    def run(self, plan, readable):
+        if plan.transfers is not None:
+            self.issue(plan.transfers)
+        return super().run(plan, readable)
+
+    def issue(self, transfers):
+        if transfers.number:
+            assert transfers.number == self.issued + 1 and (transfers.stores or transfers.loads)
+            self.issued += 1
+            self.batches.append(transfers)
+        assert transfers.wait <= self.issued
+        while self.done < transfers.wait:
+            self.copy_batch()
+
+    def copy_batch(self):
+        batch = self.batches.pop(0)
+        for block, slot in batch.stores:
+            self.host[slot] = [self.slots.get(block * self.block_size + place) for place in range(self.block_size)]
+        for slot, block in batch.loads:
+            for place, content in enumerate(self.host[slot]):
+                self.slots[block * self.block_size + place] = content
+        self.done = batch.number
+
+
+class MachineWithHost(SchedulerMachine):
+    patience = 4  # a request that waits for loads gains no token, and one that comes back may wait again
+
+    @initialize(
+        policy=st.sampled_from(["fcfs", "priority"]),
+        caching=st.booleans(),
+        block_size=st.integers(1, 4),
+        num_blocks=st.one_of(st.integers(1, 4), st.integers(5, 24)),
+        num_slots=st.one_of(st.integers(1, 4), st.integers(20, 100)),
+        seats=st.integers(1, 5),
+        more_tokens=st.integers(0, 8),
+        ahead=st.booleans(),
+        drafts=st.sampled_from([0, 0, 1, 3, 7]),
+        luck=st.randoms(use_true_random=False),
+        beside=st.sampled_from([1, 3, prompt_budget.BESIDE]),
+        late=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    )
+    def start(self, num_slots, late, luck, **settings):
+        super().start(luck=luck, **settings)
+        cache = CacheConfig(block_size=self.block_size, enable_prefix_caching=self.caching)
+        self.tier = HostTier(num_slots, Rates())
+        self.scheduler = Scheduler(self.config, cache, self.num_blocks, MAX_MODEL_LEN, Drafting(self.drafts), self.tier)
+        self.model = ModelWithHost(self.block_size, self.model.accepts)
+        self.luck, self.late = luck, late
+
+    def run_step(self, aborted=None):
+        while self.model.batches and self.luck.random() >= self.late:
+            self.model.copy_batch()
+        self.tier.done = self.luck.choice([self.tier.done, self.model.done])
+        super().run_step(aborted)
+        self.check_tier()
+
+    def check_plan(self, plan, ran_before, computed, waiting_for):
+        """Those whose blocks are on their way are not served; nor are prompts that came back together, beside decodes,
+        but for as many as fit the budget of prompts."""
+        planned = {item.request for item in plan.scheduled}
+        behind = {request for request in self.live if request.status is RequestStatus.RUNNING} - planned - waiting_for
+        behind = {r for r in behind if r.num_tokens + r.num_pending_tokens - r.num_computed_tokens > 1}
+        behind -= set(self.tier.loading)
+        budget = self.scheduler._prompts.left
+        late = set(self.tier.loading) | (behind if budget == 0 else set())
+        super().check_plan(plan, ran_before, computed, waiting_for | late)
+
+    def check_tier(self):
+        slots = list(self.tier._slot_of.values())
+        written = [slot for slot, label in self.tier._lent.items() if label is None]
+        assert sorted(slots + self.tier._free + written) == list(range(self.tier.num_slots))
+        assert all(request in self.live for request in self.tier.loading)
+        stats = self.scheduler.stats.tier
+        assert stats.num_used_host_blocks == len(slots) <= stats.num_host_blocks == self.tier.num_slots
+
+    @rule()
+    def forget_everything(self):
+        """As the engine does after a step that was broken off: all requests are lost, and copies under way go on."""
+        for request in list(self.live):
+            self.abort_one(request)
+        self.in_flight.clear()
+        self.scheduler.reset()
+        self.model.slots.clear()

@@ -1,0 +1,43 @@
+"""Two nodes of Ray on this machine, each a raylet with processes of its own."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+
+@contextmanager
+def two_nodes() -> Iterator[Any]:
+    """Of one core each, so that two things that need one are on both of them. This process is the driver."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        made.add_node(num_cpus=1)
+        made.wait_for_nodes()
+        ray.init(address=made.address, log_to_driver=False)
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+def all_free() -> bool:
+    """Nobody holds a core of the nodes."""
+    import ray
+
+    gc.collect()
+    return ray.available_resources().get("CPU", 0) == 2
+
+
+def actors(name: str) -> list[psutil.Process]:
+    """Processes of actors of a class."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if words.startswith("ray::") and name in words:
+            found.append(process)
+    return found

@@ -1,0 +1,67 @@
+"""What a connector is: it takes blocks of keys and values out of an engine, to wherever others find them, and brings
+them in. No torch.
+
+A connector sees numbered slots of memory that the engine hands it once, and keys. It does not see requests, tokens,
+tensors or the device. Here the slots are those of the cache's tier in the host's memory
+(:mod:`tritonllm.engine.host_tier`), which has the copies to the device and back already. (For a connector between
+devices they could as well be the blocks of the cache itself: registering memory once and naming places in it is what
+NIXL and CUDA IPC ask for.)
+
+A key names the contents of a block: the tokens up to its end, and the model that computed them
+(:mod:`tritonllm.engine.kv_transfer`). So equal keys mean equal bytes, whoever saved them, and in whatever order.
+
+All calls come from the engine's thread and return at once; the work is done elsewhere, and the futures tell of its end.
+Nothing that goes wrong may be raised: a block that cannot be had is a miss, and the engine computes it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+Params = Mapping[str, Any]  # what a request says of where its blocks are (vLLM's ``kv_transfer_params``)
+
+
+class KVConnector(Protocol):
+    """Where blocks go and come from."""
+
+    def register(self, memory: Sequence[np.ndarray]) -> None:
+        """Work on this memory from now on; called once, before all else.
+
+        Args:
+            memory: uint8 ``[slots, bytes]`` arrays; a block is the rows of one slot in all of them, one after the
+                other.
+        """
+
+    def lookup(self, keys: Sequence[bytes], params: Params) -> "Future[int]":
+        """How many of the leading blocks with these keys :meth:`load` would bring. It may turn out to be fewer."""
+
+    def load(self, keys: Sequence[bytes], slots: Sequence[int], params: Params) -> "Future[list[bool]]":
+        """Write blocks into slots, of which nobody else makes use until the future is done.
+
+        Returns:
+            For each block whether it is there, whole and as it was saved. A slot whose block is not may hold anything.
+        """
+
+    def save(self, keys: Sequence[bytes], slots: Sequence[int], ready: Callable[[], bool]) -> "Future[int]":
+        """Take blocks out of slots, which stay as they are until the future is done.
+
+        Args:
+            ready: waits until the blocks are in their slots; to be called in another thread than the engine's. False:
+                they will not be, and there is nothing to save.
+
+        Returns:
+            How many were saved, not counting those that were there before.
+        """
+
+    def close(self) -> None:
+        """End what is under way within some seconds; the futures need not be done after that."""
+
+
+@runtime_checkable
+class Offering(Protocol):
+    """A connector at which others can ask for what this engine has saved."""
+
+    def offer(self) -> Params:
+        """What another engine's request has to say (its ``Params``) to find this engine's blocks."""

@@ -1,0 +1,108 @@
+"""Copies of blocks in this process's memory, which others may ask for until there is no room or they are too old. No
+torch."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Kept(NamedTuple):
+    """A block: the head of the frame that it is sent in, its contents, and when it was used last."""
+
+    head: bytes
+    contents: bytes
+    used: float
+
+
+class KeptBlocks:
+    """Blocks by key; those used longest ago go first. For any thread.
+
+    Args:
+        max_bytes: of all contents.
+        max_age: seconds after its last use that a block is kept; ``None`` as long as there is room.
+    """
+
+    def __init__(self, max_bytes: int, max_age: float | None = None) -> None:
+        self.max_bytes, self.max_age = max_bytes, max_age
+        self._blocks: OrderedDict[bytes, Kept] = OrderedDict()  # the most recently used one is the last
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes
+
+    def has(self, key: bytes) -> bool:
+        """Whether it is there; it is used now."""
+        with self._changed:
+            return self._use(key) is not None
+
+    def put(self, key: bytes, head: bytes, contents: bytes) -> bool:
+        """Keep a block; false if it was there, or is longer than all may be."""
+        with self._changed:
+            if self._closed or len(contents) > self.max_bytes or self._use(key) is not None:
+                return False
+            while self._bytes + len(contents) > self.max_bytes:
+                self._remove(next(iter(self._blocks)))
+            self._blocks[key] = Kept(head, contents, time.monotonic())
+            self._bytes += len(contents)
+            self._changed.notify_all()
+            return True
+
+    def get(self, key: bytes, until: float) -> Kept | None:
+        """A block, as soon as it is there; ``None`` if it is not at that time of ``time.monotonic``."""
+        with self._changed:
+            while (kept := self._use(key)) is None and self._wait(until):
+                pass
+            return kept
+
+    def count(self, keys: Sequence[bytes], until: float) -> int:
+        """How many of the leading ones are there: all, as soon as they are, or those that are at that time."""
+        with self._changed:
+            at = 0
+            while True:
+                while at < len(keys) and keys[at] in self._blocks:
+                    at += 1
+                if at == len(keys) or not self._wait(until):
+                    break
+            # of a sequence the end goes first; and what was there may be gone or too old by now
+            there = [self._use(key) is not None for key in reversed(keys[:at])]
+            return next((i for i, found in enumerate(reversed(there)) if not found), at)
+
+    def close(self) -> None:
+        """Forget all, and let nobody wait."""
+        with self._changed:
+            self._closed = True
+            self._blocks.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+
+    def _wait(self, until: float) -> bool:
+        """For a change; false if there is no time left."""
+        seconds = until - time.monotonic()
+        if seconds <= 0 or self._closed:
+            return False
+        self._changed.wait(seconds)
+        return True
+
+    def _use(self, key: bytes) -> Kept | None:
+        now = time.monotonic()
+        while self.max_age is not None and self._blocks:
+            oldest, kept = next(iter(self._blocks.items()))
+            if now - kept.used <= self.max_age:
+                break
+            self._remove(oldest)
+        kept_one = self._blocks.get(key)
+        if kept_one is not None:
+            self._blocks[key] = kept_one._replace(used=now)
+            self._blocks.move_to_end(key)
+        return kept_one
+
+    def _remove(self, key: bytes) -> None:
+        self._bytes -= len(self._blocks.pop(key).contents)

@@ -1,0 +1,254 @@
+"""The connector that brings blocks from another engine over TCP, so that one engine can compute prompts and another go
+on with them. No torch.
+
+Who saves keeps copies of its blocks in memory (:mod:`tritonllm.engine.kv_kept`) and serves them
+(:mod:`tritonllm.engine.kv_peer_server`). Who loads asks the engine that the request names
+(:mod:`tritonllm.engine.kv_peer_client`), in threads; each block is read into its slot and checked there. Whatever goes
+wrong is logged, and is a miss.
+
+A request names its engine with ``remote_host`` and ``remote_port``, as the answer of that engine says them
+(:meth:`Peer.offer`). Blocks may be late: the last ones of a prompt are saved some milliseconds after its answer, so a
+lookup waits for them up to ``wait`` seconds. ``pending`` says that the prompt is being computed still. Then a lookup
+takes its blocks for granted, and they are brought as each is saved.
+
+Only engines that ``peers`` lists are asked. Else whoever may send a request could make this machine connect to any
+other, and fill the cache with what it likes.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from tritonllm.config_checks import at_least
+from tritonllm.engine.kv_connector import Params
+from tritonllm.engine.kv_kept import KeptBlocks
+from tritonllm.engine.kv_peer_client import Address, LeftAloneError, Peers
+from tritonllm.engine.kv_peer_server import PeerServer
+from tritonllm.engine.kv_wire import MOST_KEYS, Kind, WireError, head_of, question
+from tritonllm.kv_transfer_config import KVTransferConfig
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+MAX_BYTES = 4 << 30
+MOST_BLOCK_BYTES = 1 << 31
+WAIT = 1.0
+THREADS = 8
+CLOSING = 5.0  # seconds
+ANYWHERE = ("0.0.0.0", "::")  # addresses that nobody can connect to
+LOOKUP_PART, LOAD_PART = 0.25, 0.5  # of the time that a request waits; the rest is for the engine's own steps
+WAITING_PART = 0.9  # of what is left, that the other engine may wait; the rest is for its last answers
+
+
+class Peer:
+    """Blocks of other engines.
+
+    Args:
+        config: the role, and the seconds that a request waits.
+        host, port: where this engine serves its blocks, if it saves any; port 0 takes a free one.
+        advertised_host: what others connect to; by default ``host``.
+        peers: whose blocks may be loaded: ``"host"`` or ``"host:port"`` as requests name them; ``"*"``: anybody's.
+        max_bytes: of the blocks that are kept for others.
+        max_age: seconds after its last use that a block is kept; ``None`` as long as there is room.
+        wait: seconds that a lookup waits for blocks that are not there yet.
+        threads: requests whose blocks are brought at once.
+
+    Raises:
+        ValueError: a bad value, or it cannot listen there.
+    """
+
+    SETTINGS = ("host", "port", "advertised_host", "peers", "max_bytes", "max_age", "wait", "threads")
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertised_host: str | None = None,
+        peers: Sequence[str] = (),
+        max_bytes: int = MAX_BYTES,
+        max_age: float | None = None,
+        wait: float = WAIT,
+        threads: int = THREADS,
+    ) -> None:
+        name = "kv_transfer_config: kv_connector_extra_config: "
+        _check_address(name, config, host, port, advertised_host)
+        _check_peers(name, config, peers)
+        at_least(name + "max_bytes", max_bytes, 1)
+        at_least(name + "threads", threads, 1)
+        if max_age is not None and not (_is_number(max_age) and max_age > 0):
+            raise ValueError(f"{name}max_age must be a number of seconds above 0, got {max_age!r}")
+        if not (_is_number(wait) and wait >= 0):
+            raise ValueError(f"{name}wait must be a number of seconds of at least 0, got {wait!r}")
+        self.kept = KeptBlocks(max_bytes, max_age)
+        self._timeout, self._wait, self._allowed = config.timeout, wait, frozenset(peers)
+        self._host = advertised_host or host
+        self._peers = Peers()
+        self._memory: Sequence[np.ndarray] = ()
+        self._server: PeerServer | None = None
+        if config.saves:
+            try:
+                self._server = PeerServer(self.kept, host, port)
+            except (OSError, UnicodeError) as error:
+                raise ValueError(f"{name}host={host!r}, port={port}: cannot listen there ({error})") from error
+        self._readers = ThreadPoolExecutor(threads, "kv-peer-load")
+        self._saver = ThreadPoolExecutor(1, "kv-peer-save")
+
+    def register(self, memory: Sequence[np.ndarray]) -> None:
+        size = sum(part.shape[1] for part in memory)
+        name = "kv_transfer_config: kv_connector_extra_config: "
+        if size > MOST_BLOCK_BYTES:
+            raise ValueError(f"{name}Peer cannot send blocks of {size} bytes: lower block_size")
+        if self._server is not None and 2 * size > self.kept.max_bytes:
+            raise ValueError(
+                f"{name}max_bytes={self.kept.max_bytes} holds not even two blocks of {size} bytes: raise it"
+            )
+        self._memory = memory
+        if self._server is not None:
+            self._server.start()
+            logger.info("blocks of the cache are served at %s:%d", self._host, self._server.port)
+
+    def offer(self) -> Params:
+        """What vLLM's prefill servers say, as far as it means something here."""
+        assert self._server is not None  # an engine that saves
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_host": self._host,
+            "remote_port": self._server.port,
+        }
+
+    def lookup(self, keys: Sequence[bytes], params: Params) -> "Future[int]":
+        address, deadline = self._address(params), time.monotonic() + LOOKUP_PART * self._timeout
+        if address is None or not keys:
+            return _done(0)
+        pending = params.get("pending") is True
+        return self._submit(lambda: self._count(address, keys[:MOST_KEYS], pending, deadline), 0)
+
+    def load(self, keys: Sequence[bytes], slots: Sequence[int], params: Params) -> "Future[list[bool]]":
+        address, deadline = self._address(params), time.monotonic() + LOAD_PART * self._timeout
+        nothing = [False] * len(keys)
+        if address is None or not 0 < len(keys) <= MOST_KEYS:
+            return _done(nothing)
+        pending = params.get("pending") is True
+        return self._submit(lambda: self._bring(address, keys, slots, pending, deadline), nothing)
+
+    def save(self, keys: Sequence[bytes], slots: Sequence[int], ready: Callable[[], bool]) -> "Future[int]":
+        def keep() -> int:
+            return sum(self._keep(key, slot) for key, slot in zip(keys, slots, strict=True)) if ready() else 0
+
+        try:
+            return self._saver.submit(keep)
+        except RuntimeError:  # closed
+            return _done(0)
+
+    def close(self) -> None:
+        self._peers.close()
+        self.kept.close()
+        self._readers.shutdown(cancel_futures=True)
+        self._saver.shutdown()
+        if self._server is not None:
+            self._server.close(CLOSING)
+
+    def _submit(self, work: Callable[[], T], otherwise: T) -> "Future[T]":
+        try:
+            return self._readers.submit(work)
+        except RuntimeError:  # closed
+            return _done(otherwise)
+
+    def _address(self, params: Params) -> Address | None:
+        """Of the engine that a request names, if it may be asked."""
+        host, port = params.get("remote_host"), params.get("remote_port")
+        if host is None or port is None:
+            return None
+        if not isinstance(host, str) or not isinstance(port, int) or not 0 < port < 1 << 16:
+            logger.warning("kv_transfer_params: remote_host=%.100r, remote_port=%.100r is no address", host, port)
+            return None
+        if not {host, f"{host}:{port}", "*"} & self._allowed:
+            logger.warning("kv_transfer_params: %.100r is none of the engines in peers: it is not asked", host)
+            return None
+        return host, port
+
+    def _count(self, address: Address, keys: Sequence[bytes], pending: bool, deadline: float) -> int:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return 0
+        wait = 0.0 if pending else min(self._wait, WAITING_PART * left)
+        try:
+            with self._peers.channel(address, deadline) as channel:
+                channel.send(question(Kind.LOOKUP, keys, wait), deadline)
+                count = channel.read_count(len(keys), deadline)
+        except (OSError, WireError) as error:
+            _log(address, error)
+            return 0
+        return len(keys) if pending else count
+
+    def _bring(
+        self, address: Address, keys: Sequence[bytes], slots: Sequence[int], pending: bool, deadline: float
+    ) -> list[bool]:
+        there = [False] * len(keys)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return there
+        try:
+            with self._peers.channel(address, deadline) as channel:
+                channel.send(question(Kind.LOAD, keys, WAITING_PART * left if pending else 0.0), deadline)
+                for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+                    there[at] = channel.read_block(key, self._views(slot), deadline)
+        except (OSError, WireError) as error:
+            _log(address, error)
+        return there
+
+    def _keep(self, key: bytes, slot: int) -> bool:
+        if self.kept.has(key):
+            return False
+        contents = b"".join(self._views(slot))
+        return self.kept.put(key, head_of(Kind.BLOCK, (key, contents)), contents)
+
+    def _views(self, slot: int) -> list[memoryview]:
+        return [memoryview(part[slot]) for part in self._memory]
+
+
+def _check_address(name: str, config: KVTransferConfig, host: object, port: object, advertised_host: object) -> None:
+    """Raises:
+    ValueError: where an engine listens, or what others should connect to, is no address.
+    """
+    if not isinstance(host, str) or not host.strip():
+        raise ValueError(f"{name}host must be the address to listen at, got {host!r}")
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 1 << 16:
+        raise ValueError(f"{name}port must be an integer from 0 to 65535, got {port!r}")
+    if advertised_host is not None and (not isinstance(advertised_host, str) or not advertised_host.strip()):
+        raise ValueError(f"{name}advertised_host must be an address of this machine, got {advertised_host!r}")
+    if config.saves and host in ANYWHERE and advertised_host is None:
+        raise ValueError(f"{name}host={host!r} tells nobody where to connect: add advertised_host")
+
+
+def _check_peers(name: str, config: KVTransferConfig, peers: object) -> None:
+    """Raises:
+    ValueError: they are no list of hosts, or there are none although blocks are to be loaded.
+    """
+    if not isinstance(peers, list | tuple) or not all(isinstance(one, str) and one for one in peers):
+        raise ValueError(f"{name}peers must be a list of 'host' or 'host:port', got {peers!r}")
+    if config.loads and not peers:
+        raise ValueError(
+            f"{name}peers is missing: list the engines whose blocks may be loaded, as 'host' or 'host:port', or give "
+            "this one kv_role='kv_producer'"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _log(address: Address, error: Exception) -> None:
+    level = logging.DEBUG if isinstance(error, LeftAloneError) else logging.WARNING
+    logger.log(level, "the engine at %s:%d gives no blocks (%s): they are computed", *address, error)
+
+
+def _done(result: T) -> "Future[T]":
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future

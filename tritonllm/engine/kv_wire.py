@@ -1,0 +1,228 @@
+"""What engines say to each other when one brings blocks from another (:mod:`tritonllm.engine.kv_peer`): frames over a
+stream of bytes. No torch.
+
+A frame is a head and a payload. The head has what the protocol is, its version, the kind of the frame, the bytes of the
+payload, and a checksum (xxh3, 128 bits) of all of these and the payload. Numbers are little-endian.
+
+================ ================= =====================================================================
+kind             who sends it      payload
+================ ================= =====================================================================
+``LOOKUP``       who wants blocks  milliseconds to wait (4 bytes), keys (16 bytes each)
+``COUNT``        who has them      of how many leading keys the blocks are there (4 bytes)
+``LOAD``         who wants blocks  as ``LOOKUP``; for each key in order the answer is one of these:
+``BLOCK``        who has them      the key, and the block's contents
+``MISS``         who has them      the key
+================ ================= =====================================================================
+
+A reader says before it reads which kinds may come now, and how long each may be: a frame that is neither is refused
+before memory is taken for it. Whoever reads a frame that is not right hangs up, since nobody knows where the next one
+begins.
+Every read and write has a deadline for all of its bytes, not for each.
+"""
+
+import enum
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import xxhash
+
+MAGIC = b"tritonkp"
+VERSION = 1
+KEY_BYTES = 16
+MOST_KEYS = 1 << 16  # of a question: a million tokens at 16 a block
+_FACTS = struct.Struct("<8sHHI")  # magic, version, kind, bytes of the payload
+_HEAD_BYTES = _FACTS.size + 16
+_NUMBER = struct.Struct("<I")
+QUESTION_BYTES = (_NUMBER.size + KEY_BYTES, _NUMBER.size + KEY_BYTES * MOST_KEYS)
+
+
+class Kind(enum.IntEnum):
+    """Of a frame."""
+
+    LOOKUP = 1
+    COUNT = 2
+    LOAD = 3
+    BLOCK = 4
+    MISS = 5
+
+
+Sizes = Mapping[Kind, tuple[int, int]]  # which frames may come, with the least and the most bytes of their payloads
+QUESTIONS: Sizes = {Kind.LOOKUP: QUESTION_BYTES, Kind.LOAD: QUESTION_BYTES}
+
+
+class WireError(Exception):
+    """A frame that is damaged, foreign, or not what was to come."""
+
+
+class Head(NamedTuple):
+    """Of a frame: its kind, the bytes of its payload, and the checksum of both and the payload."""
+
+    kind: Kind
+    size: int
+    checksum: bytes
+
+
+class Question(NamedTuple):
+    """``LOOKUP`` or ``LOAD``: seconds to wait for blocks that are not there yet, and the keys."""
+
+    kind: Kind
+    wait: float
+    keys: Sequence[bytes]
+
+
+def head_of(kind: Kind, payload: Sequence[bytes | memoryview]) -> bytes:
+    """A frame's head.
+
+    Args:
+        payload: its parts.
+    """
+    facts = _FACTS.pack(MAGIC, VERSION, kind, sum(memoryview(part).nbytes for part in payload))
+    return facts + _checksum(facts, payload)
+
+
+def frame(kind: Kind, *payload: bytes) -> bytes:
+    """A whole frame."""
+    return b"".join((head_of(kind, payload), *payload))
+
+
+def question(kind: Kind, keys: Sequence[bytes], wait: float) -> bytes:
+    """A frame that asks for blocks.
+
+    Args:
+        keys: from 1 to ``MOST_KEYS``.
+        wait: seconds that the other side may wait for them.
+    """
+    return frame(kind, _NUMBER.pack(min(max(0, int(1e3 * wait)), 2**32 - 1)), *keys)
+
+
+def count_frame(count: int) -> bytes:
+    return frame(Kind.COUNT, _NUMBER.pack(count))
+
+
+def _checksum(facts: bytes, payload: Sequence[bytes | memoryview]) -> bytes:
+    state = xxhash.xxh3_128(facts)
+    for part in payload:
+        state.update(part)
+    return state.digest()
+
+
+class Channel:
+    """A connected socket with deadlines, which are times of ``time.monotonic``.
+
+    What goes wrong is an ``OSError`` (``TimeoutError`` past the deadline, ``ConnectionError`` if the other side is
+    gone) or a :class:`WireError`; the channel is of no use after that.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        with suppress(OSError):  # it is not TCP, or the other side has left already
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        """Also wakes whoever reads or writes. May be called again, and by another thread."""
+        with suppress(OSError):  # the other side was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    @property
+    def is_quiet(self) -> bool:
+        """It is open, and nothing has come that nobody asked for."""
+        try:
+            events = select.poll()
+            events.register(self._socket, select.POLLIN)
+            return not events.poll(0)
+        except (OSError, ValueError):  # it was closed here
+            return False
+
+    def send(self, data: bytes, deadline: float) -> None:
+        self._socket.settimeout(_left(deadline))
+        self._socket.sendall(data)
+
+    def read_into(self, into: memoryview, deadline: float) -> None:
+        """Fill it."""
+        while into.nbytes:
+            self._socket.settimeout(_left(deadline))
+            count = self._socket.recv_into(into)
+            if not count:
+                raise ConnectionResetError("the other side has hung up")
+            into = into[count:]
+
+    def read(self, count: int, deadline: float) -> bytes:
+        data = bytearray(count)
+        self.read_into(memoryview(data), deadline)
+        return bytes(data)
+
+    def read_head(self, sizes: Sizes, deadline: float) -> Head:
+        data = self.read(_HEAD_BYTES, deadline)
+        magic, version, kind, size = _FACTS.unpack_from(data)
+        if magic != MAGIC or version != VERSION:
+            raise WireError("the other side speaks another protocol, or another version of it")
+        least, most = sizes.get(kind, (1, 0))
+        if not least <= size <= most:
+            raise WireError(f"a frame of kind {kind} and {size} bytes came, which cannot be here")
+        return Head(Kind(kind), size, data[_FACTS.size :])
+
+    def read_question(self, idle: float, within: float) -> Question:
+        """The next one.
+
+        Args:
+            idle: until when it must have begun.
+            within: seconds in which the rest must follow.
+        """
+        head = self.read_head(QUESTIONS, idle)
+        payload = self._read_payload(head, time.monotonic() + within)
+        (wait,) = _NUMBER.unpack_from(payload)
+        keys, rest = divmod(len(payload) - _NUMBER.size, KEY_BYTES)
+        if rest:
+            raise WireError("a question ends within a key")
+        places = range(_NUMBER.size, _NUMBER.size + keys * KEY_BYTES, KEY_BYTES)
+        return Question(head.kind, wait / 1e3, [payload[at : at + KEY_BYTES] for at in places])
+
+    def read_count(self, most: int, deadline: float) -> int:
+        """The answer to ``LOOKUP`` of so many keys."""
+        head = self.read_head({Kind.COUNT: (_NUMBER.size, _NUMBER.size)}, deadline)
+        count: int = _NUMBER.unpack(self._read_payload(head, deadline))[0]
+        if count > most:
+            raise WireError(f"{count} blocks of {most} are there")
+        return count
+
+    def read_block(self, key: bytes, into: Sequence[memoryview], deadline: float) -> bool:
+        """One answer to ``LOAD``: fill these with the block's contents; false, and they hold what they did, if the
+        other side does not have it. After an error they hold anything."""
+        size = KEY_BYTES + sum(part.nbytes for part in into)
+        head = self.read_head({Kind.BLOCK: (size, size), Kind.MISS: (KEY_BYTES, KEY_BYTES)}, deadline)
+        named = self.read(KEY_BYTES, deadline)
+        if named != key:
+            raise WireError("the answer is about another block")
+        contents = into if head.kind is Kind.BLOCK else ()
+        for part in contents:
+            self.read_into(part, deadline)
+        self._check(head, (named, *contents))
+        return head.kind is Kind.BLOCK
+
+    def _read_payload(self, head: Head, deadline: float) -> bytes:
+        payload = self.read(head.size, deadline)
+        self._check(head, (payload,))
+        return payload
+
+    @staticmethod
+    def _check(head: Head, payload: Sequence[bytes | memoryview]) -> None:
+        if _checksum(_FACTS.pack(MAGIC, VERSION, head.kind, head.size), payload) != head.checksum:
+            raise WireError("a frame is damaged")
+
+
+def _left(deadline: float) -> float:
+    """Seconds.
+
+    Raises:
+        TimeoutError: there are none.
+    """
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("it took too long")
+    return seconds

@@ -1,0 +1,294 @@
+"""Ranks that Ray starts, on one machine or on several (``distributed_executor_backend="ray"``, extra ``ray``).
+
+Rank 0 is the process that makes the engine, a driver of Ray. A placement group holds a GPU for each rank, that of rank
+0 on its own machine. The other ranks are actors: each follows the steps of rank 0 until that one's engine ends
+(:class:`~tritonllm.engine.launched.LaunchedRanks`). Steps and tensors do not pass through Ray, but through
+torch.distributed (gloo and NCCL), so a step costs what it costs under a launcher. Ray places the ranks, says at once
+which one died, and ends all of them when the driver dies.
+"""
+
+import logging
+import multiprocessing.util
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritonllm import env
+from tritonllm.config import EngineConfig
+from tritonllm.dist.group import Group
+from tritonllm.dist.ray_cluster import import_ray, join_cluster
+from tritonllm.dist.watch import SETTLE, TICK, Report, WorkerError
+from tritonllm.engine.launched import LaunchedRanks
+from tritonllm.engine.resolve import resolve_device
+from tritonllm.engine.worker import report_of
+
+logger = logging.getLogger(__name__)
+WISH = "distributed_executor_backend='ray'"
+PLACES = 60.0  # seconds that Ray has to find room for the ranks
+FAREWELL = 3.0  # seconds in which an actor ends by itself once it was told to
+
+
+class Follower:
+    """An actor: a rank other than the first."""
+
+    def follow(self, config: EngineConfig, place: env.Launched, host: str, port: int) -> Report:
+        """Run the steps of rank 0 until it ends. Failures are told, not raised: Ray's wrapping hides the reason.
+
+        Args:
+            config: of the engine, as the user gave it.
+            place: of this rank; Ray shows the process its own GPU only, as the first one.
+            host, port: of the store at which the ranks meet.
+        """
+        ready = False
+
+        def started() -> None:
+            nonlocal ready
+            ready = True
+
+        try:
+            FollowingRanks(config, place, host, port).follow(config, started)
+            return Report(ready=True)
+        except BaseException as error:
+            return report_of(error, ready)
+
+
+class FollowingRanks(LaunchedRanks):
+    """What an actor sees of the ranks; ``host`` and ``port`` are of the store at which they meet."""
+
+    def __init__(self, config: EngineConfig, place: env.Launched, host: str, port: int) -> None:
+        super().__init__(config, place)
+        self._host, self._port = host, port
+
+    def meet(self) -> Any:
+        store = dist.TCPStore(self._host, self._port, is_master=False)
+        store.set(_coming(self._place.rank), "")
+        return store
+
+
+def _coming(rank: int) -> str:
+    return f"coming-{rank}"
+
+
+class Followers:
+    """The actors of an engine, and a thread that notices when one ends. The first failure ends all of them.
+
+    Args:
+        config: of the engine.
+        size: number of ranks, rank 0 among them.
+        on_failure: called once, in the thread.
+
+    Raises:
+        ValueError: Ray has no room for the ranks.
+    """
+
+    def __init__(self, config: EngineConfig, size: int, on_failure: Callable[[], None]) -> None:
+        self._ray = ray = join_cluster(WISH)
+        self._on_failure = on_failure
+        self._gpus = int(resolve_device(config.model.device).type == "cuda")
+        self.host = ray.util.get_node_ip_address()
+        each = {"CPU": 1, **({"GPU": 1} if self._gpus else {})}
+        here = {**each, f"node:{self.host}": 0.001}
+        self._group = ray.util.placement_group([here, *[each] * (size - 1)], strategy="PACK")
+        if not self._group.wait(PLACES):
+            ray.util.remove_placement_group(self._group)
+            raise ValueError(
+                f"tensor_parallel_size={size}: within {PLACES:.0f} s Ray found no room for {size} ranks, each with "
+                f"{' and '.join(f'{count} {name}' for name, count in each.items())}, the first one on this machine "
+                f"({self.host}); free in the cluster: {_free(ray)}"
+            )
+        self._actors: dict[int, Any] = {}
+        self._results: dict[Any, int] = {}  # of an actor's only task: its rank
+        self._failure: tuple[str, bool] | None = None  # the message, and whether it is about what the user asked for
+        self._changed = threading.Condition()
+        self._stopping = False
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def gpu(self) -> int:
+        """The number of the GPU that Ray keeps for rank 0, among those that this process sees."""
+        if not self._gpus:
+            return 0
+        found = self._ray.remote(_own_gpu).options(**self._in_bundle(0)).remote()
+        return env.index_of_device(self._ray.get(found))
+
+    def begin(self, config: EngineConfig, size: int, port: int) -> None:
+        """Start them, and the watch."""
+        actor = self._ray.remote(Follower)
+        for rank in range(1, size):
+            self._actors[rank] = actor.options(**self._in_bundle(rank), max_restarts=0).remote()
+            place = env.Launched(rank, 0, size)
+            self._results[self._actors[rank].follow.remote(config, place, self.host, port)] = rank
+        threading.Thread(target=self._watch, name="tritonllm-ray-watch", daemon=True).start()
+
+    def _in_bundle(self, rank: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        return {"num_cpus": 1, "num_gpus": self._gpus, "scheduling_strategy": bundle}
+
+    def check(self) -> None:
+        """Raises:
+        WorkerError: a rank has failed.
+        ValueError: it refuses what the user asked for.
+        """
+        if self._failure is not None:
+            message, invalid = self._failure
+            raise ValueError(message) if invalid else WorkerError(message)
+
+    def settle(self) -> None:
+        """:meth:`check`, once it can be known why a collective broke."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, SETTLE)
+        self.check()
+
+    def _watch(self) -> None:
+        while not self._stopping:
+            try:
+                ended, _ = self._ray.wait(list(self._results), num_returns=1, timeout=TICK)
+                if ended and not self._stopping:
+                    time.sleep(TICK)  # the others fail of the first one: the reason is whose own fault it was
+                    ended, _ = self._ray.wait(list(self._results), num_returns=len(self._results), timeout=0)
+                    self._fail({self._results[result]: self._report(result) for result in ended})
+                    return
+            except (Exception, SystemExit) as error:  # Ray itself has ended
+                if not self._stopping:
+                    self._tell(f"Ray failed: {error}", False)
+                return
+
+    def _report(self, result: Any) -> Report:
+        try:
+            return self._ray.get(result)
+        except Exception as error:
+            return Report(f"its actor ended: {str(error).splitlines()[0]}")
+
+    def _fail(self, reports: dict[int, Report]) -> None:
+        rank = min(reports, key=lambda rank: (reports[rank].followed, rank))
+        report = reports[rank]
+        message = report.error or "it ended although nobody had told it to"
+        if not report.invalid:
+            message = f"rank {rank} (an actor of Ray) failed: {message}"
+            logger.error("%s; the group ends with it", message)
+        self._tell(message, report.invalid)
+
+    def _tell(self, message: str, invalid: bool) -> None:
+        self._kill()
+        with self._changed:
+            self._failure = message, invalid
+            self._changed.notify_all()
+        self._on_failure()
+
+    def _kill(self) -> None:
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+
+    def stop_watching(self) -> None:
+        """What ends now was told to."""
+        self._stopping = True
+
+    def end(self) -> None:
+        """End them, after a while in which they may do that themselves, and give their places back. Idempotent."""
+        self._stopping = True
+        if not self._ray.is_initialized() or self._group is None:
+            return
+        if self._results and self._failure is None:
+            self._ray.wait(list(self._results), num_returns=len(self._results), timeout=FAREWELL)
+        self._kill()
+        self._ray.util.remove_placement_group(self._group)
+        self._group = None
+
+
+def _own_gpu() -> str:
+    """A task of Ray: which GPU it was given."""
+    import ray
+
+    return str(ray.get_gpu_ids()[0])
+
+
+def _free(ray: Any) -> str:
+    free = ray.available_resources()
+    return ", ".join(f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+
+
+class RayRanks(LaunchedRanks):
+    """Rank 0's view of ranks that Ray starts.
+
+    Args:
+        config: the engine's.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        import_ray(WISH)
+        self._config, self._size = config, config.parallel.tensor_parallel_size
+        super().__init__(config, env.Launched(0, 0, self._size))
+        self._met: list[Group] = []
+        self._followers_end: Callable[[], object] = lambda: None
+
+    def begin(self) -> None:
+        met = self._met
+        self._followers = followers = Followers(self._config, self._size, lambda: _leave(met))
+        # After the farewell to the ranks, whose priority is higher, and before Ray's own end.
+        self._followers_end = multiprocessing.util.Finalize(self, _end, args=(followers, os.getpid()), exitpriority=99)
+        self.device_index = followers.gpu()
+        self._own_store = dist.TCPStore(followers.host, 0, is_master=True, wait_for_workers=False)
+        followers.begin(self._config, self._size, self._own_store.port)
+
+    def meet(self) -> Any:
+        names = [_coming(rank) for rank in range(1, self._size)]
+        while not self._own_store.check(names):
+            self._followers.check()
+            time.sleep(TICK / 4)
+        return self._own_store
+
+    def join(self, device: torch.device) -> Group:
+        group = super().join(device)
+        self._met.append(group)
+        return group
+
+    def check(self) -> None:
+        self._followers.check()
+
+    def explain(self, error: BaseException | None) -> None:
+        """Raises:
+        WorkerError: another rank has failed, or does not get on.
+        ValueError: it refuses what the user asked for.
+        """
+        if not isinstance(error, RuntimeError) or isinstance(error, WorkerError):
+            return
+        try:
+            self._followers.settle()
+        except (WorkerError, ValueError) as reason:
+            self._no_farewell()
+            raise reason from error
+        super().explain(error)
+
+    def end(self) -> None:
+        if hasattr(self, "_followers"):
+            self._followers.stop_watching()
+            if self._followers.failed:
+                self._no_farewell()
+        super().end()
+        self._followers_end()
+
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
+        try:
+            if hasattr(self, "_followers"):
+                self.explain(error)
+        finally:
+            super().__exit__(kind, error, at)
+
+
+def _leave(met: list[Group]) -> None:
+    for group in met:
+        group.shut()
+
+
+def _end(followers: Followers, owner: int) -> None:
+    if os.getpid() == owner:
+        followers.end()
