@@ -31,9 +31,9 @@ def test_the_engine_is_followed_only_while_somebody_asks(monkeypatch):
     asked = Activity(engine)
     engine.add_request("a", PROMPT, greedy(30))
     engine.step()
-    assert not engine._events and not asked.is_followed
+    assert not engine._events.heard and not asked.is_followed
     first = told(asked, rows=5)
-    assert engine._events and asked.is_followed
+    assert engine._events.heard and asked.is_followed
     assert [(line.request_id, line.output_tokens) for line in first.requests] == [("a", 1)]
     engine.step()
     second = told(asked)
@@ -43,7 +43,7 @@ def test_the_engine_is_followed_only_while_somebody_asks(monkeypatch):
     assert asked.is_followed
     monkeypatch.setattr(activity, "LINGER", -1.0)
     asked.rest()
-    assert not engine._events and not asked.is_followed
+    assert not engine._events.heard and not asked.is_followed
     engine.step()
     third = told(asked)
     assert (third.counters.steps, third.requests[0].output_tokens, len(third.steps)) == (3, 3, 0)

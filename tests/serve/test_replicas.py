@@ -118,12 +118,15 @@ def test_each_writes_a_trace_of_its_own():
     assert answer(3, {"refused": "one is written"}, {"refused": "as well"}) == {"refused": "one is written"}
 
 
-def test_a_picture_is_of_one_of_them():
+def test_a_look_is_at_the_first_that_lives():
     replicas, (first, second), news, _ = links()
-    replicas.send(Call(1, "picture", {}))
+    replicas.send(Call(1, "activity", {"view": {}}))
     assert [type(m) for m in first.sent] == [Call] and not second.sent
-    first.tell(News([], Stats(), [Answer(1, {"running": []})]))
-    assert news[-1].answers == [Answer(1, {"running": []})]
+    first.tell(News([], Stats(), [Answer(1, {"requests": []})]))
+    assert news[-1].answers == [Answer(1, {"requests": []})]
+    first.die("killed")
+    replicas.send(Call(2, "activity", {"view": {}}))
+    assert [type(m) for m in second.sent] == [Call]
 
 
 def test_one_dies_and_the_others_go_on():

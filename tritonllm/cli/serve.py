@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm import env
-from tritonllm.cli.generate import ENGINE, add_options, given
+from tritonllm.cli.options import ENGINE, add_options, given
 from tritonllm.cli.pooling_options import POOLING
 from tritonllm.config import POLICIES, EngineConfig
 
@@ -63,6 +63,11 @@ SERVER: dict[str, dict[str, Any]] = {
     },
     "otlp-traces-endpoint": {"metavar": "URL", "help": "OpenTelemetry collector that gets a span for each request"},
     "request-timeout": {"type": float, "metavar": "S", "help": "how long a request may take (default: no limit)"},
+    "restart": {
+        "type": int,
+        "metavar": "N",
+        "help": "start an engine that has died anew, at most N times within ten minutes (default: 0; the server ends)",
+    },
 }
 
 

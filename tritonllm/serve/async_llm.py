@@ -23,11 +23,12 @@ from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.serve.collector import Collector, Texts
 from tritonllm.serve.engine_calls import EngineCalls
 from tritonllm.serve.engine_client import EngineDeadError, EngineLink
+from tritonllm.serve.engine_health import EngineHealth
 from tritonllm.serve.inputs import import_tokenizers, input_processor
 from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
 from tritonllm.serve.profiling import ProfilerConfig
-from tritonllm.serve.replicas import Replicas, start_engines
+from tritonllm.serve.replicas import start_engines
 from tritonllm.serve.shared_count import SharedCount
 from tritonllm.vllm_arguments import no_adapter
 
@@ -53,7 +54,7 @@ class Observer(Protocol):
     def aborted(self, request_id: str) -> None: ...
 
 
-class AsyncLLM(EngineCalls):
+class AsyncLLM(EngineHealth, EngineCalls):
     """Serves requests of one event loop.
 
     A generator that is closed, or whose task is cancelled, aborts its request. At most ``max_num_seqs + max_queue``
@@ -66,6 +67,8 @@ class AsyncLLM(EngineCalls):
         link: to an engine that another process has started; by default one is started here.
         profiler_config: how the engine may write traces (:meth:`start_profile`), with vLLM's keys (docs/serving.md).
         sequences: counts those in the engine, with those of its other API processes; by default there are none.
+        max_restarts: so often within ten minutes an engine that has died is started anew. Its requests end with
+            :class:`EngineDeadError` all the same, as do those that come while no engine runs.
 
     Raises:
         ValueError: a bad value, or a model that cannot be loaded.
@@ -81,14 +84,17 @@ class AsyncLLM(EngineCalls):
         link: EngineLink | None = None,
         profiler_config: str | Mapping[str, Any] | ProfilerConfig | None = None,
         sequences: SharedCount | None = None,
+        max_restarts: int = 0,
     ) -> None:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
             raise ValueError(f"max_queue must be an integer of at least 0, got {max_queue!r}")
+        if not isinstance(max_restarts, int) or isinstance(max_restarts, bool) or max_restarts < 0:
+            raise ValueError(f"max_restarts must be an integer of at least 0, got {max_restarts!r}")
         self.config = config
         profiler = None if profiler_config is None else ProfilerConfig.of(profiler_config)
         if profiler is not None:
             profiler.check_folder()
-        self._client = link or start_engines(config, log_level, import_tokenizers, profiler)
+        self._client = link or start_engines(config, log_level, import_tokenizers, profiler, max_restarts)
         try:
             self.inputs = input_processor(self._client.ready)
         except BaseException:
@@ -113,33 +119,6 @@ class AsyncLLM(EngineCalls):
     def from_engine_args(cls, engine_args: EngineArgs, *, max_queue: int = MAX_QUEUE) -> "AsyncLLM":
         """From arguments under vLLM's names; returns when the engine is ready."""
         return cls(engine_args.create_engine_config(), max_queue=max_queue)
-
-    @property
-    def errored(self) -> bool:
-        """The engine process has died."""
-        return self._client.failure is not None
-
-    @property
-    def is_running(self) -> bool:
-        return not self.errored
-
-    @property
-    def dead_error(self) -> EngineDeadError:
-        return EngineDeadError(self._client.failure or "the engine runs")
-
-    @property
-    def engine_pid(self) -> int | None:
-        return self._client.pid
-
-    @property
-    def replica_stats(self) -> list[Stats]:
-        """Of each of the engines behind this; one, if ``data_parallel_size`` is 1."""
-        return list(self._client.stats) if isinstance(self._client, Replicas) else [self.stats]
-
-    @property
-    def replicas_living(self) -> list[bool]:
-        """Which of these engines have not died."""
-        return self._client.living if isinstance(self._client, Replicas) else [not self.errored]
 
     @property
     def max_model_len(self) -> int:
@@ -173,8 +152,8 @@ class AsyncLLM(EngineCalls):
         """Raises:
         EngineDeadError: the engine process has died.
         """
-        if self.errored:
-            raise self.dead_error
+        if self.unavailable is not None:
+            raise self.unavailable
 
     async def in_tokenizer_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run what uses the tokenizer."""

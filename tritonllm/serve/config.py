@@ -27,6 +27,7 @@ class ServerConfig:
         profiler_config: clients may let the engine write traces, and where to.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.
+        restart: so often within ten minutes an engine that has died is started anew; then the server ends.
 
     Raises:
         ValueError: a bad value; the message names the option.
@@ -50,6 +51,7 @@ class ServerConfig:
     profiler_config: ProfilerConfig | None = None
     otlp_traces_endpoint: str | None = None
     request_timeout: float | None = None
+    restart: int = 0
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
 
@@ -69,6 +71,10 @@ class ServerConfig:
         for name, value in least_one:
             if value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
+        if self.restart < 0:
+            raise ValueError(f"--restart must be at least 0, got {self.restart}")
+        if self.restart and self.api_server_count > 1:
+            raise ValueError("--restart needs one process that speaks HTTP: leave --api-server-count at 1")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile need each other: give both, or none")
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):

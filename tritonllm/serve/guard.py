@@ -19,7 +19,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 OPEN_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # of probes and scrapers: no key, no limit
 # Of who looks, again and again: a key, but no limit, and no line of the log when all is well.
-WATCHED_PATHS = {"/status", "/activity"}
+WATCHED_PATHS = {"/activity"}
 
 
 class Guard:

@@ -69,8 +69,14 @@ def _counters(stats: Stats) -> Iterator[tuple[str, str, float]]:
     yield "tritonllm:spec_decode_draft_seconds", "Time on the device of making drafts.", stats.draft_seconds
     yield "tritonllm:host_cache_stored_bytes", "Copied to the cache in the host's memory.", stats.stored_bytes
     yield "tritonllm:host_cache_loaded_bytes", "Copied back from there.", stats.loaded_bytes
+    yield "tritonllm:kv_transfer_saved_blocks", "Blocks handed to the KV connector.", stats.kv_saved_blocks
+    yield "tritonllm:kv_transfer_fetched_blocks", "Blocks that the KV connector brought.", stats.kv_fetched_blocks
+    yield "tritonllm:kv_transfer_missed_blocks", "Blocks that it should have brought.", stats.kv_missed_blocks
     yield "tritonllm:steps", "Steps that were launched.", stats.steps
     yield "tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready
+
+
+RESTARTS = "tritonllm:engine_restarts", "Times that the engine was started anew."
 
 
 class EngineStatsCollector(Collector):
@@ -85,7 +91,8 @@ class EngineStatsCollector(Collector):
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for number, (stats, lives) in enumerate(zip(replicas, self._llm.replicas_living, strict=True)):
             labels = self._model_name, str(number)
-            for kind, values in ((GaugeMetricFamily, _gauges(stats, lives)), (CounterMetricFamily, _counters(stats))):
+            counters = *_counters(stats), (*RESTARTS, self._llm.replica_restarts[number])
+            for kind, values in ((GaugeMetricFamily, _gauges(stats, lives)), (CounterMetricFamily, counters)):
                 for name, text, value in values:
                     families.setdefault(name, kind(name, text, labels=LABELS)).add_metric(labels, value)
         yield from families.values()

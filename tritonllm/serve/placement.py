@@ -110,6 +110,10 @@ class Placement:
         self._loads[replica] = 0
         return lost
 
+    def find(self, replica: int) -> None:
+        """One that was lost is there again, and has computed nothing."""
+        self._lost.discard(replica)
+
     def forget(self) -> None:
         """No replica's cache holds anything."""
         for held in self._held:

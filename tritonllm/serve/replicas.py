@@ -2,7 +2,8 @@
 
 Each request goes to one of them (:mod:`tritonllm.serve.placement`). To :class:`~tritonllm.serve.async_llm.AsyncLLM`
 they look like one engine: their statistics are added up, and what it tells the engine to do, all of them do. If one
-dies, its requests end with an error and the others go on; the link has failed when all are dead.
+dies, its requests end with an error and the others go on; the link has failed when all are dead and none is started
+anew (:mod:`tritonllm.serve.restarts`).
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineL
 from tritonllm.serve.messages import Abort, Add, Answer, Call, News, Ready, Stats, ToEngine, Update
 from tritonllm.serve.placement import Placement
 from tritonllm.serve.profiling import ProfilerConfig
+from tritonllm.serve.restarts import STARTING, Restarts, StartingProcess
 
 logger = logging.getLogger(__name__)
 MOST_TOKENS = 1 << 30  # of a request without max_tokens
@@ -29,18 +31,23 @@ def start_engines(
     log_level: int | None = None,
     meanwhile: Callable[[], object] = lambda: None,
     profiler: ProfilerConfig | None = None,
+    max_restarts: int = 0,
 ) -> "EngineClient | Replicas":
     """As many engines as ``data_parallel_size`` says, all started at once. Arguments and errors as of
-    :class:`EngineClient`; if one does not start, none is left."""
+    :class:`EngineClient`; if one does not start, none is left. ``max_restarts``: see :class:`Restarts`."""
     count, each = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
-    if count == 1:
+    if count == 1 and not max_restarts:
         return EngineClient(config, log_level, meanwhile, profiler=profiler)
     alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
     started: list[EngineProcess] = []
     links: list[EngineClient] = []
+
+    def devices(number: int) -> range | None:
+        return None if count == 1 else range(number * each, (number + 1) * each)
+
     try:
         for number in range(count):
-            started.append(EngineProcess(alone, log_level, range(number * each, (number + 1) * each), profiler))
+            started.append(EngineProcess(alone, log_level, devices(number), profiler))
         meanwhile()
         for process in started:
             links.append(EngineClient(alone, process=process))
@@ -50,7 +57,8 @@ def start_engines(
         for process in started:
             process.kill()
         raise
-    return Replicas(links, config.cache.block_size)
+    restarts = Restarts(max_restarts, lambda number: StartingProcess(alone, log_level, devices(number), profiler))
+    return Replicas(links, config.cache.block_size, restarts)
 
 
 def together(stats: Sequence[Stats]) -> Stats:
@@ -77,14 +85,19 @@ class Replicas:
     Args:
         links: to each.
         block_size: tokens in a block of their caches.
+        restarts: start those anew that die; ``None``: nobody does.
 
     Attributes:
-        failure: why none of them can be used any more; ``None`` while one can.
+        failure: why none of them can be used any more; ``None`` while one can, or is started anew.
         ready: what they have told, as of one engine.
         stats: of each, the latest.
+        restarted: how often each was started anew.
     """
 
-    def __init__(self, links: Sequence[EngineLink], block_size: int) -> None:
+    def __init__(self, links: Sequence[EngineLink], block_size: int, restarts: Restarts | None = None) -> None:
+        self._restarts = restarts
+        self.restarted = [0] * len(links)
+        self._past: dict[int, Stats] = {}  # what engines had counted before they were started anew
         self._links = list(links)
         self._living = set(range(len(self._links)))
         told = [link.ready for link in self._links]
@@ -123,6 +136,8 @@ class Replicas:
         """Queue a message for the replica, or for all replicas, that it concerns. Raises as :meth:`EngineLink.send`."""
         if self.failure is not None:
             raise EngineDeadError(self.failure)
+        if not self._living and not isinstance(message, Abort):
+            raise EngineDeadError(STARTING)
         if isinstance(message, Add):
             self._place(message)
         elif isinstance(message, Abort):
@@ -133,14 +148,14 @@ class Replicas:
         else:
             concerned = sorted(self._living)
             if isinstance(message, Call):
-                if message.method == "picture":  # of the first
-                    del concerned[1:]
-                elif message.method == "activity":
-                    concerned = [number for number in concerned if number == message.replica]
+                if message.method == "activity":
+                    concerned = [number for number in concerned if message.replica in (number, None)][:1]
                     if not concerned:
                         raise EngineDeadError(f"replica {message.replica} has died")
                 elif message.method not in profiling.METHODS:
                     self._placement.forget()  # whatever it is, it may empty the caches
+                if message.method == "reload_weights" and self._restarts is not None:
+                    self._restarts.close()  # an engine started anew would have the weights of the beginning
                 self._calls[message.number] = set(concerned), []
             for number in concerned:
                 self._links[number].send(message)
@@ -167,7 +182,8 @@ class Replicas:
         self._owners[request_id] = owner, count + 1
 
     def _take(self, number: int, news: News) -> None:
-        self.stats[number] = news.stats
+        past = self._past.get(number)
+        self.stats[number] = news.stats if past is None else together([past, news.stats])
         for update in news.updates:
             self._placement.progress(update.request_id, sum(len(one.token_ids) for one in update.outputs))
             if update.finished:
@@ -206,20 +222,19 @@ class Replicas:
     def _died(self, number: int, why: str) -> None:
         self._living.discard(number)
         self._links[number].close()
-        if not self._living:
-            self.failure = why
-            self._on_death(why)
+        comes_back = self._begin_restart(number)
+        if self._has_failed(why):
             return
         why = f"replica {number}: {why}"
-        logger.error("%s; %d of %d go on", why, len(self._living), len(self._links))
+        what = ", and it is started again" if comes_back else ""
+        logger.error("%s; %d of %d go on%s", why, len(self._living), len(self._links), what)
         self._placement.lose(number)
         lost = [request_id for request_id, (owner, _) in self._owners.items() if owner == number]
         updates = []
         for request_id in lost:
             _, count = self._owners.pop(request_id)
             updates += [Update(request_id, [], True, lost=why)] * count
-        old = self.stats[number]
-        self.stats[number] = Stats(takes_requests=True, **_totals(old))
+        self._past[number] = self.stats[number] = Stats(takes_requests=True, **_totals(self.stats[number]))
         answers = []
         for call, (missing, _) in list(self._calls.items()):
             if number in missing:
@@ -228,8 +243,35 @@ class Replicas:
                     answers.append(self._conclude(call) or Answer(call, error=why))
         self._on_news(News(updates, together(self.stats), answers))
 
+    def _has_failed(self, why: str) -> bool:
+        """Whether none lives and none will, which is told."""
+        if self._living or (self._restarts is not None and self._restarts.under_way):
+            return False
+        self.failure = why
+        self._on_death(why)
+        return True
+
+    def _begin_restart(self, number: int) -> bool:
+        return self._restarts is not None and self._restarts.begin(number, partial(self._came_back, number))
+
+    def _came_back(self, number: int, found: EngineLink | Exception) -> None:
+        if isinstance(found, Exception):
+            logger.error("replica %d did not start: %s", number, found)
+            if not self._begin_restart(number):
+                self._has_failed(f"the engine did not start again: {found}")
+            return
+        self._links[number] = found
+        self._living.add(number)
+        self.restarted[number] += 1
+        self._placement.find(number)
+        found.attach(partial(self._take, number), partial(self._died, number))
+        logger.warning("replica %d runs again", number)
+        self._take(number, News([], found.ready.stats))
+
     def close(self) -> None:
         """End all of them. May be called again."""
+        if self._restarts is not None:
+            self._restarts.close()
         for number in sorted(self._living):  # told first, so that they end at the same time
             link = self._links[number]
             if isinstance(link, EngineClient):

@@ -106,7 +106,7 @@ def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_lev
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
 
     Returns:
-        The exit status: 0 if it was told to stop, 1 if the engine died.
+        The exit status: 0 if it was told to stop, 1 if the engine died (for good, with ``restart``).
 
     Raises:
         OSError: the address is taken.
@@ -121,7 +121,13 @@ def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_lev
             where = address_of(config, sock)
             return run_several(client, engine, config, sock, where, max_queue=max_queue, log_level=log_level)
         with _sigterm_ends():
-            llm = AsyncLLM(engine, max_queue=max_queue, log_level=log_level, profiler_config=config.profiler_config)
+            llm = AsyncLLM(
+                engine,
+                max_queue=max_queue,
+                log_level=log_level,
+                profiler_config=config.profiler_config,
+                max_restarts=config.restart,
+            )
         try:
             return _serve(llm, config, sock)
         finally:
