@@ -6,9 +6,9 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tritonllm.cli.generate import ENGINE, add_options, given
+from tritonllm.cli.options import ENGINE, add_options, given
 from tritonllm.cli.serve import EXTRA
 from tritonllm.config import EngineConfig
 
@@ -41,6 +41,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group.add_argument(
         "--max-concurrency", type=int, metavar="N", help="most requests at once (default: twice max-num-seqs)"
     )
+    group.add_argument(
+        "--ray", type=int, default=0, metavar="N", help="spread them over N engines on a cluster of Ray (RAY_ADDRESS)"
+    )
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
     group.add_argument("--tool-call-parser", metavar="NAME", help="as in tritonllm serve")
     group.add_argument("--reasoning-parser", metavar="NAME", help="as in tritonllm serve")
@@ -50,8 +53,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     try:
-        from tritonllm.serve.async_llm import AsyncLLM
-        from tritonllm.serve.batch import open_answers, read_lines, run_batch
+        from tritonllm.serve.batch import open_answers, read_lines
     except ImportError as error:
         raise ImportError(EXTRA.replace("serve needs", "batch needs").format(error)) from error
     with contextlib.ExitStack() as stack:
@@ -67,15 +69,27 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         print(f"{len(done)} of {len(lines)} requests are answered already", file=sys.stderr)
         if not left:
             return 0
-        llm = AsyncLLM(engine, max_queue=max(4 * at_once, 1024))
-        try:
-            failed = asyncio.run(run_batch(llm, config, left, file, at_once))
-        except* RuntimeError as errors:
-            raise RuntimeError(str(errors.exceptions[0])) from errors
-        finally:
-            llm.shutdown()
+        if args.ray:
+            from tritonllm.serve.ray_batch import run_ray_batch
+
+            failed = run_ray_batch(engine, config, left, file, at_once, args.ray)
+        else:
+            failed = _run_here(engine, config, left, file, at_once)
     print(f"{len(left)} requests answered, {failed} of them with an error", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _run_here(engine: EngineConfig, config: Any, lines: list[Any], file: IO[bytes], at_once: int) -> int:
+    from tritonllm.serve.async_llm import AsyncLLM
+    from tritonllm.serve.batch import run_batch
+
+    llm = AsyncLLM(engine, max_queue=max(4 * at_once, 1024))
+    try:
+        return asyncio.run(run_batch(llm, config, lines, file, at_once))
+    except* RuntimeError as errors:
+        raise RuntimeError(str(errors.exceptions[0])) from errors
+    finally:
+        llm.shutdown()
 
 
 def check(args: argparse.Namespace) -> tuple[EngineConfig, Any, int]:
@@ -91,6 +105,8 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any, int]:
     at_once = 2 * engine.scheduler.max_num_seqs if args.max_concurrency is None else args.max_concurrency
     if at_once < 1:
         raise ValueError(f"--max-concurrency must be at least 1, got {at_once}")
+    if args.ray < 0:
+        raise ValueError(f"--ray must be at least 0, got {args.ray}")
     template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
     config = ServerConfig(
         model_names=tuple(args.served_model_name or [args.model]),

@@ -115,18 +115,24 @@ async def run_batch(llm: AsyncLLM, config: ServerConfig, lines: list[Line], file
     async def work() -> None:
         nonlocal failed
         for line in waiting:  # shared by all workers
-            status, request_id, body = await _ask(app, line)
+            data, wrong = await answer(app, line)
             await llm.check_health()
-            answer = {"status_code": status, "request_id": request_id, "body": body}
-            whole = {"id": f"batch-{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": answer, "error": None}
-            file.write(msgspec.json.encode(whole) + b"\n")
+            file.write(data)
             file.flush()
-            failed += status != 200
+            failed += wrong
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(at_once, len(lines))):
             group.create_task(work())
     return failed
+
+
+async def answer(app: FastAPI, line: Line) -> tuple[bytes, bool]:
+    """The line of an answer, and whether it is an error."""
+    status, request_id, body = await _ask(app, line)
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    whole = {"id": f"batch-{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
+    return msgspec.json.encode(whole) + b"\n", status != 200
 
 
 async def _ask(app: FastAPI, line: Line) -> tuple[int, str, Any]:

@@ -1,0 +1,100 @@
+"""Ranks that Ray starts: on two raylets they give the tokens of one process, and a lost one ends the requests."""
+
+import os
+import signal
+
+import pytest
+from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.ray_cluster import actors, all_free, two_nodes
+from support.server import eventually, running_server
+
+from tritonllm import LLM, env
+from tritonllm.config import EngineConfig
+from tritonllm.demo import model_path
+from tritonllm.dist.watch import WorkerError
+from tritonllm.engine.ray_ranks import RayRanks
+
+pytest.importorskip("ray")
+SETTINGS = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "step_timeout": 30.0}
+PROMPTS = [[1, 2, 3], list(range(5, 25)), [7] * 9]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with two_nodes() as made:
+        yield made
+
+
+def followers():
+    return actors("Follower")
+
+
+def test_tokens_are_those_of_one_process(cluster):
+    llm = tiny_llm(**SETTINGS)
+    assert not all_free() and len(followers()) == 1
+    params = [greedy(12), greedy(8, logprobs=2), greedy(20)]
+    expected = tiny_llm().generate(PROMPTS, params, use_tqdm=False)
+    for _ in range(2):
+        assert token_ids(llm.generate(PROMPTS, params, use_tqdm=False)) == token_ids(expected)
+    del llm
+    eventually(lambda: all_free() and not followers())
+
+
+def test_a_rank_that_is_killed_ends_the_requests(cluster):
+    llm = tiny_llm(**SETTINGS)
+    (rank,) = followers()
+    os.kill(rank.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"rank 1 \(an actor of Ray\) failed: its actor ended"):
+        for _ in range(1000):
+            llm.generate(PROMPTS, greedy(20), use_tqdm=False)
+    with pytest.raises(WorkerError):
+        llm.generate(PROMPTS, greedy(2), use_tqdm=False)
+    del llm
+    eventually(lambda: all_free() and not followers())
+    again = tiny_llm(**SETTINGS)
+    assert len(again.generate([[1, 2, 3]], greedy(2), use_tqdm=False)[0].outputs[0].token_ids) == 2
+    del again
+    eventually(lambda: all_free())
+
+
+def test_what_cannot_be_is_said(cluster, monkeypatch):
+    monkeypatch.setattr("tritonllm.engine.ray_ranks.PLACES", 1.0)
+    with pytest.raises(ValueError, match=r"found no room for 4 ranks, each with 1 CPU, .*free in the cluster: 2 CPU"):
+        tiny_llm(**{**SETTINGS, "tensor_parallel_size": 4})
+    eventually(lambda: all_free())
+    with pytest.raises(ValueError, match="max_model_len"):
+        tiny_llm(**SETTINGS, max_model_len=10**9)
+    eventually(lambda: all_free() and not followers())
+    with pytest.raises(ValueError, match="leave out data_parallel_size=2"):
+        LLM(str(tiny_checkpoint()), **SETTINGS, data_parallel_size=2)
+
+
+def test_without_ray(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    config = EngineConfig.from_kwargs(model=str(tiny_checkpoint()), **SETTINGS)
+    with pytest.raises(ValueError, match=r"needs Ray .*pip install 'tritonllm\[ray\]', or leave it out"):
+        RayRanks(config)
+
+
+def test_the_gpu_that_ray_keeps(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert env.index_of_device("3") == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-abc,0")
+    assert [env.index_of_device(name) for name in ("5", "GPU-abc", "0")] == [0, 1, 2]
+    with pytest.raises(ValueError, match="does not show GPU 1 to this process"):
+        env.index_of_device("1")
+
+
+def test_a_server_with_ranks_of_ray(cluster):
+    options = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"]
+    with running_server(*options, environment={"RAY_ADDRESS": cluster.address}) as server:
+        assert len(followers()) == 1
+        body = {"model": "demo", "prompt": "There was", "max_tokens": 6, "temperature": 0}
+        text = server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        (rank,) = followers()
+        os.kill(rank.pid, signal.SIGKILL)
+        server.client.post("/v1/completions", json=body)
+        assert server.wait() == 1 and "rank 1 (an actor of Ray) failed" in server.text
+    (expected,) = LLM(str(model_path())).generate("There was", greedy(6), use_tqdm=False)
+    assert text == expected.outputs[0].text
+    eventually(lambda: all_free() and not followers())
