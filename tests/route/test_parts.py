@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.http_guard import Keys, RefusedError, request_id_of
+from tritonllm.route.ask import Ask
 from tritonllm.route.budget import MOST_SAVED, RetryBudget
 from tritonllm.route.config import BackendConfig, RouterConfig
 from tritonllm.route.errors import RouteError
 from tritonllm.route.events import MOST_WAITING, WholeEvents
+from tritonllm.route.pool import Pool
 from tritonllm.route.probe import Streak
 from tritonllm.route.reply import end_to_end
 from tritonllm.route.upstream import retry_after
@@ -131,6 +133,20 @@ def test_request_ids():
     for bad in (b"", b"a b", b"x" * 129, b"line\nbreak"):
         made = request_id_of({b"x-request-id": bad})
         assert len(made) == 32 and made != request_id_of({})
+
+
+def first_choice(policy, chance):
+    """Of a router of eight backends, for its first request."""
+    backends = tuple(BackendConfig(url=f"http://127.0.0.1:{port}", name=str(port)) for port in range(1, 9))
+    pool = Pool(RouterConfig(backends=backends, policy=policy), chance=lambda: chance)
+    for backend in pool.backends.values():
+        backend.alive = backend.any_model = True
+    return pool.choose(Ask("POST", "/v1/completions", "", (), b"", "id", None, b"", 10)).label
+
+
+@pytest.mark.parametrize("policy", ["least-tokens", "round-robin"])
+def test_routers_that_start_together_do_not_choose_in_step(policy):
+    assert len({first_choice(policy, number / 8 + number / 65536) for number in range(8)}) == 8
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 4), st.integers(1, 4))

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from tritonllm import env
 
+ROLES = ("", "prefill")
 POLICIES = ("prefix", "least-tokens", "round-robin")
 MORE_THAN_ZERO = (
     "connect_timeout",
@@ -50,6 +51,7 @@ class BackendConfig:
         api_key: sent in place of the client's key.
         api_key_env: the environment variable that holds that key.
         health_path: what a probe asks for; any status of 2xx is health.
+        role: ``prefill``: it computes prompts for the others, and answers no client.
 
     Raises:
         ValueError: a bad value; the message names the backend and the field.
@@ -61,6 +63,7 @@ class BackendConfig:
     api_key: str | None = None
     api_key_env: str | None = None
     health_path: str = "/health"
+    role: str = ""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -74,6 +77,8 @@ class BackendConfig:
             raise ValueError(f"backend {self.url!r}: leave /v1 out of url; requests bring their own path")
         if not self.health_path.startswith("/"):
             raise ValueError(f"backend {self.label!r}: health_path must begin with /, got {self.health_path!r}")
+        if self.role not in ROLES:
+            raise ValueError(f"backend {self.label!r}: role must be 'prefill' or left out, got {self.role!r}")
         if not all(self.models):
             raise ValueError(f"backend {self.label!r}: models must not hold an empty name")
         if self.api_key is not None and self.api_key_env is not None:
@@ -157,6 +162,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.backends:
             raise ValueError("no backend: name at least one, as --backend http://127.0.0.1:8000")
+        if all(backend.role == "prefill" for backend in self.backends):
+            raise ValueError("all backends have the role 'prefill': leave it out of those that answer clients")
         for what, values in (
             ("name", [backend.label for backend in self.backends]),
             ("url", [backend.base for backend in self.backends]),

@@ -19,6 +19,7 @@ from tritonllm.route.errors import RouteError
 from tritonllm.route.events import WholeEvents
 from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
+from tritonllm.route.prefill import Prefill
 from tritonllm.route.reply import Reply
 from tritonllm.route.upstream import Failure, Opened, Upstream, answer_headers
 
@@ -41,6 +42,7 @@ class Proxy:
     def __init__(self, pool: Pool, session: aiohttp.ClientSession, metrics: Metrics) -> None:
         self._pool, self._metrics = pool, metrics
         self._upstream = Upstream(session, metrics)
+        self._prefill = Prefill(pool, self._upstream, metrics)
         self._budget = RetryBudget(pool.config.retry_ratio, pool.config.retry_reserve)
 
     def apply(self, config: RouterConfig) -> None:
@@ -54,6 +56,7 @@ class Proxy:
         """
         config = self._pool.config
         self._budget.add_request()
+        ask = await self._prefill.prepared(ask)
         tried: list[Backend] = []
         while True:
             backend = self._pool.choose(ask, tried)
@@ -87,7 +90,7 @@ class Proxy:
         return self._is_usable(ask.model) and self._budget.take()
 
     def _is_usable(self, model: str | None) -> bool:
-        return any(backend.usable and backend.serves(model) for backend in self._pool.backends.values())
+        return any(backend.usable and backend.serves(model) for backend in self._pool.answering)
 
     async def _give_up(self, failure: Failure, reply: Reply) -> None:
         if failure.answer is None:

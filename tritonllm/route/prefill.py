@@ -1,0 +1,102 @@
+"""Requests in two halves: a backend with the role ``prefill`` computes the prompt, and says where another one finds its
+keys and values (``kv_transfer_params``, docs/kv-transfer.md). With that the request goes to a backend as any other.
+
+Without it, it goes there as it came: prefill that fails costs time, and nothing else.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from tritonllm.route.ask import Ask
+from tritonllm.route.errors import RouteError
+from tritonllm.route.metrics import Metrics
+from tritonllm.route.pool import Pool
+from tritonllm.route.upstream import Failure, Opened, Upstream
+
+logger = logging.getLogger(__name__)
+PATHS = ("/v1/completions", "/v1/chat/completions")
+PARAMS = "kv_transfer_params"
+# Of the whole answer: a first token needs none of these, and some do not go with so few tokens.
+LEFT_OUT = (
+    *("stream", "stream_options", "n", "best_of", "min_tokens", "max_completion_tokens", "echo", "logprobs"),
+    *("top_logprobs", "prompt_logprobs", "response_format", "structured_outputs"),
+)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def first_half(body: bytes) -> bytes | None:
+    """The body that computes the prompt and one token; ``None`` if it is no request for both halves."""
+    try:
+        fields = _FIELDS.decode(body)
+    except msgspec.DecodeError:  # the backend says what is wrong
+        return None
+    if PARAMS in fields or bytes(fields.get("use_beam_search", b"false")) not in (b"false", b"null"):
+        return None
+    kept: dict[str, Any] = {name: value for name, value in fields.items() if name not in LEFT_OUT}
+    return msgspec.json.encode({**kept, "max_tokens": 1, PARAMS: {"do_remote_decode": True}})
+
+
+def second_half(body: bytes, answer: bytes) -> bytes | None:
+    """The body with what the answer to the first half says; ``None`` if that is nothing."""
+    try:
+        params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
+    except msgspec.DecodeError:
+        return None
+    return msgspec.json.encode({**_FIELDS.decode(body), PARAMS: params}) if params else None
+
+
+class Prefill:
+    """Args:
+    pool: of backends.
+    upstream: asks them.
+    metrics: learns how long it took.
+    """
+
+    def __init__(self, pool: Pool, upstream: Upstream, metrics: Metrics) -> None:
+        self._pool, self._upstream, self._metrics = pool, upstream, metrics
+
+    async def prepared(self, ask: Ask) -> Ask:
+        """The request that is left when its prompt is computed; the same one if nobody has computed it."""
+        if not self._pool.has_prefill or ask.method != "POST" or ask.path not in PATHS:
+            return ask
+        body = first_half(ask.body)
+        if body is None:
+            return ask
+        try:
+            rest = second_half(ask.body, await self._answer(dataclasses.replace(ask, body=body)))
+        except (Failure, RouteError, aiohttp.ClientError, OSError) as error:
+            why = error.error.message if isinstance(error, Failure) else str(error) or type(error).__name__
+            logger.info("request %s goes on without prefill: %s", ask.request_id, why)
+            return ask
+        return ask if rest is None else dataclasses.replace(ask, body=rest)
+
+    async def _answer(self, ask: Ask) -> bytes:
+        config = self._pool.config
+        backend = self._pool.choose(ask, prefill=True)
+        with backend.carrying(ask.tokens):
+            opened = await self._upstream.open(ask, backend, config, may_move=True)
+            try:
+                async with asyncio.timeout(config.between_bytes_timeout):
+                    return opened.first + await opened.response.read()
+            except (aiohttp.ClientError, OSError) as error:
+                self._broke_off(opened, error)
+                raise
+            finally:
+                opened.response.close()
+                self._metrics.ended(backend.label, time.monotonic() - opened.sent_at)
+
+    def _broke_off(self, opened: Opened, error: Exception) -> None:
+        label = opened.backend.label
+        self._metrics.broke(label)
+        message = f"the backend {label} broke off its answer: {str(error) or type(error).__name__}"
+        self._upstream.count_failure(opened.backend, opened.permit, message)
