@@ -1,9 +1,10 @@
 """``python -m bench.report``: write docs/results.md from the files in bench/results/.
 
-It also fills the block of docs/kernels.md that sums up each operation. ``--check`` writes nothing and fails if a page
-is not what the files say; a test runs it. To publish new measurements, rename their file after the GPU
-(``engine.json`` to ``engine-h200.json``), run this, and commit both: a file that still has the name that its benchmark
-gave it is left out. Every run of the engine gets its table; of anything else measured twice, the newer result is shown.
+It also fills the blocks of docs/kernels.md, which sums up each operation, and of docs/distributed.md, which says what
+of a cluster breaks. ``--check`` writes nothing and fails if a page is not what the files say; a test runs it. To
+publish new measurements, rename their file after the GPU (``engine.json`` to ``engine-h200.json``), run this, and
+commit both: a file that still has the name that its benchmark gave it is left out. Every run of the engine gets its
+table; of anything else measured twice, the newer result is shown.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import tables, timeline
-from bench.reports import LISTED, RESULTS, best_listed, facts, kind_of
+from bench.cluster.table import breaks
+from bench.reports import LISTED, RESULTS, best_listed, facts, kind_of, without_others
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- python -m bench.report: begin -->\n", "<!-- end -->\n"
@@ -57,6 +59,8 @@ def read(folder: Path) -> list[File]:
     for path in sorted(path for path in folder.glob("*.json") if path.name not in UNPUBLISHED):
         data = json.loads(path.read_text())
         kind = kind_of(data)
+        if kind == "engine":  # an older run may have aims that are another GPU's
+            data["rows"] = without_others(data["rows"], data["machine"].get("gpu", ""))
         if kind is not None:
             found.append(File(path.name, kind, data))
     return sorted(found, key=lambda file: file.data["date"], reverse=True)
@@ -190,6 +194,7 @@ def results(files: Sequence[File]) -> str:
         ("xgrammar and llguidance", "grammars", tables.grammars),
         ("The server", "serving", tables.serving),
         ("The router", "routing", tables.routing),
+        ("Many GPUs, simulated", "cluster", tables.cluster),
         ("The host", "host", tables.host),
         ("An engine in 300 lines", "nano", tables.nano),
         ("The cache's second tier", "swap", tables.swap),
@@ -230,8 +235,11 @@ def filled(page: str, block: str) -> str:
 def pages(folder: Path, docs: Path) -> dict[Path, str]:
     """What the pages should hold."""
     files = read(folder)
-    kernels = docs / "kernels.md"
-    return {docs / "results.md": results(files), kernels: filled(kernels.read_text(encoding="utf-8"), summary(files))}
+    blocks = {docs / "kernels.md": summary(files)}
+    if clusters := of_kind(files, "cluster"):
+        blocks[docs / "distributed.md"] = f"{clusters[0].head()}\n\n{breaks(clusters[0].data)}"
+    found = {page: filled(page.read_text(encoding="utf-8"), block) for page, block in blocks.items()}
+    return {docs / "results.md": results(files), **found}
 
 
 def main(argv: list[str] | None = None, write: Callable[[Path, str], object] = Path.write_text) -> int:

@@ -6,6 +6,7 @@ the day.
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ def of_floor(value: float, floor: float, latency: bool) -> float:
     return 100 * (floor / value if latency else value / floor)
 
 
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right."""
+    lines = [" | ".join(head), "|".join(["---", *["---:"] * (len(head) - 1)]), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"| {line} |" if not line.startswith("---") else f"|{line}|" for line in lines)
+
+
 def best_listed(case: dict[str, Any]) -> tuple[str, float]:
     """The fastest listed peer for a kernel case, and its microseconds; 0 if nobody is listed."""
     listed = {**LISTED["us"], **LISTED["kernels_us"].get(case["group"], {})}.get(case["case"])
@@ -40,6 +47,14 @@ def best_listed(case: dict[str, Any]) -> tuple[str, float]:
         return "", 0.0
     best = min(listed, key=lambda name: listed[name])
     return best, listed[best]
+
+
+def without_others(rows: list[dict[str, Any]], gpu: str) -> list[dict[str, Any]]:
+    """An engine's rows without aims and listed peers, if they ran on another kind of GPU than these are listed for."""
+    if gpu == LISTED["machine"]:
+        return rows
+    listed = ("goal", "goal_met", "listed", "times_better_than_listed")
+    return [{name: value for name, value in row.items() if name not in listed} for row in rows]
 
 
 def kind_of(report: dict[str, Any]) -> str | None:
@@ -60,6 +75,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "routing": "routing",
         "load": "serving",
         "nano": "nano",
+        "cluster": "cluster",
     }
     return next((kind for key, kind in keys.items() if key in report), None)
 

@@ -7,20 +7,15 @@ other, or has twice its rate.
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import timeline
-from bench.reports import GROUPS, LISTED, best_listed, facts, kind_of, number, of_floor
+from bench.cluster.table import cluster
+from bench.reports import GROUPS, LISTED, best_listed, facts, kind_of, markdown, number, of_floor
 
 Table = dict[str, Any]  # a report, as its file holds it
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
-    lines = [" | ".join(head), "|".join(["---", *["---:"] * (len(head) - 1)]), *(" | ".join(row) for row in rows)]
-    return "\n".join(f"| {line} |" if not line.startswith("---") else f"|{line}|" for line in lines)
 
 
 def engine(report: Table, same_day: Table | None = None) -> str:
@@ -210,8 +205,15 @@ def serving(report: Table) -> str:
         times = [row[f"{name}_ms"]["percentiles"] for name in ("time_to_first_token", "inter_token_latency")]
         cells = [number(percentiles[at]) for percentiles in times for at in ("50", "99")]
         alone = "" if row["of_offline"] is None else f"{row['of_offline']:.0%}"
+        alone = f"{row['of_one']:.2f} times one engine's" if "of_one" in row else alone
         rows.append([f"{row['model']}, {row['scenario']}", *cells, number(row["output_tokens_per_second"]), alone])
-    return markdown(head, rows)
+    faults = [[row["fault"], "held" if row["passed"] else row["why"], _seconds(row)] for row in report["faults"]]
+    parts = [markdown(head, rows)] if rows else []
+    return "\n\n".join([*parts, *([markdown(["fault", "what must hold after it", "s"], faults)] if faults else [])])
+
+
+def _seconds(row: Table) -> str:
+    return f"{row['seconds']:.1f}" if "seconds" in row else ""
 
 
 def routing(report: Table) -> str:
@@ -268,6 +270,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "grammars": grammars,
         "serving": serving,
         "nano": nano,
+        "cluster": cluster,
     }
     if kind == "timeline":
         body = "\n\n".join(map(timeline.text, report["timelines"]))

@@ -10,7 +10,7 @@ from bench.reports import RESULTS, number
 
 BLOCK = f"# Kernels\n{report.BEGIN}{report.END}"
 OURS = {
-    "machine": {"gpu": "NVIDIA Test", "torch": "2.0"},
+    "machine": {"gpu": "NVIDIA H200", "torch": "2.0"},
     "engine": {"name": "tritonllm", "version": "1"},
     "commit": "abc",
     "date": "2026-01-02T03:04:05+00:00",
@@ -76,12 +76,17 @@ def test_every_run_of_the_engine_is_shown(tmp_path):
 
 def test_another_day_is_named(tmp_path):
     page, _ = written(tmp_path, a=OURS)
-    assert "In 2 engine workloads on one NVIDIA Test, tritonllm is 1.25 to 2.00 times as fast as vLLM" in page
+    assert "In 2 engine workloads on one NVIDIA H200, tritonllm is 1.25 to 2.00 times as fast as vLLM" in page
     assert "of another day (2026-11-20)" in page and "vLLM 0.24.0, 2026-11-20 |" in page
 
 
+def test_figures_of_one_kind_of_gpu_are_not_put_beside_another(tmp_path):
+    page, _ = written(tmp_path, a=copy.deepcopy(OURS) | {"machine": {"gpu": "NVIDIA H100"}})
+    assert "times as fast" not in page and "| W1 m | **500** output tok/s |  |  |  |  |" in page
+
+
 @pytest.mark.parametrize(
-    ("day", "gpu", "together"), [(2, "NVIDIA Test", True), (3, "NVIDIA Test", False), (2, "X", False)]
+    ("day", "gpu", "together"), [(2, "NVIDIA H200", True), (3, "NVIDIA H200", False), (2, "X", False)]
 )
 def test_the_same_day_and_gpu_are_compared_directly(tmp_path, day, gpu, together):
     theirs = copy.deepcopy(OURS) | {"engine": {"name": "vllm", "version": "9"}, "date": f"2026-01-0{day}T09:00:00"}

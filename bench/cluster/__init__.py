@@ -1,0 +1,1 @@
+"""A seeded simulation of many GPUs behind routers; ``python -m bench.cluster``."""
