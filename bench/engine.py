@@ -33,7 +33,7 @@ from autotune.table import commit
 from autotune.worker import Failed, Worker
 from bench.engine_floors import floor
 from bench.engine_workloads import LATENCIES, MODELS, WORKLOADS, requests
-from bench.reports import LISTED, number
+from bench.reports import LISTED, number, without_others
 
 HERE = Path(__file__).parent
 ENGINES = ("tritonllm", "vllm")
@@ -192,7 +192,7 @@ def line(row: dict[str, Any]) -> str:
         return f"{name} FAILED: {row['failed']}"
     text = f"{name} {number(row['value']):>8} {row['unit']:<12}"
     text += f" floor {number(row['floor']):>7} {row['percent']:>4.0f}%" if "floor" in row else " " * 20
-    text += f" goal {number(row['goal']):>7} {'met' if row['goal_met'] else 'missed':<6}"
+    text += f" goal {number(row['goal']):>7} {'met' if row['goal_met'] else 'missed':<6}" if "goal" in row else ""
     if "listed" in row:
         text += f" | {LISTED['engine']['peer']} {number(row['listed']):>7} {row['times_better_than_listed']:.2f}x"
     if "times_plain" in row:
@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
             try:
                 done = run_process(process, args, Path(caches))
                 rows = [start_row(process, done["start_seconds"])] if process.start else []
-                rows += [compared(row, rates) for row in done["rows"]]
+                rows = without_others(rows + [compared(row, rates) for row in done["rows"]], done["machine"]["gpu"])
                 report |= {"machine": done["machine"], "engine": done["engine"]}
             except Failed as reason:
                 rows = failures(process, reason)

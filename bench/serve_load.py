@@ -2,17 +2,22 @@
 
 Weights are made up and prompts are token ids, so nothing is fetched. The parts (``--only``):
 
-  llama   Llama-3.1-8B's shape, 512 tokens in and 128 out: 8, 16 and 32 requests/s (Poisson, 30 s each), bursts of 48
-          requests every 2 s, and 1024 at once beside ``tritonllm bench throughput`` with the same requests
-  qwen    Qwen3-0.6B's shape: 256 streams at once, 128 tokens in and 1024 out, beside the offline engine
-  faults  Qwen3-0.6B's shape: 500 streams that leave at random, aborts, bad bodies, slow readers, SIGSTOP of the API
-          process, in rounds, with memory and open files after each; then kill -9 of the engine, SIGTERM under load and
-          kill -9 of the API process
+  llama       Llama-3.1-8B's shape, 512 tokens in and 128 out: 8, 16 and 32 requests/s (Poisson, 30 s each), bursts of
+              48 requests every 2 s
+  saturation  the same with 2048 requests at once beside ``tritonllm bench throughput`` with the same requests; so many
+              that the beginning, when they come in one after the other, weighs little
+  qwen        Qwen3-0.6B's shape: 256 streams at once, 128 tokens in and 1024 out, beside the offline engine
+  replicas    Llama-3.1-8B's shape, 512 tokens in and 128 out: 512 requests at once for each engine, with one engine and
+              with one on each GPU (``--data-parallel-size``); not among the defaults, for it needs several GPUs
+  faults      Qwen3-0.6B's shape: 500 streams that leave at random, aborts, bad bodies, slow readers, SIGSTOP of the API
+              process, in rounds, with memory and open files after each; then kill -9 of the engine, SIGTERM under load
+              and kill -9 of the API process
 
-Expected on an H200 with a warm folder of compiled kernels: llama 330 s, qwen 120 s, faults 240 s. With an empty one,
-each first start of a model takes 60 to 120 s more. Give each part a command of its own where commands are limited:
+Expected on an H200 with a warm folder of compiled kernels: llama 200 s, saturation 150 s, qwen 120 s, faults 120 s.
+With an empty one, each first start of a model takes 60 to 120 s more. Give each part a command of its own where
+commands are limited:
 
-  python -m bench.serve_load --only llama  --out llama.json
+  python -m bench.serve_load --only llama saturation --out llama.json
   python -m bench.serve_load --only qwen   --out qwen.json --api-server-count 1 4
   python -m bench.serve_load --only faults --out faults.json
 
@@ -31,9 +36,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +49,8 @@ from bench.engine_workloads import MODELS, TOKEN_IDS, write_model
 from bench.serving import NAME, ROOT, Server, server
 from tritonllm.cli.bench_serve import Ask, Told, results, send
 
-PARTS = ("llama", "qwen", "faults")
+DEFAULT_PARTS = ("llama", "saturation", "qwen", "faults")
+PARTS = (*DEFAULT_PARTS, "replicas")
 CLIENTS = 4  # processes that send: one alone could not read 256 streams as fast as they come
 LEAD = 2.0  # seconds that the clients get to make their prompts
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 512}
@@ -88,8 +95,8 @@ SCENARIOS = {
     "llama": (
         *(Scenario(f"{rate} requests/s", "llama-3.1-8b", 30 * rate, 512, 128, rate=rate) for rate in (8, 16, 32)),
         Scenario("bursts", "llama-3.1-8b", 480, 512, 128, burst=48),
-        Scenario("saturation", "llama-3.1-8b", 1024, 512, 128, offline=True),
     ),
+    "saturation": (Scenario("saturation", "llama-3.1-8b", 2048, 512, 128, offline=True),),
     "qwen": (Scenario("256 streams", "qwen3-0.6b", 256, 128, 1024, offline=True),),
 }
 
@@ -189,13 +196,20 @@ def brief(row: dict[str, Any]) -> dict[str, Any]:
         if row[name] is not None:
             line[name] = {at: round(row[name]["percentiles"][at], 2) for at in ("50", "99")}
     line |= {"output_tokens_per_second": round(row["output_tokens_per_second"], 1)}
-    return line | {"of_offline": row["of_offline"], "preemptions": row["preemptions"]}
+    line |= {"of_one": row["of_one"]} if "of_one" in row else {"of_offline": row["of_offline"]}
+    return line | {"preemptions": row["preemptions"]}
 
 
 def device() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def load(part: str, args: argparse.Namespace, root: Path, report: Report, options: Sequence[str]) -> None:
@@ -208,17 +222,41 @@ def load(part: str, args: argparse.Namespace, root: Path, report: Report, option
         for count in args.api_server_count:
             given = [*options, "--max-queue", "4096", "--api-server-count", str(count)]
             with server(folder, given) as running:
-                run_scenario(Scenario("warm-up", "", 8, 16, 8), running, clients, vocab)
-                for scenario in scenarios:
-                    before = running.metric("vllm:num_preemptions_total")
-                    row = run_scenario(scenario, running, clients, vocab) | {"api_server_count": count}
-                    row["preemptions"] = running.metric("vllm:num_preemptions_total") - before
-                    row["start_seconds"] = running.start_seconds
-                    row["offline"] = alone.get(scenario.name)
+                for scenario, row in rows_of(scenarios, running, clients, vocab):
+                    row |= {"api_server_count": count, "offline": alone.get(scenario.name)}
                     rate = alone.get(scenario.name, {}).get("output_tokens_per_second")
                     row["of_offline"] = None if rate is None else row["output_tokens_per_second"] / rate
                     bad = row["failed_requests"]
                     report.add("load", row, f"{scenario.name}: {bad} requests failed" if bad else None)
+
+
+def replicas(args: argparse.Namespace, root: Path, report: Report, options: Sequence[str]) -> None:
+    """One engine, and as many as there are GPUs, each with as many requests; ``of_one`` compares their throughput."""
+    config, vocab = model_config("llama-3.1-8b", args.rehearsal)
+    folder = write_model("llama-3.1-8b", config, root)
+    spawn, one = multiprocessing.get_context("spawn"), 0.0
+    with ProcessPoolExecutor(CLIENTS, mp_context=spawn) as clients:
+        for size in (1, max(2, num_gpus())):
+            scenario = Scenario(f"saturation of {size}", "llama-3.1-8b", 512 * size, 512, 128)
+            scenario = rehearsed(scenario) if args.rehearsal else scenario
+            with server(folder, [*options, "--max-queue", "4096", "--data-parallel-size", str(size)]) as running:
+                for _, row in rows_of([scenario], running, clients, vocab):
+                    one = one or row["output_tokens_per_second"]
+                    row |= {"api_server_count": 1, "data_parallel_size": size, "of_offline": None}
+                    row["of_one"], bad = row["output_tokens_per_second"] / one, row["failed_requests"]
+                    report.add("load", row, f"{scenario.name}: {bad} requests failed" if bad else None)
+
+
+def rows_of(
+    scenarios: Sequence[Scenario], running: Server, clients: Executor, vocab: int
+) -> Iterator[tuple[Scenario, dict[str, Any]]]:
+    """The scenarios one after the other, each with its row."""
+    run_scenario(Scenario("warm-up", "", 8, 16, 8), running, clients, vocab)
+    for scenario in scenarios:
+        before = running.metric("vllm:num_preemptions_total")
+        row = run_scenario(scenario, running, clients, vocab)
+        row["preemptions"] = running.metric("vllm:num_preemptions_total") - before
+        yield scenario, row | {"start_seconds": running.start_seconds}
 
 
 def model_config(name: str, rehearsal: bool) -> tuple[dict[str, Any], int]:
@@ -233,7 +271,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts (default: all)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(DEFAULT_PARTS), help="parts (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("bench/results/serve-load.json"), metavar="FILE")
     parser.add_argument(
         "--api-server-count",
@@ -270,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for row in faults.run():
                     report.add("faults", row, None if row["passed"] else f"{row['fault']}: {row['why']}")
             else:
-                load(part, args, Path(root), report, options)
+                (replicas if part == "replicas" else partial(load, part))(args, Path(root), report, options)
     failed = report.data["failed"]
     print(f"wrote {args.out} after {time.monotonic() - begin:.0f} s; {len(failed)} rows failed")
     return 1 if failed else 0

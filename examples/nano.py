@@ -235,7 +235,8 @@ class Engine:
         slots = tables[rows, positions // BLOCK] * BLOCK + positions % BLOCK
 
         def tensor(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, pin_memory=self.gpu)
+            made = torch.tensor(values, dtype=dtype)
+            return made.pin_memory() if self.gpu else made
 
         return {
             "ids": tensor(ids),  # [T]; -1 - row: what the step before has drawn there, which is not read yet
@@ -262,8 +263,7 @@ class Engine:
             graph.replay()
         else:
             self.compute({name: t.to(self.device, non_blocking=True) for name, t in batch.items()}, longest)
-        drawn = torch.empty(len(plan), dtype=torch.int64, pin_memory=self.gpu)
-        drawn.copy_(self.drawn[: len(plan)], non_blocking=True)
+        drawn = self.drawn[: len(plan)].to("cpu", non_blocking=True, copy=True)
         return self.scheduler.launched(plan), drawn, torch.cuda.current_stream().record_event() if self.gpu else None
 
     def read(self, draws: list[Request | None], drawn: torch.Tensor, event: Any) -> None:

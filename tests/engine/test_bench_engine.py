@@ -136,6 +136,7 @@ def tiny(monkeypatch):
     listed = {name: {"peer": 10.0, "goal": 0.001, "unit": ""} for name in (*TINY, "start cold")}
     listed["start warm"] = {"goal": 1e6, "unit": "s"}
     monkeypatch.setitem(engine.LISTED["engine"], "rows", listed)
+    monkeypatch.setitem(engine.LISTED, "machine", engine_worker.machine()["gpu"])
     calls = []
 
     def run(command, env, timeout, check):
@@ -184,6 +185,13 @@ def test_whole_run(tiny, tmp_path, capsys):
     assert all(row["kernels_compiled"] == 0 for row in report["rows"][2:])
     printed = capsys.readouterr().out
     assert "0 rows failed" in printed and "vLLM 0.24.0" in printed and "goal" in printed
+
+
+def test_another_gpu_has_neither_aims_nor_peers(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(engine.LISTED, "machine", "NVIDIA H200")
+    code, report = bench(tmp_path, "--workload", "T6", "--repeats", "1")
+    assert code == 0 and "percent" in report["rows"][0] and not {"goal", "listed"} & report["rows"][0].keys()
+    assert "goal" not in capsys.readouterr().out
 
 
 def test_starts_have_caches_of_their_own(tiny, tmp_path):

@@ -33,10 +33,10 @@ def test_somebody_listens_in_a_stretch_only(watch):
     for number in range(3):
         engine.add_request(str(number), [1, 2, 3], host.SamplingParams(max_tokens=40, ignore_eos=True))
     with watch(engine):
-        assert engine._events
+        assert engine._events.heard
         host.stretch(engine, 5)
-        assert engine._events, "the sink did not fail"
-    assert not engine._events
+        assert engine._events.heard, "the sink did not fail"
+    assert not engine._events.heard
 
 
 def test_writes_results(tmp_path, capsys):

@@ -63,13 +63,18 @@ def test_processes_are_watched():
 
 def test_a_rehearsal(tmp_path, capsys):
     out = tmp_path / "load.json"
-    options = ["--rehearsal", "--only", "qwen", "faults", "--rounds", "2", "--out", str(out)]
+    options = ["--rehearsal", "--only", "qwen", "replicas", "faults", "--rounds", "2", "--out", str(out)]
     assert serve_load.main(options) == 0, capsys.readouterr().out
     report = json.loads(out.read_text())
     assert report["rehearsal"] and report["failed"] == []
-    (row,) = report["load"]
+    row, one, two = report["load"]
     assert (row["scenario"], row["failed_requests"], row["num_requests"]) == ("256 streams", 0, 4)
     assert row["of_offline"] == row["output_tokens_per_second"] / row["offline"]["output_tokens_per_second"]
+    assert [(row["data_parallel_size"], row["num_requests"], row["failed_requests"]) for row in (one, two)] == [
+        (1, 8, 0),
+        (2, 17, 0),
+    ]
+    assert one["of_one"] == 1 and two["of_one"] == two["output_tokens_per_second"] / one["output_tokens_per_second"]
     assert len(report["faults"]) == 2 * 5 + 1 + 3
     left = [row["left"] for row in report["faults"] if row["fault"].startswith("streams that leave")]
     assert min(left) > 0, "nobody left"
