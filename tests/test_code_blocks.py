@@ -180,7 +180,7 @@ def check_module(name, words, monkeypatch):
     elif name == "tritonllm.as_vllm":
         assert words[0] == "-m" or words[0].endswith(".py")
     elif name not in ("mkdocs",):
-        module = importlib.import_module(f"{name}.__main__" if (ROOT / name).is_dir() else name)
+        module = importlib.import_module(f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name)
         parse_only(module.main, words, monkeypatch)
 
 
