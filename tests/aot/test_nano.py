@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
+from support.aot import compile_kernels
 
 from examples import nano
 from tritonllm.demo import model_path
-from tritonllm.kernels.compile.aot import compile_kernels
 
 LAYERS = 6
 EACH_LAYER = {"_norm_kernel": 2, "_qk_norm_rope_store_kernel": 1}

@@ -36,8 +36,13 @@ def described(kernel: Specialization) -> str:
                 kernel.options))  # fmt: skip
 
 
-@pytest.mark.parametrize(("seats", "gpu"), [(16, "NVIDIA H200"), (256, "NVIDIA H200"), (256, None)])
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    ("model", "seats", "gpu"),
+    [
+        *((model, 256, "NVIDIA H200") for model in MODELS),
+        *((model, seats, gpu) for model in VARIED for seats, gpu in ((16, "NVIDIA H200"), (256, None))),
+    ],
+)
 def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
     """Prompts, decodes and rows of logits of sizes that the warm-up leaves out, with tables of any width."""
     spec = spec_from_config(MODELS[model])

@@ -1,10 +1,9 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, compile_kernels
 
 from tritonllm.kernels import cascade_decode_attention, plan_cascade
 from tritonllm.kernels.attention.cascade import cascade_parts
-from tritonllm.kernels.compile.aot import compile_kernels
 
 BF16 = torch.bfloat16
 

@@ -1,10 +1,9 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, has_float8
+from support.aot import ARCHS, assert_resources, compile_kernels, has_float8
 
 from tritonllm.kernels import fused_decode_attention
 from tritonllm.kernels.attention.portable.few import few_config
-from tritonllm.kernels.compile.aot import compile_kernels
 from tritonllm.kernels.runtime import tuning
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn

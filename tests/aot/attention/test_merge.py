@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, compile_kernels
 
 from tritonllm.kernels import merge_attention_states
-from tritonllm.kernels.compile.aot import compile_kernels
 
 BF16 = torch.bfloat16
 

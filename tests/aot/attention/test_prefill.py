@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass, has_float8
+from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels, has_float8
 
 from tritonllm.kernels import varlen_prefill_attention
-from tritonllm.kernels.compile.aot import compile_kernels
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 CASES = [

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, has_float8
+from support.aot import ARCHS, assert_resources, compile_kernels, has_float8
 
 from tritonllm.kernels import qk_norm_rope_store
-from tritonllm.kernels.compile.aot import compile_kernels
 
 FP8 = torch.float8_e4m3fn
 

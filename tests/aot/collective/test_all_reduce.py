@@ -1,10 +1,9 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, compile_kernels
 from support.inboxes import local_inboxes
 
 from tritonllm.kernels.collective import AddedNorm, all_reduce, layout_for
-from tritonllm.kernels.compile.aot import compile_kernels
 
 REGISTERS, THREADS, PROCESSORS = 65536, 2048, 132
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, compile_kernels
 
 from tritonllm.kernels import fused_add_layer_norm, layer_norm
-from tritonllm.kernels.compile.aot import compile_kernels
 
 
 def call(rows, n, dtype=torch.bfloat16):

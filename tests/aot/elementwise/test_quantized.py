@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, has_float8
+from support.aot import ARCHS, assert_resources, compile_kernels, has_float8
 
 from tritonllm.kernels import fused_add_rms_norm_quantize, silu_and_mul_quantize
-from tritonllm.kernels.compile.aot import compile_kernels
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if has_float8(arch)])

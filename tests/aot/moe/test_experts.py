@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass
+from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels
 
 from tritonllm.kernels import fused_moe, moe_from_logits
-from tritonllm.kernels.compile.aot import compile_kernels
 from tritonllm.kernels.moe import tiles
 from tritonllm.kernels.runtime import tuning
 

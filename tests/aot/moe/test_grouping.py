@@ -1,8 +1,7 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, compile_kernels
 
-from tritonllm.kernels.compile.aot import compile_kernels
 from tritonllm.kernels.moe.grouping import group_by_expert
 
 

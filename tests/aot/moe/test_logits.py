@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, compile_kernels
 
 from tritonllm.kernels import moe_logits
-from tritonllm.kernels.compile.aot import compile_kernels
 
 
 @pytest.mark.parametrize("arch", ARCHS)

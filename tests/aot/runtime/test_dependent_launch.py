@@ -1,8 +1,9 @@
 import pytest
 import torch
+from support.aot import compile_kernels
 
 from tritonllm.kernels import linear
-from tritonllm.kernels.compile.aot import compile_kernels, pretend, target_of
+from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, has_dependent_launch
 
 

@@ -2,10 +2,9 @@ import re
 
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, compile_kernels
 
 from tritonllm.kernels import TokenMasks, sample
-from tritonllm.kernels.compile.aot import compile_kernels
 from tritonllm.kernels.sampling.edits import make_logit_edits
 
 

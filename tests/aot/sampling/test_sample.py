@@ -2,10 +2,9 @@ import re
 
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_uniform_sums
+from support.aot import ARCHS, assert_resources, assert_uniform_sums, compile_kernels
 
 from tritonllm.kernels import sample
-from tritonllm.kernels.compile.aot import compile_kernels
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.sampling.common import scan
 from tritonllm.kernels.sampling.edits import count_tokens, make_logit_edits

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, compile_kernels
 
 from tritonllm.kernels import advance_seats
-from tritonllm.kernels.compile.aot import compile_kernels
 from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
 
 DTYPES = {"top_k": torch.int32, "seeds": torch.int64, "steps": torch.int64}

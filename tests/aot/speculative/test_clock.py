@@ -1,8 +1,7 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass
+from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels
 
-from tritonllm.kernels.compile.aot import compile_kernels
 from tritonllm.kernels.speculative.clock import note_time
 
 

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources
+from support.aot import ARCHS, assert_resources, compile_kernels
 
 from tritonllm.kernels import propose_ngrams
-from tritonllm.kernels.compile.aot import compile_kernels
 
 
 @pytest.mark.parametrize("past", [None, torch.empty(65536, dtype=torch.int32)], ids=["own", "past"])

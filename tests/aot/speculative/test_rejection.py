@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_uniform_sums
+from support.aot import ARCHS, assert_resources, assert_uniform_sums, compile_kernels
 
 from tritonllm.kernels import rejection_sample, rejection_sample_tree
-from tritonllm.kernels.compile.aot import compile_kernels
 
 
 def arguments(batch, drafts, vocab, dtype, *, with_probs, limits=True):

@@ -10,6 +10,7 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,8 +113,11 @@ def pretend(target: GPUTarget) -> Iterator[None]:
 
 
 @contextmanager
-def compile_kernels(arch: Arch) -> Iterator[list[CompiledKernel]]:
+def compile_kernels(arch: Arch, *, every: int = 1) -> Iterator[list[CompiledKernel]]:
     """Inside the block, launches compile for ``arch`` (80, 90, 100, "gfx942") and do not run; yields what was compiled.
+
+    Args:
+        every: of each kernel, the first launch is compiled, then one launch in so many.
 
     Raises:
         RuntimeError: if the process does not run with ``TRITONLLM_CPU_BACKEND=compile``.
@@ -121,9 +125,14 @@ def compile_kernels(arch: Arch) -> Iterator[list[CompiledKernel]]:
     if env.CPU_BACKEND != "compile":
         raise RuntimeError("ahead-of-time compilation needs TRITONLLM_CPU_BACKEND=compile in the environment")
     compiled: list[CompiledKernel] = []
+    launches: Counter[JITFunction[Any]] = Counter()
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        number = launches[self]
+        launches[self] += 1
+        if number % every:
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         meta = kernel.metadata
         compiled.append(CompiledKernel(self.__name__, arch, meta.shared, meta.num_warps, meta.num_stages, kernel.asm))

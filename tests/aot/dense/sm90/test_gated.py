@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass
+from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels
 
 from tritonllm.kernels import linear
-from tritonllm.kernels.compile.aot import compile_kernels
 from tritonllm.kernels.dense.linear import GATED
 
 KERNEL = "linear_gated_sm90_kernel"

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from support.aot import assert_resources
+from support.aot import assert_resources, compile_kernels
 
 from tritonllm.kernels import fused_moe
-from tritonllm.kernels.compile.aot import compile_kernels
 from tritonllm.kernels.runtime import tuning
 
 KERNEL = "_grouped_sm90_kernel"
