@@ -63,6 +63,14 @@ def test_lists_each_kernel_once():
     assert [kernel.name for kernel in found] == ["_norm_kernel", "_norm_kernel", "_activation_kernel"]
 
 
+def test_lists_again_in_another_block():
+    with pretend(target_of(90)):
+        for _ in range(2):
+            with list_kernels() as found:
+                rms_norm(meta(4, 64), meta(64))
+            assert [kernel.name for kernel in found] == ["_norm_kernel"]
+
+
 def test_lists_what_the_alignment_of_pointers_asks_for():
     with pretend(target_of(90)), list_kernels() as found:
         silu_and_mul(meta(4 * 64).view(4, 64))
