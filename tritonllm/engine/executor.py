@@ -102,15 +102,15 @@ class SpawnedRanks(Ranks):
         self._finalizer()
 
     def check(self) -> None:
-        self.watch.check()
+        self.watch.failure.check()
 
     def send(self, message: bytes) -> None:
-        self._mailbox.send(message, self.watch.check)
+        self._mailbox.send(message, self.watch.failure.check)
 
     def explain(self, error: BaseException | None) -> None:
         if isinstance(error, RuntimeError) and hasattr(self, "watch"):  # else none were begun
             try:
-                self.watch.settle()
+                self.watch.failure.settle()
             except (WorkerError, ValueError) as reason:
                 raise reason from error
 
