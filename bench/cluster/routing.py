@@ -1,8 +1,8 @@
 """Which replica gets a request: the rules of ``tritonllm route``, fast enough for a thousand replicas.
 
 ``prefix`` gives the replica that :func:`tritonllm.route.hashing.placed` gives, and ``least-tokens`` and ``round-robin``
-those of :class:`tritonllm.route.pool.Pool`; tests compare them. They stand here once more because ``placed`` hashes and
-sorts all names for each request in Python: here the names' hashes are computed together (XXH64, as Collet's
+those of :class:`tritonllm.route.pool.Pool`; tests compare them. They stand here once more because ``placed`` looks at
+all names for each request in Python: here the names' hashes are computed together (XXH64, as Collet's
 specification says), and the load of a replica is a number in an array.
 """
 

@@ -3,23 +3,17 @@
 import threading
 
 import pytest
-from support.engines import always_load, greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
+from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.fault_proxy import fault_proxy
+from support.kv_sharing import FULL, PROMPTS, all_slots_are_back, computed_alone, connected_llm, run_prompts
 from support.server import eventually
-from support.tiny_models import random_tokens
-from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm import LLM, SamplingParams
-
-ROOM = 0.001  # GiB: some hundred tiny blocks
-PROMPTS = [random_tokens(length, VOCAB_SIZE, seed=length) for length in (23, 9, 14, 30, 5, 21)]
-FULL = [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]  # tokens that need not be computed
 
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    llm = tiny_llm(num_blocks=64, max_num_seqs=1, enable_prefix_caching=False)
-    return token_ids(llm.generate(PROMPTS, greedy(16), use_tqdm=False))
+    return computed_alone()
 
 
 @pytest.fixture
@@ -29,16 +23,14 @@ def engines():
 
     def start(role, checkpoint=None, timeout=20.0, **extra) -> LLM:
         settings = {"peers": ["127.0.0.1"], "timeout": timeout, "wait": 5.0, **extra}
-        transfer = {"kv_connector": "Peer", "kv_role": role, "kv_connector_extra_config": settings}
-        made.append(always_load(tiny_llm(checkpoint, kv_offloading_size=ROOM, kv_transfer_config=transfer)))
+        made.append(connected_llm("Peer", role, settings, checkpoint))
         return made[-1]
 
     yield start
     for llm in made:
         transfer = llm.engine._transfer
         transfer.connector.close()
-        transfer.follow(0.0)
-        assert not llm.engine._scheduler.tier._lent and not transfer._asking
+        assert all_slots_are_back(llm) and not transfer._asking
         stats = llm.engine.stats
         assert stats.num_free_blocks == stats.num_blocks
     for thread in set(threading.enumerate()) - before:
@@ -58,9 +50,7 @@ def prefill(llm: LLM):
 
 
 def decode(llm: LLM, offers):
-    params = [wish(16, **offer) for offer in offers]
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    return token_ids(outputs), [output.num_cached_tokens for output in outputs]
+    return run_prompts(llm, [wish(16, **offer) for offer in offers])
 
 
 def test_decode_goes_on_where_prefill_ended(alone, engines):

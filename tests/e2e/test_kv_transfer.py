@@ -7,32 +7,20 @@ import subprocess
 import sys
 
 import pytest
-from support.engines import always_load, greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
-from support.tiny_models import random_tokens
-from support.tiny_tokenizer import VOCAB_SIZE
+from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
+from support.kv_sharing import FULL, PROMPTS, ROOM, all_slots_are_back, computed_alone, connected_llm
+from support.kv_sharing import run_prompts as run
 
 from tritonllm import LLM, SamplingParams
-
-ROOM = 0.001  # GiB: some hundred tiny blocks
-PROMPTS = [random_tokens(length, VOCAB_SIZE, seed=length) for length in (23, 9, 14, 30, 5, 21)]
-FULL = [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]  # tokens that need not be computed
 
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    llm = tiny_llm(num_blocks=64, max_num_seqs=1, enable_prefix_caching=False)
-    return token_ids(llm.generate(PROMPTS, greedy(16), use_tqdm=False))
+    return computed_alone()
 
 
 def sharing(folder, role="kv_both", checkpoint=None, store=(), **more) -> LLM:
-    extra = {"path": str(folder), **dict(store)}
-    transfer = {"kv_connector": "FileStore", "kv_role": role, "kv_connector_extra_config": extra}
-    return always_load(tiny_llm(checkpoint, kv_transfer_config=transfer, **{"kv_offloading_size": ROOM, **more}))
-
-
-def run(llm: LLM):
-    outputs = llm.generate(PROMPTS, greedy(16), use_tqdm=False)
-    return token_ids(outputs), [output.num_cached_tokens for output in outputs]
+    return connected_llm("FileStore", role, {"path": str(folder), **dict(store)}, checkpoint, **more)
 
 
 def saved(llm: LLM):
@@ -58,8 +46,7 @@ def test_a_prefix_is_found_after_a_restart(alone, tmp_path, more):
     assert stats.kv_fetched_blocks == sum(FULL) // 4 and stats.kv_missed_blocks == 0
     assert stats.prefix_cache_hit_tokens == sum(FULL) and stats.num_free_blocks == stats.num_blocks
     again.engine._transfer.connector.close()
-    again.engine._transfer.follow(0.0)
-    assert not again.engine._scheduler.tier._lent
+    assert all_slots_are_back(again)
 
 
 def test_the_last_step_of_a_prompt_is_saved_although_none_follows(tmp_path):
@@ -223,8 +210,7 @@ def test_a_connector_that_raises_changes_nothing(alone):
     transfer = {"kv_connector": "support.kv_connectors:FailingConnector"}
     llm = tiny_llm(kv_offloading_size=ROOM, kv_transfer_config=transfer)
     assert run(llm)[0] == alone
-    llm.engine._transfer.follow(0.0)
-    assert not llm.engine._scheduler.tier._lent
+    assert all_slots_are_back(llm)
 
 
 def test_a_request_can_be_aborted_while_it_waits(alone):

@@ -12,10 +12,16 @@ import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.server import eventually
 
+from tritonllm.engine.agreement import EVERY
+
 SCRIPT = """
+import os
 import sys
 from tritonllm import LLM, SamplingParams
 arguments = {"num_blocks": 64, "max_num_seqs": 4, "step_timeout": 3.0}
+if sys.argv[3:] == [os.environ["RANK"]]:
+    from support.traps import draw_otherwise
+    draw_otherwise()
 llm = LLM(sys.argv[1], tensor_parallel_size=2, distributed_executor_backend="external_launcher", **arguments)
 params = SamplingParams(temperature=0, max_tokens=int(sys.argv[2]), ignore_eos=True)
 while True:
@@ -26,12 +32,18 @@ while True:
 """
 
 
-def launch(folder, tokens, ranks=2):
+def launch(folder, tokens, ranks=2, otherwise=()):
+    """``otherwise``: a rank that goes on from other tokens than the first."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3])),
+        "OMP_NUM_THREADS": "1",
+    }
     how = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command = [sys.executable, "-m", "torch.distributed.run", *how, str(script), str(tiny_checkpoint()), str(tokens)]
+    arguments = [script, tiny_checkpoint(), tokens, *otherwise]
+    command = [sys.executable, "-m", "torch.distributed.run", *how, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment, **pipes)
 
@@ -61,6 +73,13 @@ def test_a_rank_that_is_lost_ends_all(tmp_path, rank, number):
     assert process.returncode != 0
     assert rank == 0 or "WorkerError: a rank of the launcher failed" in errors
     eventually(lambda: not any(child.is_running() and child.status() != "zombie" for child in ranks))
+
+
+def test_a_rank_that_goes_on_from_other_tokens_ends_all(tmp_path):
+    process = launch(tmp_path, 200, otherwise=[1])
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode != 0
+    assert f"DivergedError: in step {1 + EVERY} it had other " in errors and "tokens than rank 0" in errors
 
 
 def test_another_number_of_ranks_is_refused(tmp_path):

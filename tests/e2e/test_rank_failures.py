@@ -3,6 +3,7 @@ left."""
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from support.engines import greedy, tiny_checkpoint, tiny_llm
+from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.ranks import shared_memory
 
 from tritonllm.dist.watch import WorkerError
+from tritonllm.engine.agreement import EVERY
 from tritonllm.engine.step import FREE
 
 PATIENCE = 1.5  # seconds of silence
@@ -82,6 +84,35 @@ def test_code_that_fails_on_one_rank(trap, reason):
     llm, processes = start(speculative_config=drafter, step_timeout=PATIENCE)
     run_into(llm, rf"rank 1 .* failed after \d+ steps: {reason}")
     assert_ended(processes)
+
+
+@pytest.mark.parametrize(("trap", "what"), [("OtherTokens", ".*tokens"), ("OtherPositions", "positions")])
+def test_a_rank_that_goes_on_from_something_else(trap, what):
+    """Until the comparison nothing tells: the tokens are those that the first rank draws."""
+    drafter = {"method": f"support.traps:{trap}", "num_speculative_tokens": 2, "adaptive": False}
+    llm, processes = start(speculative_config=drafter)
+    number = 1 + EVERY
+    who = rf"rank 1 \(process {processes[0].pid}\) failed after {number} steps"
+    run_into(llm, rf"{who}: DivergedError: in step {number} it had other {what} than rank 0")
+    assert_ended(processes)
+
+
+def test_ranks_compare_their_steps(monkeypatch):
+    """And agree, whatever the steps are."""
+    llm, _ = start()
+    ranks, told = llm.engine._runner._ranks, []
+    send = ranks.send
+    monkeypatch.setattr(ranks, "send", lambda message: (told.append(pickle.loads(message)[1]), send(message))[1])
+    params = [greedy(EVERY + 20), greedy(20, n=2), greedy(9, logprobs=2), greedy(9, logits_processors=[favour])]
+    outputs = llm.generate([[1, 2, 3] * 5, [4, 5], [6], [7]], params, use_tqdm=False)
+    assert token_ids(outputs) == token_ids(tiny_llm().generate([[1, 2, 3] * 5, [4, 5], [6], [7]], params))
+    numbers = [sums.number for sums in told if sums is not None]
+    assert numbers == [1, 1 + EVERY]
+
+
+def favour(past, logits):
+    logits[11] += 2.0
+    return logits
 
 
 def test_a_rank_that_does_not_start():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rendezvous import placed_slowly, ranked
 
 from bench import tables
 from bench.cluster import __main__ as command
@@ -23,7 +24,6 @@ from bench.engine_workloads import MODELS
 from bench.reports import RESULTS, kind_of
 from tritonllm.route.ask import ANSWER_TOKENS, Ask
 from tritonllm.route.config import BackendConfig, RouterConfig
-from tritonllm.route.hashing import placed, ranked
 from tritonllm.route.pool import Pool
 
 TIMES = measured()
@@ -239,7 +239,7 @@ def test_choices_are_those_of_the_router(policy, count, seed):
         assert names.all[chosen] == backend.label
         if policy == "session":
             loads = {one.label: one.tokens for one in pool.backends.values()}
-            assert backend.label == placed(ask.key, loads, 0.25, 8192)
+            assert backend.label == placed_slowly(ask.key, loads, 0.25, 8192)
         carrying = backend.carrying(router.estimate(request))
         carrying.__enter__()
         router.add(chosen, router.estimate(request))

@@ -5,11 +5,27 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rendezvous import placed_slowly, ranked
 
-from tritonllm.route.hashing import placed, ranked
+from tritonllm.route.hashing import placed as placed_among
 
 NAMES = st.lists(st.text(min_size=1, max_size=12), min_size=2, max_size=12, unique=True)
 KEYS = [f"prompt {i}".encode() for i in range(400)]
+
+
+def placed(key, loads, epsilon, min_load=0):
+    """The name of the one that is chosen."""
+    names = list(loads)
+    return names[placed_among(key, [name.encode() for name in names], list(loads.values()), epsilon, min_load)]
+
+
+LOADS = st.integers(0, 20) | st.integers(0, 10**9)
+
+
+@given(NAMES.flatmap(lambda names: st.fixed_dictionaries(dict.fromkeys(names, LOADS))), st.floats(0, 2), LOADS)
+def test_the_choice_is_the_first_one_in_the_keys_order_that_is_not_too_full(loads, epsilon, least):
+    for key in KEYS[:50]:
+        assert placed(key, loads, epsilon, least) == placed_slowly(key, loads, epsilon, least)
 
 
 @given(NAMES, st.randoms())

@@ -20,7 +20,7 @@ def pair(backends, routing):
     prefill, decode = backends(2)
     prefill.more = {"kv_transfer_params": PLACE}
     listed = [BackendConfig(url=prefill.url, name="a", role="prefill"), BackendConfig(url=decode.url, name="b")]
-    return prefill, decode, routing(listed)
+    return prefill, decode, routing(listed, prefill_min_tokens=0)
 
 
 def bodies(backend):
@@ -73,7 +73,7 @@ def test_a_circuit_that_is_open_costs_no_time(backends, routing):
     prefill, decode = backends(2)
     prefill.answer = "500"
     listed = [BackendConfig(url=prefill.url, name="a", role="prefill"), BackendConfig(url=decode.url, name="b")]
-    router = routing(listed, failure_threshold=2, backoff_seconds=60, max_backoff_seconds=60)
+    router = routing(listed, prefill_min_tokens=0, failure_threshold=2, backoff_seconds=60, max_backoff_seconds=60)
     for _ in range(5):
         assert router.client.post("/v1/completions", json=BODY).json()["from"] == "b"
     assert len(prefill.seen) == 2
@@ -93,6 +93,27 @@ def test_what_is_not_split(pair, path, more):
     assert not prefill.seen and bodies(decode) == [{**BODY, **more}]
 
 
+@pytest.mark.parametrize(
+    ("path", "short", "long"),
+    [
+        ("/v1/completions", {"prompt": "x" * 77}, {"prompt": "x" * 78}),  # and two quotes: a quarter of 80 bytes
+        ("/v1/completions", {"prompt": [7] * 19}, {"prompt": [7] * 20}),
+        ("/v1/completions", {"prompt": [[7] * 10, [7] * 9]}, {"prompt": [[7] * 10] * 2}),
+        ("/v1/chat/completions", {"messages": [{"content": "x" * 60}]}, {"messages": [{"content": "x" * 70}]}),
+    ],
+)
+def test_short_prompts_are_not_split(backends, routing, path, short, long):
+    prefill, decode = backends(2)
+    prefill.more = {"kv_transfer_params": PLACE}
+    listed = [BackendConfig(url=prefill.url, name="a", role="prefill"), BackendConfig(url=decode.url, name="b")]
+    router = routing(listed, prefill_min_tokens=20)
+    for body in (short, long):
+        assert router.client.post(path, json={"model": "m", **body}).json()["from"] == "b"
+    (first,) = bodies(prefill)
+    assert first.items() >= long.items()
+    assert bodies(decode) == [{"model": "m", **short}, {"model": "m", **long, "kv_transfer_params": PLACE}]
+
+
 def test_no_client_is_answered_by_a_prefill_backend(pair):
     prefill, decode, router = pair
     decode.health = 500
@@ -105,6 +126,8 @@ def test_no_client_is_answered_by_a_prefill_backend(pair):
 def test_configurations():
     with pytest.raises(ValueError, match="role must be 'prefill' or left out, got 'decode'"):
         BackendConfig(url="http://a:1", role="decode")
+    with pytest.raises(ValueError, match="prefill_min_tokens must be at least 0, got -1"):
+        RouterConfig(backends=(BackendConfig(url="http://a:1"),), prefill_min_tokens=-1)
     with pytest.raises(ValueError, match="all backends have the role 'prefill'"):
         RouterConfig(backends=(BackendConfig(url="http://a:1", role="prefill"),))
 

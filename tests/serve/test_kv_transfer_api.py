@@ -74,11 +74,49 @@ def test_from_a_prefill_server_to_a_decode_server(server, pair, path, body):
     assert decode.metric("tritonllm:kv_transfer_missed_blocks_total") == 0
 
 
+def chunks_of(server, path, body, **more):
+    with server.client.stream("POST", path, json={**body, "stream": True, **more}) as answer:
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_the_end_of_a_stream_says_where_blocks_are(server, pair, path, body):
+    prefill, decode = pair
+    other = json.loads(json.dumps(body).replace("Once upon a time", "Late in the evening"))
+    usage = {"stream_options": {"include_usage": True}}
+    whole = post(prefill, path, other, max_tokens=1, kv_transfer_params=PREFILL)["kv_transfer_params"]
+    *begin, last, counts = chunks_of(prefill, path, other, n=2, max_tokens=3, kv_transfer_params=PREFILL, **usage)
+    assert last["choices"][0]["finish_reason"] == "length" and counts["choices"] == []
+    assert last["kv_transfer_params"] == counts["kv_transfer_params"] == whole
+    assert whole["remote_port"] > 0 and not any("kv_transfer_params" in chunk for chunk in begin)
+    answer = post(decode, path, other, kv_transfer_params=last["kv_transfer_params"])
+    assert text_of(answer) == text_of(post(server, path, other)) and is_cached(answer)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_a_stream_says_that_there_is_nothing_only_if_it_was_asked(server, path, body):
+    *begin, last = chunks_of(server, path, body, kv_transfer_params=PREFILL)
+    assert last["kv_transfer_params"] is None and not any("kv_transfer_params" in chunk for chunk in begin)
+    assert not any("kv_transfer_params" in chunk for chunk in chunks_of(server, path, body))
+
+
+def test_several_prompts_in_one_stream_say_it_once(pair):
+    prefill, _ = pair
+    prompts = [PROMPT, "Late in the morning a cat sat near the window. " * 3]
+    chunks = chunks_of(prefill, "/v1/completions", {**BODY, "prompt": prompts}, kv_transfer_params=PREFILL)
+    assert [chunk["kv_transfer_params"]["remote_host"] for chunk in chunks[-1:]] == ["127.0.0.1"]
+    assert sum("kv_transfer_params" in chunk for chunk in chunks) == 1
+
+
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
 def test_the_router_sends_requests_through_both(server, pair, tmp_path, path, body):
     prefill, decode = pair
     config = tmp_path / "router.toml"
-    config.write_text(f'[[backends]]\nurl = "{prefill.url}"\nrole = "prefill"\n[[backends]]\nurl = "{decode.url}"\n')
+    backends = f'[[backends]]\nurl = "{prefill.url}"\nrole = "prefill"\n[[backends]]\nurl = "{decode.url}"\n'
+    config.write_text(f"prefill_min_tokens = 0\n{backends}")
     fresh = json.loads(json.dumps(body).replace("Once upon a time", "One day in the summer"))
     with RouterProcess("--config", str(config)) as router:
         answer = post(router, path, fresh)

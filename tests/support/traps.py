@@ -4,6 +4,7 @@ import multiprocessing
 import time
 
 from tritonllm.engine.drafters import NgramDrafter
+from tritonllm.engine.drawing import Drawing
 
 
 class Trap(NgramDrafter):
@@ -27,6 +28,45 @@ class Hangs(Trap):
     def fail(self):
         while True:
             time.sleep(0.1)
+
+
+class OtherPositions(Trap):
+    """The last step's state of this rank's device is not what it was."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._step = None
+
+    def propose(self, step):
+        self._step = step
+        super().propose(step)
+
+    def fail(self):
+        self._step.positions.add_(1)
+
+
+class OtherTokens(NgramDrafter):
+    """Rank 1 changes what rank 0 has drawn, from its fourth step on."""
+
+    def __init__(self, max_model_len, vocab_size, device):
+        super().__init__(2, 5)
+        if multiprocessing.current_process().name == "tritonllm-rank-1":
+            draw_otherwise()
+
+
+def draw_otherwise(steps=3):
+    """From now on this process has other tokens than rank 0, but not in the first ``steps`` steps."""
+    share = Drawing._share_drawn
+
+    def shared(self, rows, verified):
+        nonlocal steps
+        tokens = share(self, rows, verified)
+        steps -= 1
+        if steps < 0:
+            tokens[0] = (tokens[0] + 1).clamp_max(9)
+        return tokens
+
+    Drawing._share_drawn = shared
 
 
 class NeverMade(Trap):

@@ -42,6 +42,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "tokens in flight up to which a backend never counts as too full (default: 8192)",
     },
+    "prefill-min-tokens": {
+        "type": int,
+        "metavar": "N",
+        "help": "tokens of a prompt from which on a backend with the role prefill computes it (default: 256)",
+    },
     "max-retries": {"type": int, "metavar": "N", "help": "backends to ask after the first one failed (default: 2)"},
     "retry-ratio": {"type": float, "metavar": "X", "help": "most retries, as a part of the requests (default: 0.2)"},
     "retry-reserve": {"type": int, "metavar": "N", "help": "retries beyond that (default: 10)"},

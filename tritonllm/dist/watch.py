@@ -39,6 +39,65 @@ class Report:
     followed: bool = False
 
 
+class GroupFailure:
+    """Why a group of ranks has failed, once it has: a thread that watches tells it, and it is raised where steps run.
+
+    Args:
+        on_failure: called by the thread that tells, when it is known.
+    """
+
+    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        self._on_failure = on_failure
+        self._reason: tuple[str, bool] | None = None  # the message, and whether it is about what the user asked for
+        self._changed = threading.Condition()
+
+    @property
+    def is_known(self) -> bool:
+        return self._reason is not None
+
+    def tell(self, message: str, invalid: bool) -> None:
+        """The group has failed.
+
+        Args:
+            message: says which rank failed, and why.
+            invalid: it is about what the user asked for.
+        """
+        with self._changed:
+            self._reason = message, invalid
+            self._changed.notify_all()
+        self._on_failure()
+
+    def check(self) -> None:
+        """Raises:
+        WorkerError: a rank has failed.
+        ValueError: it refuses what the user asked for.
+        """
+        if self._reason is not None:
+            message, invalid = self._reason
+            raise ValueError(message) if invalid else WorkerError(message)
+
+    def settle(self) -> None:
+        """:meth:`check`, once it can be known why a collective broke."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_known, SETTLE)
+        self.check()
+
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """Wait until something is done, or never will be. Same errors as :meth:`check`.
+
+        Args:
+            done: asked now, and after each :meth:`look_again`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_known or done())
+        self.check()
+
+    def look_again(self) -> None:
+        """What somebody waits for may be done."""
+        with self._changed:
+            self._changed.notify_all()
+
+
 class Watch:
     """A thread that notices failures. The first one ends the other ranks, so that no collective waits for them.
 
@@ -49,6 +108,9 @@ class Watch:
         patience: seconds that a rank may be silent.
         step_patience: seconds that a rank may take for a step.
         on_failure: called once, in the thread.
+
+    Attributes:
+        failure: what has gone wrong, once something has.
     """
 
     def __init__(
@@ -63,11 +125,9 @@ class Watch:
     ) -> None:
         self._processes, self._reports, self._mailbox = dict(processes), dict(reports), mailbox
         self._patience, self._step_patience = patience, step_patience
-        self._on_failure = on_failure
+        self.failure = GroupFailure(on_failure)
         self._coming: set[int] = set()
         self._ready: set[int] = set()
-        self._failure: tuple[str, bool] | None = None  # the message, and whether it is about what the user asked for
-        self._changed = threading.Condition()
         self._stopping = False
         self._seen = {rank: (0, 0) for rank in processes}  # beats and acts
         self._silent = dict.fromkeys(processes, 0.0)
@@ -75,39 +135,14 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="tritonllm-watch", daemon=True)
         self._thread.start()
 
-    @property
-    def failure(self) -> str | None:
-        """What went wrong; ``None`` if nothing has."""
-        return None if self._failure is None else self._failure[0]
-
-    def check(self) -> None:
-        """Raises:
-        WorkerError: a rank has failed.
-        ValueError: it refuses what the user asked for.
-        """
-        if self._failure is not None:
-            message, invalid = self._failure
-            raise ValueError(message) if invalid else WorkerError(message)
-
-    def settle(self) -> None:
-        """:meth:`check`, once it can be known why a collective broke."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None, SETTLE)
-        self.check()
-
     def await_coming(self) -> None:
         """Wait until all ranks are about to meet. One that fails before would be waited for in vain. Same errors as
-        :meth:`check`."""
-        self._await(self._coming)
+        :meth:`GroupFailure.check`."""
+        self.failure.wait_for(lambda: len(self._coming) == len(self._processes))
 
     def await_ready(self) -> None:
-        """Wait until all ranks have said so. Same errors as :meth:`check`."""
-        self._await(self._ready)
-
-    def _await(self, ranks: set[int]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or len(ranks) == len(self._processes))
-        self.check()
+        """Wait until all ranks have said so. Same errors as :meth:`GroupFailure.check`."""
+        self.failure.wait_for(lambda: len(self._ready) == len(self._processes))
 
     def stop(self) -> None:
         """Watch no more: what ends now was told to."""
@@ -115,7 +150,7 @@ class Watch:
 
     def _run(self) -> None:
         last = time.monotonic()
-        while not self._stopping and self._failure is None:
+        while not self._stopping and not self.failure.is_known:
             ends = [process.sentinel for process in self._processes.values()]
             events: list[Any] = [*ends, *self._reports.values()]
             wait(events, TICK)
@@ -141,9 +176,8 @@ class Watch:
         if report is not None and report.error is not None:
             return (2 if report.followed else 0), report.error, report.invalid
         if report is not None:
-            with self._changed:
-                (self._ready if report.ready else self._coming).add(rank)
-                self._changed.notify_all()
+            (self._ready if report.ready else self._coming).add(rank)
+            self.failure.look_again()
         code = process.exitcode
         if code is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
@@ -179,10 +213,7 @@ class Watch:
             logger.error("%s; the group ends with it", message)
         for other in self._processes.values():
             kill(other)
-        with self._changed:
-            self._failure = message, invalid
-            self._changed.notify_all()
-        self._on_failure()
+        self.failure.tell(message, invalid)
 
 
 def kill(process: BaseProcess) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tritonllm.dist.group import Group
+from tritonllm.engine.agreement import Witness
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.inputs import Batch, upload
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
@@ -57,6 +58,7 @@ class Drawing:
     ) -> None:
         self._model, self._seats, self._sampler = model, seats, sampler
         self._group, self._device = group, device
+        self._witness = Witness(group.size)
 
     def warm_up(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
@@ -110,7 +112,9 @@ class Drawing:
         tokens = None if tokens is None else tokens[:rows]
         scores = logprobs, prompt_logprobs
         drafted = None if drafts is None else self._seats.drafted(rows)
-        return RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafted)
+        running = RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafted)
+        running.evidence = self._witness.of(step, batch, tokens)
+        return running
 
     def _share_drawn(self, rows: int, verified: bool) -> torch.Tensor:
         """What rank 0 has drawn of so many rows, on every rank: the next step reads it there.

@@ -30,6 +30,7 @@ from tritonllm.dist.connect import connect
 from tritonllm.dist.group import Group
 from tritonllm.dist.mailbox import Mailbox
 from tritonllm.dist.watch import Watch, WorkerError, kill
+from tritonllm.engine.agreement import Claims
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.results import RunningStep
@@ -101,15 +102,15 @@ class SpawnedRanks(Ranks):
         self._finalizer()
 
     def check(self) -> None:
-        self.watch.check()
+        self.watch.failure.check()
 
     def send(self, message: bytes) -> None:
-        self._mailbox.send(message, self.watch.check)
+        self._mailbox.send(message, self.watch.failure.check)
 
     def explain(self, error: BaseException | None) -> None:
         if isinstance(error, RuntimeError) and hasattr(self, "watch"):  # else none were begun
             try:
-                self.watch.settle()
+                self.watch.failure.settle()
             except (WorkerError, ValueError) as reason:
                 raise reason from error
 
@@ -147,7 +148,7 @@ class GroupExecutor:
     """
 
     def __init__(self, runner: ModelRunner, ranks: Others) -> None:
-        self._runner, self._ranks = runner, ranks
+        self._runner, self._ranks, self._claims = runner, ranks, Claims()
         self._broken: str | None = None
 
     @property
@@ -167,7 +168,8 @@ class GroupExecutor:
         def launch() -> RunningStep | None:
             self._draw_abandoned()
             step = self._runner.build(plan)
-            self._ranks.send(pickle.dumps(step.for_followers(), protocol=pickle.HIGHEST_PROTOCOL))
+            message = step.for_followers(), self._claims.next()
+            self._ranks.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
             return self._runner.begin(step)
 
         return self._whole(launch)
@@ -200,6 +202,7 @@ class GroupExecutor:
                 raise
         if running is not None:
             running.watch(self._ranks.check)
+            self._claims.note(running.evidence)
         return running
 
 

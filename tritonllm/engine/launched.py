@@ -11,7 +11,6 @@ launcher watches the processes, and ends all when one ends.
 import logging
 import multiprocessing.util
 import os
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,7 @@ from tritonllm.engine.executor import GroupExecutor
 from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.startup import load_rank
-from tritonllm.engine.worker import START_PATIENCE
+from tritonllm.engine.worker import START_PATIENCE, Following
 from tritonllm.kernels.compile.monitor import MONITOR
 
 logger = logging.getLogger(__name__)
@@ -132,8 +131,9 @@ class LaunchedRanks(Ranks):
         group.limit(self._patience)
         MONITOR.serving = True
         started()
+        following = Following(runner)
         while message := self.wire.receive():
-            runner.run(pickle.loads(message))
+            following.run(message)
         group.shut()
 
 

@@ -22,7 +22,7 @@ from tritonllm import env
 from tritonllm.config import EngineConfig
 from tritonllm.dist.group import Group
 from tritonllm.dist.ray_cluster import import_ray, join_cluster
-from tritonllm.dist.watch import SETTLE, TICK, Report, WorkerError
+from tritonllm.dist.watch import TICK, GroupFailure, Report, WorkerError
 from tritonllm.engine.launched import LaunchedRanks
 from tritonllm.engine.resolve import resolve_device
 from tritonllm.engine.worker import report_of
@@ -82,13 +82,16 @@ class Followers:
         size: number of ranks, rank 0 among them.
         on_failure: called once, in the thread.
 
+    Attributes:
+        failure: what has gone wrong, once something has.
+
     Raises:
         ValueError: Ray has no room for the ranks.
     """
 
     def __init__(self, config: EngineConfig, size: int, on_failure: Callable[[], None]) -> None:
         self._ray = ray = join_cluster(WISH)
-        self._on_failure = on_failure
+        self.failure = GroupFailure(on_failure)
         self._gpus = int(resolve_device(config.model.device).type == "cuda")
         self.host = ray.util.get_node_ip_address()
         each = {"CPU": 1, **({"GPU": 1} if self._gpus else {})}
@@ -103,13 +106,7 @@ class Followers:
             )
         self._actors: dict[int, Any] = {}
         self._results: dict[Any, int] = {}  # of an actor's only task: its rank
-        self._failure: tuple[str, bool] | None = None  # the message, and whether it is about what the user asked for
-        self._changed = threading.Condition()
         self._stopping = False
-
-    @property
-    def failed(self) -> bool:
-        return self._failure is not None
 
     def gpu(self) -> int:
         """The number of the GPU that Ray keeps for rank 0, among those that this process sees."""
@@ -132,21 +129,6 @@ class Followers:
 
         bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         return {"num_cpus": 1, "num_gpus": self._gpus, "scheduling_strategy": bundle}
-
-    def check(self) -> None:
-        """Raises:
-        WorkerError: a rank has failed.
-        ValueError: it refuses what the user asked for.
-        """
-        if self._failure is not None:
-            message, invalid = self._failure
-            raise ValueError(message) if invalid else WorkerError(message)
-
-    def settle(self) -> None:
-        """:meth:`check`, once it can be known why a collective broke."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None, SETTLE)
-        self.check()
 
     def _watch(self) -> None:
         while not self._stopping:
@@ -179,10 +161,7 @@ class Followers:
 
     def _tell(self, message: str, invalid: bool) -> None:
         self._kill()
-        with self._changed:
-            self._failure = message, invalid
-            self._changed.notify_all()
-        self._on_failure()
+        self.failure.tell(message, invalid)
 
     def _kill(self) -> None:
         for actor in self._actors.values():
@@ -197,7 +176,7 @@ class Followers:
         self._stopping = True
         if not self._ray.is_initialized() or self._group is None:
             return
-        if self._results and self._failure is None:
+        if self._results and not self.failure.is_known:
             self._ray.wait(list(self._results), num_returns=len(self._results), timeout=FAREWELL)
         self._kill()
         self._ray.util.remove_placement_group(self._group)
@@ -242,7 +221,7 @@ class RayRanks(LaunchedRanks):
     def meet(self) -> Any:
         names = [_coming(rank) for rank in range(1, self._size)]
         while not self._own_store.check(names):
-            self._followers.check()
+            self._followers.failure.check()
             time.sleep(TICK / 4)
         return self._own_store
 
@@ -252,7 +231,7 @@ class RayRanks(LaunchedRanks):
         return group
 
     def check(self) -> None:
-        self._followers.check()
+        self._followers.failure.check()
 
     def explain(self, error: BaseException | None) -> None:
         """Raises:
@@ -262,7 +241,7 @@ class RayRanks(LaunchedRanks):
         if not isinstance(error, RuntimeError) or isinstance(error, WorkerError):
             return
         try:
-            self._followers.settle()
+            self._followers.failure.settle()
         except (WorkerError, ValueError) as reason:
             self._no_farewell()
             raise reason from error
@@ -271,7 +250,7 @@ class RayRanks(LaunchedRanks):
     def end(self) -> None:
         if hasattr(self, "_followers"):
             self._followers.stop_watching()
-            if self._followers.failed:
+            if self._followers.failure.is_known:
                 self._no_farewell()
         super().end()
         self._followers_end()

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tritonllm.engine.agreement import Evidence
+
 SHORT_WAIT = 0.05  # seconds: beyond it a step is so long that a millisecond more does not count
 LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the three of TokenLogprobs, wherever they are
 
@@ -86,6 +88,9 @@ class RunningStep:
         pooled: the same, on the device.
         drafted: ``[4 + R (G - 1)]`` int32: as two int64 when the drafting of this step began and what all drafting has
             taken, in nanoseconds; and what the step verified of each row, with -1 behind its drafts.
+
+    Attributes:
+        evidence: what ranks compare of it, if they do.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class RunningStep:
         drafted: torch.Tensor | None = None,
     ) -> None:
         self._check: Callable[[], None] = lambda: None
+        self.evidence: Evidence | None = None
         self._pooled = [part._replace(rows=_to_host(part.rows)) for part in pooled]
         self._errors = errors or {}
         self._drafted = None if drafted is None else _to_host(drafted)

@@ -23,6 +23,7 @@ from tritonllm.dist.connect import connect
 from tritonllm.dist.group import Group
 from tritonllm.dist.mailbox import Mailbox
 from tritonllm.dist.watch import TICK, Report, parent_watch
+from tritonllm.engine.agreement import Comparison
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.startup import load_rank
 from tritonllm.kernels.compile.monitor import MONITOR
@@ -85,9 +86,31 @@ def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Co
 
 def follow(runner: ModelRunner, mailbox: Mailbox, reader: int, spin: float) -> None:
     """Run steps until the empty message comes."""
+    following = Following(runner)
     while message := mailbox.receive(reader, spin=spin):
-        runner.run(pickle.loads(message))
+        following.run(message)
         mailbox.acted(reader)
+
+
+class Following:
+    """Runs the steps that rank 0 sends, and compares some with its own.
+
+    Args:
+        runner: of this rank.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._comparison = runner, Comparison()
+
+    def run(self, message: bytes) -> None:
+        """Start the step in a message of :class:`~tritonllm.engine.executor.GroupExecutor`.
+
+        Raises:
+            DivergedError: a step before was another one than rank 0's.
+        """
+        step, told = pickle.loads(message)
+        self._comparison.check(told)
+        self._comparison.note(self._runner.run(step).evidence)
 
 
 def _beat(mailbox: Mailbox, reader: int) -> None:

@@ -117,7 +117,7 @@ def _beginning(fields: _Fields) -> bytes:
 
 
 def _tokens(path: str, fields: _Fields) -> int:
-    prompt = sum(map(_length, (fields.system, fields.instructions, fields.prompt, fields.messages, fields.input)))
+    prompt = sum(map(length, (fields.system, fields.instructions, fields.prompt, fields.messages, fields.input)))
     if path not in GENERATING:
         return prompt
     limits = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
@@ -129,7 +129,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _length(raw: msgspec.Raw) -> int:
+def length(raw: msgspec.Raw) -> int:
     """Of text, about how many tokens it has; of token ids, how many."""
     text = bytes(raw)
     begin = text[:16].replace(b" ", b"").replace(b"\n", b"").lstrip(b"[")

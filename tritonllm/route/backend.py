@@ -17,6 +17,10 @@ class Backend:
     settings: of the router; may be replaced at any time (:meth:`apply`).
     clock: seconds that never go back.
     chance: a random number from 0 to 1.
+
+    Attributes:
+        label: in logs and metrics.
+        hashed: the same, in the hash that places prompts.
     """
 
     def __init__(
@@ -44,14 +48,14 @@ class Backend:
         elif self.config.models:  # they were listed, and no longer are
             self.models = None
         self.config = config
+        self.label = config.label
+        self.hashed = self.label.encode()
         self.breaker.settings = settings
 
     @property
-    def label(self) -> str:
-        return self.config.label
-
-    @property
     def usable(self) -> bool:
+        if self.alive and not self.draining and self.breaker.is_closed and not self._paused_until:
+            return True  # as nearly always: it is asked of all backends for each request
         return self.why_not is None
 
     @property

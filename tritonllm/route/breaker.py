@@ -45,6 +45,10 @@ class Breaker:
         return "open" if self._clock() < self._until else "half-open"
 
     @property
+    def is_closed(self) -> bool:
+        return self._until is None
+
+    @property
     def seconds_left(self) -> float:
         """Until a request may be tried; 0 if one may now."""
         return 0.0 if self._until is None else max(0.0, self._until - self._clock())

@@ -32,6 +32,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     "balance_epsilon",
     "balance_min_tokens",
+    "prefill_min_tokens",
     "max_retries",
     "retry_ratio",
     "retry_reserve",
@@ -114,6 +115,7 @@ class RouterConfig:
         balance_epsilon: a backend takes no more by its prefix while its tokens in flight are above 1 + this times the
             mean of all.
         balance_min_tokens: tokens in flight below which a backend never counts as too full.
+        prefill_min_tokens: of a prompt that goes to a backend with the role ``prefill`` first; 0: each does.
         max_retries: other backends that a request may be sent to after the first one failed.
         retry_ratio, retry_reserve: retries of all requests together: this part of the requests, and this many more.
         connect_timeout, first_byte_timeout, between_bytes_timeout: seconds to wait for a backend.
@@ -141,6 +143,7 @@ class RouterConfig:
     sticky_header: str = "x-session-id"
     balance_epsilon: float = 0.25
     balance_min_tokens: int = 8192
+    prefill_min_tokens: int = 256
     max_retries: int = 2
     retry_ratio: float = 0.2
     retry_reserve: int = 10

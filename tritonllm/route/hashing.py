@@ -9,28 +9,30 @@ Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (201
 popular key lands at the same second backend, whose cache then has it, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import repeat
 
 import xxhash
 
 
-def ranked(key: bytes, names: Sequence[str]) -> list[str]:
-    """The names in the order in which the key prefers them. The order in which they are given does not matter."""
-    seed = xxhash.xxh64_intdigest(key)
-    return sorted(names, key=lambda name: (xxhash.xxh64_intdigest(name.encode(), seed), name), reverse=True)
+def placed(key: bytes, names: Sequence[bytes], loads: Sequence[int], epsilon: float, min_load: int = 0) -> int:
+    """Which of the backends a key belongs to, by its place in the list.
 
-
-def placed(key: bytes, loads: Mapping[str, int], epsilon: float, min_load: int = 0) -> str:
-    """The backend for a key.
+    Their order does not matter: two of them have the same weight for one key in 2**64.
 
     The load of the one that is chosen is at most (1 + ``epsilon``) times the mean, or ``min_load`` if that is more. One
     of them always is at or below the mean, so there is always one.
 
     Args:
         key: what the request begins with.
-        loads: of each backend, before the request is added; at least one.
+        names: of the backends, at least one; no name twice.
+        loads: of each, before the request is added.
         epsilon: at least 0.
         min_load: up to which a backend is never passed over.
     """
-    most = max((1 + epsilon) * sum(loads.values()) / len(loads), min_load)
-    return next(name for name in ranked(key, list(loads)) if loads[name] <= most)
+    weights = list(map(xxhash.xxh64_intdigest, names, repeat(xxhash.xxh64_intdigest(key))))
+    most = max((1 + epsilon) * sum(loads) / len(loads), min_load)
+    first = weights.index(max(weights))  # a thousand are not sorted for it
+    if loads[first] <= most:
+        return first
+    return max((at for at, load in enumerate(loads) if load <= most), key=weights.__getitem__)

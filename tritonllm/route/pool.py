@@ -125,7 +125,8 @@ class Pool:
         if self.config.policy == "round-robin":
             return backends[self._turn % len(backends)]
         if self.config.policy == "prefix" and ask.key:
-            loads = {backend.label: backend.tokens for backend in backends}
-            return self.backends[placed(ask.key, loads, self.config.balance_epsilon, self.config.balance_min_tokens)]
+            names, loads = [backend.hashed for backend in backends], [backend.tokens for backend in backends]
+            bounds = self.config.balance_epsilon, self.config.balance_min_tokens
+            return backends[placed(ask.key, names, loads, *bounds)]
         turn = self._turn % len(backends)  # those that are equal take turns
         return min([*backends[turn:], *backends[:turn]], key=lambda backend: (backend.tokens, backend.in_flight))

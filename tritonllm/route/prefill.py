@@ -1,7 +1,8 @@
 """Requests in two halves: a backend with the role ``prefill`` computes the prompt, and says where another one finds its
 keys and values (``kv_transfer_params``, docs/kv-transfer.md). With that the request goes to a backend as any other.
 
-Without it, it goes there as it came: prefill that fails costs time, and nothing else.
+Without it, it goes there as it came: prefill that fails costs time, and nothing else. Short prompts are not split
+either: the two requests, and the copy between them, would take longer than a decode backend that computes them itself.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tritonllm.route.ask import Ask
+from tritonllm.route.ask import Ask, length
 from tritonllm.route.errors import RouteError
 from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
@@ -21,6 +22,7 @@ from tritonllm.route.upstream import Failure, Opened, Upstream
 
 logger = logging.getLogger(__name__)
 PATHS = ("/v1/completions", "/v1/chat/completions")
+PROMPTS = ("prompt", "messages")
 PARAMS = "kv_transfer_params"
 # Of the whole answer: a first token needs none of these, and some do not go with so few tokens.
 LEFT_OUT = (
@@ -34,13 +36,20 @@ class _Answer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-def first_half(body: bytes) -> bytes | None:
-    """The body that computes the prompt and one token; ``None`` if it is no request for both halves."""
+def first_half(body: bytes, min_tokens: int = 0) -> bytes | None:
+    """The body that computes the prompt and one token; ``None`` if it is no request for both halves.
+
+    Args:
+        body: of the request.
+        min_tokens: of its prompts together, by :func:`~tritonllm.route.ask.length`; shorter ones are not split.
+    """
     try:
         fields = _FIELDS.decode(body)
     except msgspec.DecodeError:  # the backend says what is wrong
         return None
     if PARAMS in fields or bytes(fields.get("use_beam_search", b"false")) not in (b"false", b"null"):
+        return None
+    if sum(length(fields[name]) for name in PROMPTS if name in fields) < min_tokens:
         return None
     kept: dict[str, Any] = {name: value for name, value in fields.items() if name not in LEFT_OUT}
     return msgspec.json.encode({**kept, "max_tokens": 1, PARAMS: {"do_remote_decode": True}})
@@ -66,10 +75,10 @@ class Prefill:
         self._pool, self._upstream, self._metrics = pool, upstream, metrics
 
     async def prepared(self, ask: Ask) -> Ask:
-        """The request that is left when its prompt is computed; the same one if nobody has computed it."""
+        """The request that is left when its prompt is computed; the same one if nobody has computed it, or should."""
         if not self._pool.has_prefill or ask.method != "POST" or ask.path not in PATHS:
             return ask
-        body = first_half(ask.body)
+        body = first_half(ask.body, self._pool.config.prefill_min_tokens)
         if body is None:
             return ask
         try:

@@ -12,7 +12,7 @@ from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stre
 from tritonllm.serve.beam_search import with_logprobs
 from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, Content, Piece, Reader, Reasoning, read
 from tritonllm.serve.protocol import ChatRequest, TokenizeRequest
-from tritonllm.serve.replies import Usage, chat_logprobs, ending, event, now, prompt_logprobs
+from tritonllm.serve.replies import Usage, chat_logprobs, ending, event, now, prompt_logprobs, transfer
 from tritonllm.serve.turn import Turn, prepare
 
 
@@ -49,9 +49,7 @@ async def _whole(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: O
         answer["prompt_logprobs"] = prompt_logprobs(last)
     if body.return_token_ids:
         answer["prompt_token_ids"] = last.prompt_token_ids
-    if body.kv_transfer_params is not None:
-        answer["kv_transfer_params"] = last.kv_transfer_params
-    return answer
+    return answer | transfer(body.kv_transfer_params, last)
 
 
 def _choice(body: ChatRequest, turn: Turn, completion: CompletionOutput) -> dict[str, Any]:
@@ -141,7 +139,7 @@ async def _chunks(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: 
     usage, ended, deltas = Usage(), set[int](), _Deltas(body, turn)
     asked = body.stream_options
     always = asked is not None and asked.continuous_usage_stats
-    begun = False
+    begun, last = False, dict[str, Any]()
     async with aclosing(outputs):
         async for index, output in outputs:
             usage.add(index, output)
@@ -154,11 +152,13 @@ async def _chunks(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: 
                     continue
                 if completion.finished:
                     ended.add(completion.index)
+                if len(ended) == len(output.outputs):
+                    last = transfer(body.kv_transfer_params, output)
                 choice = deltas.choice(completion)
                 if choice is not None:
-                    yield event({**head, "choices": [choice], **extra})
+                    yield event({**head, "choices": [choice], **extra, **last})
     if asked is not None and asked.include_usage:
-        yield event({**head, "choices": [], "usage": usage.as_dict()})
+        yield event({**head, "choices": [], "usage": usage.as_dict(), **last})
 
 
 def _first(body: ChatRequest, output: RequestOutput) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
 from tritonllm.serve.beam_search import search_params, with_logprobs
 from tritonllm.serve.protocol import CompletionRequest
-from tritonllm.serve.replies import Usage, completion_logprobs, ending, event, now, prompt_logprobs
+from tritonllm.serve.replies import Usage, completion_logprobs, ending, event, now, prompt_logprobs, transfer
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -62,12 +62,16 @@ class _Choices:
 
     Args:
         n: continuations of a prompt.
+
+    Attributes:
+        count: of all entries.
     """
 
     def __init__(self, service: Service, body: CompletionRequest, n: int) -> None:
         self._tokenizer = service.llm.inputs.tokenizer
         self._body = body
         self._n = n
+        self.count = n * len(body.prompts())
         self._offsets: dict[int, int] = {}  # choice: characters of its tokens so far
 
     def index(self, prompt: int, completion: CompletionOutput) -> int:
@@ -116,16 +120,13 @@ async def _whole(head: dict[str, Any], body: CompletionRequest, build: _Choices,
             usage.add(index, output)
             ended[index] = output
     choices = [choice for index in sorted(ended) for choice in build.whole(index, ended[index])]
-    answer = {**head, "choices": choices, "usage": usage.as_dict()}
-    if body.kv_transfer_params is not None:
-        answer["kv_transfer_params"] = next((output.kv_transfer_params for output in ended.values()), None)
-    return answer
+    return {**head, "choices": choices, "usage": usage.as_dict()} | transfer(body.kv_transfer_params, ended[0])
 
 
 async def _chunks(
     head: dict[str, Any], body: CompletionRequest, build: _Choices, outputs: Outputs
 ) -> AsyncGenerator[bytes, None]:
-    usage, begun, ended = Usage(), set[int](), set[int]()
+    usage, begun, ended, last = Usage(), set[int](), set[int](), dict[str, Any]()
     asked = body.stream_options
     always = asked is not None and asked.continuous_usage_stats
     async with aclosing(outputs):
@@ -140,10 +141,12 @@ async def _chunks(
                 begun.add(index)
                 if completion.finished:
                     ended.add(index)
+                    if len(ended) == build.count:
+                        last = transfer(body.kv_transfer_params, output)
                 elif not (echo or completion.text) and not (
                     completion.token_ids and (body.logprobs is not None or body.return_token_ids)
                 ):
                     continue  # half a character, or what may be the beginning of a stop string
-                yield event({**head, "choices": [build.choice(prompt, output, completion, echo)], **extra})
+                yield event({**head, "choices": [build.choice(prompt, output, completion, echo)], **extra, **last})
     if asked is not None and asked.include_usage:
-        yield event({**head, "choices": [], "usage": usage.as_dict()})
+        yield event({**head, "choices": [], "usage": usage.as_dict(), **last})

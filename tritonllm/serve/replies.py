@@ -123,6 +123,16 @@ def ending(completion: CompletionOutput) -> dict[str, Any]:
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
+def transfer(asked: Mapping[str, Any] | None, output: RequestOutput) -> dict[str, Any]:
+    """vLLM's field that says where another engine finds the prompt's blocks; nothing if the request has not asked.
+
+    Args:
+        asked: the request's ``kv_transfer_params``.
+        output: the last one of the request.
+    """
+    return {} if asked is None else {"kv_transfer_params": output.kv_transfer_params}
+
+
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
     """vLLM's field: for each position its tokens, by id."""
     if output.prompt_logprobs is None:
