@@ -92,11 +92,13 @@ class Replicas:
         ready: what they have told, as of one engine.
         stats: of each, the latest.
         restarted: how often each was started anew.
+        deaths: which of them have died and why, the first one first.
     """
 
     def __init__(self, links: Sequence[EngineLink], block_size: int, restarts: Restarts | None = None) -> None:
         self._restarts = restarts
         self.restarted = [0] * len(links)
+        self.deaths: list[str] = []
         self._past: dict[int, Stats] = {}  # what engines had counted before they were started anew
         self._links = list(links)
         self._living = set(range(len(self._links)))
@@ -222,6 +224,7 @@ class Replicas:
     def _died(self, number: int, why: str) -> None:
         self._living.discard(number)
         self._links[number].close()
+        self.deaths.append(f"replica {number}: {why}")
         comes_back = self._begin_restart(number)
         if self._has_failed(why):
             return

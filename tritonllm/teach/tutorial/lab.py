@@ -3,7 +3,7 @@
 from typing import Any
 
 from tritonllm.demo import model_path
-from tritonllm.engine.llm import LLM
+from tritonllm.offline.llm import LLM
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.events import Event, Part, StepPlanned
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
