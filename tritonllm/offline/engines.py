@@ -34,6 +34,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.engine_client import EngineDeadError
 from tritonllm.serve.messages import PoolingFacts, Stats
+from tritonllm.serve.replicas import Replicas
 
 UNLIMITED = 1 << 40  # sequences that may wait for a seat: this module bounds them
 AHEAD = 2  # times the sequences that run at once are in the engines
@@ -47,14 +48,15 @@ class Engines:
 
     Args:
         config: of all of them, with ``data_parallel_size``.
+        link: to engines that were started already; by default they are started here.
 
     Raises:
         ValueError: a bad value, or a model that cannot be loaded.
         RuntimeError: an engine process failed to start. None is left.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._llm = AsyncLLM(config, max_queue=UNLIMITED)
+    def __init__(self, config: EngineConfig, link: Replicas | None = None) -> None:
+        self._llm = AsyncLLM(config, max_queue=UNLIMITED, link=link)
         self.inputs = self._llm.inputs
         self.pooling = _ability(self._llm.pooling)
         self._most = AHEAD * (self._llm.max_sequences - UNLIMITED)

@@ -161,7 +161,10 @@ class EngineProcess:
             return report
         if report is None:
             self.process.join()
-            raise RuntimeError(f"the engine process ended while it started, with status {self.process.exitcode}")
+            status = self.process.exitcode
+            script = "; a script makes an engine below `if __name__ == '__main__':`, for this process imports it"
+            hint = script if status == 1 else ""
+            raise RuntimeError(f"the engine process ended while it started, with status {status}{hint}")
         raise ValueError(report.message) if report.is_value_error else RuntimeError(report.message)
 
 
