@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engines import tiny_checkpoint, tiny_llm, token_ids
+from support.processors import Bans
 from support.server import eventually, socket_folders
 from support.streams import all_gone
 
@@ -23,6 +24,7 @@ SETTINGS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 256,
     "enable_sleep_mode": True,
+    "logits_processors": [Bans],
 }
 ROOT = Path(__file__).parents[2]
 SHORT = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -33,6 +35,7 @@ WISHES = [
     SamplingParams(temperature=1.0, max_tokens=10),  # its seed is the engine's and the request's
     SamplingParams(temperature=0, max_tokens=40, stop=["."], logprobs=3),
     SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, truncate_prompt_tokens=16),
+    SamplingParams(temperature=0, max_tokens=6, extra_args={"below": 500}),  # of a processor in each engine
 ]
 
 
@@ -79,6 +82,7 @@ def test_outputs_are_those_of_one_engine_in_the_order_of_the_prompts(one, two):
     outputs = two.generate(prompts, params, use_tqdm=False)
     assert list(map(facts, outputs)) == list(map(facts, expected))
     assert all(output.finished and output.metrics.finished_time for output in outputs)
+    assert min(token for output in outputs[5 :: len(WISHES)] for token in output.outputs[0].token_ids) >= 500
     assert sum(output.num_cached_tokens for output in outputs) > 0
     pairs = list(zip(two.replica_stats, before, strict=True))
     assert len(pairs) == 2 and all(now.prompt_tokens > then.prompt_tokens for now, then in pairs)
@@ -111,14 +115,14 @@ def test_pooling(one, two):
 def test_bad_input_is_named_and_the_next_batch_goes_on(one, two):
     with pytest.raises(ValueError, match=r"prompts\[1\]: prompt_token_ids must be integers from 0 to"):
         two.generate(["a", [10**6]], use_tqdm=False)
-    edits = SamplingParams(logit_bias={token: 1.0 for token in range(2000)})  # too many, which only an engine says
+    edits = SamplingParams(logit_bias=dict.fromkeys(range(2000), 1.0))  # too many, which only an engine says
     said = []
     for llm in (one, two):
         with pytest.raises(ValueError) as error:
             llm.generate(["a", "b", "c"], [SHORT, edits, SHORT], use_tqdm=False)
         said.append(str(error.value))
     assert said[0] == said[1] and said[0].startswith("prompts[1]: ")
-    with pytest.raises(ValueError, match="logits_processors are functions.*leave out data_parallel_size"):
+    with pytest.raises(ValueError, match=r"logits_processors are functions.*leave out data_parallel_size"):
         two.generate("a", SamplingParams(logits_processors=[lambda ids, logits: logits]), use_tqdm=False)
     with pytest.raises(ValueError, match=r"priority=1 needs policy='priority'"):
         two.generate("a", SHORT, priority=[1], use_tqdm=False)

@@ -23,9 +23,7 @@ class Link:
 
     def __init__(self):
         stats = Stats(num_blocks=64, num_free_blocks=64)
-        self.ready = Ready(
-            None, None, False, 100, 64, SEATS, [], 0, {}, stats, PoolingFacts(["embed"], True, 0, [], 0)
-        )
+        self.ready = Ready(None, None, False, 100, 64, SEATS, [], 0, {}, stats, PoolingFacts(["embed"], True, 0, [], 0))
         self.sent, self.closed, self.failure, self.pid = [], False, None, 1
 
     def attach(self, on_news, on_death):
@@ -138,7 +136,7 @@ def test_one_that_dies_while_nothing_runs_is_noticed_by_the_next_call(engines, l
         engines.step,
         lambda: engines.sleep(1),
     ):
-        with pytest.raises(EngineDeadError, match="^replica 1: the engine process was killed by signal 9; the others"):
+        with pytest.raises(EngineDeadError, match=r"^replica 1: the engine process was killed by signal 9; the others"):
             call()
     assert links[0].closed and links[1].closed
 
@@ -147,8 +145,8 @@ def test_one_that_dies_ends_the_batch(engines, links):
     for name in "ab":
         engines.add_request(name, [1, 2, 3], PARAMS)
     hand_over(engines, links, 2)
-    in_thread(engines, links[0].on_death, "it ended with status 1: RuntimeError: no memory")
-    with pytest.raises(EngineDeadError, match="^replica 0: it ended with status 1: RuntimeError: no memory; the others"):
+    in_thread(engines, links[0].on_death, "it ended with status 1: no memory")
+    with pytest.raises(EngineDeadError, match=r"^replica 0: it ended with status 1: no memory; the others"):
         engines.step()
     assert links[1].closed
     engines.abort_request(["a", "b"])
@@ -159,7 +157,7 @@ def test_both_die_at_once(engines, links):
     engines.add_request("a", [1, 2, 3], PARAMS)
     hand_over(engines, links, 1)
     in_thread(engines, lambda: (links[1].on_death("second"), links[0].on_death("first")))
-    with pytest.raises(EngineDeadError, match="^replica 1: second; the others"):
+    with pytest.raises(EngineDeadError, match=r"^replica 1: second; the others"):
         engines.step()
 
 

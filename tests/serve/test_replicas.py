@@ -214,7 +214,7 @@ def test_too_few_gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
         check_gpus(EngineConfig.from_kwargs(model="none", **options))
 
-    with pytest.raises(ValueError, match="data_parallel_size=2 times tensor_parallel_size=2 needs 4 GPUs.* sees 3"):
+    with pytest.raises(ValueError, match=r"data_parallel_size=2 times tensor_parallel_size=2 needs 4 GPUs.* sees 3"):
         check(3, data_parallel_size=2, tensor_parallel_size=2)
     check(4, data_parallel_size=2, tensor_parallel_size=2)
     check(0, data_parallel_size=2)

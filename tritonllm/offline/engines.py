@@ -63,7 +63,6 @@ class Engines:
         self._waiting: list[tuple[int, int, str, Prompt, RequestParams]] = []  # a heap: the first has to go first
         self._arrivals = 0
         self._running: dict[str, tuple[Result, int]] = {}  # those in the engines, and their numbers of sequences
-        self._sequences = 0  # in the engines
         self._ended: SimpleQueue[tuple[str, Result]] = SimpleQueue()  # of requests whose results are there
         self._failure: str | None = None
         self._talk = _Talk(self._llm)
@@ -139,7 +138,7 @@ class Engines:
         self._waiting = [one for one in self._waiting if one[2] not in ids]
         heapq.heapify(self._waiting)
         for request_id in ids & self._running.keys():
-            self._forget(request_id).cancel()
+            self._running.pop(request_id)[0].cancel()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._waiting or self._running)
@@ -160,7 +159,7 @@ class Engines:
         request_id, result = self._ended.get()
         if self._running.get(request_id, (None, 0))[0] is not result:
             return []  # aborted
-        self._forget(request_id)
+        del self._running[request_id]
         if result.cancelled():
             raise EngineDeadError(self._failure or "the engines were shut down")
         error = result.exception()
@@ -176,21 +175,17 @@ class Engines:
         return [output]
 
     def _hand_over(self) -> None:
+        room = self._most - sum(size for _, size in self._running.values())
         while self._waiting:
             priority, _, request_id, prompt, params = self._waiting[0]
             size = _sequences(params)
-            if self._running and self._sequences + size > self._most:
+            if self._running and size > room:
                 break
             heapq.heappop(self._waiting)
             result = self._talk.begin(_output(self._llm, request_id, prompt, params, priority))
             self._running[request_id] = result, size
-            self._sequences += size
+            room -= size
             result.add_done_callback(partial(_note, self._ended, request_id))
-
-    def _forget(self, request_id: str) -> Result:
-        result, size = self._running.pop(request_id)
-        self._sequences -= size
-        return result
 
     def _check_alive(self) -> None:
         """Raises:
