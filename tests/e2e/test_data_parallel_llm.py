@@ -239,6 +239,16 @@ def test_ctrl_c_ends_all(script):
     assert all_gone(engines) and socket_folders() <= before
 
 
+def test_a_script_without_a_guard_is_told(tmp_path):
+    before, file = socket_folders(), tmp_path / "script.py"
+    file.write_text(SCRIPT.replace('if __name__ == "__main__":', "if True:"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1 and not ended.stdout
+    assert "replica 0: the engine process ended while it started, with status 1; a script makes" in ended.stderr
+    assert socket_folders() <= before
+
+
 def test_what_cannot_be_is_said(monkeypatch):
     with pytest.raises(ValueError, match="data_parallel_size must be"):
         LLM(str(tiny_checkpoint()), data_parallel_size=0)

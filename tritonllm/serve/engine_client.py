@@ -143,7 +143,11 @@ class EngineProcess:
         seen = None if devices is None else list(devices)
         arguments = (config, self.folder, theirs, log_level, seen, profiler)
         self.process = spawn.Process(target=run_engine, args=arguments, name="tritonllm-engine")
-        self.process.start()
+        try:
+            self.process.start()
+        except BaseException:  # a script without a guard, whose import here would start processes again
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         theirs.close()
         # At exit before multiprocessing joins its children: it would wait for an engine that nobody has stopped.
         self.kill = multiprocessing.util.Finalize(
