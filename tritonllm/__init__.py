@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tritonllm.beam_search_params import BeamSearchParams
     from tritonllm.engine.arg_utils import EngineArgs
     from tritonllm.engine.engine import LLMEngine
-    from tritonllm.engine.llm import LLM
     from tritonllm.engine.outputs import (
         ClassificationRequestOutput,
         CompletionOutput,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from tritonllm.inputs import TextPrompt, TokensPrompt
+    from tritonllm.offline.llm import LLM
     from tritonllm.pooling_params import PoolerConfig, PoolingParams
     from tritonllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
     from tritonllm.serve.async_llm import AsyncEngineArgs, AsyncLLM
@@ -35,7 +35,7 @@ _HOME = {
     "BeamSearchParams": "beam_search_params",
     "BeamSearchOutput": "engine.outputs",
     "BeamSearchSequence": "engine.outputs",
-    "LLM": "engine.llm",
+    "LLM": "offline.llm",
     "SamplingParams": "sampling_params",
     "RepetitionDetectionParams": "sampling_params",
     "StructuredOutputsParams": "sampling_params",

@@ -14,7 +14,7 @@ class ParallelConfig:
     Args:
         tensor_parallel_size: ranks among which heads and intermediate columns are dealt out, one on each GPU.
         data_parallel_size: engines with the whole model each, on GPUs of their own, among which requests are dealt out
-            (:class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
+            (:class:`~tritonllm.LLM`, :class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
         distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank; with
             ``external_launcher`` another program (torchrun) has started them; ``ray`` starts actors of Ray, on one
             machine or on several. ``None`` takes the first of them that can

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tritonllm.cli import bench, bench_runs, build_parser, main
-from tritonllm.engine.llm import LLM
+from tritonllm.offline.llm import LLM
 
 SMALL = {
     "throughput": ["--num-prompts", "3", "--input-len", "10", "--output-len", "4", "--random-range-ratio", "0.5"],

@@ -13,14 +13,14 @@ from support.engines import greedy, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
-import tritonllm.engine
+import tritonllm
 from tritonllm import SamplingParams
 from tritonllm.engine import engine as engine_module
 from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import SleepMethods
 
-FOLDER = str(Path(tritonllm.engine.__file__).parent)
+FOLDERS = tuple(str(Path(tritonllm.__file__).parent / name) for name in ("engine", "offline"))
 SHARED = random_tokens(9, VOCAB_SIZE, seed=1)
 PROMPTS = [SHARED + random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 9)]
 PARAMS = [
@@ -44,7 +44,7 @@ class Injector:
         sys.settrace(None)
 
     def _call(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(FOLDER):
+        if not frame.f_code.co_filename.startswith(FOLDERS):
             return None
         if self.functions is not None and frame.f_code.co_name not in self.functions:
             return None

@@ -182,7 +182,7 @@ def test_what_is_refused():
     for bad in ("no_such_module:Class", "math:NoSuch"):
         with pytest.raises(ValueError, match=f"logits_processors: '{bad}' cannot be imported"):
             tiny_llm(logits_processors=[bad])
-    assert load_maker("tritonllm.engine.llm:LLM") is LLM
+    assert load_maker("tritonllm.offline.llm:LLM") is LLM
     config = EngineArgs(model="m", logits_processors=[NeverTwice]).create_engine_config()
     assert list(config.logits_processors) == [NeverTwice]
 

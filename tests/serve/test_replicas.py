@@ -8,14 +8,16 @@ import signal
 import httpx
 import msgspec
 import pytest
+import torch
 from support.engines import tiny_checkpoint, tiny_llm
 from support.server import eventually, running_server, socket_folders
 from support.streams import Stream, all_gone
 
-from tritonllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, env
+from tritonllm import AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, SamplingParams, env
+from tritonllm.config import EngineConfig
 from tritonllm.serve.engine_client import EngineDeadError
 from tritonllm.serve.messages import Abort, Add, Answer, Call, Completion, News, PoolingFacts, Ready, Stats, Update
-from tritonllm.serve.replicas import Replicas, together
+from tritonllm.serve.replicas import Replicas, check_gpus, together
 
 ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 PROMPTS = [list(range(5 + i, 25 + i)) for i in range(12)]
@@ -144,7 +146,7 @@ def test_one_dies_and_the_others_go_on():
     ]
     stats = news[-1].stats
     assert (stats.steps, stats.num_blocks, stats.num_running, stats.takes_requests) == (10, 64, 0, True)
-    assert replicas.living == [False, True] and replicas.failure is None
+    assert replicas.living == [False, True] and replicas.failure is None and replicas.deaths == ["replica 0: killed"]
     second.tell(News([], Stats(), [Answer(1)]))
     assert news[-1].answers == [Answer(1)]
     replicas.send(Call(2, "wake_up", {}))
@@ -205,6 +207,21 @@ def test_each_sees_its_own_gpus(monkeypatch):
         seen("0,1", [2])
 
 
+def test_too_few_gpus(monkeypatch):
+    """Or the last engines would run on the CPU."""
+
+    def check(there, **options):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+        check_gpus(EngineConfig.from_kwargs(model="none", **options))
+
+    with pytest.raises(ValueError, match=r"data_parallel_size=2 times tensor_parallel_size=2 needs 4 GPUs.* sees 3"):
+        check(3, data_parallel_size=2, tensor_parallel_size=2)
+    check(4, data_parallel_size=2, tensor_parallel_size=2)
+    check(0, data_parallel_size=2)
+    check(1, data_parallel_size=2, device="cpu")
+    check(1, tensor_parallel_size=2)  # one engine, which says it itself
+
+
 def test_outputs_are_those_of_one_engine():
     """Seeds, several sequences and log-probabilities among them; both replicas work."""
     wish = [GREEDY, SamplingParams(n=2, seed=3, max_tokens=6, ignore_eos=True), SamplingParams(seed=1, logprobs=1)]
@@ -235,12 +252,8 @@ def test_outputs_are_those_of_one_engine():
 
 
 def test_what_cannot_be_is_said():
-    with pytest.raises(ValueError, match="data_parallel_size=2: this is one engine"):
-        LLM(str(tiny_checkpoint()), data_parallel_size=2)
-    with pytest.raises(ValueError, match="data_parallel_size must be"):
-        LLM(str(tiny_checkpoint()), data_parallel_size=0)
-    with pytest.raises(ValueError, match="device='cuda:1' is one device"):
-        LLM(str(tiny_checkpoint()), data_parallel_size=2, device="cuda:1")
+    with pytest.raises(ValueError, match="data_parallel_size=2: this is one engine; LLM, AsyncLLM and"):
+        LLMEngine.from_engine_args(EngineArgs(model=str(tiny_checkpoint()), data_parallel_size=2))
     before = socket_folders()
     arguments = AsyncEngineArgs(model=str(tiny_checkpoint()), data_parallel_size=2, max_model_len=10**9)
     with pytest.raises(ValueError, match="max_model_len"):

@@ -62,7 +62,7 @@ def default_model() -> str:
 
 
 def make_llm(model: str, **kwargs: Any) -> Any:
-    from tritonllm.engine.llm import LLM
+    from tritonllm.offline.llm import LLM
 
     return LLM(model, **kwargs)
 

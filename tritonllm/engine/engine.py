@@ -49,6 +49,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
 
 EngineOutput = RequestOutput | PoolingRequestOutput
+STEP_FAILED = "the step failed"  # how the error begins of requests that were lost with a step
 
 
 class LLMEngine(SleepMethods):
@@ -104,7 +105,7 @@ class LLMEngine(SleepMethods):
         """
         if config.parallel.data_parallel_size > 1:
             raise ValueError(
-                f"data_parallel_size={config.parallel.data_parallel_size}: this is one engine; AsyncLLM and "
+                f"data_parallel_size={config.parallel.data_parallel_size}: this is one engine; LLM, AsyncLLM and "
                 "`tritonllm serve` run several"
             )
         return cls(*load_parts(config, ranks_of(config)))
@@ -265,7 +266,7 @@ class LLMEngine(SleepMethods):
         try:
             outputs = self._advance()
         except BaseException as error:
-            self._failure = f"the step failed: {type(error).__name__}: {error}"
+            self._failure = f"{STEP_FAILED}: {type(error).__name__}: {error}"
             raise
         self._whole = True
         return outputs

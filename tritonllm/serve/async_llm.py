@@ -28,7 +28,7 @@ from tritonllm.serve.inputs import import_tokenizers, input_processor
 from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
 from tritonllm.serve.profiling import ProfilerConfig
-from tritonllm.serve.replicas import start_engines
+from tritonllm.serve.replicas import Replicas, start_engines
 from tritonllm.serve.shared_count import SharedCount
 from tritonllm.vllm_arguments import no_adapter
 
@@ -64,7 +64,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
         config: of the engine.
         max_queue: sequences that may wait for a seat.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
-        link: to an engine that another process has started; by default one is started here.
+        link: to engines that were started already, by another process perhaps; by default they are started here.
         profiler_config: how the engine may write traces (:meth:`start_profile`), with vLLM's keys (docs/serving.md).
         sequences: counts those in the engine, with those of its other API processes; by default there are none.
         max_restarts: so often within ten minutes an engine that has died is started anew. Its requests end with
@@ -81,7 +81,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
         *,
         max_queue: int = MAX_QUEUE,
         log_level: int | None = None,
-        link: EngineLink | None = None,
+        link: EngineLink | Replicas | None = None,
         profiler_config: str | Mapping[str, Any] | ProfilerConfig | None = None,
         sequences: SharedCount | None = None,
         max_restarts: int = 0,
@@ -96,7 +96,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
             profiler.check_folder()
         self._client = link or start_engines(config, log_level, import_tokenizers, profiler, max_restarts)
         try:
-            self.inputs = input_processor(self._client.ready)
+            self.inputs = input_processor(self._client.ready, takes_extra_args=bool(config.logits_processors))
         except BaseException:
             self._client.close()
             raise

@@ -143,7 +143,11 @@ class EngineProcess:
         seen = None if devices is None else list(devices)
         arguments = (config, self.folder, theirs, log_level, seen, profiler)
         self.process = spawn.Process(target=run_engine, args=arguments, name="tritonllm-engine")
-        self.process.start()
+        try:
+            self.process.start()
+        except BaseException:  # a script without a guard, whose import here would start processes again
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         theirs.close()
         # At exit before multiprocessing joins its children: it would wait for an engine that nobody has stopped.
         self.kill = multiprocessing.util.Finalize(
@@ -161,7 +165,10 @@ class EngineProcess:
             return report
         if report is None:
             self.process.join()
-            raise RuntimeError(f"the engine process ended while it started, with status {self.process.exitcode}")
+            status = self.process.exitcode
+            script = "; a script makes an engine below `if __name__ == '__main__':`, for this process imports it"
+            hint = script if status == 1 else ""
+            raise RuntimeError(f"the engine process ended while it started, with status {status}{hint}")
         raise ValueError(report.message) if report.is_value_error else RuntimeError(report.message)
 
 

@@ -47,6 +47,13 @@ class EngineHealth:
         return list(self._client.restarted) if isinstance(self._client, Replicas) else [0]
 
     @property
+    def replica_deaths(self) -> list[str]:
+        """Which of these engines have died and why, the first one first."""
+        if isinstance(self._client, Replicas):
+            return list(self._client.deaths)
+        return [] if self._client.failure is None else [self._client.failure]
+
+    @property
     def replicas_living(self) -> list[bool]:
         """Which of these engines have not died."""
         return self._client.living if isinstance(self._client, Replicas) else [not self.errored]

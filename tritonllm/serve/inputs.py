@@ -12,8 +12,13 @@ def import_tokenizers() -> None:
     _ = transformers.AutoTokenizer  # what imports it
 
 
-def input_processor(ready: Ready) -> InputProcessor:
-    """Checks requests as the engine does, so that most errors need no way there."""
+def input_processor(ready: Ready, *, takes_extra_args: bool = False) -> InputProcessor:
+    """Checks requests as the engine does, so that most errors need no way there.
+
+    Args:
+        ready: what the engine has told.
+        takes_extra_args: it has logits processors, who may read them.
+    """
     tokenizer = None
     if ready.tokenizer is not None:
         tokenizer = load_tokenizer(ready.tokenizer, revision=ready.revision, trust_remote_code=ready.trust_remote_code)
@@ -24,4 +29,5 @@ def input_processor(ready: Ready) -> InputProcessor:
         frozenset(ready.eos_token_ids),
         ready.seed,
         unpack_params(ready.default_params),
+        takes_extra_args=takes_extra_args,
     )

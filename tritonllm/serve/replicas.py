@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 
 from tritonllm.config import EngineConfig
 from tritonllm.serve import profiling
@@ -38,6 +39,7 @@ def start_engines(
     count, each = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
     if count == 1 and not max_restarts:
         return EngineClient(config, log_level, meanwhile, profiler=profiler)
+    check_gpus(config)
     alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
     started: list[EngineProcess] = []
     links: list[EngineClient] = []
@@ -49,8 +51,8 @@ def start_engines(
         for number in range(count):
             started.append(EngineProcess(alone, log_level, devices(number), profiler))
         meanwhile()
-        for process in started:
-            links.append(EngineClient(alone, process=process))
+        for number, process in enumerate(started):
+            links.append(_ready(number, alone, process))
     except BaseException:
         for link in links:
             link.close()
@@ -59,6 +61,27 @@ def start_engines(
         raise
     restarts = Restarts(max_restarts, lambda number: StartingProcess(alone, log_level, devices(number), profiler))
     return Replicas(links, config.cache.block_size, restarts)
+
+
+def check_gpus(config: EngineConfig) -> None:
+    """Without this an engine that finds no GPU left would run on the CPU.
+
+    Raises:
+        ValueError: there are GPUs, but not enough for all engines.
+    """
+    count, each = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    if count > 1 and config.model.device in ("auto", "cuda") and 0 < torch.cuda.device_count() < count * each:
+        raise ValueError(
+            f"data_parallel_size={count} times tensor_parallel_size={each} needs {count * each} GPUs, and this process "
+            f"sees {torch.cuda.device_count()}: lower one of them"
+        )
+
+
+def _ready(number: int, config: EngineConfig, process: EngineProcess) -> EngineClient:
+    try:
+        return EngineClient(config, process=process)
+    except RuntimeError as error:
+        raise RuntimeError(f"replica {number}: {error}") from error
 
 
 def together(stats: Sequence[Stats]) -> Stats:
@@ -92,11 +115,13 @@ class Replicas:
         ready: what they have told, as of one engine.
         stats: of each, the latest.
         restarted: how often each was started anew.
+        deaths: which of them have died and why, the first one first.
     """
 
     def __init__(self, links: Sequence[EngineLink], block_size: int, restarts: Restarts | None = None) -> None:
         self._restarts = restarts
         self.restarted = [0] * len(links)
+        self.deaths: list[str] = []
         self._past: dict[int, Stats] = {}  # what engines had counted before they were started anew
         self._links = list(links)
         self._living = set(range(len(self._links)))
@@ -222,6 +247,7 @@ class Replicas:
     def _died(self, number: int, why: str) -> None:
         self._living.discard(number)
         self._links[number].close()
+        self.deaths.append(f"replica {number}: {why}")
         comes_back = self._begin_restart(number)
         if self._has_failed(why):
             return

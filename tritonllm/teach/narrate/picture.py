@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tritonllm.demo import model_path
-from tritonllm.engine.llm import LLM
+from tritonllm.offline.llm import LLM
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.teach.narrate.show import Show, make_console
 from tritonllm.teach.narrate.story import Detail

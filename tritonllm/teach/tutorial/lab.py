@@ -3,9 +3,9 @@
 from typing import Any
 
 from tritonllm.demo import model_path
-from tritonllm.engine.llm import LLM
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.events import Event, Part, StepPlanned
+from tritonllm.offline.llm import LLM
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 
 # On the CPU and without planning ahead, so that every machine shows the same numbers.

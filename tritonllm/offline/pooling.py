@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -16,6 +15,7 @@ from tritonllm.engine.outputs import (
     ScoringRequestOutput,
 )
 from tritonllm.inputs import Prompt, as_list
+from tritonllm.offline.interface import OfflineEngine
 from tritonllm.pooling_params import PoolingParams, PoolingTask
 from tritonllm.vllm_arguments import no_adapter
 
@@ -27,7 +27,10 @@ Params = PoolingParams | Sequence[PoolingParams] | None
 class PoolingMethods(ABC):
     """Methods of :class:`~tritonllm.LLM` that pool prompts. They may run beside generation in one engine."""
 
-    engine: LLMEngine
+    @property
+    @abstractmethod
+    def _engine(self) -> OfflineEngine:
+        """What runs the batches."""
 
     @abstractmethod
     def _complete(self, kind: type, prompts: list[Prompt], params: Any, use_tqdm: Progress) -> list[Any]:
@@ -142,7 +145,7 @@ class PoolingMethods(ABC):
                 f"data_1 has {len(first)} entries and data_2 has {len(second)}: give one for all, or as many"
             )
         more: Any = {"use_tqdm": use_tqdm, "lora_request": lora_request}
-        pooling = self.engine.pooling
+        pooling = self._engine.pooling
         if "classify" not in pooling.tasks:
             outputs = self.encode([*first, *second], pooling_params, pooling_task="embed", **more)
             ones, others = outputs[: len(first)], outputs[len(first) :]
@@ -150,7 +153,7 @@ class PoolingMethods(ABC):
         if pooling.labels != 1:
             raise ValueError(f"score needs a classifier with one label, this one has {pooling.labels}: use classify")
         pairs = [
-            self.engine.inputs.pair(one, other, with_types=pooling.token_types > 1)
+            self._engine.inputs.pair(one, other, with_types=pooling.token_types > 1)
             for one, other in zip(first * (len(second) // len(first)), second, strict=True)
         ]
         outputs = self.encode(pairs, pooling_params, pooling_task="classify", **more)

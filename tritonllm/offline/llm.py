@@ -4,7 +4,7 @@ import copy
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -13,55 +13,103 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.beam_search import beam_search_output
 from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.engine import LLMEngine
-from tritonllm.engine.llm_pooling import PoolingMethods, Progress
 from tritonllm.engine.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from tritonllm.engine.sleep import check_rpc
+from tritonllm.engine.stats import EngineStats
 from tritonllm.inputs import Prompt, as_list
+from tritonllm.offline.interface import OfflineEngine, RefusedError
+from tritonllm.offline.pooling import PoolingMethods, Progress
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.vllm_arguments import no_adapter
 
+if TYPE_CHECKING:
+    from tritonllm.offline.engines import Engines
+
+EXTRA = "data_parallel_size needs more packages ({}): pip install 'tritonllm[serve]', or leave it out"
+
 
 class LLM(PoolingMethods):
-    """A model ready to generate, to embed or to classify, in this process.
+    """A model ready to generate, to embed or to classify: in this process, or with ``data_parallel_size`` above 1 in
+    several others, among which requests are dealt out.
 
     Args:
         model: a folder in Hugging Face format, or a hub id.
-        kwargs: the fields of :class:`ModelConfig`, :class:`CacheConfig`, :class:`SchedulerConfig` and
-            :class:`EngineConfig`, or vLLM's names for them (:class:`EngineArgs`). Arguments that only vLLM has take
-            their neutral values (:mod:`tritonllm.vllm_arguments`).
+        kwargs: the fields of :class:`ModelConfig`, :class:`CacheConfig`, :class:`SchedulerConfig`,
+            :class:`ParallelConfig` and :class:`EngineConfig`, or vLLM's names for them (:class:`EngineArgs`). Arguments
+            that only vLLM has take their neutral values (:mod:`tritonllm.vllm_arguments`).
 
     Raises:
         ValueError: an unknown argument, a bad value, or a model that cannot be loaded; says which and what to do.
+        ImportError: several engines need packages that are not installed.
+        RuntimeError: one of several engines failed to start; none is left.
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
-        self.engine = LLMEngine.from_config(EngineConfig.from_kwargs(model=model, **kwargs))
+        config = EngineConfig.from_kwargs(model=model, **kwargs)
+        self._several = start_several(config) if config.parallel.data_parallel_size > 1 else None
+        self._only = LLMEngine.from_config(config) if self._several is None else None
         self._ids = itertools.count()
 
     @property
+    def _engine(self) -> OfflineEngine:
+        engine = self._several or self._only
+        assert engine is not None  # one of both is there
+        return engine
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine in this process.
+
+        Raises:
+            ValueError: there are several, in other processes.
+        """
+        if self._only is None:
+            raise ValueError(
+                "LLM.engine is the engine in this process, but data_parallel_size is above 1, and each engine has a "
+                "process of its own: leave it out to look into one; counts are in LLM.stats and LLM.replica_stats"
+            )
+        return self._only
+
+    @property
     def llm_engine(self) -> LLMEngine:
-        """The engine, under vLLM's name."""
+        """The engine, under vLLM's name. Raises as :attr:`engine`."""
         return self.engine
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters and load of the engine, or the sums over several."""
+        return self._engine.stats
+
+    @property
+    def replica_stats(self) -> list[EngineStats]:
+        """The same of each engine."""
+        return [self.stats] if self._several is None else self._several.replica_stats
+
+    def shutdown(self) -> None:
+        """End the processes of several engines, which otherwise end with this object, or with this process. An engine
+        in this process goes on. May be called again."""
+        if self._several is not None:
+            self._several.shutdown()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompts. ``False``: a request of the engine runs, and nothing was forgotten."""
-        return self.engine.reset_prefix_cache()
+        return self._engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
         """Give the memory of weights and cache to others; see :meth:`SleepMethods.sleep`, with its errors."""
-        self.engine.sleep(level)
+        self._engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory back; see :meth:`SleepMethods.wake_up`, with its errors."""
-        self.engine.wake_up(tags)
+        self._engine.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
-        return self.engine.is_sleeping
+        return self._engine.is_sleeping
 
     def reload_weights(self, model: str | None = None) -> None:
         """Go on with other weights of the same architecture; see :meth:`SleepMethods.reload_weights`."""
-        self.engine.reload_weights(model)
+        self._engine.reload_weights(model)
 
     def collective_rpc(
         self,
@@ -81,11 +129,11 @@ class LLM(PoolingMethods):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """A copy of what holds where none are given; from ``generation_config.json``, see ``generation_config=``."""
-        return self.engine.inputs.default_params.clone()
+        return self._engine.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer; ``None`` with ``skip_tokenizer_init``."""
-        return self.engine.tokenizer
+        return self._engine.tokenizer
 
     def generate(
         self,
@@ -109,10 +157,11 @@ class LLM(PoolingMethods):
             One output per prompt, in their order.
 
         Raises:
-            ValueError: bad input, naming the prompt by its index; nothing was generated.
+            ValueError: bad input, naming the prompt by its index; nothing is returned.
+            EngineDeadError: one of several engines has died, and the others were ended.
         """
         no_adapter(lora_request)
-        params = self.engine.inputs.default_params if sampling_params is None else sampling_params
+        params = self._engine.inputs.default_params if sampling_params is None else sampling_params
         return self._complete(SamplingParams, as_list(prompts), params, use_tqdm, priority)
 
     def beam_search(
@@ -176,8 +225,12 @@ class LLM(PoolingMethods):
                     raise ValueError(f"{where}{name} must be {kind.__name__}, got {type(wish).__name__}")
                 self._add(where, request_id, prompt, wish, order)
             outputs = self._run(len(ids), use_tqdm)
+        except RefusedError as error:
+            self._engine.abort_request(ids)
+            where = f"prompts[{ids.index(error.request_id)}]: " if len(batch) > 1 else ""
+            raise ValueError(f"{where}{error}") from error
         except BaseException:  # Ctrl-C too: leave no request behind for the next call
-            self.engine.abort_request(ids)
+            self._engine.abort_request(ids)
             raise
         return [outputs[request_id] for request_id in ids]
 
@@ -186,7 +239,7 @@ class LLM(PoolingMethods):
             final = copy.copy(params)  # the engine checks it
             if isinstance(final, SamplingParams):
                 final.output_kind = RequestOutputKind.FINAL_ONLY
-            self.engine.add_request(request_id, prompt, final, priority=priority)
+            self._engine.add_request(request_id, prompt, final, priority=priority)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from error
 
@@ -195,8 +248,8 @@ class LLM(PoolingMethods):
         start, read, written = time.monotonic(), 0, 0
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         with make_bar(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
                     outputs[output.request_id] = output
                     read += len(output.prompt_token_ids)
                     if isinstance(output, RequestOutput):
@@ -248,6 +301,19 @@ class LLM(PoolingMethods):
     def render_chat(self, conversation: Sequence[Message], **options: Any) -> Prompt:
         """The prompt that :meth:`chat` makes of one conversation; same errors, options as :class:`ChatOptions`."""
         return render(self.get_tokenizer(), conversation, ChatOptions(**options))
+
+
+def start_several(config: EngineConfig) -> "Engines":
+    """``data_parallel_size`` engines; arguments and errors as of :class:`Engines`.
+
+    Raises:
+        ImportError: packages are missing.
+    """
+    try:
+        from tritonllm.offline.engines import Engines
+    except ModuleNotFoundError as error:
+        raise ImportError(EXTRA.format(error)) from error
+    return Engines(config)
 
 
 def _one_each(name: str, values: Any, count: int) -> list[Any]:

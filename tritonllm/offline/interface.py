@@ -1,0 +1,60 @@
+"""What ``LLM`` needs of an engine: the one in this process has it, and so have several in processes of their own."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from tritonllm.beam_search_params import BeamSearchParams
+from tritonllm.engine.engine import EngineOutput
+from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.pooling import PoolingAbility
+from tritonllm.engine.stats import EngineStats
+from tritonllm.inputs import Prompt
+from tritonllm.pooling_params import PoolingParams
+from tritonllm.sampling_params import SamplingParams
+
+RequestParams = SamplingParams | BeamSearchParams | PoolingParams
+
+
+class RefusedError(ValueError):
+    """An engine in another process did not take a request.
+
+    Args:
+        request_id: of the request.
+        why: what is wrong with it.
+    """
+
+    def __init__(self, request_id: str, why: str) -> None:
+        super().__init__(why)
+        self.request_id = request_id
+
+
+class OfflineEngine(Protocol):
+    """As :class:`~tritonllm.LLMEngine`, which says what the methods do."""
+
+    inputs: InputProcessor
+    pooling: PoolingAbility
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def is_sleeping(self) -> bool: ...
+
+    def add_request(self, request_id: str, prompt: Prompt, params: RequestParams, *, priority: int = 0) -> None: ...
+
+    def abort_request(self, request_ids: Sequence[str]) -> object: ...
+
+    def has_unfinished_requests(self) -> bool: ...
+
+    def step(self) -> list[EngineOutput]: ...
+
+    def reset_prefix_cache(self) -> bool: ...
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None: ...
+
+    def reload_weights(self, model: str | None = None) -> None: ...
