@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.attention import make_problem
 from support.compare import FLOATS, assert_close
@@ -39,7 +39,6 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60)
 @given(
     lens=st.lists(st.integers(0, 30), min_size=1, max_size=4),
     dtype=st.sampled_from(FLOATS),
