@@ -24,7 +24,6 @@ from tritonllm.route.events import WholeEvents
 from tritonllm.route.reply import Message, Receive, Reply, Send, end_to_end
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.ray_metrics import together
-from tritonllm.serve.ray_options import ServeOptions
 from tritonllm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -40,14 +39,18 @@ class LostError(Exception):
 class Ingress:
     """Args:
     engines: Serve's handle to the replicas with engines.
-    config: of the server: keys, sizes, names of the model.
-    options: how requests are placed.
+    config: of the server: keys and sizes.
+    sticky_header, sticky_chars, max_retries: as of :class:`~tritonllm.serve.ray_options.ServeOptions`, which as a whole
+        would start an ingress anew for each change of a number of replicas.
     """
 
-    def __init__(self, engines: Any, config: ServerConfig, options: ServeOptions) -> None:
+    def __init__(
+        self, engines: Any, config: ServerConfig, sticky_header: str, sticky_chars: int, max_retries: int
+    ) -> None:
         self._engines = engines
         self._answers = engines.options(method_name="answer", stream=True)
-        self._config, self._options = config, options
+        self._config, self._max_retries = config, max_retries
+        self._sticky_header, self._sticky_chars = sticky_header, sticky_chars
         self._keys = Keys(config.api_keys)
 
     async def __call__(self, request: Request) -> Response:
@@ -80,8 +83,8 @@ class Ingress:
 
     def _ask(self, scope: Any, path: str, headers: dict[bytes, bytes], body: bytes, request_id: str) -> Ask:
         query = scope.get("query_string", b"").decode("latin-1")
-        given = header_of(headers, self._options.sticky_header)
-        model, key, tokens = read_fields(path, body, given, self._options.sticky_chars)
+        given = header_of(headers, self._sticky_header)
+        model, key, tokens = read_fields(path, body, given, self._sticky_chars)
         target = path + (f"?{query}" if query else "")
         left = tuple(end_to_end(scope["headers"], (b"authorization", b"x-api-key")))
         return Ask(scope["method"], path, target, left, body, request_id, model, key, tokens)
@@ -103,7 +106,7 @@ class Ingress:
             RouteError: none could answer, or one broke off, of which the client does not know yet.
         """
         tried: list[str] = []
-        for left in range(self._options.max_retries, -1, -1):
+        for left in range(self._max_retries, -1, -1):
             try:
                 if (name := await self._relay(ask, tuple(tried), reply, is_last=not left)) is None:
                     return

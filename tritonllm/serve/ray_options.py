@@ -2,8 +2,9 @@
 give it, becomes the configurations of engine, server and deployment."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -150,6 +151,7 @@ def read_plan(args: Mapping[str, Any]) -> Plan:
         if name in ELSEWHERE and not (name == "data_parallel_size" and str(args[name]) == "1"):
             raise ValueError(f"{name} is no argument here: {ELSEWHERE[name]}")
     hints = _hints()
+    _check_names(args, hints)
     given = {name: _read(name, value, hints.get(name)) for name, value in args.items() if value is not None}
     names = _texts("served_model_name", given.pop("served_model_name", None))
     keys = _texts("api_key", given.pop("api_key", None))
@@ -167,6 +169,16 @@ def read_plan(args: Mapping[str, Any]) -> Plan:
         **server,
     )
     return Plan(engine, config, serve, max_queue)
+
+
+def _check_names(names: Iterable[str], known: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: a misspelled name of an argument that is no engine's; the engine looks after its own.
+    """
+    own = (*SERVER, *TEXTS, "chat_template", "max_queue", *(field.name for field in fields(ServeOptions)))
+    for name in names:
+        if name not in known and name not in own and (near := get_close_matches(name, own, n=1, cutoff=0.8)):
+            raise ValueError(f"unknown argument {name!r}: did you mean {near[0]}?")
 
 
 def _engine(given: dict[str, Any]) -> EngineConfig:

@@ -67,6 +67,9 @@ class Loads:
 class PrefixRouter(RequestRouter):
     """Serve makes one for each process that sends requests to the deployment; each counts its own."""
 
+    # Serve's tenth of a second is soon over on a busy machine, and the request would go where its prompt is unknown.
+    queue_len_response_deadline_s = 1.0
+
     def initialize_state(self, **kwargs: Any) -> None:
         """With ``balance_epsilon`` and ``balance_min_tokens``."""
         self._loads = Loads(kwargs["balance_epsilon"], kwargs["balance_min_tokens"])

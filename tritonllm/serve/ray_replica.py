@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from typing import Any
 
 from tritonllm.config import EngineConfig
 from tritonllm.route.ask import Ask
-from tritonllm.route.reply import Message
+from tritonllm.route.reply import Message, Receive
 from tritonllm.serve.api_process import NEWS_OF_DEATH
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
@@ -62,8 +62,7 @@ class EngineReplica:
             waiting.append(message)
             news.set()
 
-        parts = _body(ask.body)
-        task = asyncio.ensure_future(self._app(_scope(ask), lambda: anext(parts), send))
+        task = asyncio.ensure_future(self._app(_scope(ask), _receive(ask.body), send))
         task.add_done_callback(lambda _: news.set())
         self._running += 1
         ended = False
@@ -143,7 +142,13 @@ def _scope(ask: Ask) -> dict[str, Any]:
     }
 
 
-async def _body(body: bytes) -> AsyncIterator[Message]:
+def _receive(body: bytes) -> Receive:
     """The body, and then nothing for ever: a client that goes away cancels the request."""
-    yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.Event().wait()
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not left:
+            await asyncio.Event().wait()
+        return left.pop()
+
+    return receive

@@ -15,6 +15,7 @@ from tritonllm.serve.ray_options import Plan, ServeOptions, read_plan
 
 WISH = "tritonllm.serve.ray_serve"
 ENGINES, INGRESS = "engines", "ingress"  # the names of the deployments
+BETWEEN_LOOKS = 0.5  # seconds between looks whether a replica that has to end still answers requests
 EXTRA_SECONDS = 5.0  # that an ingress may live longer than the replicas: it tells clients if these were cut off
 
 
@@ -31,38 +32,57 @@ def build_app(args: dict[str, Any]) -> Any:
     """
     serve = import_serve()
     plan = read_plan(args)
+    options = of_engines(plan), of_ingress(plan)
     from tritonllm.serve.ray_ingress import Ingress
     from tritonllm.serve.ray_replica import EngineReplica
 
+    # Keys stay at the ingress: nobody else reaches the replicas.
+    server = replace(plan.server, api_keys=())
+    engines = serve.deployment(**options[0])(EngineReplica).bind(plan.engine, server, plan.max_queue)
+    placing = plan.serve.sticky_header, plan.serve.sticky_chars, plan.serve.max_retries
+    return serve.deployment(**options[1])(Ingress).bind(engines, plan.server, *placing)
+
+
+def of_engines(plan: Plan) -> dict[str, Any]:
+    """Serve's options of the deployment of engines.
+
+    A replica's GPUs are one bundle, its actor's own, so they are on one machine and all its ranks see them. No
+    placement group is needed for that.
+
+    Raises:
+        ValueError: a bad ``autoscaling_config``; the message names the entry.
+    """
     options = plan.serve
-    engines = serve.deployment(
-        name=ENGINES,
-        ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
-        max_ongoing_requests=options.max_ongoing_requests,
-        max_queued_requests=options.max_queued_requests,
-        health_check_period_s=options.health_check_period_s,
-        health_check_timeout_s=options.health_check_timeout_s,
-        graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s,
-        graceful_shutdown_wait_loop_s=0.5,
-        request_router_config=_routing(options),
+    return {
+        "name": ENGINES,
+        "ray_actor_options": {"num_cpus": plan.cpus, "num_gpus": plan.gpus},
+        "max_ongoing_requests": options.max_ongoing_requests,
+        "max_queued_requests": options.max_queued_requests,
+        "request_router_config": _routing(options),
+        **_looks_and_ends(options),
         **_count(options),
-    )(EngineReplica)
-    ingress = serve.deployment(
-        name=INGRESS,
-        num_replicas=options.num_ingress_replicas,
-        ray_actor_options={"num_cpus": options.ingress_num_cpus},
-        max_ongoing_requests=plan.server.max_concurrency,
-        health_check_period_s=options.health_check_period_s,
-        health_check_timeout_s=options.health_check_timeout_s,
-        graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s + EXTRA_SECONDS,
-        graceful_shutdown_wait_loop_s=0.5,
-    )(Ingress)
-    return ingress.bind(_bound(engines, plan), plan.server, options)
+    }
 
 
-def _bound(engines: Any, plan: Plan) -> Any:
-    """Keys stay at the ingress: nobody else reaches the replicas."""
-    return engines.bind(plan.engine, replace(plan.server, api_keys=()), plan.max_queue)
+def of_ingress(plan: Plan) -> dict[str, Any]:
+    """Serve's options of the deployment of ingresses."""
+    options = plan.serve
+    return {
+        "name": INGRESS,
+        "num_replicas": options.num_ingress_replicas,
+        "ray_actor_options": {"num_cpus": options.ingress_num_cpus},
+        "max_ongoing_requests": plan.server.max_concurrency,
+        **_looks_and_ends(options, EXTRA_SECONDS),
+    }
+
+
+def _looks_and_ends(options: ServeOptions, longer: float = 0.0) -> dict[str, Any]:
+    return {
+        "health_check_period_s": options.health_check_period_s,
+        "health_check_timeout_s": options.health_check_timeout_s,
+        "graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s + longer,
+        "graceful_shutdown_wait_loop_s": BETWEEN_LOOKS,
+    }
 
 
 def import_serve() -> Any:
