@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import threading
 from collections import Counter
 
@@ -65,14 +64,8 @@ class Deployed:
         return self.client.post("/v1/completions", json=body, headers=headers)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
-def deployed():
+def deployed(free_port):
     """With one engine at first; a test brings the second."""
     from ray import serve
 
@@ -81,9 +74,8 @@ def deployed():
         patch.setenv("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.3")
         patch.delenv("TRITONLLM_API_KEY", raising=False)
         with two_nodes(cpus=2):
-            port = free_port()
-            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-            found = Deployed(port)
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": free_port})
+            found = Deployed(free_port)
             try:
                 found.run(autoscaling_config=SCALED)
                 yield found
