@@ -186,15 +186,19 @@ async def stream(client, prompt, begun):
     return "done", text_of(events), 0
 
 
-async def streams_with(deployed, prompts, deed):
-    """Results of streams; the deed is done when half of them have begun."""
+async def streams_with(deployed, prompts, deed, late=()):
+    """Results of streams; the deed is done when half of the prompts have begun, and the late ones come meanwhile."""
     begun = Counter()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=deployed.url, headers=deployed.headers, timeout=120, limits=limits) as client:
         tasks = [asyncio.create_task(stream(client, prompt, begun)) for prompt in prompts]
         while len(begun) < len(prompts) // 2:
             await asyncio.sleep(0.01)
-        await asyncio.to_thread(deed)
+        doing = asyncio.create_task(asyncio.to_thread(deed))
+        for prompt in late:
+            await asyncio.sleep(0.5)
+            tasks.append(asyncio.create_task(stream(client, prompt, begun)))
+        await doing
         return await asyncio.gather(*tasks)
 
 
@@ -219,24 +223,25 @@ def test_what_dies_comes_back_and_each_stream_ends(deployed, llm, what, count):
         assert how == "done" or whole.startswith(text)
     ends = Counter(how for how, _, _ in results)
     assert ends["done"] and ends["broken"], "some were on the replica that died, and some were not"
-    eventually(lambda: len(deployed.replicas()) == 2 and deployed.replicas() != before, 120)
-    answers = [deployed.ask(f"{number} again", max_tokens=1) for number in range(16)]
+    eventually(lambda: len(deployed.replicas() - before) == 1 and len(deployed.replicas()) == 2, 120)
+    answers = [deployed.ask(f"{number} again", max_tokens=1) for number in range(24)]
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.headers["x-replica"] for answer in answers} == deployed.replicas()
 
 
 def test_a_replica_that_ends_finishes_its_streams(deployed, llm):
-    """One of two when there is to be one, then the other when the application is deleted."""
+    """Both when the application is deployed again, which no request notices, and the last one when it is deleted."""
     from ray import serve
 
     eventually(lambda: len(deployed.replicas()) == 2, 120)
-    prompts = [f"{number} foxes" for number in range(16)]
+    before = deployed.replicas()
+    prompts, late = [f"{number} foxes" for number in range(16)], [f"{number} late foxes" for number in range(8)]
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    deeds = (lambda: deployed.run(num_replicas=1), lambda: serve.delete(APP))
-    for deed in deeds:
-        results = asyncio.run(streams_with(deployed, prompts, deed))
-        assert results == [("done", text, 0) for text in expected]
-        eventually(lambda: len(actors(f"ServeReplica:{APP}:{ENGINES}")) < 2)
+    outputs = llm.generate([*prompts, *late], params, use_tqdm=False)
+    expected = [("done", output.outputs[0].text, 0) for output in outputs]
+    again = asyncio.run(streams_with(deployed, prompts, lambda: deployed.run(num_replicas=1), late))
+    assert again == expected
+    assert len(deployed.replicas()) == 1 and not deployed.replicas() & before
+    assert asyncio.run(streams_with(deployed, prompts, lambda: serve.delete(APP))) == expected[: len(prompts)]
     eventually(lambda: not actors(f"ServeReplica:{APP}"))
     assert deployed.ask("more").status_code == 404

@@ -154,21 +154,21 @@ class Ingress:
         headers = [(name, value) for name, value in first["headers"] if name != b"x-request-id"]
         kind = dict(headers).get(b"content-type", b"")
         is_events = kind.startswith(b"text/event-stream")
-        if is_events:
-            await reply.start(first["status"], headers, is_events=True)
         events = WholeEvents()
         held: list[bytes] = []
         while True:
             data = b"".join(message.get("body", b"") for message in rest)
+            ended = any(not message.get("more_body", False) for message in rest)
             if is_events:
                 data = events.add(data)
-            ended = any(not message.get("more_body", False) for message in rest)
-            if ended and is_events:
-                await reply.end(data + events.rest)
+                if not reply.status and (data or ended):
+                    await reply.start(first["status"], headers, is_events=True)
+                if ended:
+                    await reply.end(data + events.rest)
+                elif data:
+                    await reply.part(data)
             elif ended:
                 await reply.whole(first["status"], headers, b"".join([*held, data]))
-            elif data and is_events:
-                await reply.part(data)
             else:
                 held.append(data)
             if ended:
