@@ -10,6 +10,7 @@ from collections import Counter
 
 import httpx
 import openai
+import psutil
 import pytest
 from support.ray_cluster import actors, two_nodes
 from support.server import MODEL, ROOT, eventually
@@ -82,6 +83,10 @@ def deployed(free_port):
             finally:
                 found.client.close()
                 serve.shutdown()
+
+
+def lives(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def events_of(lines):
@@ -235,6 +240,7 @@ def test_a_replica_that_ends_finishes_its_streams(deployed, llm):
 
     eventually(lambda: len(deployed.replicas()) == 2, 120)
     before = deployed.replicas()
+    processes = [child for replica in actors(f"ServeReplica:{APP}") for child in [replica, *replica.children()]]
     prompts, late = [f"{number} foxes" for number in range(16)], [f"{number} late foxes" for number in range(8)]
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     outputs = llm.generate([*prompts, *late], params, use_tqdm=False)
@@ -243,5 +249,5 @@ def test_a_replica_that_ends_finishes_its_streams(deployed, llm):
     assert again == expected
     assert len(deployed.replicas()) == 1 and not deployed.replicas() & before
     assert asyncio.run(streams_with(deployed, prompts, lambda: serve.delete(APP))) == expected[: len(prompts)]
-    eventually(lambda: not actors(f"ServeReplica:{APP}"))
+    eventually(lambda: not actors(f"ServeReplica:{APP}") and not any(map(lives, processes)))
     assert deployed.ask("more").status_code == 404

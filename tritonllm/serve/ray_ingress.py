@@ -40,8 +40,7 @@ class Ingress:
     """Args:
     engines: Serve's handle to the replicas with engines.
     config: of the server: keys and sizes.
-    sticky_header, sticky_chars, max_retries: as of :class:`~tritonllm.serve.ray_options.ServeOptions`, which as a whole
-        would start an ingress anew for each change of a number of replicas.
+    sticky_header, sticky_chars, max_retries: as of :class:`~tritonllm.serve.ray_options.ServeOptions`.
     """
 
     def __init__(

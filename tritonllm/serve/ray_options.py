@@ -12,6 +12,7 @@ from tritonllm import env
 from tritonllm.config import PARTS, EngineConfig
 from tritonllm.config_checks import at_least
 from tritonllm.engine.arg_utils import EngineArgs
+from tritonllm.route.config import RouterConfig
 from tritonllm.serve.async_llm import MAX_QUEUE
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.template import read_template
@@ -77,11 +78,11 @@ class ServeOptions:
     num_ingress_replicas: int = 1
     ingress_num_cpus: float = 1.0
     num_cpus: float | None = None
-    sticky_header: str = "x-session-id"
-    sticky_chars: int = 1024
-    balance_epsilon: float = 0.25
-    balance_min_tokens: int = 8192
-    max_retries: int = 2
+    sticky_header: str = RouterConfig.sticky_header
+    sticky_chars: int = RouterConfig.sticky_chars
+    balance_epsilon: float = RouterConfig.balance_epsilon
+    balance_min_tokens: int = RouterConfig.balance_min_tokens
+    max_retries: int = RouterConfig.max_retries
 
     def __post_init__(self) -> None:
         for name in ("num_replicas", "max_ongoing_requests", "num_ingress_replicas", "sticky_chars"):
