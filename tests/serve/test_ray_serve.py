@@ -48,11 +48,15 @@ class Deployed:
 
         serve.run(build_app({**ARGS, **changes}), name=APP)
 
-    def replicas(self):
-        """Names of the engines that take requests."""
+    def states(self):
+        """How many engines are in which state."""
         from ray import serve
 
-        found = serve.status().applications[APP].deployments[ENGINES].replica_states
+        return serve.status().applications[APP].deployments[ENGINES].replica_states
+
+    def replicas(self):
+        """Names of the engines that take requests."""
+        found = self.states()
         names = set(re.findall(r'replica="(\w+)"', self.client.get("/metrics").text))
         return names if found == {"RUNNING": len(names)} else set()
 
@@ -141,11 +145,12 @@ def test_load_brings_a_second_replica(deployed):
     for thread in threads:
         thread.start()
     try:
-        eventually(lambda: len(deployed.replicas()) == 2, 120)
+        eventually(lambda: sum(deployed.states().values()) == 2, 120)
     finally:
         done.set()
         for thread in threads:
             thread.join()
+    eventually(lambda: len(deployed.replicas()) == 2, 120)
 
 
 def test_what_begins_alike_meets_again(deployed):
