@@ -25,6 +25,7 @@ import pytest
 
 from tritonllm import cli
 from tritonllm.demo import model_path
+from tritonllm.serve.ray_options import read_plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -42,7 +43,7 @@ HUB = (
 FILES = {"prompts.txt": "47 + 38 =\n12 + 4 =\n", "lines.txt": "There was a fox.\n"}
 MOST_NOT_RUN = 3
 QUICK = ("generate", "embed", "info")  # commands of tritonllm that run, on one rank; outputs are cut to a few tokens
-OTHERS = ("curl",)  # programs that are not ours
+OTHERS = ("curl", "ray")  # programs that are not ours
 SHELLS = ("bash", "sh", "console")
 KINDS = ("python", *SHELLS, "text", "json", "toml", "yaml")
 
@@ -205,6 +206,11 @@ def test_a_command_exists(block, words, monkeypatch):
         assert all(extra in extras for word in rest for extra in re.findall(r"\[(\w+)\]", word))
     elif program == "mkdocs":
         assert rest[0] in ("build", "serve")
+    elif program == "serve":  # Ray Serve's
+        path, *arguments = rest[1:]
+        module, _, name = path.partition(":")
+        assert rest[0] == "run" and callable(getattr(importlib.import_module(module), name))
+        read_plan(dict(word.split("=", 1) for word in arguments))
     else:
         assert program in OTHERS, f"nothing here knows how to check {program}"
 

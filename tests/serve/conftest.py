@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 from support.server import running_server
 
@@ -37,3 +39,11 @@ def tools_server(tmp_path_factory):
 def llm():
     """The same model offline."""
     return LLM(str(model_path()))
+
+
+@pytest.fixture(scope="module")
+def free_port():
+    """Of this machine, where nobody listens yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from tritonllm.cli import main
-from tritonllm.cli.serve import check_tls, read_template
+from tritonllm.cli.serve import check_tls
+from tritonllm.serve.template import read_template
 
 
 @pytest.mark.parametrize(

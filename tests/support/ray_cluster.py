@@ -9,14 +9,14 @@ import psutil
 
 
 @contextmanager
-def two_nodes() -> Iterator[Any]:
-    """Of one core each, so that two things that need one are on both of them. This process is the driver."""
+def two_nodes(cpus: int = 1) -> Iterator[Any]:
+    """By default of one core each, so that two things that need one are on both of them. This process is the driver."""
     import ray
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
     try:
-        made.add_node(num_cpus=1)
+        made.add_node(num_cpus=cpus)
         made.wait_for_nodes()
         ray.init(address=made.address, log_to_driver=False)
         yield made

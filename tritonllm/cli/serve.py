@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import logging
-import re
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +137,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     """
     from tritonllm.serve.config import ServerConfig
     from tritonllm.serve.profiling import ProfilerConfig
+    from tritonllm.serve.template import read_template
 
     options = given(args, ENGINE)
     more = (
@@ -173,31 +173,6 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     if config.ssl_certfile is not None and config.ssl_keyfile is not None:
         check_tls(config.ssl_certfile, config.ssl_keyfile)
     return engine, config
-
-
-def read_template(name: str) -> str:
-    """The text of a chat template.
-
-    Raises:
-        ValueError: it is no template.
-        OSError: the file cannot be read.
-    """
-    from jinja2 import TemplateSyntaxError
-    from jinja2.sandbox import SandboxedEnvironment
-
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise OSError(f"--chat-template: cannot read {name}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--chat-template: {name} is not text in UTF-8") from error
-    # A tag of transformers, which marks what the assistant says; Jinja does not know it.
-    plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", text)
-    try:
-        SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"--chat-template: {name}, line {error.lineno}: {error.message}") from error
-    return text
 
 
 def check_tls(certfile: str, keyfile: str) -> None:
