@@ -4,9 +4,9 @@ does it; no cluster."""
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rendezvous import placed_slowly, ranked
 
 from tritonllm.demo import model_path
-from tritonllm.route.hashing import placed, ranked
 from tritonllm.serve.ray_options import read_plan
 from tritonllm.serve.ray_serve import build_app, of_engines, of_ingress
 
@@ -103,7 +103,7 @@ def test_each_order_has_all_replicas_and_begins_as_the_router_does(key, names, t
     good = [name for name in names if name not in tried] or names
     assert set(order[: len(good)]) == set(good), "those that have failed it come last"
     if key:
-        assert order[0] == placed(key, {name: loads.of(name) for name in good}, 0.25, 10)
+        assert order[0] == placed_slowly(key, {name: loads.of(name) for name in good}, 0.25, 10)
         assert order[1 : len(good)] == [name for name in ranked(key, good) if name != order[0]]
     else:
         assert loads.of(order[0]) == min(map(loads.of, good))

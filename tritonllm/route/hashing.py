@@ -15,6 +15,11 @@ from itertools import repeat
 import xxhash
 
 
+def weights_of(key: bytes, names: Sequence[bytes]) -> list[int]:
+    """How much a key prefers each of the backends."""
+    return list(map(xxhash.xxh64_intdigest, names, repeat(xxhash.xxh64_intdigest(key))))
+
+
 def placed(key: bytes, names: Sequence[bytes], loads: Sequence[int], epsilon: float, min_load: int = 0) -> int:
     """Which of the backends a key belongs to, by its place in the list.
 
@@ -30,7 +35,7 @@ def placed(key: bytes, names: Sequence[bytes], loads: Sequence[int], epsilon: fl
         epsilon: at least 0.
         min_load: up to which a backend is never passed over.
     """
-    weights = list(map(xxhash.xxh64_intdigest, names, repeat(xxhash.xxh64_intdigest(key))))
+    weights = weights_of(key, names)
     most = max((1 + epsilon) * sum(loads) / len(loads), min_load)
     first = weights.index(max(weights))  # a thousand are not sorted for it
     if loads[first] <= most:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tritonllm.route.hashing import placed, ranked
+from tritonllm.route.hashing import placed, weights_of
 
 
 class Loads:
@@ -45,8 +45,10 @@ class Loads:
         turn = self._turn % len(good)
         by_load = sorted([*good[turn:], *good[:turn]], key=self.of)  # those that are equal take turns
         if key:
-            first = placed(key, {name: self.of(name) for name in good}, self._epsilon, self._min_load)
-            by_load = [first, *(name for name in ranked(key, good) if name != first)]
+            hashed = [name.encode() for name in good]
+            first = good[placed(key, hashed, [self.of(name) for name in good], self._epsilon, self._min_load)]
+            weights = dict(zip(good, weights_of(key, hashed), strict=True))
+            by_load = sorted(good, key=lambda name: (name == first, weights[name]), reverse=True)
         return [*by_load, *(name for name in names if name not in good)]
 
     def begin(self, name: str, request_id: str, tokens: int) -> None:
