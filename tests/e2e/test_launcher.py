@@ -14,9 +14,14 @@ from support.server import eventually
 
 from tritonllm.engine.agreement import EVERY
 
+# The launcher ends all ranks as soon as one has died, in the middle of what they write: rank 0 says to the end what
+# it has seen, and ends by itself.
 SCRIPT = """
 import os
+import signal
 import sys
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 from tritonllm import LLM, SamplingParams
 arguments = {"num_blocks": 64, "max_num_seqs": 4, "step_timeout": 3.0}
 if sys.argv[3:] == [os.environ["RANK"]]:
