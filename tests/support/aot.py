@@ -17,9 +17,9 @@ EVERY = {90: 1, 80: 3, 100: 3}
 SPILLS_FROM = {"balanced_kernel": (3, 7)}
 
 
-def compile_kernels(arch: Arch) -> AbstractContextManager[list[CompiledKernel]]:
+def compile_kernels(arch: Arch, every: int | None = None) -> AbstractContextManager[list[CompiledKernel]]:
     """As :func:`tritonllm.kernels.compile.aot.compile_kernels`, for as many launches as ``EVERY`` says."""
-    return aot.compile_kernels(arch, every=EVERY.get(arch, 1000))
+    return aot.compile_kernels(arch, every=every or EVERY.get(arch, 1000))
 
 
 def has_float8(arch: Arch) -> bool:

@@ -77,7 +77,7 @@ def test_sum_and_norm_compile(arch):
             w_gate_up, w_down = torch.empty(4, 128, n, dtype=dtype), torch.empty(4, n, 64, dtype=dtype)
             x, weight = torch.empty(200, n, dtype=dtype), torch.empty(n, dtype=dtype)
             moe_from_logits(x, torch.empty(200, 4), w_gate_up, w_down, 2, residual=x, norm_weight=weight)
-    assert [kernel.name for kernel in kernels].count("_sum_kernel") == 3
+    assert [kernel.name for kernel in kernels].count("_sum_kernel") == (3 if arch == 90 else 1)
     assert not any("norm" in kernel.name for kernel in kernels)
     assert_resources(kernels)
 
