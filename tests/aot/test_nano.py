@@ -15,7 +15,7 @@ EACH_LAYER = {"_norm_kernel": 2, "_qk_norm_rope_store_kernel": 1}
 
 @pytest.mark.parametrize(("prompt", "attention"), [(1, "few_kernel"), (40, "_prefill_kernel")])
 def test_kernels_of_a_step(prompt, attention):
-    with compile_kernels(90) as compiled:
+    with compile_kernels(90, every=1) as compiled:
         engine = nano.Engine(model_path(), torch.bfloat16, "cpu", num_blocks=64, max_seqs=4, max_len=256)
         for _ in range(2):
             engine.scheduler.add(nano.Request([5] * prompt))

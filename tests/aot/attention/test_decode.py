@@ -52,13 +52,13 @@ def test_hopper_kernel(cache_dtype):
     """Bulk copies (UTMALDG) into shared memory, products of warps (HMMA) or of four (HGMMA), no register spilled."""
     everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
     scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)}
-    with compile_kernels(90) as few:
+    with compile_kernels(90, every=1) as few:
         for head_size in (64, 128):
             launch(64, 32, 8, head_size, 16, BF16, cache_dtype, apart=True)
         launch(64, 32, 8, 128, 16, BF16, cache_dtype, apart=True, return_lse=True, **everything, **scales)
         order = torch.empty(64, dtype=torch.int32)
         launch(64, 32, 8, 128, 16, BF16, cache_dtype, apart=True, order=order, settled=True)
-    with compile_kernels(90) as more:
+    with compile_kernels(90, every=1) as more:
         launch(80, 32, 2, 128, 64, BF16, cache_dtype, apart=True)
         launch(64, 32, 2, 64, 16, BF16, cache_dtype, apart=True)
         launch(64, 32, 2, 128, 16, BF16, cache_dtype, apart=True, order=order, settled=True)
@@ -83,7 +83,7 @@ def test_one_compilation_for_all_steps(name):
     pool = torch.empty(4, 2, 16, 8, 128, dtype=BF16)
     if name == "decode_sm90_kernel":
         pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for at, batch, width, window in BATCHES[name]:
             lens = torch.empty(at + batch, dtype=torch.int32)[at:]
             tables = torch.empty(at + batch, width, dtype=torch.int32)[at:]

@@ -54,7 +54,7 @@ def test_compiles(arch):
 
 def test_reads_before_it_waits():
     """Sixteen bytes at a time, and all keys and values of a tile before the wait (ACQBULK)."""
-    with compile_kernels(90) as kernels, tuning.override("paged_decode_attention", small):
+    with compile_kernels(90, every=1) as kernels, tuning.override("paged_decode_attention", small):
         launch(*CASES[0])
     # First comes what the newest key's program does, then the others.
     before = kernels[0].sass.split("ACQBULK")[1]
@@ -64,7 +64,7 @@ def test_reads_before_it_waits():
 
 def test_one_compilation_for_all_steps():
     """Batch sizes, table widths, windows and offsets into persistent buffers do not ask for new kernels."""
-    with compile_kernels(90) as kernels, tuning.override("paged_decode_attention", small):
+    with compile_kernels(90, every=1) as kernels, tuning.override("paged_decode_attention", small):
         for batch, width, window in ((1, 512, 128), (2, 100, 200), (3, 33, 400), (5, 16, 4096)):
             launch(batch, *CASES[0][1:], width=width, window=window)
     assert len(kernels) == 4

@@ -27,7 +27,7 @@ def test_compiles(arch):
 @pytest.mark.parametrize("parts", [1, 2, 16])
 def test_wide_loads(parts):
     """Eight bfloat16 numbers at a time; a load of one each would take as many instructions."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         launch(parts, 256, 32, 128, BF16, use_a=torch.empty(256, dtype=torch.bool))
     (kernel,) = kernels
     assert kernel.sass.count("LDG.E.128") == parts + 1
@@ -35,7 +35,7 @@ def test_wide_loads(parts):
 
 
 def test_one_compilation_for_all_steps():
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for tokens in (1, 3, 16, 256):
             launch(2, tokens, 32, 128, BF16, use_a=torch.empty(tokens + 1, dtype=torch.bool)[1:])
     assert len(kernels) == 4 and len({id(kernel.asm) for kernel in kernels}) == 1

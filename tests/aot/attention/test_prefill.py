@@ -43,7 +43,7 @@ def test_compiles(arch):
 
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_hopper_matrix_products(head_size):
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         launch(32, 8, head_size, 16, BF16, BF16, 512)
     assert_resources(kernels)
     assert_sass(kernels, "HGMMA", "_prefill_kernel")
@@ -52,7 +52,7 @@ def test_hopper_matrix_products(head_size):
 def test_hopper_kernel():
     """Bulk copies (UTMALDG) into shared memory, matrix products from there, no register spilled."""
     sinks = torch.empty(64)
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         launch(32, 8, 128, 16, BF16, BF16, 512, apart=True)
         launch(64, 8, 64, 16, BF16, BF16, 512, apart=True, sinks=sinks, window=128, return_lse=True)
         launch(32, 8, 128, 64, FP16, FP16, 512, apart=True, causal=False, return_lse=True)
@@ -67,7 +67,7 @@ def test_hopper_kernel():
 def test_hopper_kernel_of_long_prompts():
     """Tiles of 128 keys, with all that leaves the logits as they are."""
     heads, factors = torch.empty(64), torch.empty(8)
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         launch(32, 8, 128, 16, BF16, BF16, 4096, apart=True)
         launch(64, 8, 128, 16, FP16, FP16, 4096, apart=True, sinks=heads, k_scale=factors, v_scale=factors)
         launch(16, 8, 128, 128, BF16, BF16, 4096, apart=True, causal=False, return_lse=True)
@@ -79,7 +79,7 @@ def test_hopper_kernel_of_long_prompts():
 def test_hopper_kernel_of_short_prompts():
     """The loops do the last tile of keys, so products with values stand in two loops and not in a third place too."""
     heads, factors = torch.empty(64), torch.empty(8)
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         launch(32, 8, 128, 16, BF16, BF16, 256, apart=True, width=16)
         launch(32, 8, 128, 16, BF16, BF16, 256, apart=True, width=64)
         launch(64, 8, 128, 16, FP16, FP16, 256, apart=True, width=16, sinks=heads, k_scale=factors, v_scale=factors)
@@ -92,7 +92,7 @@ def test_hopper_kernel_of_short_prompts():
 
 def test_hopper_kernel_with_everything():
     options = {"alibi_slopes": torch.empty(64), "sinks": torch.empty(64), "window": 9, "softcap": 30.0}
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for size in (64, 128):
             scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)}
             launch(64, 8, size, 16, BF16, BF16, 512, apart=True, return_lse=True, **options, **scales)
@@ -101,7 +101,7 @@ def test_hopper_kernel_with_everything():
 
 
 def test_what_the_hopper_kernel_leaves_to_the_portable_one():
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         launch(32, 8, 128, 16, BF16, BF16, 8, apart=True)  # too few rows
         launch(32, 8, 96, 16, BF16, BF16, 512, apart=True)
         launch(32, 8, 128, 16, BF16, FP8, 512, apart=True)
@@ -116,7 +116,7 @@ def test_one_compilation_for_all_steps(apart):
     pool = torch.empty(4, 2, 16, 8, 128, dtype=BF16)
     if apart:
         pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for at, batch, width, window in ((0, 1, 512, 128), (1, 3, 100, 1), (3, 16, 33, 100)):
             cu, lens = (torch.empty(at + batch + extra, dtype=torch.int32)[at:] for extra in (1, 0))
             tables = torch.empty(at + batch, width, dtype=torch.int32)[at:]

@@ -42,7 +42,7 @@ def test_which_kernel_on_hopper():
     """Decode's up to 32 rows, then prefill's if there are many sequences and no tree, else the portable one."""
     k, v = torch.empty(2, 4, 16, 8, 128, dtype=BF16).unbind()
     names = []
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for batch, new, tree in ((64, 8, True), (64, 16, False), (64, 16, True), (8, 16, False)):
             tables, lens, cu = (torch.empty(*s, dtype=torch.int32) for s in ((batch, 512), (batch,), (batch + 1,)))
             q = torch.empty(batch * new, 32, 128, dtype=BF16)

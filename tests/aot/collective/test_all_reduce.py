@@ -34,7 +34,7 @@ def test_compiles(arch):
 )
 def test_all_programs_fit_on_the_gpu_at_once(columns, size, dtype):
     """They wait for those of other ranks. And each access takes 16 bytes."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         layout = call(columns, size, dtype)
     assert_resources(kernels)
     for kernel in kernels:

@@ -25,7 +25,7 @@ def layer(m, dtype=torch.bfloat16):
 @pytest.mark.parametrize("m", [80, 192])
 def test_compiles_for_hopper(m):
     """Products on the matrix unit, copies by the bulk copy engine, and nothing beside the launches."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         layer(m)
     assert [kernel.name for kernel in kernels] == [KERNEL] * 4
     assert_resources(kernels)
@@ -36,7 +36,7 @@ def test_compiles_for_hopper(m):
 def test_options_compile():
     left = Unnormed(empty(100, 264, dtype=torch.half), torch.empty(40, 100), 1e-6)
     weight, bias = empty(1040, 264, dtype=torch.half), empty(1040, dtype=torch.half)
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for activation in ("gelu", "gelu_tanh", "relu", "relu2"):
             linear_unnormed(left, weight, bias, activation=activation, gated=activation == "gelu")
         add_linear(left.scaled, weight, bias, empty(100, 1040, dtype=torch.half), torch.empty(1040))
@@ -46,7 +46,7 @@ def test_options_compile():
 
 def test_one_compilation_for_all_steps():
     """Numbers of rows that have a tile in common do not ask for new kernels."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for m in (129, 144, 200, 256):
             layer(m)
     assert len({id(kernel.asm) for kernel in kernels}) == 3  # o and down are one
@@ -56,7 +56,7 @@ def test_one_compilation_for_all_steps():
 def test_what_is_read_before_the_kernel_before_has_ended(constant):
     """The weights, if they are constant, and nothing else."""
     left = Unnormed(empty(128, 1024), torch.empty(32, 128), 1e-6)
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         linear_unnormed(left, empty(4096, 1024), constant_weight=constant)
     before = kernels[0].asm["ptx"].split("griddepcontrol.wait")[0]
     assert "ld.global" not in before and "st.global" not in before

@@ -46,7 +46,7 @@ def test_compiles_with_drafts_and_limits(each):
         "drafts": drafts,
         "history": torch.zeros(64, 99, dtype=torch.int32),
     }
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         drawn = torch.zeros(64, dtype=torch.int64)
         advance_seats(state, parameters, step, rows_of(8), batch, drawn, block_size=16, **optional)
     assert_resources(kernels)

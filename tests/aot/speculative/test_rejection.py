@@ -32,7 +32,7 @@ def test_compiles(arch):
 @pytest.mark.parametrize("vocab", [200, 700, 2048])
 def test_branches_are_taken_by_all_threads(vocab):
     """See `test_sampling`."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         rejection_sample(*arguments(4, 3, vocab, torch.float32, with_probs=True))
         rejection_sample(*arguments(4, 3, vocab, torch.float32, with_probs=True, limits=False))
     assert_uniform_sums(kernels, {"_judge_kernel", "_row_limits_kernel"})
@@ -47,14 +47,14 @@ def test_branches_are_taken_by_all_threads(vocab):
 )
 def test_sizes_of_few_groups_and_few_runs_compile(vocab, dtype):
     """Triton 3.6 fails in a scan over fewer columns than a thread has."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         rejection_sample(*arguments(4, 3, vocab, dtype, with_probs=True))
     assert {kernel.name for kernel in kernels} >= {"_judge_kernel", "_chain_kernel"}
 
 
 def test_smallest_sizes_compile():
     """Sizes of 1 become constants in Triton."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         rejection_sample(*arguments(1, 1, 1, torch.float32, with_probs=True))
         rejection_sample(*arguments(1, 0, 1, torch.float32, with_probs=False))
         rejection_sample_tree(*tree_arguments(1, 1, 1, torch.float32))

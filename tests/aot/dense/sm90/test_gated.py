@@ -17,7 +17,7 @@ def call(m, i=3072, k=1024, dtype=torch.bfloat16, bias=None, activation="silu", 
 @pytest.mark.parametrize("bias", [False, True])
 def test_compiles_for_hopper(activation, bias):
     """Products on the matrix unit, copies by the bulk copy engine, and nothing beside the launch."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for dtype in (torch.bfloat16, torch.float16):
             for i in (3072, 6144):
                 call(1100, i, 1024, dtype, torch.empty(2 * i, dtype=dtype) if bias else None, activation)
@@ -30,7 +30,7 @@ def test_compiles_for_hopper(activation, bias):
 @pytest.mark.parametrize(("sizes", "larger"), [((3072, 1024), (1024, 4096)), ((14336, 4096), (12288, 4096))])
 def test_one_compilation_for_all_steps(sizes, larger):
     """Numbers of rows do not ask for new kernels, nor do other layers with sizes like these."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for m in (1025, 1030, 1040, 2047, 8192, 10000):
             call(m, *sizes)
             call(m, *sizes, residual=torch.empty(m, sizes[0], dtype=torch.bfloat16))
@@ -41,7 +41,7 @@ def test_one_compilation_for_all_steps(sizes, larger):
 
 
 def test_odd_sizes_compile():
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for i, k in ((8, 64), (56, 8), (200, 320), (704, 1000)):
             call(1100, i, k)
     assert [kernel.name for kernel in kernels] == [KERNEL] * 4
@@ -50,7 +50,7 @@ def test_odd_sizes_compile():
 
 def test_what_comes_before_the_kernel_before_has_ended():
     """Nothing is copied."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         call(1100)
     ptx = kernels[0].asm["ptx"]
     assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.bulk.tensor")

@@ -18,7 +18,7 @@ def call(tokens, experts, top_k, n, i, dtype=torch.bfloat16, **kwargs):
 @pytest.mark.parametrize("tokens", [32, 100, 250, 400])
 def test_defaults_compile(tokens):
     """Every tile that is a default; products on the matrix unit, copies asynchronous."""
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         call(tokens, 2, 2, 1024, 768)
     ours = [kernel for kernel in kernels if kernel.name == KERNEL]
     assert len(ours) == 2
@@ -31,7 +31,7 @@ def test_defaults_compile(tokens):
 
 def test_options_compile():
     biases = {"gate_up_bias": torch.empty(4, 640), "down_bias": torch.empty(4, 256, dtype=torch.float16)}
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         for activation in ("gelu", "gelu_tanh", "swigluoai"):
             for tokens in (128, 600):
                 call(tokens, 4, 2, 256, 320, torch.float16, activation=activation, **biases)
@@ -42,14 +42,14 @@ def test_options_compile():
 def test_one_compilation_for_all_steps():
     """Numbers of tokens that have a tile in common do not ask for new kernels."""
     config = {"kernel": "sm90", "PAIRS": 32, "TAIL": 0, "STAGES": 3}
-    with compile_kernels(90) as kernels, tuning.override("fused_moe", config):
+    with compile_kernels(90, every=1) as kernels, tuning.override("fused_moe", config):
         for tokens in (17, 100, 256):
             call(tokens, 4, 2, 256, 320)
     assert len({id(kernel.asm) for kernel in kernels if kernel.name == KERNEL}) == 2
 
 
 def test_what_is_left_to_the_portable_kernels():
-    with compile_kernels(90) as kernels:
+    with compile_kernels(90, every=1) as kernels:
         call(32, 4, 2, 256, 128)  # too few pairs
         call(64, 4, 2, 256, 90)
         call(64, 4, 2, 256, 128, torch.float32)
