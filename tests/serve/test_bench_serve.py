@@ -118,7 +118,7 @@ def test_a_plot(server, tmp_path):
     text = path.read_text()
     assert text.startswith("<?xml") and text.count("<path") > 10
     options[-1] = str(tmp_path / "failed.svg")
-    assert main(["bench", "serve", "--base-url", server.url, *options, "--output-len", "100000"]) == 1
+    assert main(["bench", "serve", "--base-url", server.url, *options, "--input-len", "100000"]) == 1
 
 
 def test_a_plot_without_matplotlib(monkeypatch, capsys, tmp_path):
