@@ -29,6 +29,7 @@ _DEVICE = re.compile(r"auto|cpu(:0)?|cuda(:\d+)?")
 _OWN_KWARGS = (
     "enforce_eager",
     "disable_cascade_attn",
+    "deterministic",
     "compilation_config",
     "speculative_config",
     "kv_transfer_config",
@@ -228,6 +229,8 @@ class EngineConfig:
         enforce_eager: no CUDA graphs.
         disable_cascade_attn: let every sequence read the keys of a prompt's beginning for itself, even where a step's
             sequences share them. Without it they are read once if that is faster.
+        deterministic: a request's tokens and log-probabilities have the same bits alone and in any batch, however its
+            prompt is cut, cached or preempted, with speculation and without (docs/determinism.md says what it costs).
         compilation_config: whether ``torch.compile`` compiles the model; :meth:`from_kwargs` takes a mode or a dict.
         speculative_config: how to guess tokens and verify several in a step; :meth:`from_kwargs` takes vLLM's
             dictionary or a string as ``"ngram:4"``. ``None``: one token a step.
@@ -248,6 +251,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
+    deterministic: bool = False
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     speculative_config: SpeculativeConfig | None = None
     kv_transfer_config: KVTransferConfig | None = None
@@ -259,6 +263,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         is_a("enforce_eager", self.enforce_eager, bool)
         is_a("disable_cascade_attn", self.disable_cascade_attn, bool)
+        is_a("deterministic", self.deterministic, bool)
+        if self.deterministic and self.compilation_config.mode:
+            raise ValueError(
+                "compilation_config: what torch.compile fuses is not batch invariant: leave it off with deterministic"
+            )
         is_a("enable_sleep_mode", self.enable_sleep_mode, bool)
         is_a("compilation_config", self.compilation_config, CompilationConfig)
         self.parallel.check_device(self.model.device)

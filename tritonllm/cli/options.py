@@ -79,6 +79,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "help": "let NCCL sum up what GPUs compute, also where they reach each other's memory",
     },
     "enforce-eager": {"action": "store_true", "help": "no CUDA graphs"},
+    "deterministic": {
+        "action": "store_true",
+        "help": "a request's tokens have the same bits alone and in any batch, see docs/determinism.md",
+    },
     "compile": {
         "action": "store_const",
         "const": COMPILATION,

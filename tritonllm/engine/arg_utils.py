@@ -53,6 +53,7 @@ class EngineArgs(VllmEngine):
     disable_custom_all_reduce: bool = False
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
+    deterministic: bool = False
     compilation_config: int | dict[str, Any] | CompilationConfig | None = None
     speculative_config: str | dict[str, Any] | SpeculativeConfig | None = None
     kernel_cache: str | None = None

@@ -13,7 +13,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Thread
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.runtime.cache import triton_key
@@ -59,7 +59,7 @@ def kernels_of(
     """
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
         group = Group(0, config.parallel.tensor_parallel_size)
-        models: list[Decoder] = [_without_repeats(spec, target, group)]
+        models: list[Decoder] = [_without_repeats(spec, target, group, config.deterministic)]
         if draft is not None and config.speculative_config is not None:
             if config.speculative_config.method == "eagle":
                 models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))
@@ -73,10 +73,11 @@ def kernels_of(
     return found
 
 
-def _without_repeats(spec: ModelSpec, target: Target, group: Group) -> Decoder:
+def _without_repeats(spec: ModelSpec, target: Target, group: Group, batch_invariant: bool = False) -> Decoder:
     """One layer of each kind, without memory."""
     small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
-    return Decoder(small, dtype=target.dtype, device=META, max_model_len=target.max_model_len, group=group)
+    sizes: dict[str, Any] = {"dtype": target.dtype, "device": META, "max_model_len": target.max_model_len}
+    return Decoder(small, **sizes, group=group, batch_invariant=batch_invariant)
 
 
 def compile_kernels_of(

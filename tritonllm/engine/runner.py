@@ -113,7 +113,8 @@ class ModelRunner:
         self._drawing = Drawing(model, self._seats, sampler, group, device)
         self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
         self._planner: CascadePlanner | None = None
-        if config.cache.enable_prefix_caching and not config.disable_cascade_attn:  # else only siblings share
+        shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
+        if config.cache.enable_prefix_caching and shares:  # else only siblings share
             each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
             self._planner = CascadePlanner(self._block_size, each)
         self._builder = self._make_builder()

@@ -48,6 +48,7 @@ from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.interface import CausalLM, ModelFacts
+from tritonllm.models.invariance import check_invariance
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
 from tritonllm.models.shards import check
@@ -220,6 +221,8 @@ def read_origin(config: EngineConfig) -> Origin:
         )
     if isinstance(spec, ModelSpec):
         check(spec, size)
+    if config.deterministic:
+        check_invariance(spec, size)
     modules = None if model.runner == "generate" else read_modules(folder)
     limit = length_limit(model, spec, modules)
     return Origin(folder, spec, modules, limit, read_draft_spec(config, spec, limit))
@@ -267,6 +270,7 @@ def load_part(origin: Origin, prepared: Prepared, group: Group) -> tuple[CausalL
             trust_remote_code=model.trust_remote_code,
             allow_nan=model.allow_nan,
             group=group,
+            batch_invariant=prepared.config.deterministic,
         )
     return loaded, load_draft(prepared.config, origin.draft, loaded, prepared.device, origin.limit)
 

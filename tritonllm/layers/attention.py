@@ -10,6 +10,7 @@ from tritonllm.dist.group import ALONE, Group
 from tritonllm.kernels import (
     BoundLayer,
     apply_rope,
+    batch_invariant_attention,
     bind_layer,
     cascade_decode_attention,
     paged_decode_attention,
@@ -89,6 +90,7 @@ class Attention(nn.Module):
     """
 
     alibi_slopes: torch.Tensor | None
+    batch_invariant = False
 
     def __init__(
         self,
@@ -160,12 +162,15 @@ class Attention(nn.Module):
             cos_sin_cache = None
         if not self._normed_with_rope:
             self._normalize_heads(qkv)
-        if decodes_at_once(metadata):
+        if not self.batch_invariant and decodes_at_once(metadata):
             layer = self._bind(cos_sin_cache, kv_cache)
             return metadata.decode_step(positions).attend(qkv, layer).flatten(1)
         turned = None if cos_sin_cache is None else positions
         heads = {**self._heads(cos_sin_cache), "constant_weight": self._normed_with_rope}
+        heads["batch_invariant"] = self.batch_invariant
         q = qk_norm_rope_store(qkv, kv_cache.k, kv_cache.v, metadata.slot_mapping, turned, **heads)
+        if self.batch_invariant:
+            return invariant_attention(q, metadata, kv_cache, **self._options()).flatten(1)
         return paged_attention(q, metadata, kv_cache, causal=self.spec.causal, **self._options()).flatten(1)
 
     def _bind(self, cos_sin_cache: torch.Tensor | None, kv_cache: KVCacheView) -> BoundLayer:
@@ -209,6 +214,25 @@ class Attention(nn.Module):
         """Views of them: ``[T, H, D]`` and ``[T, K, D]``."""
         q, k, _ = qkv.unflatten(1, (sum(self.heads), self.spec.head_size)).split(self.heads, dim=1)
         return q, k
+
+
+def invariant_attention(
+    q: torch.Tensor, metadata: AttentionMetadata, kv_cache: KVCacheView, **options: Any
+) -> torch.Tensor:
+    """:func:`paged_attention` in which each token's result depends on its sequence alone."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    token = sequence = 0
+    decode, verify, chunk = metadata.segments
+    starts = (metadata.decode_starts, lambda: metadata.verify_starts, lambda: metadata.cu_seqlens_q)
+    for segment, of_segment in zip((decode, verify, chunk), starts, strict=True):
+        tokens, sequences = slice(token, token + segment.tokens), slice(sequence, sequence + segment.sequences)
+        token, sequence = tokens.stop, sequences.stop
+        if segment.tokens:
+            cu = of_segment()
+            assert cu is not None
+            batch = metadata.block_tables[sequences], cu, metadata.seq_lens[sequences]
+            batch_invariant_attention(q[tokens], kv_cache.k, kv_cache.v, *batch, out=out[tokens], **options)
+    return out
 
 
 def _known(metadata: AttentionMetadata) -> dict[str, Any]:

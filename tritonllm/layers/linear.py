@@ -4,6 +4,7 @@ Many rows go to cuBLAS, with nothing fused but (on Hopper) the gate of an MLP. F
 reading the weights, go to :func:`tritonllm.kernels.linear`, which takes the norm before, and the activation or the
 addition after, along. With some hundred rows one product can leave the norm after it to the next
 (:mod:`tritonllm.kernels.dense.medium`). Which of these a block does, :mod:`tritonllm.layers.fusion` decides.
+A module that is batch invariant (:mod:`tritonllm.layers.invariance`) has one kind of product for any number of rows.
 Parameters are for inference only (no gradient) and are left uninitialised: a loader writes every element once.
 """
 
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 
 from tritonllm.kernels import apply_activation, linear
 from tritonllm.kernels.dense.arguments import Fused, Operands
-from tritonllm.kernels.dense.cpu import pack_weight, product
+from tritonllm.kernels.dense.cpu import in_equal_parts, pack_weight, product
+from tritonllm.kernels.dense.invariant import multiply_invariantly
 from tritonllm.kernels.dense.linear import linear_workspace_size, multiply
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
 from tritonllm.kernels.dense.weight import PLAIN, Weight, elements
@@ -26,12 +28,30 @@ from tritonllm.layers.parameters import empty_parameter
 _NO_NORM = NormSpec(kind="rms", eps=0.0)
 
 
-def linear_float32(x: torch.Tensor, of: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _invariant_product(
+    x: torch.Tensor, of: Weight, bias: torch.Tensor | None, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """``x[T, in] @ of.T + bias`` -> ``[T, columns]`` of which no row depends on another."""
+    out = torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
+    if runs_in_torch(x):
+        in_equal_parts(lambda rows: product(rows, of, bias), x, out)
+        return out
+    return multiply_invariantly(x, elements("weight", of), bias, out)
+
+
+def linear_float32(
+    x: torch.Tensor, of: Weight, bias: torch.Tensor | None = None, *, columns: int | None = None
+) -> torch.Tensor:
     """``x[N, in] @ of[out, in].T + bias[out]`` -> ``[N, out]`` float32, whatever the dtype of the arguments.
+
+    Args:
+        columns: ``out``, for a product that is batch invariant; ``None`` for one that need not be.
 
     On CUDA the product itself writes float32: rounded to bfloat16 first, logits near 16 would be 1/8 apart, and an
     argmax would meet ties that the model does not have.
     """
+    if columns is not None:
+        return _invariant_product(x, of, bias, columns, torch.float32)
     weight = of.data
     if few_rows(x):
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
@@ -50,6 +70,7 @@ class Linear(nn.Module):
     """
 
     workspace: torch.Tensor
+    batch_invariant = False
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
@@ -57,6 +78,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self._format = PLAIN
+        self._columns = out_features
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
         workspace = torch.zeros(linear_workspace_size(out_features), dtype=torch.int32, device=device)
         self.register_buffer("workspace", workspace, persistent=False)
@@ -87,6 +109,9 @@ class Linear(nn.Module):
         Returns:
             ``residual`` if there is one, else a new tensor.
         """
+        if self.batch_invariant:
+            assert norm is None and squares is None  # no plan of such a model leaves norms to products
+            return self._invariantly(x, activation, gated, residual, scale)
         if squares is not None:
             assert norm is not None and residual is None
             begun = Unnormed(x, squares, norm.spec.eps)
@@ -105,19 +130,26 @@ class Linear(nn.Module):
         operands = Operands(x, elements("weight", self.operand), self.bias, norm_weight, out, self.workspace)
         return multiply(operands, Fused(*numbers))
 
+    def _invariantly(
+        self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        """A product of which no row depends on another, and what follows it in launches of its own."""
+        if not runs_in_torch(x):
+            y = _invariant_product(x, self.operand, self.bias, self._columns, x.dtype)
+            return _activated(y, activation, gated, residual, scale)
+
+        def block(rows: torch.Tensor) -> torch.Tensor:  # torch has two exponentials: one for the end of a tensor
+            return _activated(product(rows, self.operand, self.bias), activation, gated, None, 1.0)
+
+        y = x.new_empty(x.shape[0], self._columns // 2 if gated else self._columns)
+        in_equal_parts(block, x, y)
+        return y if residual is None else residual.add_(y, alpha=scale)
+
     def _on_cpu(
         self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
         """There the reference of `linear` would convert a 16-bit weight each time."""
-        y = product(x, self.operand, self.bias)
-        if activation is not None:
-            if not gated:
-                y = apply_activation(y, activation, out=y)
-            elif runs_in_torch(y):
-                y = cpu.act_and_mul(y, ACTIVATIONS[activation])
-            else:
-                y = act_and_mul(y, activation)
-        return y if residual is None else residual.add_(y, alpha=scale)
+        return _activated(product(x, self.operand, self.bias), activation, gated, residual, scale)
 
     def pack(self) -> None:
         """The weight is final: on the CPU, lay it out as products read it. Nothing else can read it from here on."""
@@ -148,12 +180,28 @@ class Linear(nn.Module):
         return BlockInput(begun.scaled, norm, begun.squares)
 
 
+def _activated(
+    y: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """What follows a product, in launches of its own; may overwrite ``y``."""
+    if activation is not None:
+        if not gated:
+            y = apply_activation(y, activation, out=y)
+        elif runs_in_torch(y):
+            y = cpu.act_and_mul(y, ACTIVATIONS[activation])
+        else:
+            y = act_and_mul(y, activation)
+    return y if residual is None else residual.add_(y, alpha=scale)
+
+
 class Embedding(nn.Module):
     """Rows of ``weight[num_embeddings, size]``, and the same table as an output projection.
 
     Args:
         projects: the rows with which it is an output projection; ``None`` for all.
     """
+
+    batch_invariant = False
 
     def __init__(
         self,
@@ -183,4 +231,5 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, size] @ weight.T`` -> ``[N, num_embeddings]`` float32, or as many as it ``projects`` with."""
-        return linear_float32(hidden, Weight(self._output()) if self._packed is None else self._packed)
+        columns = len(self._output()) if self.batch_invariant else None
+        return linear_float32(hidden, Weight(self._output()) if self._packed is None else self._packed, columns=columns)

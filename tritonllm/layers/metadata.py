@@ -38,7 +38,15 @@ class AttentionMetadata:
     decode_order: torch.Tensor | None = None
     cascade: CascadePlan | None = None
     max_decode_len: int | None = None
+    _starts: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
     _bound: list[DecodeStep] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def decode_starts(self) -> torch.Tensor:
+        """``[D + 1]`` int32, the first query of each decode, as of other segments: made when a layer first asks."""
+        if not self._starts:
+            count, device = self.segments.decode.sequences + 1, self.seq_lens.device
+            self._starts.append(torch.arange(count, dtype=torch.int32, device=device))
+        return self._starts[0]
 
     def decode_step(self, positions: torch.Tensor) -> DecodeStep:
         """The step's decodes, at ``positions[D]``, for all layers: bound when the first one asks. All tokens decode."""

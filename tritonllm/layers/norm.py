@@ -51,6 +51,8 @@ class Norm(nn.Module):
         spec: what to compute.
     """
 
+    batch_invariant = False
+
     def __init__(self, shape: tuple[int, ...], spec: NormSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
@@ -104,7 +106,8 @@ class Norm(nn.Module):
 
     def _arguments(self) -> kernels.Norm:
         spec = self.spec
-        return kernels.Norm(self.weight, self.bias, spec.eps, spec.weight_offset, spec.kind == "layer")
+        how = spec.eps, spec.weight_offset, spec.kind == "layer", self.batch_invariant
+        return kernels.Norm(self.weight, self.bias, *how)
 
     def _in_torch(self, x: torch.Tensor) -> torch.Tensor:
         norm = self._arguments()

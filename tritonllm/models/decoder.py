@@ -11,6 +11,7 @@ from tritonllm.kernels import cap_logits, decode_short_keys
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner, LayerPlan, LayerTraits
 from tritonllm.layers.head import Head
+from tritonllm.layers.invariance import SEPARATE, make_batch_invariant
 from tritonllm.layers.linear import Embedding, Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.mlp import MLP, MLPSpec
@@ -114,6 +115,7 @@ class Decoder(nn.Module):
         device: where the weights are.
         max_model_len: positions go from 0 to ``max_model_len - 1``.
         group: the ranks that share the model (:mod:`tritonllm.models.shards`).
+        batch_invariant: a token's bits do not depend on the rest of its step (:mod:`tritonllm.layers.invariance`).
 
     Attributes:
         spec: what this rank computes.
@@ -134,9 +136,10 @@ class Decoder(nn.Module):
         device: torch.device,
         max_model_len: int,
         group: Group = ALONE,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
-        self.whole, self.group = spec, group
+        self.whole, self.group, self.batch_invariant = spec, group, batch_invariant
         self.spec = spec = local_spec(spec, group.rank, group.size)
         self.dtype = dtype
         size = spec.embedding_size or spec.hidden_size
@@ -169,7 +172,10 @@ class Decoder(nn.Module):
         specs = [layer.attention for layer in spec.layers]
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         group.reserve(spec.hidden_size, dtype)
-        self.fusion = FusionPlanner([layer.traits for layer in layers], summed=group.fused_rows)
+        limits = SEPARATE if batch_invariant else None
+        self.fusion = FusionPlanner([layer.traits for layer in layers], limits, summed=group.fused_rows)
+        if batch_invariant:
+            make_batch_invariant(self)
         self._tables, self._table_of_layer = _rope_tables(spec, max_model_len, device)
         self._running: range | tuple[int, ...] = range(spec.num_layers)
 

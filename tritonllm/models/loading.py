@@ -80,6 +80,7 @@ def load_model(
     trust_remote_code: bool = False,
     allow_nan: bool = False,
     group: Group = ALONE,
+    batch_invariant: bool = False,
 ) -> CausalLM:
     """Build the model and fill its weights.
 
@@ -91,6 +92,8 @@ def load_model(
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
         allow_nan: take weights that are NaN or infinite.
         group: the ranks that share the model, of which this one gets its part; for one of our families.
+        batch_invariant: a token's bits do not depend on the rest of its step; for models that
+            :func:`tritonllm.models.invariance.check_invariance` knows.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor.
@@ -109,7 +112,9 @@ def load_model(
             max_model_len=max_model_len,
             allow_nan=allow_nan,
         )
-    model = Decoder(spec, dtype=dtype, device=device, max_model_len=max_model_len, group=group)
+    model = Decoder(
+        spec, dtype=dtype, device=device, max_model_len=max_model_len, group=group, batch_invariant=batch_invariant
+    )
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:

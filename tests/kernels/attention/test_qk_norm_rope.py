@@ -194,7 +194,7 @@ def test_operator(device, all_parts):
     if all_parts:
         rope = torch.arange(3, device=device), build_cos_sin_cache(16, 8, device=device)
         optional = (*rope, *torch.randn(2, 16, device=device))
-    arguments = (qkv, True, *caches, slots, *optional, 1e-6, 0.0, False, None, None, 1.0, 1.0)
+    arguments = (qkv, True, *caches, slots, *optional, 1e-6, 0.0, False, False, None, None, 1.0, 1.0)
     torch.library.opcheck(torch.ops.tritonllm.qk_norm_rope_store.default, arguments)
 
 

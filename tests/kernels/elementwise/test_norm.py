@@ -204,9 +204,9 @@ def test_operator(device, in_place):
     """Registered well enough for torch.compile: schema, fake tensors and functionalisation."""
     x, residual, weight, out = torch.randn(4, 3, 8, device=device).unbind()
     if in_place:
-        arguments = (x, residual, x, None, 1.0, weight[0], weight[1], 1e-6, 0.0, True)
+        arguments = (x, residual, x, None, 1.0, weight[0], weight[1], 1e-6, 0.0, True, False)
     else:
-        arguments = (x, None, out, None, 1.0, None, None, 1e-6, 1.0, False)
+        arguments = (x, None, out, None, 1.0, None, None, 1e-6, 1.0, False, True)
     torch.library.opcheck(torch.ops.tritonllm.norm.default, arguments)
 
 

@@ -84,6 +84,7 @@ class Heads(NamedTuple):
     eps: float
     weight_offset: float
     interleaved: bool
+    batch_invariant: bool = False  # a head is summed in one order, however many tokens there are
 
 
 class Scales(NamedTuple):

@@ -223,7 +223,8 @@ def project_and_store(
     x = x[:, :-kv_heads]
     if heads.q_weight is not None and heads.k_weight is not None:
         parts = (x[:, :-kv_heads], heads.q_weight), (x[:, -kv_heads:], heads.k_weight)
-        norms = [normalized(part, Norm(w, None, heads.eps, heads.weight_offset)) for part, w in parts]
+        how = heads.eps, heads.weight_offset, False, heads.batch_invariant
+        norms = [normalized(part, Norm(w, None, *how)) for part, w in parts]
         x = torch.cat([part.to(qkv.dtype) for part in norms], dim=1)
     if turn is not None:
         x = turned(x, turn)

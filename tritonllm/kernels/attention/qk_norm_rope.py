@@ -144,6 +144,10 @@ def _qk_norm_rope_store_kernel(
         )
 
 
+# The number of tokens whose configuration, and so whose order of a head's sum, norms that are batch invariant have.
+INVARIANT_TOKENS = 256
+
+
 def default_config(heads: int, head_size: int, tokens: int) -> tuning.Config:
     """Few tokens: few programs, of 16 elements a thread. Many: as many as the chip holds, of one warp and 32."""
     many = tokens * heads > 65536
@@ -181,7 +185,8 @@ def _qk_norm_rope_store(qkv: torch.Tensor, constant_weight: bool, slots: Slots, 
     rotary = 0 if heads.cos_sin_cache is None else heads.cos_sin_cache.shape[1]
     # of a power of two: what is compiled must not change between the sizes that warm-up steps have
     most = triton.next_power_of_2(tokens)
-    key = {"heads": q_heads + 2 * kv_heads, "head_size": head_size, "tokens": most}
+    of_step = INVARIANT_TOKENS if heads.batch_invariant and heads.q_weight is not None else most
+    key = {"heads": q_heads + 2 * kv_heads, "head_size": head_size, "tokens": of_step}
     config = tuning.get_config("qk_norm_rope_store", qkv.device, default_config, **key)
     q_programs = triton.cdiv(q_heads, config["BLOCK_H"]) if rotary or heads.q_weight is not None else 0
     kv_programs = triton.cdiv(kv_heads, config["BLOCK_H"])
@@ -224,6 +229,7 @@ def qk_norm_rope_store(
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
     constant_weight: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Normalise and turn the queries and keys of a fused projection, and store keys and values, in one launch.
 
@@ -250,6 +256,7 @@ def qk_norm_rope_store(
         v_scale: the same for values.
         constant_weight: no kernel that may still run writes ``q_weight`` or ``k_weight`` (true while a model is
             served): they are read before the kernel before this one ends.
+        batch_invariant: a token's bits do not depend on how many tokens there are (norms sum in one order).
 
     Returns:
         The queries, ``[T, H, D]``: a view of ``qkv``.
@@ -258,7 +265,7 @@ def qk_norm_rope_store(
         ValueError: a shape, dtype, device or number that does not fit, an argument without its partner, or a float8
             cache on a GPU without float8.
     """
-    heads = Heads(positions, cos_sin_cache, q_weight, k_weight, eps, weight_offset, interleaved)
+    heads = Heads(positions, cos_sin_cache, q_weight, k_weight, eps, weight_offset, interleaved, batch_invariant)
     slots = Slots(k_cache, v_cache, slot_mapping)
     scales = check_projection(qkv, slots, heads, k_scale, v_scale)
     _qk_norm_rope_store(qkv, constant_weight, *slots, *heads, *scales)

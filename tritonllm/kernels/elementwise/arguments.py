@@ -13,6 +13,7 @@ class Norm(NamedTuple):
     eps: float
     weight_offset: float = 0.0
     mean: bool = False  # LayerNorm
+    batch_invariant: bool = False  # a row is summed in one order, however many rows there are
 
 
 class Rows(NamedTuple):

@@ -42,7 +42,9 @@ def normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     if weight.dtype != x.dtype:
         x, weight = x.float(), weight.float()
     size = x.shape[-1]
-    if x.numel() == size:  # of one row the root mean square is a number: 7 us, and below 12
+    if (
+        x.numel() == size and not norm.batch_invariant
+    ):  # of one row the root mean square is a number: 7 us, and below 12
         mean = float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2 / size
         # a product of three that is rounded once
         return torch.addcmul(x.new_zeros(size), x, weight, value=(mean + norm.eps) ** -0.5)

@@ -19,6 +19,8 @@ from tritonllm.kernels.runtime.float8 import quantize_reference, row_scale
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 MAX_BLOCK = 16384
+# The number of rows whose configuration, and so whose order of a row's sum, a norm that is batch invariant always has.
+INVARIANT_ROWS = 256
 
 
 @triton.jit
@@ -193,7 +195,7 @@ def _norm(given: Rows, norm: Norm) -> None:
     _, *residual_strides = _strides(x if residual is None else residual)
     _, *out_strides = _strides(out)
     op = ("" if residual is None else "fused_add_") + ("layer_norm" if norm.mean else "rms_norm")
-    config = tuning.get_config(op, x.device, default_config, n=n, rows=rows)
+    config = tuning.get_config(op, x.device, default_config, n=n, rows=INVARIANT_ROWS if norm.batch_invariant else rows)
     if scale is not None:
         config = config | {"BLOCK": triton.next_power_of_2(n)}
     programs = triton.cdiv(rows, config["ROWS"])

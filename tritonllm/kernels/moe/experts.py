@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense import Weight, elements
-from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, check_affine, gated_reference, rms_norm
+from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, Norm, check_affine, gated_reference, rms_norm
 from tritonllm.kernels.moe.arguments import Choice, Experts, Result
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
@@ -161,7 +161,7 @@ def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
 def normalise(result: Result) -> None:
     """The norm of what is written, if it is asked for, in a launch of its own."""
     if result.normed is not None:
-        norm = (result.norm_weight, None, result.norm_eps, result.norm_offset, False)
+        norm = Norm(result.norm_weight, None, result.norm_eps, result.norm_offset)
         OPS["norm"](result.out, None, result.normed, None, 1.0, *norm)
 
 

@@ -18,6 +18,7 @@ from tritonllm.kernels.attention.common import (
 )
 from tritonllm.kernels.attention.schedule import find_prefill_sequence, prefill_key_ranges
 from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -75,8 +76,11 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK_M (token, query head) pairs of one key/value head and one sequence."""
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     # The last tiles of a sequence see most keys: they start first, so that the short ones fill the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -169,4 +173,5 @@ def launch(queries: Queries, pages: Pages, args: AttentionArgs, config: tuning.C
         HEAD_SIZE=head_size,
         BLOCK_D=triton.next_power_of_2(head_size),
         **config,
+        **dependent_launch(q.device, grid[0] * kv_heads),
     )

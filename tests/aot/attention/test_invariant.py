@@ -1,0 +1,26 @@
+import pytest
+import torch
+from support.aot import ARCHS, assert_resources, compile_kernels
+
+from tritonllm.kernels import batch_invariant_attention
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def launch(heads, kv_heads, head_size, dtype, **options):
+    pool = torch.empty(4, 2, 16, kv_heads, head_size, dtype=dtype)
+    tables, lens = torch.empty(8, 512, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+    q, cu = torch.empty(64, heads, head_size, dtype=dtype), torch.empty(9, dtype=torch.int32)
+    batch_invariant_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, **options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch):
+    with compile_kernels(arch) as kernels:
+        launch(32, 8, 128, BF16)
+        launch(14, 2, 64, FP16, window=100)
+        launch(8, 4, 256, BF16, softcap=50.0)
+        launch(8, 2, 512, BF16)
+        launch(16, 8, 128, FP32)
+        launch(32, 8, 80, BF16, sinks=torch.empty(32), alibi_slopes=torch.empty(32), return_lse=True)
+    assert_resources(kernels)

@@ -1,0 +1,207 @@
+"""Products of which a row's bits depend on that row alone, not on how many rows there are.
+
+Floating-point sums depend on their order. The kernels of :func:`tritonllm.kernels.linear` cut a sum into as many parts
+as suit the number of rows, so a row alone and the same row among others differ in their last bits (He, "Defeating
+Nondeterminism in LLM Inference", Thinking Machines, 2025). Here no sum is cut: each element of the result is one chain
+along K, in steps of 16, in one accumulator of float32. Which tile an element lies in changes nothing of that, so tiles
+may be as large as the number of rows wants: on an H200 24 tiles, from 16 x 32 elements of 4 warps to 256 x 128 of 8, of
+``mma`` and of ``wgmma``, gave the same bits.
+
+What that costs: nothing cuts a long sum of few rows for the processors that have no tile (docs/determinism.md).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tritonllm.kernels.dense import cpu
+from tritonllm.kernels.dense.weight import Weight, elements
+from tritonllm.kernels.runtime import chip, tuning
+from tritonllm.kernels.runtime.checks import aligned, check_same_dtype, check_tensor
+from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.runtime.registry import register_op, with_reference
+
+_GROUP = tl.constexpr(8)  # tiles of rows that share their tiles of the weight in the second-level cache
+
+
+@triton.jit
+def _load_tile(source, stride, row, start, rows, K, BOXES: tl.constexpr, R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``[R, BLOCK_K]`` of a matrix ``[rows, K]``; 0 where there is nothing."""
+    if BOXES:
+        b_tile = source.load([row, start])
+    else:
+        b_row, b_k = row + tl.arange(0, R), start + tl.arange(0, BLOCK_K)
+        p_tile = source + b_row.to(tl.int64)[:, None] * stride + b_k[None, :]
+        b_tile = tl.load(p_tile, mask=(b_row < rows)[:, None] & (b_k < K)[None, :], other=0.0)
+    return b_tile
+
+
+@triton.jit(do_not_specialize=["M"])
+def _invariant_linear_kernel(
+    x,  # [M, K]: a pointer, or a descriptor of boxes
+    weight,  # [N, K], as x
+    bias_ptr,  # [N], or None
+    out_ptr,  # [M, N]
+    M,
+    N,
+    K,
+    stride_x,
+    stride_weight,
+    stride_out,
+    BOXES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    m_tiles = tl.cdiv(M, BLOCK_M)
+    in_group = _GROUP * tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) // in_group * _GROUP
+    height = tl.minimum(m_tiles - first, _GROUP)
+    row = (first + tl.program_id(0) % in_group % height) * BLOCK_M
+    column = tl.program_id(0) % in_group // height * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    wait_for_previous(PDL)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        b_x = _load_tile(x, stride_x, row, start, M, K, BOXES, BLOCK_M, BLOCK_K)
+        b_weight = _load_tile(weight, stride_weight, column, start, N, K, BOXES, BLOCK_N, BLOCK_K)
+        acc = tl.dot(b_x, tl.trans(b_weight), acc, input_precision="ieee")
+    b_row, b_column = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + b_column, mask=b_column < N, other=0.0).to(tl.float32)[None, :]
+    p_out = out_ptr + b_row.to(tl.int64)[:, None] * stride_out + b_column[None, :]
+    tl.store(p_out, acc.to(out_ptr.dtype.element_ty), mask=(b_row < M)[:, None] & (b_column < N)[None, :])
+
+
+def default_config(m: int, n: int, k: int, itemsize: int, arch: str) -> tuning.Config:
+    """The best of 24 tiles on an H200 for the weights of Llama-3.1-8B and Qwen3-0.6B; ``arch``: ``"sm90"`` or
+    ``"any"``. Whatever this says, the bits are the same.
+
+    Up to 16 rows reading the weight is all; from some hundred on tiles are as large as leave enough of them for all
+    processors: 28672 x 4096 of 256 rows 94.6 us (cuBLAS 90.4), of 8192 2852 (2654).
+    """
+    if itemsize == 4:  # exact products run on the ordinary units
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "STAGES": 2}
+    if m <= 16:
+        block_n = 32 if n <= 4096 else 64
+        return {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6 if arch == "sm90" else 3}
+    if arch != "sm90":
+        tile = (
+            {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64}
+            if m <= 64
+            else {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32}
+        )
+        return tile | {"num_warps": 4 if m <= 64 else 8, "STAGES": 3}
+    if m <= 64:
+        if n > 16384:
+            return {"BLOCK_M": 64, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 4, "STAGES": 4}
+        return {"BLOCK_M": 64, "BLOCK_N": 32 if n <= 4096 else 64, "BLOCK_K": 128, "num_warps": 4, "STAGES": 5}
+    if m <= 128 and n <= 16384:
+        block_n = 16 if n <= 1024 else 64 if n <= 4096 else 128
+        deep = block_n <= 64
+        return {
+            "BLOCK_M": 64,
+            "BLOCK_N": block_n,
+            "BLOCK_K": 128 if deep else 64,
+            "num_warps": 4,
+            "STAGES": 5 if deep else 8,
+        }
+    if m <= 128:
+        return {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "STAGES": 4}
+    large = triton.cdiv(m, 256) * triton.cdiv(n, 128)  # tiles; an H200 has 132 processors
+    if large >= 96:
+        return {"BLOCK_M": 256, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "STAGES": 4}
+    if 2 * large >= 96:
+        return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "STAGES": 4}
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "STAGES": 6}
+
+
+def _reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """On the CPU too a row's bits are its own: a product always has as many rows (:func:`cpu.in_equal_parts`)."""
+    wide = weight.float()
+    exact = None if bias is None else bias.float()
+    cpu.in_equal_parts(lambda rows: torch.nn.functional.linear(rows.float(), wide, exact), x, out)
+
+
+def _boxes(t: torch.Tensor, rows: int, columns: int) -> Any:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+
+
+@register_op(mutates=("out",), reference=_reference)
+def _batch_invariant_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    (m, k), n = x.shape, weight.shape[0]
+    if out.numel() == 0:
+        return
+    if k == 0:
+        out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+        return
+    arch = "sm90" if chip.on_sm90(x.device) else "any"
+    # of a power of two: what is compiled must not change between the sizes that warm-up steps have
+    key = {"m": triton.next_power_of_2(m), "n": n, "k": k, "itemsize": x.element_size(), "arch": arch}
+    config = tuning.get_config("batch_invariant_linear", x.device, default_config, **key)
+    boxes = arch == "sm90" and x.element_size() == 2 and all(t.stride(0) % 8 == 0 for t in (x, weight))
+    boxes = boxes and aligned(x, weight)
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    _invariant_linear_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+        _boxes(x, block_m, block_k) if boxes else x,
+        _boxes(weight, block_n, block_k) if boxes else weight,
+        *(bias, out, m, n, k, x.stride(0), weight.stride(0), out.stride(0)),
+        BOXES=boxes,
+        **config,
+        **dependent_launch(x.device),
+    )
+
+
+def multiply_invariantly(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """:func:`batch_invariant_linear` of matrices that are known to fit, as a layer's do; returns ``out``."""
+    _batch_invariant_linear(x, weight, bias, out)
+    return out
+
+
+def batch_invariant_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T + bias``, of which a row has the same bits alone and among any others.
+
+    Sums are in float32 and rounded once, when they are stored.
+
+    Args:
+        x: ``[M, K]`` float16, bfloat16 or float32; contiguous in the last dimension.
+        weight: ``[N, K]`` with the dtype of ``x``; contiguous in the last dimension. A tensor or a :class:`Weight`.
+        bias: ``[N]`` with the dtype of ``x``.
+        out: ``[M, N]`` to write into, of any of the three dtypes; by default a new tensor with the dtype of ``x``. Must
+            not overlap ``x``.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+    weight = elements("weight", weight)
+    check_tensor("x", x, ("M", "K"))
+    check_tensor("weight", weight, ("N", x.shape[1]), like=x)
+    check_same_dtype("weight", weight, "x", x)
+    if bias is not None:
+        check_tensor("bias", bias, (weight.shape[0],), like=x)
+        check_same_dtype("bias", bias, "x", x)
+    if out is None:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    check_tensor("out", out, (x.shape[0], weight.shape[0]), like=x)
+    return multiply_invariantly(x, weight, bias, out)
+
+
+batch_invariant_linear_ref = with_reference(batch_invariant_linear)
