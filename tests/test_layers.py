@@ -87,6 +87,7 @@ NO_TORCH = {
     "engine.shared_prefix",
     "engine.speculation",
     "engine.step",
+    "engine.swaps",
     "engine.waiting_queue",
     "layers.regime",
     "layers.segments",

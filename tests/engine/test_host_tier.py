@@ -6,7 +6,7 @@ import pytest
 from support.scheduling import add, make, make_scheduler, step
 
 from tritonllm.config import CacheConfig, SchedulerConfig
-from tritonllm.engine.host_tier import HostTier, own_labels
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.rates import Rates
 from tritonllm.engine.scheduler import Scheduler
 
@@ -205,22 +205,6 @@ def test_a_plan_without_a_step_leaves_its_copies_to_the_next():
     tier.begin()
     transfers = tier.finish(runs=True)
     assert transfers.number == 1 and {block for block, _ in transfers.stores} == {1, 2}
-
-
-def test_own_labels_change_with_each_preemption_but_for_the_shared_prompt():
-    pair = [make(name, [1] * 9, n=2) for name in "ab"]
-    scheduler = make_scheduler()
-    for request in pair:
-        request.siblings = tuple(pair)
-        scheduler.add(request)
-        assert own_labels(request, 4) == ([], [])
-        request.num_preemptions = 1
-        request.output_token_ids += [2] * 8
-    (mine, rest), (theirs, others) = own_labels(pair[0], 4), own_labels(pair[1], 4)
-    assert mine == theirs and len(mine) == 2 and len(rest) == 2 and not set(rest) & set(others)
-    pair[0].num_preemptions = 2
-    again = own_labels(pair[0], 4)
-    assert again[0] == mine and not set(again[1]) & set(rest)
 
 
 def test_bad_num_slots():

@@ -1,7 +1,9 @@
 """The scheduler with a tier in the host's memory under random loads, whose copies run as late as their order lets them.
 
 Beside what holds without one (scheduler_machine.py): whatever a step reads has arrived, nothing is stored after it has
-been overwritten, and the host may learn of any of it as late as it likes.
+been overwritten, and the host may learn of any of it as late as it likes. Without a prefix cache the sequences of a
+request are swapped together: what they leave is there for all that wait, or for none, and those who come back together
+take all that they left, or nothing.
 """
 
 from hypothesis import strategies as st
@@ -11,10 +13,11 @@ from support.scheduler_machine import MAX_MODEL_LEN, FakeModel, SchedulerMachine
 from tritonllm.config import CacheConfig
 from tritonllm.engine import prompt_budget
 from tritonllm.engine.host_tier import HostTier
-from tritonllm.engine.rates import Rates
+from tritonllm.engine.rates import LATENCY, Rates
 from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.speculation import Drafting
+from tritonllm.engine.swaps import own_labels
 
 
 class ModelWithHost(FakeModel):
@@ -66,14 +69,19 @@ class MachineWithHost(SchedulerMachine):
         luck=st.randoms(use_true_random=False),
         beside=st.sampled_from([1, 3, prompt_budget.BESIDE]),
         late=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+        least=st.sampled_from([0, 0, 2, 5]),
     )
-    def start(self, num_slots, late, luck, **settings):
+    def start(self, num_slots, late, luck, least=0, **settings):
         super().start(luck=luck, **settings)
         cache = CacheConfig(block_size=self.block_size, enable_prefix_caching=self.caching)
-        self.tier = HostTier(num_slots, Rates())
+        rates = Rates(block_size=self.block_size)
+        if least:  # so many blocks are loaded sooner than computed, fewer are not
+            rates.seconds_per_token = LATENCY / self.block_size / (least - 0.5)
+        self.tier = HostTier(num_slots, rates)
         self.scheduler = Scheduler(self.config, cache, self.num_blocks, MAX_MODEL_LEN, Drafting(self.drafts), self.tier)
         self.model = ModelWithHost(self.block_size, self.model.accepts)
         self.luck, self.late = luck, late
+        self.left = {}  # labels of what those that were preempted had behind their prompts
 
     def run_step(self, aborted=None):
         while self.model.batches and self.luck.random() >= self.late:
@@ -92,6 +100,34 @@ class MachineWithHost(SchedulerMachine):
         budget = self.scheduler._prompts.left
         late = set(self.tier.loading) | (behind if budget == 0 else set())
         super().check_plan(plan, ran_before, computed, waiting_for | late)
+        if not self.caching:
+            self.check_swaps(plan, computed)
+
+    def check_swaps(self, plan, computed):
+        back = {}
+        for request in self.live:
+            if request.status is RequestStatus.RUNNING and self.left.get(request):
+                start = next((item.start for item in plan.scheduled if item.request is request), None)
+                loaded = (request.num_computed_tokens if start is None else start) // self.block_size
+                loaded -= len(request.prompt_token_ids) // self.block_size
+                assert loaded <= 0 or loaded == len(self.left[request])
+                back.setdefault(self.gang(request), set()).add(loaded > 0)
+            if request.status is RequestStatus.RUNNING:
+                self.left.pop(request, None)
+        assert all(len(ways) == 1 for ways in back.values())
+        for request in plan.preempted:
+            prompt, own = own_labels(request, self.block_size)
+            full = min(computed[request], request.num_tokens - 1) // self.block_size
+            self.left[request] = own[: max(0, full - len(prompt))]
+        here = {}
+        for request in self.live:
+            if request.status is RequestStatus.PREEMPTED and self.left[request]:
+                here.setdefault(self.gang(request), set()).update(map(self.tier.has, self.left[request]))
+        assert all(len(ways) == 1 for ways in here.values())
+
+    @staticmethod
+    def gang(request):
+        return id(request.siblings) if request.siblings else id(request)
 
     def check_tier(self):
         slots = list(self.tier._slot_of.values())
@@ -100,6 +136,9 @@ class MachineWithHost(SchedulerMachine):
         assert all(request in self.live for request in self.tier.loading)
         stats = self.scheduler.stats.tier
         assert stats.num_used_host_blocks == len(slots) <= stats.num_host_blocks == self.tier.num_slots
+        swaps = self.tier._swaps
+        of = {label: number for number, swap in swaps._swaps.items() for label in (*swap.prompt, *swap.own)}
+        assert swaps._of == of and all(map(self.tier.has, of)) and all(swap.own for swap in swaps._swaps.values())
 
     @rule()
     def forget_everything(self):
@@ -107,5 +146,6 @@ class MachineWithHost(SchedulerMachine):
         for request in list(self.live):
             self.abort_one(request)
         self.in_flight.clear()
+        self.left.clear()
         self.scheduler.reset()
         self.model.slots.clear()

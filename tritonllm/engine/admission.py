@@ -8,7 +8,7 @@ as it came.
 
 from tritonllm.engine.block_pool import BlockPool
 from tritonllm.engine.gang import prompt_blocks, room_for
-from tritonllm.engine.host_tier import HostTier, own_labels
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request
 
@@ -79,20 +79,16 @@ class Admission:
     def _bring_back(self, request: Request, cached: list[int], new: list[int], tier: HostTier) -> int:
         """Let the first of the new blocks be loaded, if that is sooner done than computing them; returns how many."""
         cache = self._prefix_cache
-        own: list[bytes] = []
         if cache is None:
-            prompt, own = own_labels(request, self._block_size)
-            labels = prompt + own
+            slots = tier.find_own(request, self._block_size, len(cached))
         else:
             labels = cache.labels(request)
             for label, block in zip(labels, cached, strict=False):
                 tier.keep(label, block)  # used now, so that the host does not forget what the device needs most
-        slots = tier.find(labels[len(cached) :])
-        if not tier.rates.pays(len(slots)):
-            slots = []
-        if cache is not None:
+            slots = tier.find(labels[len(cached) :])
+            if not tier.rates.pays(len(slots)):
+                slots = []
             for label, block in zip(labels[len(cached) :], new[: len(slots)], strict=False):
                 self._pool.label(block, label)
         tier.bring(request, cached, slots, new)
-        tier.retire(own)
         return len(slots)

@@ -7,7 +7,8 @@ sequence writes into that block it takes one of its own, and the step begins by 
 into it, behind what is shared: the others never read that, and what they copy of it they overwrite.
 
 They are admitted and preempted together (section 4.5), as long as that is possible: if a gang is more than the pool or
-the seats can hold, its sequences run as if they were on their own.
+the seats can hold, its sequences run as if they were on their own. What they leave in the host's memory where there is
+no prefix cache, they leave together, too (:mod:`tritonllm.engine.swaps`).
 """
 
 from collections.abc import Sequence

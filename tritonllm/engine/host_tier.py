@@ -4,9 +4,11 @@ torch.
 A full block that the prefix cache knows is stored here as soon as a step has computed it (as in vLLM's native
 offloading), so that eviction from the device costs nothing: the block comes back by a copy instead of by computing.
 The same serves preemption. A victim's full blocks are here already, and when it returns it takes those that the device
-still has, then those that are here, and computes the rest, which is less than a block. (Swapping of whole sequences:
-Kwon et al., "PagedAttention", SOSP 2023, section 4.5. Here each block stands for itself, so there is no sequence that
-is back by half: what is missing is computed.)
+still has, then those that are here, and computes the rest, which is less than a block. Each block stands for itself, as
+in the prefix cache, which this is a part of: what is missing is computed.
+
+Without a prefix cache a block is of use to nobody but the sequence that it is of, and is stored when that is preempted.
+Then the sequences of a request are swapped: all of them or none (:mod:`tritonllm.engine.swaps`).
 
 Order. Copies come in numbered batches. A step's plan brings at most one batch, which the device runs on one stream of
 its own, in order, beginning when the steps launched before have ended, stores before loads. So a batch stores what
@@ -31,6 +33,7 @@ from typing import NamedTuple
 
 from tritonllm.engine.rates import Rates
 from tritonllm.engine.request import Request
+from tritonllm.engine.swaps import Swaps, own_labels
 
 
 class Transfers(NamedTuple):
@@ -58,18 +61,6 @@ class TierStats(NamedTuple):
     loaded_blocks: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
-
-
-def own_labels(request: Request, block_size: int) -> tuple[list[bytes], list[bytes]]:
-    """Where no prefix cache names blocks by their contents, a request that has been preempted names its own full ones:
-    first those of the prompt, which its siblings name alike, then those behind, which it names anew each time."""
-    if request.computes_all or not request.num_preemptions:
-        return [], []
-    first = request.siblings[0] if request.siblings else request
-    shared = min(len(request.prompt_token_ids), request.num_tokens - 1) // block_size
-    labels = [b"%d:%d" % (first.order[2], i) for i in range(shared)]
-    last = (request.num_tokens - 1) // block_size
-    return labels, [b"%d:%d:%d" % (request.order[2], request.num_preemptions, i) for i in range(shared, last)]
 
 
 class HostTier:
@@ -122,6 +113,7 @@ class HostTier:
         self._free = [slot for slot in reversed(range(self.num_slots)) if slot not in self._lent]
         self._slot_of.clear()
         self._told: list[tuple[bytes, int]] = []  # what was stored since somebody asked
+        self._swaps = Swaps()
 
     @property
     def stats(self) -> TierStats:
@@ -199,23 +191,50 @@ class HostTier:
         else:
             self._queue.setdefault(label, block)
 
-    def keep_own(self, request: Request, block_size: int) -> None:
-        """Store the full blocks of a request that is being preempted, where no prefix cache names them, with this plan:
-        launched steps have computed them, and they are given to others now. If the tier cannot hold them all, it takes
-        none."""
-        if request in self.loading:
+    def keep_own(self, requests: Sequence[Request], block_size: int) -> None:
+        """Store the full blocks of sequences of one user's request that are being preempted together, where no prefix
+        cache names them, with this plan: launched steps have computed them, and they are given to others now. Or none
+        of them, and give up what siblings left before: if there is no room for all, if a sibling that waits has lost
+        what it left, or if this plan's batch loads, too: its stores come first, so they would read what is not there.
+        """
+        prompts: set[bytes] = set()
+        blocks: dict[bytes, int] = {}
+        for request in requests:
+            prompt, own = own_labels(request, block_size)
+            computed = min(request.num_computed_tokens, request.num_tokens - 1) // block_size
+            blocks.update(zip([*prompt, *own][:computed], request.block_ids, strict=False))
+            prompts.update(prompt)
+        swap = self._swaps.of(requests[0])
+        lost = any(swap.lacks(sibling, block_size) for sibling in requests[0].siblings)
+        room = self.num_slots - len(self._lent)
+        if lost or self._loads or len({*swap.labels, *blocks}) > room:
+            self._give_up_swap(requests[0])
             return
-        computed = min(request.num_computed_tokens, request.num_tokens - 1) // block_size
-        labels = [label for part in own_labels(request, block_size) for label in part][:computed]
-        if len(labels) <= self.num_slots:
-            for label, block in reversed([*zip(labels, request.block_ids, strict=False)]):
-                self._store(label, block)
+        for label in (*swap.labels, *blocks):  # used now: others are given up for the new ones
+            if label in self._slot_of:
+                self._slot_of.move_to_end(label)
+        for label, block in reversed(blocks.items()):
+            self._store(label, block)
+        own = [label for label in blocks if label not in prompts]
+        self._swaps.leave(requests[0], [label for label in blocks if label in prompts], own)
 
-    def retire(self, labels: Iterable[bytes]) -> None:
-        """Nobody will ask for these again: give them up first."""
-        for label in labels:
+    def find_own(self, request: Request, block_size: int, there: int) -> list[int]:
+        """The slots of what a request that comes back has left here, behind the first blocks, which are there.
+
+        None if computing is sooner done than copying all that it and its siblings have left. The first of them that
+        comes back decides that for all.
+        """
+        prompt, own = own_labels(request, block_size)
+        slots, swap = self.find([*prompt, *own][there:]), self._swaps.of(request)
+        others = len(swap.own.keys() - own)
+        if not swap.returns and not self.rates.pays(len(slots) + others):
+            self._give_up_swap(request)
+            return []
+        self._swaps.come_back(request, own)
+        for label in own:  # nobody will ask for these again: they are given up first
             if label in self._slot_of:
                 self._slot_of.move_to_end(label, last=False)
+        return slots
 
     def begin(self) -> None:
         """A plan is being made. Its batch stores what has been kept until now."""
@@ -306,9 +325,17 @@ class HostTier:
             oldest = next((label for label, slot in used if slot not in self._read and slot not in self._lent), None)
             if oldest is None:
                 return
-            slot = self._slot_of.pop(oldest)
+            slot = self._give_up(oldest)
         self._slot_of[label] = slot
         if self.tells:
             self._told.append((label, slot))
         self._stores.append((block, slot))
         self._storing[block] = self._number
+
+    def _give_up(self, label: bytes) -> int:
+        """Forget this block, and those that are of no use without it; returns its slot."""
+        self._free += [self._slot_of.pop(other) for other in self._swaps.broken_by(label)]
+        return self._slot_of.pop(label)
+
+    def _give_up_swap(self, request: Request) -> None:
+        self._free += [self._slot_of.pop(label) for label in self._swaps.forget(request)]

@@ -78,21 +78,30 @@ class Roster:
         fork(parent, child, self._pool, self._block_size)
         child.admission = next(self._admissions)  # the runner must look at its blocks anew
 
-    def preempt_last(self) -> Request:
-        """The last one in order gives back its seat and blocks, and waits to be computed anew."""
-        request = self.running.pop()
-        request.num_preemptions += 1
+    def preempt_last(self, count: int = 1) -> list[Request]:
+        """The last ones in order give back their seats and blocks, and wait to be computed anew.
+
+        Args:
+            count: so many; more than one are of one user's request.
+
+        Returns:
+            Them, the last one first.
+        """
+        requests = [self.running.pop() for _ in range(count)]
+        for request in requests:
+            request.num_preemptions += 1
         if self._tier is not None and self._keeps_own:
-            self._tier.keep_own(request, self._block_size)
-        self._free(request)
-        request.num_computed_tokens = 0
-        request.held = False
-        request.status = RequestStatus.PREEMPTED
-        self.waiting.push(request)
+            self._tier.keep_own(requests, self._block_size)
+        for request in requests:
+            self._free(request)
+            request.num_computed_tokens = 0
+            request.held = False
+            request.status = RequestStatus.PREEMPTED
+            self.waiting.push(request)
         if not self.preemptions:
-            logger.warning(_PREEMPTED, self._pool.num_blocks, len(self.running) + 1)
-        self.preemptions += 1
-        return request
+            logger.warning(_PREEMPTED, self._pool.num_blocks, len(self.running) + count)
+        self.preemptions += count
+        return requests
 
     def end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
         """In whatever state it is; its seat and blocks are free at once."""

@@ -206,7 +206,7 @@ class Scheduler:
             forks = {} if preempted else self._admit(scheduled)
         if not scheduled and self._running and all(request.held for request in self._running):
             # They wait for siblings, and those for blocks or seats: the last give way.
-            preempted += [self._roster.preempt_last() for _ in range(last_gang(self._running))]
+            preempted += self._roster.preempt_last(last_gang(self._running))
         copies, self._copies = tuple(self._copies), []
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
@@ -305,7 +305,7 @@ class Scheduler:
             if last > len(request.block_ids) * size:  # one step of a request in `size`
                 needed = self._blocks_for(last) - len(request.block_ids)
                 while needed > self.pool.num_free and request.status is RequestStatus.RUNNING:
-                    preempted.append(self._roster.preempt_last())
+                    preempted += self._roster.preempt_last()
                 if request.status is not RequestStatus.RUNNING:
                     break  # it was the last itself: those before it are scheduled, and none is left behind it
                 request.block_ids += self.pool.allocate_many(needed)
@@ -383,7 +383,7 @@ class Scheduler:
             count = last_gang(self._running)
             if count == len(self._running):
                 break
-            preempted += [self._roster.preempt_last() for _ in range(count)]
+            preempted += self._roster.preempt_last(count)
         return preempted
 
     def _new_blocks(self, request: Request) -> int:
