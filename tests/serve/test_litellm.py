@@ -1,7 +1,10 @@
-"""LiteLLM, as its users call it.
+r"""LiteLLM, as its users call it.
 
-It runs where LiteLLM is installed. pip does not come to an end with it beside what else the extra `dev` asks for:
-`pip install --no-deps litellm==1.83.0 python-dotenv fastuuid importlib-metadata zipp` puts it there.
+It runs where LiteLLM is installed. LiteLLM is not in the extra `dev`: it takes 190 MB on the disk, and with it all of
+`dev` would get an older huggingface_hub (below 2). What is tested here runs with the newer one. This puts it there:
+
+    pip install --no-deps litellm pydantic-settings python-dotenv fastuuid "importlib-metadata<9" zipp h2 hpack \
+        hyperframe
 """
 
 import os
