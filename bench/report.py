@@ -70,9 +70,25 @@ def of_kind(files: Iterable[File], kind: str) -> list[File]:
     return [file for file in files if file.kind == kind]
 
 
-def engines(files: Iterable[File], name: str, gpus: int = 1) -> list[File]:
-    found = [file for file in of_kind(files, "engine") if file.data["engine"]["name"] == name]
-    return [file for file in found if file.data.get("options", {}).get("tensor_parallel_size", 1) == gpus]
+def engines(files: Iterable[File], name: str, gpus: int = 1, *, deterministic: bool = False) -> list[File]:
+    found = []
+    for file in of_kind(files, "engine"):
+        options = file.data.get("options", {})
+        kind = options.get("tensor_parallel_size", 1), options.get("deterministic", False)
+        if file.data["engine"]["name"] == name and kind == (gpus, deterministic):
+            found.append(file)
+    return found
+
+
+def prices(files: Sequence[File]) -> list[str]:
+    """What ``deterministic=True`` costs: its runs beside those without it of the same commit and kind of GPU."""
+    parts = []
+    for file in engines(files, "tritonllm", deterministic=True):
+        where = file.data["commit"], file.data["machine"]["gpu"]
+        plain = [f for f in engines(files, "tritonllm") if (f.data["commit"], f.data["machine"]["gpu"]) == where]
+        without = {row["workload"]: row["value"] for f in plain for row in f.data["rows"] if "value" in row}
+        parts.append(f"{file.head()}\n\n{tables.prices(file.data, without)}")
+    return parts
 
 
 def same_day(file: File, files: Iterable[File]) -> dict[str, Any] | None:
@@ -180,6 +196,7 @@ def results(files: Sequence[File]) -> str:
     ours = engines(files, "tritonllm")
     parts += section("Engine", [f"{f.head()}\n\n{tables.engine(f.data, same_day(f, files))}" for f in ours])
     parts += section("vLLM, measured here", [f"{f.head()}\n\n{tables.engine(f.data)}" for f in engines(files, "vllm")])
+    parts += section("Bits that do not depend on the batch", prices(files))
     both = engines(files, "tritonllm", gpus=2)
     parts += section("Engine on two GPUs", [f"{f.head()}\n\n{tables.two_gpus(f.data)}" for f in both])
     attention = of_kind(files, "attention")[:1]

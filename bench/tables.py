@@ -50,6 +50,24 @@ def two_gpus(report: Table) -> str:
     return markdown([*head, f"{listed['peer']}, {listed['date']}", "times better"], rows)
 
 
+def prices(report: Table, without: dict[str, float]) -> str:
+    """Workloads of ``deterministic=True``.
+
+    Args:
+        without: the same workloads' values without it.
+    """
+    rows = []
+    for row in report["rows"]:
+        cells = _workload(row, None)[:3]
+        plain = without.get(row["workload"])
+        if plain is not None and "value" in row:
+            longer = row["kind"] in ("latency", "start")
+            lost = 100 * (row["value"] / plain - 1 if longer else 1 - row["value"] / plain)
+            cells += [number(plain), f"{lost:.0f}% {'more time' if longer else 'fewer a second'}"]
+        rows.append([*cells, *[""] * (5 - len(cells))])
+    return markdown(["workload", "deterministic", "floor (percent of it)", "without", "price"], rows)
+
+
 def _workload(row: Table, peer: float | None) -> list[str]:
     if "failed" in row:
         return [row["workload"], row["failed"], *[""] * 4]
