@@ -12,6 +12,7 @@ from torch import nn
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.fusion import Limits
 from tritonllm.layers.linear import Embedding, Linear
+from tritonllm.layers.moe import MoE
 from tritonllm.layers.norm import Norm
 
 # Nothing is fused: a plan is the same for every size.
@@ -19,7 +20,7 @@ SEPARATE = Limits(routed=-1)
 
 
 def make_batch_invariant(model: nn.Module) -> None:
-    """All that ``model`` has of products, norms and attention is batch invariant from here on."""
+    """All that ``model`` has of products, experts, norms and attention is batch invariant from here on."""
     for module in model.modules():
-        if isinstance(module, Linear | Embedding | Norm | Attention):
+        if isinstance(module, Linear | Embedding | Norm | Attention | MoE):
             module.batch_invariant = True

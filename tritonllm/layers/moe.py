@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tritonllm.kernels import Weight, moe_from_logits, moe_logits
+from tritonllm.kernels.dense import in_equal_parts
 from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.norm import BlockInput, Norm
@@ -78,6 +79,8 @@ class Routed(NamedTuple):
 class MoE(nn.Module):
     """Routing, the experts' two grouped products, and the shared MLP."""
 
+    batch_invariant = False
+
     def __init__(self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
@@ -105,7 +108,9 @@ class MoE(nn.Module):
         """
         rows, weight, bias = x.rows, self.router.operand, self.router.bias
         if x.norm is None:
-            return Addend(self, Routed(rows, linear_float32(rows.to(weight.data.dtype), weight, bias)))
+            columns = self.spec.num_experts if self.batch_invariant else None
+            logits = linear_float32(rows.to(weight.data.dtype), weight, bias, columns=columns)
+            return Addend(self, Routed(rows, logits))
         norm, spec = x.norm, x.norm.spec
         assert norm.weight is not None
         numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
@@ -152,6 +157,7 @@ class MoE(nn.Module):
             down_bias=self.down_bias,
             residual=residual,
             scale=scale,
+            batch_invariant=self.batch_invariant,
             **after,
         )
 
@@ -163,4 +169,9 @@ class MoE(nn.Module):
         if self.shared_gate is None:
             part.product.add_to(out, part.x, scale)
         else:
-            out.add_(part.alone() * self.shared_gate(rows).sigmoid(), alpha=scale)
+            gate = self.shared_gate(rows)
+            if self.batch_invariant and gate.is_cpu:  # torch has two exponentials: one for the end of a tensor
+                in_equal_parts(torch.sigmoid, gate, gate)
+            else:
+                gate = gate.sigmoid()
+            out.add_(part.alone() * gate, alpha=scale)

@@ -10,7 +10,7 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from tritonllm.kernels import fused_moe, fused_moe_ref, moe_route
+from tritonllm.kernels import fused_moe, fused_moe_ref, moe_from_logits, moe_route
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS
 from tritonllm.kernels.moe.arguments import Result
 from tritonllm.kernels.runtime import tuning
@@ -84,11 +84,12 @@ def test_norm_of_what_follows(device, few):
     dtype=st.sampled_from(FLOATS),
     activation=st.sampled_from(GATED_ACTIVATIONS),
     small=st.booleans(),
+    batch_invariant=st.booleans(),
 )
-def test_matches_reference(device, tokens, experts, top_k, n, i, dtype, activation, small):
+def test_matches_reference(device, tokens, experts, top_k, n, i, dtype, activation, small, batch_invariant):
     args = problem(tokens, experts, top_k, n, i, dtype, device, out_of_range=True)
     with small_tiles() if small else nullcontext():
-        out = checked(*args, activation=activation)
+        out = checked(*args, activation=activation, batch_invariant=batch_invariant)
     assert out.shape == (tokens, n)
     assert out.dtype == dtype
 
@@ -307,10 +308,10 @@ def test_operator(device):
         (w_gate_up, w_down, None, None, "silu"),
         Result(torch.empty_like(x), False, 1.0, None, None, 0.0, 0.0),
     )
-    torch.library.opcheck(op, (x, *experts, weights, ids, None, *result))
+    torch.library.opcheck(op, (x, *experts, weights, ids, None, *result, False))
     experts = (w_gate_up, w_down, *biases, "swigluoai")
     norm = (torch.empty_like(x), torch.rand(16, device=device), 1e-6, 1.0)
-    torch.library.opcheck(op, (x, *experts, weights, ids, expert_map, torch.rand_like(x), True, 0.5, *norm))
+    torch.library.opcheck(op, (x, *experts, weights, ids, expert_map, torch.rand_like(x), True, 0.5, *norm, True))
 
 
 def real_problem(tokens, experts, top_k, n, i, dtype, device):
@@ -337,6 +338,43 @@ def test_real_shapes(device, dtype, tokens, experts, top_k, n, i):
         out, again = fused_moe(*args), fused_moe(*args)
     assert_close(out, reference_by_expert(*args))
     assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("experts", "top_k", "n", "i", "activation"),
+    [
+        (128, 8, 2048, 768, "silu"),
+        (8, 2, 4096, 14336, "gelu"),
+        (32, 4, 2880, 2880, "swigluoai"),
+        (6, 2, 1000, 90, "silu"),
+    ],
+)
+def test_a_token_has_the_same_bits_among_any_others(device, dtype, experts, top_k, n, i, activation):
+    """Every tile, and tokens at every place of it; of the choice of experts too."""
+    x, w_gate_up, w_down, _, _ = real_problem(1500, experts, top_k, n, i, dtype, device)
+    logits = torch.randn(1500, experts, device=device)
+    residual = torch.randn_like(x)
+
+    def run(rows):
+        given = x[rows], logits[rows], w_gate_up, w_down, top_k
+        options = {"activation": activation, "residual": residual[rows].clone(), "batch_invariant": True}
+        return moe_from_logits(*given, **options)
+
+    whole = run(slice(None))
+    for count in (1, 2, 3, 16, 17, 64, 100, 128, 257, 512, 1100):
+        for first in (0, 1, 1500 - count):
+            rows = slice(first, first + count)
+            assert torch.equal(run(rows), whole[rows]), (count, first)
+
+
+@pytest.mark.gpu
+def test_the_test_above_would_see_another_order(device):
+    """Otherwise the kernel follows the number of tokens."""
+    args = real_problem(256, 128, 8, 2048, 768, torch.bfloat16, device)
+    x, w_gate_up, w_down, weights, ids = args
+    assert not torch.equal(fused_moe(*args)[:1], fused_moe(x[:1], w_gate_up, w_down, weights[:1], ids[:1]))
 
 
 @pytest.mark.gpu

@@ -155,7 +155,7 @@ def test_operator(device):
     x, logits, *experts = problem(2, 4, 16, 16, torch.float32, device)
     out = torch.rand(2, 16, device=device)
     op = torch.ops.tritonllm.moe_from_logits.default
-    rule, experts = (True, "softmax", 1, 1, 1.0), (*experts, None, None, "silu")
+    rule, experts = (True, "softmax", 1, 1, 1.0, False), (*experts, None, None, "silu")
     for norm in ((None, None), (torch.empty(2, 16, device=device), torch.rand(16, device=device))):
         torch.library.opcheck(op, (x, logits, None, 2, *rule, *experts, out, True, 1.0, *norm, 1e-6, 0.0))
 

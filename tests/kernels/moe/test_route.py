@@ -162,8 +162,20 @@ def test_operator(device):
     logits, bias = torch.randn(3, 8, device=device), torch.randn(8, device=device)
     weights, ids = torch.empty(3, 2, device=device), torch.empty(3, 2, device=device, dtype=torch.int32)
     op = torch.ops.tritonllm.moe_route.default
-    torch.library.opcheck(op, (logits, bias, weights, ids, True, "sigmoid", 4, 2, 1.0))
-    torch.library.opcheck(op, (logits, None, weights, ids, False, "softmax", 1, 1, 1.0))
+    torch.library.opcheck(op, (logits, bias, weights, ids, True, "sigmoid", 4, 2, 1.0, True))
+    torch.library.opcheck(op, (logits, None, weights, ids, False, "softmax", 1, 1, 1.0, False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("experts", "top_k", "groups"), [(8, 2, 1), (60, 4, 1), (256, 8, 8), (512, 10, 1)])
+def test_a_token_has_the_same_bits_among_any_others(device, scoring, experts, top_k, groups):
+    logits, bias = torch.randn(9000, experts, device=device), torch.randn(experts, device=device) / 10
+    options = {"scoring": scoring, "bias": bias, "num_groups": groups, "top_k_groups": max(1, groups // 2)}
+    weights, ids = moe_route(logits, top_k, **options, batch_invariant=True)
+    for count in (1, 3, 64, 4095, 4096):
+        part = moe_route(logits[5 : 5 + count], top_k, **options, batch_invariant=True)
+        assert torch.equal(part[0], weights[5 : 5 + count]) and torch.equal(part[1], ids[5 : 5 + count])
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ read them at half of what the memory gives and less: of Zen 4 (one core, 3072 x 
 433 in bfloat16, 4 rows 800 and 493; packed 479 and 255, 4 rows 376 and 209.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional as F
@@ -57,13 +57,18 @@ def product(x: torch.Tensor, of: Weight, bias: torch.Tensor | None = None) -> to
 PART = 16  # rows of a product whose rows are not to depend on one another
 
 
-def in_equal_parts(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> None:
-    """``multiply(x)`` into ``out``, always ``PART`` rows at a time, with zeros behind the last.
+def equal_parts(x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """``PART`` rows of ``x`` at a time, with zeros behind the last, and where they lie.
 
     A library's product chooses how it sums by the number of rows. With as many rows each time it sums each row alike:
     tests/e2e/test_deterministic.py looks whether that is so.
     """
     for first in range(0, len(x), PART):
         rows = x[first : first + PART]
-        padded = F.pad(rows, (0, 0, 0, PART - len(rows)))
-        out[first : first + PART] = multiply(padded)[: len(rows)]
+        yield slice(first, first + len(rows)), F.pad(rows, (0, 0, 0, PART - len(rows)))
+
+
+def in_equal_parts(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> None:
+    """``multiply(x)`` into ``out``, always ``PART`` rows at a time (:func:`equal_parts`)."""
+    for part, rows in equal_parts(x):
+        out[part] = multiply(rows)[: part.stop - part.start]

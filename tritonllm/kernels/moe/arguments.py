@@ -31,6 +31,7 @@ class Rule(NamedTuple):
     num_groups: int
     top_k_groups: int
     routing_scale: float
+    batch_invariant: bool = False
 
 
 class Result(NamedTuple):

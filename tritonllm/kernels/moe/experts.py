@@ -14,16 +14,18 @@ in bfloat16 are 1.2 GB, 250 us at 4.8 TB/s) or, from some hundred tokens an expe
 activation and the rows of the second product are rounded to the dtype of ``x``; all sums are float32.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense import Weight, elements
-from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, Norm, check_affine, gated_reference, rms_norm
+from tritonllm.kernels.dense import Weight, elements, in_equal_parts
+from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, Norm, check_affine, gated_reference
 from tritonllm.kernels.moe.arguments import Choice, Experts, Result
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
-from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy
+from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy, invariant_config
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_same_dtype, check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import processors
@@ -80,8 +82,17 @@ def _sum_kernel(
         tl.store(normed_ptr + token * N + column, b_normed.to(normed_ptr.dtype.element_ty), mask=m_column)
 
 
-def _reference(x: torch.Tensor, experts: Experts, choice: Choice, result: Result) -> None:
+def _one_expert(rows: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
+    """``rows[R, N]`` -> ``[R, N]`` in float32."""
     w_gate_up, w_down, gate_up_bias, down_bias, activation = experts
+    gate_up = rows.float() @ w_gate_up[expert].float().T
+    if gate_up_bias is not None:
+        gate_up += gate_up_bias[expert]
+    row = gated_reference(gate_up, activation) @ w_down[expert].float().T
+    return row if down_bias is None else row + down_bias[expert]
+
+
+def _reference(x: torch.Tensor, experts: Experts, choice: Choice, result: Result, batch_invariant: bool) -> None:
     weights, ids, expert_map = choice
     local = ids
     if expert_map is not None:
@@ -89,19 +100,18 @@ def _reference(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
         local = expert_map[ids.where(known, 0)].where(known, -1)
     y = x.new_zeros((*ids.shape, x.shape[1]), dtype=torch.float32)
     for expert in local.unique().tolist():
-        if 0 <= expert < len(w_down):
+        if 0 <= expert < len(experts.w_down):
             token, place = (local == expert).nonzero(as_tuple=True)
-            gate_up = x[token].float() @ w_gate_up[expert].float().T
-            if gate_up_bias is not None:
-                gate_up += gate_up_bias[expert]
-            row = gated_reference(gate_up, activation) @ w_down[expert].float().T
-            if down_bias is not None:
-                row += down_bias[expert]
+            compute = functools.partial(_one_expert, experts=experts, expert=expert)
+            if batch_invariant:
+                row = x.new_empty((len(token), x.shape[1]), dtype=torch.float32)
+                in_equal_parts(compute, x[token], row)
+            else:
+                row = compute(x[token])
             y[token, place] = row * weights[token, place, None]
     out = result.out
     out.copy_(torch.add(out.float(), y.sum(1), alpha=result.scale) if result.add else y.sum(1))
-    if result.norm_weight is not None:
-        rms_norm(out, result.norm_weight, result.norm_eps, weight_offset=result.norm_offset, out=result.normed)
+    normalise(result, batch_invariant)
 
 
 def _launch_products(x: torch.Tensor, experts: Experts, choice: Choice, config: tuning.Config) -> torch.Tensor:
@@ -127,14 +137,18 @@ def _launch_products(x: torch.Tensor, experts: Experts, choice: Choice, config: 
 
 
 @register_op(mutates=("out", "normed"), reference=_reference)
-def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result) -> None:
+def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result, batch_invariant: bool) -> None:
     weights, ids, expert_map = choice
     tokens, top_k = ids.shape
     if tokens == 0:
         return
     num_experts, n, _ = experts.w_down.shape
     num_ids = num_experts if expert_map is None else expert_map.shape[0]
-    config = tuning.get_config("fused_moe", x.device, default_config, **config_key(x, experts, top_k, num_ids))
+    key = config_key(x, experts, top_k, num_ids)
+    if batch_invariant:
+        config = invariant_config(**key)
+    else:
+        config = tuning.get_config("fused_moe", x.device, default_config, **key)
     if config["kernel"] == "direct":
         direct.launch(x, experts, choice, result)
     else:
@@ -155,13 +169,13 @@ def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
             num_warps=max(1, block // 256),
         )
     if config["kernel"] == "direct" or n > MAX_NORMED:
-        normalise(result)
+        normalise(result, batch_invariant)
 
 
-def normalise(result: Result) -> None:
+def normalise(result: Result, batch_invariant: bool = False) -> None:
     """The norm of what is written, if it is asked for, in a launch of its own."""
     if result.normed is not None:
-        norm = Norm(result.norm_weight, None, result.norm_eps, result.norm_offset)
+        norm = Norm(result.norm_weight, None, result.norm_eps, result.norm_offset, False, batch_invariant)
         OPS["norm"](result.out, None, result.normed, None, 1.0, *norm)
 
 
@@ -226,6 +240,7 @@ def fused_moe(
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum over each token's experts of ``(act(x @ gate.T) * (x @ up.T)) @ down.T``, biases included.
 
@@ -249,6 +264,7 @@ def fused_moe(
         scale: see ``residual``, without which it must be 1.
         norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
             ``norm_eps`` and ``norm_weight_offset`` are its.
+        batch_invariant: a token's bits depend on its own row, weights and experts alone, not on the other tokens.
 
     Returns:
         ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``; with ``norm_weight`` that and its norm. The same
@@ -264,7 +280,7 @@ def fused_moe(
     check_experts(x, experts, residual)
     _check_choice(x, choice)
     result = make_result(x, residual, scale, norm_weight, norm_eps, norm_weight_offset)
-    _fused_moe(x, *experts, *choice, *result)
+    _fused_moe(x, *experts, *choice, *result, batch_invariant)
     return result.out if result.normed is None else (result.out, result.normed)
 
 

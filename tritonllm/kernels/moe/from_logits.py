@@ -34,7 +34,7 @@ def _choose(
     weights = torch.empty((len(x), top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty_like(weights, dtype=torch.int32)
     OPS["moe_route"](logits, correction_bias, weights, ids, *rule)
-    OPS["fused_moe"](x, *experts, *Choice(weights, ids, None), *result)
+    OPS["fused_moe"](x, *experts, *Choice(weights, ids, None), *result, rule.batch_invariant)
 
 
 @register_op(mutates=("out", "normed"), reference=_choose)
@@ -50,7 +50,7 @@ def _moe_from_logits(
     tokens, num_experts = logits.shape
     if tokens == 0:
         return
-    if tokens == 1 and rule.num_groups == 1 and x.shape[1] <= MAX_HIDDEN:
+    if tokens == 1 and rule.num_groups == 1 and x.shape[1] <= MAX_HIDDEN and not rule.batch_invariant:
         key = config_key(x, experts, top_k, num_experts)
         if tuning.get_config("fused_moe", x.device, default_config, **key)["kernel"] == "direct":
             constants = routing_constants(num_experts, rule)
@@ -83,6 +83,7 @@ def moe_from_logits(
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`fused_moe` of the experts that :func:`moe_route` chooses; what is not listed here is as in those two.
 
@@ -102,7 +103,7 @@ def moe_from_logits(
     check_scaled(scale, residual)
     weights_of = elements("w_gate_up", w_gate_up), elements("w_down", w_down)
     experts = Experts(*weights_of, gate_up_bias, down_bias, activation)
-    rule = Rule(renormalize, scoring, num_groups, top_k_groups, routing_scale)
+    rule = Rule(renormalize, scoring, num_groups, top_k_groups, routing_scale, batch_invariant)
     check_experts(x, experts, residual)
     check_tensor("logits", logits, (len(x), len(experts.w_down)), like=x)
     check_routing(logits, top_k, correction_bias, rule)

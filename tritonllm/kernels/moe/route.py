@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dense import equal_parts
 from tritonllm.kernels.moe.arguments import Rule
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
@@ -144,7 +145,7 @@ def _moe_route_kernel(
 
 def routing_constants(experts: int, rule: Rule) -> tuple[bool | int, ...]:
     """What the kernels know of a routing when they are compiled, as they take it."""
-    renormalize, scoring, num_groups, top_k_groups, _ = rule
+    renormalize, scoring, num_groups, top_k_groups, _, _ = rule
     group_size = experts // num_groups
     lanes = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
     return (scoring == "softmax", renormalize, num_groups, group_size, top_k_groups, *lanes)
@@ -156,10 +157,11 @@ def default_route_config(experts: int, tokens: int) -> tuning.Config:
     return {"ROWS": rows, "num_warps": rows * max(1, min(8, experts // 512))}
 
 
-def _route_reference(
-    router_logits: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor, rule: Rule
-) -> None:
-    renormalize, scoring, num_groups, top_k_groups, scale = rule
+def _route(
+    router_logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts, ``[T, top_k]`` each."""
+    renormalize, scoring, num_groups, top_k_groups, scale, _ = rule
     logits = router_logits.float()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     choice = logits if bias is None else scores + bias.float()
@@ -171,12 +173,21 @@ def _route_reference(
         best = group_score.sort(dim=-1, descending=True, stable=True).indices[:, :top_k_groups]
         allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
         choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
-    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]]
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     picked = scores.gather(1, chosen)
     if renormalize:
         picked = picked / (picked.sum(dim=-1, keepdim=True) + 1e-20)
-    weights.copy_(picked * scale)
-    ids.copy_(chosen)
+    return picked * scale, chosen
+
+
+def _route_reference(
+    router_logits: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor, rule: Rule
+) -> None:
+    whole = [(slice(0, len(ids)), router_logits)]
+    for part, rows in equal_parts(router_logits) if rule.batch_invariant else whole:
+        found, chosen = _route(rows, bias, ids.shape[1], rule)
+        weights[part] = found[: part.stop - part.start]
+        ids[part] = chosen[: part.stop - part.start].to(ids.dtype)
 
 
 @register_op(mutates=("weights", "ids"), reference=_route_reference)
@@ -186,7 +197,11 @@ def _moe_route(
     tokens, experts = router_logits.shape
     if tokens == 0:
         return
-    config = tuning.get_config("moe_route", router_logits.device, default_route_config, experts=experts, tokens=tokens)
+    if rule.batch_invariant:  # one for any number of tokens: who adds up a row's scores follows from it
+        config = default_route_config(experts, 1)
+    else:
+        sizes = {"experts": experts, "tokens": tokens}
+        config = tuning.get_config("moe_route", router_logits.device, default_route_config, **sizes)
     programs = triton.cdiv(tokens, config["ROWS"])
     _moe_route_kernel[(programs,)](
         *(router_logits, bias, weights, ids, tokens, router_logits.stride(0), rule.routing_scale),
@@ -198,7 +213,7 @@ def _moe_route(
 
 
 def check_routing(logits: torch.Tensor, top_k: int, bias: torch.Tensor | None, rule: Rule) -> None:
-    _, scoring, groups, top_k_groups, _ = rule
+    _, scoring, groups, top_k_groups, _, _ = rule
     check_tensor("router_logits", logits, ("T", "E"))
     experts = logits.shape[1]
     require(scoring in ("softmax", "sigmoid"), f"scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
@@ -220,6 +235,7 @@ def moe_route(
     num_groups: int | None = None,
     top_k_groups: int | None = None,
     scale: float = 1.0,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the ``top_k`` experts of each token, best first, and their weights.
 
@@ -241,6 +257,7 @@ def moe_route(
         num_groups: divides ``E``; with ``top_k_groups``.
         top_k_groups: groups a token.
         scale: multiplies the weights (DeepSeek's routed scaling factor).
+        batch_invariant: a token's weights have the same bits whatever the number of tokens.
 
     Returns:
         ``(weights, ids)``: ``[T, top_k]`` float32 and int32.
@@ -250,7 +267,7 @@ def moe_route(
     """
     require((num_groups is None) == (top_k_groups is None), "num_groups and top_k_groups must be given together")
     groups = (1, 1) if num_groups is None or top_k_groups is None else (num_groups, top_k_groups)
-    rule = Rule(renormalize, scoring, *groups, scale)
+    rule = Rule(renormalize, scoring, *groups, scale, batch_invariant)
     check_routing(router_logits, top_k, bias, rule)
     weights = torch.empty((router_logits.shape[0], top_k), dtype=torch.float32, device=router_logits.device)
     ids = torch.empty_like(weights, dtype=torch.int32)

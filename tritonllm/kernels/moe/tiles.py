@@ -1,5 +1,7 @@
 """Mixture of experts: which kernels :func:`tritonllm.kernels.fused_moe` takes, and with what tiles."""
 
+from typing import Any
+
 import torch
 import triton
 
@@ -31,6 +33,17 @@ def portable_config(pairs: int, experts: int, n: int, i: int, itemsize: int, act
     if activation == "gelu" and block_m == 128:
         config["BLOCK_N"] = 128  # erf needs registers that the larger product has taken (sm_80)
     return config
+
+
+def invariant_config(
+    *, tokens: int, top_k: int, experts: int, n: int, i: int, itemsize: int, activation: str, arch: str
+) -> tuning.Config:
+    """For :func:`tritonllm.kernels.fused_moe` with ``batch_invariant``: the portable kernels at any size.
+
+    Their sums are one chain along K in every tile, as those of `kernels/dense/invariant.py`, so the tile may follow the
+    number of pairs. The direct kernels cut a sum among their threads. From no table, since an entry may name those.
+    """
+    return portable_config(tokens * top_k, experts, n, i, itemsize, activation)
 
 
 def sm90_config(pairs: int, experts: int) -> tuning.Config:
@@ -79,7 +92,7 @@ def default_config(
     return portable_config(pairs, experts, n, i, itemsize, activation)
 
 
-def config_key(x: torch.Tensor, experts: Experts, top_k: int, num_ids: int) -> dict[str, int | str]:
+def config_key(x: torch.Tensor, experts: Experts, top_k: int, num_ids: int) -> dict[str, Any]:
     """What a configuration depends on. ``num_ids``: experts here and elsewhere; those elsewhere take their share."""
     arch = "any"
     if chip.on_sm90(x.device):
