@@ -13,6 +13,7 @@ class ParallelConfig:
 
     Args:
         tensor_parallel_size: ranks among which heads and intermediate columns are dealt out, one on each GPU.
+        enable_expert_parallel: ranks have whole experts, each equally many of them, instead of a part of each.
         data_parallel_size: engines with the whole model each, on GPUs of their own, among which requests are dealt out
             (:class:`~tritonllm.LLM`, :class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
         distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank; with
@@ -24,6 +25,7 @@ class ParallelConfig:
     """
 
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     worker_timeout: float = 10.0
@@ -50,6 +52,7 @@ class ParallelConfig:
                 f"distributed_executor_backend='ray' places the ranks of one engine: leave out data_parallel_size="
                 f"{self.data_parallel_size}, and start so many servers"
             )
+        is_a("enable_expert_parallel", self.enable_expert_parallel, bool)
         is_a("disable_custom_all_reduce", self.disable_custom_all_reduce, bool)
         seconds = self.worker_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:

@@ -44,7 +44,6 @@ class VllmEngine:
     decode_context_parallel_size: Any = 1
     nnodes: Any = 1
     node_rank: Any = 0
-    enable_expert_parallel: Any = False
     enable_eplb: Any = False
     max_parallel_loading_workers: Any = None
     worker_use_ray: Any = False

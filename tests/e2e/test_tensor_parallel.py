@@ -79,6 +79,7 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 MECHANISMS = {  # family, ranks, and the engine's other arguments
     "experts with a shared one": ("qwen2_moe", 2, {}),
     "experts with biases, sinks and a window, key heads twice": ("gpt_oss", 4, {}),
+    "whole experts, with a shared MLP": ("glm4_moe", 2, {"enable_expert_parallel": True}),
     "windows, capped logits, norms on both sides": ("gemma2", 2, {"speculative_config": NGRAMS}),
     "one norm over all heads": ("olmo2", 2, {}),
     "linear biases": ("bloom", 4, {}),

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from support.tiny_configs import tiny_config
 
 from tritonllm.dist.group import share_of
+from tritonllm.layers.moe import MoESpec
 from tritonllm.models.families import spec_from_config, weight_map
-from tritonllm.models.shards import Once, Section, Split, cuts, local_shape, local_spec, splits
+from tritonllm.models.shards import Once, Section, Split, by_expert, cuts, local_shape, local_spec, splits
 from tritonllm.models.slots import parameter_shape
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -36,6 +37,42 @@ def test_vocabulary(rows, size):
     each = share_of(rows, size)
     assert each % 8 == 0 and each * size >= rows
     assert all(len(mine) == min(each, max(0, rows - rank * each)) for rank, mine in enumerate(held))
+
+
+@given(
+    family=st.sampled_from(["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "hunyuan_v1_moe"]),
+    each=st.integers(1, 3),
+    size=st.sampled_from([2, 4]),
+)
+def test_parts_of_whole_experts(family, each, size):
+    """Also of experts that are one tensor, transposed, whose gate and up alternate, with biases."""
+    names = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "glm4_moe": "n_routed_experts"}
+    count = names.get(family, "moe_num_experts" if family == "ernie4_5_moe" else "num_experts")
+    changes = {count: 4 * each * size}  # one family has four groups of them
+    whole = spec_of(family, **changes, num_attention_heads=4, num_key_value_heads=2)
+    spec = by_expert(whole)
+    check_parts(spec, size)
+    held = [[mlp.held for mlp in mixtures(local_spec(spec, rank, size))] for rank in range(size)]
+    for of_layer in zip(*held, strict=True):
+        assert [expert for mine in of_layer for expert in mine] == list(range(changes[count]))
+
+
+def mixtures(spec):
+    return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+
+
+def test_whole_experts_are_refused_where_there_are_none():
+    with pytest.raises(ValueError, match="enable_expert_parallel: LlamaForCausalLM has no experts"):
+        by_expert(spec_of("llama"))
+
+
+def test_experts_that_cannot_be_dealt_out_evenly():
+    spec = by_expert(spec_of("qwen3_moe", num_experts=6, moe_intermediate_size=25))
+    assert local_spec(spec, 1, 2).layers[0].mlp.held == range(3, 6)  # their size need not divide
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=4 must divide the number of experts, which is 6 in layer 0"
+    ):
+        local_spec(spec, 0, 4)
 
 
 def spec_of(family: str, **changes):

@@ -9,8 +9,12 @@ from safetensors.torch import load_file
 from support.checkpoints import edit, refused
 from support.tiny_models import load_decoder, tiny_config, write_checkpoint
 
+from tritonllm.dist.group import Group
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.families import spec_from_config
 from tritonllm.models.mxfp4 import dequantize_mxfp4
-from tritonllm.models.weights import hf_tensors
+from tritonllm.models.shards import by_expert
+from tritonllm.models.weights import hf_tensors, load_weights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -120,6 +124,24 @@ def test_mxfp4_experts(tmp_path, dtype):
     assert len(want) == 6
     for name, tensor in want.items():
         assert torch.equal(got[name], tensor)
+
+
+def test_mxfp4_experts_of_a_rank(tmp_path):
+    """Whole experts, and columns of all."""
+    write_checkpoint(tmp_path, tiny_config("gpt_oss", intermediate_size=96))
+    mxfp4_experts(tmp_path, torch.float32)
+    whole = dict(load_decoder(tmp_path).named_parameters())
+    spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()))
+    sizes = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 32, "group": Group(1, 2)}
+    for name, shards, axis, part in (
+        ("down", by_expert(spec), 0, slice(2, 4)),
+        ("gate_up", by_expert(spec), 0, slice(2, 4)),
+        ("down", spec, 2, slice(48, 96)),
+    ):
+        rank = Decoder(shards, **sizes)
+        load_weights(rank, tmp_path)
+        mine, all_of_it = dict(rank.named_parameters())[f"layers.1.mlp.{name}"], whole[f"layers.1.mlp.{name}"]
+        assert torch.equal(mine, all_of_it[(slice(None),) * axis + (part,)])
 
 
 def test_mxfp4_elsewhere(folder):

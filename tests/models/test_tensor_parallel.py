@@ -20,7 +20,7 @@ from tritonllm.dist.group import Group
 from tritonllm.models import checkpoint, weights
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
-from tritonllm.models.shards import Split, splits
+from tritonllm.models.shards import Split, by_expert, splits
 from tritonllm.models.tensor_files import read
 from tritonllm.models.weights import dummy_weights, load_weights
 
@@ -34,8 +34,9 @@ def logits_of(model: Decoder, tokens: list[int]) -> torch.Tensor:
     return torch.cat([first, *(runner.step([(sequence, [token])])[0] for token in tokens[-3:])])
 
 
-def load_rank(folder: Path, group: Group) -> Decoder:
+def load_rank(folder: Path, group: Group, *, whole_experts: bool = False) -> Decoder:
     spec = spec_from_config(checkpoint.read_config(folder))
+    spec = by_expert(spec) if whole_experts else spec
     length = spec.max_position_embeddings
     model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length, group=group)
     for parameter in model.parameters():
@@ -54,6 +55,30 @@ def test_ranks_compute_what_one_does(tmp_path, family):
         expected = logits_of(alone, tokens)
     for size in (2, 4):
         found = run_ranks(size, lambda group: logits_of(load_rank(tmp_path, group), tokens))
+        assert all(torch.equal(found[0], other) for other in found[1:])
+        assert relative_error(found[0], expected) < LIMIT
+
+
+EXPERTS = {  # of each family so many that 4 ranks have equally many
+    "mixtral": {},
+    "qwen2_moe": {"num_experts": 8},
+    "qwen3_moe": {},
+    "glm4_moe": {},
+    "ernie4_5_moe": {},
+    "hunyuan_v1_moe": {"num_experts": 8},
+    "gpt_oss": {},
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_ranks_with_whole_experts_compute_what_one_does(tmp_path, family):
+    write_checkpoint(tmp_path, tiny_config(family, **EXPERTS[family]), seed=1)
+    alone = load_decoder(tmp_path)
+    tokens = random_tokens(23, alone.spec.vocab_size, seed=2)
+    with torch.inference_mode():
+        expected = logits_of(alone, tokens)
+    for size in (2, 4):
+        found = run_ranks(size, lambda group: logits_of(load_rank(tmp_path, group, whole_experts=True), tokens))
         assert all(torch.equal(found[0], other) for other in found[1:])
         assert relative_error(found[0], expected) < LIMIT
 

@@ -65,6 +65,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "GPUs, or processes on the CPU, among which each layer is dealt out (default: 1)",
     },
+    "enable-expert-parallel": {
+        "action": "store_true",
+        "help": "those processes have whole experts, each some of them, instead of a part of every expert",
+    },
     "distributed-executor-backend": {
         "choices": EXECUTORS,
         "help": "who starts those processes (default: mp, this one), see docs/distributed.md",

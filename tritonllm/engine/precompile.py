@@ -26,6 +26,7 @@ from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, list_kernels
 from tritonllm.models.decoder import Decoder
+from tritonllm.models.shards import by_expert
 from tritonllm.models.spec import ModelSpec
 
 META = torch.device("meta")
@@ -59,6 +60,7 @@ def kernels_of(
     """
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
         group = Group(0, config.parallel.tensor_parallel_size)
+        spec = by_expert(spec) if config.parallel.enable_expert_parallel else spec
         models: list[Decoder] = [_without_repeats(spec, target, group, config.deterministic)]
         if draft is not None and config.speculative_config is not None:
             if config.speculative_config.method == "eagle":

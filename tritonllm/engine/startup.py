@@ -51,7 +51,7 @@ from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.invariance import check_invariance
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
-from tritonllm.models.shards import check
+from tritonllm.models.shards import by_expert, check
 from tritonllm.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -220,6 +220,7 @@ def read_origin(config: EngineConfig) -> Origin:
             "it at 1"
         )
     if isinstance(spec, ModelSpec):
+        spec = by_expert(spec) if config.parallel.enable_expert_parallel else spec
         check(spec, size)
     if config.deterministic:
         check_invariance(spec, size)

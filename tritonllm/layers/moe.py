@@ -37,6 +37,8 @@ class MoESpec:
         scale: multiplies the weights.
         shared: an MLP that every token goes through as well.
         shared_gate: a sigmoid of one more projection multiplies the shared MLP's output (Qwen2-MoE).
+        by_expert: several ranks have whole experts, each some of them, instead of a part of every expert.
+        held: the experts that are here; ``None`` for all.
     """
 
     num_experts: int
@@ -54,6 +56,8 @@ class MoESpec:
     scale: float = 1.0
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    by_expert: bool = False
+    held: range | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in EXPERT_ACTIVATIONS:
@@ -76,10 +80,22 @@ class Routed(NamedTuple):
     logits: torch.Tensor
 
 
+def _places(experts: int, held: range) -> torch.Tensor:
+    """``[experts]`` int32: where each expert lies among those that are held, or -1."""
+    places = torch.full((experts,), -1, dtype=torch.int32)
+    places[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
+    return places
+
+
 class MoE(nn.Module):
-    """Routing, the experts' two grouped products, and the shared MLP."""
+    """Routing, the experts' two grouped products, and the shared MLP.
+
+    A rank that holds some of the experts routes every token, and computes those pairs (token, expert) whose expert is
+    here: a part of the sum.
+    """
 
     batch_invariant = False
+    expert_map: torch.Tensor | None
 
     def __init__(self, hidden_size: int, spec: MoESpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -87,12 +103,15 @@ class MoE(nn.Module):
         experts, inner = spec.num_experts, spec.intermediate_size
         exact = torch.float32 if spec.router_float32 else dtype
         self.router = Linear(hidden_size, experts, bias=spec.router_bias, dtype=exact, device=device)
-        self.gate_up = empty_parameter(experts, 2 * inner, hidden_size, dtype=dtype, device=device)
-        self.down = empty_parameter(experts, hidden_size, inner, dtype=dtype, device=device)
+        here = experts if spec.held is None else len(spec.held)
+        self.gate_up = empty_parameter(here, 2 * inner, hidden_size, dtype=dtype, device=device)
+        self.down = empty_parameter(here, hidden_size, inner, dtype=dtype, device=device)
+        places = None if spec.held is None else _places(experts, spec.held).to(device)
+        self.register_buffer("expert_map", places, persistent=False)
         self.gate_up_bias = self.down_bias = self.correction_bias = self.shared = self.shared_gate = None
         if spec.bias:
-            self.gate_up_bias = empty_parameter(experts, 2 * inner, dtype=dtype, device=device)
-            self.down_bias = empty_parameter(experts, hidden_size, dtype=dtype, device=device)
+            self.gate_up_bias = empty_parameter(here, 2 * inner, dtype=dtype, device=device)
+            self.down_bias = empty_parameter(here, hidden_size, dtype=dtype, device=device)
         if spec.correction_bias:
             # near 30 in trained models, with differences that bfloat16 would round away
             self.correction_bias = empty_parameter(experts, dtype=torch.float32, device=device)
@@ -155,6 +174,7 @@ class MoE(nn.Module):
             activation=spec.activation,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
+            expert_map=self.expert_map,
             residual=residual,
             scale=scale,
             batch_invariant=self.batch_invariant,

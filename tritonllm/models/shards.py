@@ -7,7 +7,8 @@ It is said once, of the decoder's own parameters, so it holds for every family a
 - **rows**: the projections back (``o``, ``down``) are cut along their input, so a rank computes an addend of the
   result. Their biases are rank 0's alone.
 - **heads with replication**: with more ranks than key heads, the ranks that share one each have a copy of it.
-- **experts**: each rank has a part of the intermediate columns of all of them.
+- **experts**: each rank has a part of the intermediate columns of all of them; or, by :func:`by_expert`, equally many
+  whole experts (Lepikhin et al., "GShard", 2020). Either way a rank routes every token and computes an addend.
 - **vocabulary**: the output projection is cut by rows. The embedding table is whole everywhere: a lookup then needs no
   sum over the ranks and stays exact, for a table's share of memory (1 GB of Llama-3.1-8B's 16). A table that is also
   the output projection is whole, too, and each rank multiplies by its rows of it.
@@ -17,6 +18,7 @@ The rest (norms, routers, positions) is whole on every rank. After Shoeybi et al
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -116,10 +118,31 @@ def check(spec: ModelSpec, size: int) -> None:
             )
 
 
+def by_expert(spec: ModelSpec) -> ModelSpec:
+    """The same model, whose experts are dealt out whole (``enable_expert_parallel``).
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
+        raise ValueError(f"enable_expert_parallel: {spec.architecture} has no experts: leave it out")
+    return dataclasses.replace(spec, layers=tuple(map(_by_expert, spec.layers)))
+
+
+def _by_expert(layer: LayerSpec) -> LayerSpec:
+    mlp = layer.mlp
+    return (
+        dataclasses.replace(layer, mlp=dataclasses.replace(mlp, by_expert=True)) if isinstance(mlp, MoESpec) else layer
+    )
+
+
 def _uneven(layer: LayerSpec, size: int) -> str | None:
     """What of a layer cannot be dealt out to so many ranks."""
     attention, mlp = layer.attention, layer.mlp
-    widths = [mlp.intermediate_size]
+    dealt_out = isinstance(mlp, MoESpec) and mlp.by_expert
+    if isinstance(mlp, MoESpec) and dealt_out and mlp.num_experts % size:
+        return f"the number of experts, which is {mlp.num_experts}"
+    widths = [] if dealt_out else [mlp.intermediate_size]
     if isinstance(mlp, MoESpec) and mlp.shared is not None:
         widths.append(mlp.shared.intermediate_size)
     if attention.num_heads % size:
@@ -155,8 +178,11 @@ def _local_layer(layer: LayerSpec, rank: int, size: int) -> LayerSpec:
     if isinstance(mlp, MLPSpec):
         return LayerSpec(attention=attention, mlp=_narrow(mlp, size))
     shared = None if mlp.shared is None else _narrow(mlp.shared, size)
-    experts = dataclasses.replace(mlp, intermediate_size=mlp.intermediate_size // size, shared=shared)
-    return LayerSpec(attention=attention, mlp=experts)
+    if mlp.by_expert:
+        part: dict[str, Any] = {"held": Section(mlp.num_experts).of(rank, size)}
+    else:
+        part = {"intermediate_size": mlp.intermediate_size // size}
+    return LayerSpec(attention=attention, mlp=dataclasses.replace(mlp, shared=shared, **part))
 
 
 def _narrow(mlp: MLPSpec, size: int) -> MLPSpec:
@@ -192,12 +218,12 @@ def _of_layer(layer: LayerSpec) -> dict[str, Split | Once]:
     if isinstance(mlp, MLPSpec):
         return found | _of_mlp(mlp, "mlp")
     inner = Section(mlp.intermediate_size)
-    found |= {
-        "mlp.gate_up": Split(1, (inner, inner)),
-        "mlp.gate_up_bias": Split(1, (inner, inner)),
-        "mlp.down": Split(2, (inner,)),
-        "mlp.down_bias": Once(),
-    }
+    names = ("mlp.gate_up", "mlp.gate_up_bias", "mlp.down", "mlp.down_bias")
+    if mlp.by_expert:
+        found |= dict.fromkeys(names, Split(0, (Section(mlp.num_experts),)))
+    else:
+        stacked = Split(1, (inner, inner))
+        found |= dict(zip(names, (stacked, stacked, Split(2, (inner,)), Once()), strict=True))
     return found if mlp.shared is None else found | _of_mlp(mlp.shared, "mlp.shared")
 
 

@@ -302,7 +302,11 @@ def _write(cut: Cut, parameter: torch.Tensor, tensor: torch.Tensor | PackedExper
     if isinstance(tensor, torch.Tensor):
         cut.slot.write(parameter, tensor)
         return
-    of_one = None if cut.part is None else (cut.part[0] - 1, *cut.part[1:])
-    for i in range(len(tensor)):
-        one = Cut(cut.slot.of_expert(i), of_one)
+    experts, of_one = range(len(tensor)), None
+    if cut.part is not None and cut.part[0] == 0:
+        experts = range(*cut.part[1:])
+    elif cut.part is not None:
+        of_one = (cut.part[0] - 1, *cut.part[1:])
+    for place, i in enumerate(experts):
+        one = Cut(cut.slot.of_expert(place), of_one)
         one.slot.write(parameter, one.of(tensor.expert(i, parameter.dtype, parameter.device)))

@@ -78,6 +78,34 @@ def test_matches_reference(
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_ranks_with_whole_experts_add_up(device, tokens, direct):
+    """Each computes the pairs of its experts, of logits of all of them; some tokens have none there."""
+    x, logits, w_gate_up, w_down = problem(tokens, 6, 24, 16, torch.float32, device)
+    bias = torch.randn(6, 24, device=device)
+    with kernels(direct):
+        whole = moe_from_logits(x, logits, w_gate_up, w_down, 2, down_bias=bias)
+        total = torch.zeros_like(whole)
+        for held in (range(1), range(1, 4), range(4, 6)):
+            places = torch.full((6,), -1, dtype=torch.int32)
+            places[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
+            here = slice(held.start, held.stop)
+            given = x, logits, w_gate_up[here], w_down[here], 2
+            total += moe_from_logits(*given, down_bias=bias[here], expert_map=places.to(device))
+    assert_close(total, whole)
+
+
+def test_an_expert_map_is_of_the_logits(device):
+    x, logits, w_gate_up, w_down = problem(2, 4, 16, 16, torch.float32, device)
+    for places, message in (
+        (torch.zeros(3, dtype=torch.int32, device=device), "logits must have shape"),
+        (torch.zeros(4, dtype=torch.int64, device=device), "expert_map must be torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moe_from_logits(x, logits, w_gate_up[:2], w_down[:2], 2, expert_map=places)
+
+
 @settings(max_examples=30)
 @given(
     tokens=st.sampled_from([0, 1, 2, 5]),
@@ -157,7 +185,7 @@ def test_operator(device):
     op = torch.ops.tritonllm.moe_from_logits.default
     rule, experts = (True, "softmax", 1, 1, 1.0, False), (*experts, None, None, "silu")
     for norm in ((None, None), (torch.empty(2, 16, device=device), torch.rand(16, device=device))):
-        torch.library.opcheck(op, (x, logits, None, 2, *rule, *experts, out, True, 1.0, *norm, 1e-6, 0.0))
+        torch.library.opcheck(op, (x, logits, None, None, 2, *rule, *experts, out, True, 1.0, *norm, 1e-6, 0.0))
 
 
 @pytest.mark.gpu

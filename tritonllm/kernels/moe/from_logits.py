@@ -25,6 +25,7 @@ def _choose(
     x: torch.Tensor,
     logits: torch.Tensor,
     correction_bias: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
     top_k: int,
     rule: Rule,
     experts: Experts,
@@ -34,7 +35,7 @@ def _choose(
     weights = torch.empty((len(x), top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty_like(weights, dtype=torch.int32)
     OPS["moe_route"](logits, correction_bias, weights, ids, *rule)
-    OPS["fused_moe"](x, *experts, *Choice(weights, ids, None), *result, rule.batch_invariant)
+    OPS["fused_moe"](x, *experts, *Choice(weights, ids, expert_map), *result, rule.batch_invariant)
 
 
 @register_op(mutates=("out", "normed"), reference=_choose)
@@ -42,6 +43,7 @@ def _moe_from_logits(
     x: torch.Tensor,
     logits: torch.Tensor,
     correction_bias: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
     top_k: int,
     rule: Rule,
     experts: Experts,
@@ -50,7 +52,8 @@ def _moe_from_logits(
     tokens, num_experts = logits.shape
     if tokens == 0:
         return
-    if tokens == 1 and rule.num_groups == 1 and x.shape[1] <= MAX_HIDDEN and not rule.batch_invariant:
+    chooses_itself = rule.num_groups == 1 and expert_map is None and not rule.batch_invariant
+    if tokens == 1 and chooses_itself and x.shape[1] <= MAX_HIDDEN:
         key = config_key(x, experts, top_k, num_experts)
         if tuning.get_config("fused_moe", x.device, default_config, **key)["kernel"] == "direct":
             constants = routing_constants(num_experts, rule)
@@ -59,7 +62,7 @@ def _moe_from_logits(
             )
             normalise(result)
             return
-    _choose(x, logits, correction_bias, top_k, rule, experts, result)
+    _choose(x, logits, correction_bias, expert_map, top_k, rule, experts, result)
 
 
 def moe_from_logits(
@@ -78,6 +81,7 @@ def moe_from_logits(
     activation: str = "silu",
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
     norm_weight: torch.Tensor | None = None,
@@ -105,10 +109,12 @@ def moe_from_logits(
     experts = Experts(*weights_of, gate_up_bias, down_bias, activation)
     rule = Rule(renormalize, scoring, num_groups, top_k_groups, routing_scale, batch_invariant)
     check_experts(x, experts, residual)
-    check_tensor("logits", logits, (len(x), len(experts.w_down)), like=x)
+    check_tensor("logits", logits, (len(x), len(experts.w_down if expert_map is None else expert_map)), like=x)
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map, ("experts",), dtype=torch.int32, like=x)
     check_routing(logits, top_k, correction_bias, rule)
     result = make_result(x, residual, scale, norm_weight, norm_eps, norm_weight_offset)
-    _moe_from_logits(x, logits, correction_bias, top_k, *rule, *experts, *result)
+    _moe_from_logits(x, logits, correction_bias, expert_map, top_k, *rule, *experts, *result)
     return result.out if result.normed is None else (result.out, result.normed)
 
 
