@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tritonllm.kernels import apply_activation, linear
 from tritonllm.kernels.dense.arguments import Fused, Operands
-from tritonllm.kernels.dense.cpu import in_equal_parts, pack_weight, product
+from tritonllm.kernels.dense.cpu import pack_weight, product, row_by_row
 from tritonllm.kernels.dense.invariant import multiply_invariantly
 from tritonllm.kernels.dense.linear import linear_workspace_size, multiply
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
@@ -34,7 +34,7 @@ def _invariant_product(
     """``x[T, in] @ of.T + bias`` -> ``[T, columns]`` of which no row depends on another."""
     out = torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
     if runs_in_torch(x):
-        in_equal_parts(lambda rows: product(rows, of, bias), x, out)
+        row_by_row(lambda rows: product(rows, of, bias), x, out)
         return out
     return multiply_invariantly(x, elements("weight", of), bias, out)
 
@@ -142,7 +142,7 @@ class Linear(nn.Module):
             return _activated(product(rows, self.operand, self.bias), activation, gated, None, 1.0)
 
         y = x.new_empty(x.shape[0], self._columns // 2 if gated else self._columns)
-        in_equal_parts(block, x, y)
+        row_by_row(block, x, y)
         return y if residual is None else residual.add_(y, alpha=scale)
 
     def _on_cpu(

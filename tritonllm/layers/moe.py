@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tritonllm.kernels import Weight, moe_from_logits, moe_logits
-from tritonllm.kernels.dense import in_equal_parts
+from tritonllm.kernels.dense import row_by_row
 from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.norm import BlockInput, Norm
@@ -191,7 +191,7 @@ class MoE(nn.Module):
         else:
             gate = self.shared_gate(rows)
             if self.batch_invariant and gate.is_cpu:  # torch has two exponentials: one for the end of a tensor
-                in_equal_parts(torch.sigmoid, gate, gate)
+                row_by_row(torch.sigmoid, gate, gate)
             else:
                 gate = gate.sigmoid()
             out.add_(part.alone() * gate, alpha=scale)

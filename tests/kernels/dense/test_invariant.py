@@ -36,6 +36,16 @@ def test_matches_reference(device, m, n, k, dtype, out_dtype, std, bias, padding
     assert_close(out, expected, dtype)
 
 
+@pytest.mark.parametrize("k", [31, 64, 100])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_reference_keeps_rows_apart(device, dtype, k):
+    """Of 16 rows at once the same row had other bits at other places, where rows are of odd length."""
+    x, weight = make(device, 40, 8, k, dtype)
+    whole = batch_invariant_linear_ref(x, weight)
+    for first, end in ((0, 1), (39, 40), (3, 20), (17, 34), (5, 40)):
+        assert torch.equal(batch_invariant_linear_ref(x[first:end], weight), whole[first:end])
+
+
 @pytest.mark.gpu  # the interpreter multiplies with numpy, whose rows depend on their place
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_has_the_same_bits_among_any_others(device, dtype):

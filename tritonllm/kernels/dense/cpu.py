@@ -54,21 +54,18 @@ def product(x: torch.Tensor, of: Weight, bias: torch.Tensor | None = None) -> to
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
-PART = 16  # rows of a product whose rows are not to depend on one another
+def rows_apart(x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Each row of ``x`` by itself, ``[1, K]``, and where it lies.
 
-
-def equal_parts(x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """``PART`` rows of ``x`` at a time, with zeros behind the last, and where they lie.
-
-    A library's product chooses how it sums by the number of rows. With as many rows each time it sums each row alike:
-    tests/e2e/test_deterministic.py looks whether that is so.
+    A library's product chooses how it sums by the number of rows, by a row's place among them and by where its memory
+    begins (of 16 rows of 31 elements, the same row had four results). A row alone, copied to memory of its own, is
+    always summed alike: tests/e2e/test_deterministic.py looks whether that is so.
     """
-    for first in range(0, len(x), PART):
-        rows = x[first : first + PART]
-        yield slice(first, first + len(rows)), F.pad(rows, (0, 0, 0, PART - len(rows)))
+    for i in range(len(x)):
+        yield slice(i, i + 1), x[i : i + 1].clone()
 
 
-def in_equal_parts(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> None:
-    """``multiply(x)`` into ``out``, always ``PART`` rows at a time (:func:`equal_parts`)."""
-    for part, rows in equal_parts(x):
-        out[part] = multiply(rows)[: part.stop - part.start]
+def row_by_row(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> None:
+    """``compute(x)`` into ``out``, so that no row depends on another (:func:`rows_apart`)."""
+    for place, row in rows_apart(x):
+        out[place] = compute(row)

@@ -122,10 +122,10 @@ def default_config(m: int, n: int, k: int, itemsize: int, arch: str) -> tuning.C
 
 
 def _reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """On the CPU too a row's bits are its own: a product always has as many rows (:func:`cpu.in_equal_parts`)."""
+    """On the CPU too a row's bits are its own (:func:`cpu.row_by_row`)."""
     wide = weight.float()
     exact = None if bias is None else bias.float()
-    cpu.in_equal_parts(lambda rows: torch.nn.functional.linear(rows.float(), wide, exact), x, out)
+    cpu.row_by_row(lambda rows: torch.nn.functional.linear(rows.float(), wide, exact), x, out)
 
 
 def _boxes(t: torch.Tensor, rows: int, columns: int) -> Any:

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense import Weight, elements, in_equal_parts
+from tritonllm.kernels.dense import Weight, elements, row_by_row
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, Norm, check_affine, gated_reference
 from tritonllm.kernels.moe.arguments import Choice, Experts, Result
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
@@ -105,7 +105,7 @@ def _reference(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
             compute = functools.partial(_one_expert, experts=experts, expert=expert)
             if batch_invariant:
                 row = x.new_empty((len(token), x.shape[1]), dtype=torch.float32)
-                in_equal_parts(compute, x[token], row)
+                row_by_row(compute, x[token], row)
             else:
                 row = compute(x[token])
             y[token, place] = row * weights[token, place, None]

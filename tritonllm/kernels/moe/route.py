@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dense import equal_parts
+from tritonllm.kernels.dense import rows_apart
 from tritonllm.kernels.moe.arguments import Rule
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
@@ -177,17 +177,15 @@ def _route(
     picked = scores.gather(1, chosen)
     if renormalize:
         picked = picked / (picked.sum(dim=-1, keepdim=True) + 1e-20)
-    return picked * scale, chosen
+    return picked * scale, chosen.int()
 
 
 def _route_reference(
     router_logits: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor, rule: Rule
 ) -> None:
     whole = [(slice(0, len(ids)), router_logits)]
-    for part, rows in equal_parts(router_logits) if rule.batch_invariant else whole:
-        found, chosen = _route(rows, bias, ids.shape[1], rule)
-        weights[part] = found[: part.stop - part.start]
-        ids[part] = chosen[: part.stop - part.start].to(ids.dtype)
+    for part, rows in rows_apart(router_logits) if rule.batch_invariant else whole:
+        weights[part], ids[part] = _route(rows, bias, ids.shape[1], rule)
 
 
 @register_op(mutates=("weights", "ids"), reference=_route_reference)
