@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from support.engines import greedy, token_ids
+from support.mechanism_configs import MECHANISMS
 from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
 
@@ -60,6 +61,15 @@ def test_tokens_are_those_of_one_gpu(folder, expected, options):
     assert stats.compilations_after_ready == 0
     assert stats.num_free_blocks == stats.num_blocks
     assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
+
+
+def test_whole_experts(tmp_path):
+    """Two layers of Qwen3-30B-A3B's shape: 64 of its 128 experts on each GPU."""
+    (tmp_path / "config.json").write_text(json.dumps(MECHANISMS["qwen3-30b-a3b (128 experts, q/k norm)"]))
+    alone = token_ids(make(str(tmp_path)).generate(PROMPTS, KINDS * 2, use_tqdm=False))
+    llm = make(str(tmp_path), tensor_parallel_size=2, enable_expert_parallel=True)
+    assert token_ids(llm.generate(PROMPTS, KINDS * 2, use_tqdm=False)) == alone
+    assert llm.engine.stats.compilations_after_ready == 0
 
 
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "silent")])
