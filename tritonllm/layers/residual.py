@@ -53,10 +53,17 @@ class Stream:
         scale: multiplies what is added (Granite, MiniCPM).
         becomes_normed: a norm's result is the stream from there on (the original transformer).
         group: the ranks whose parts add up to a block's result; each has the whole stream.
+        given: the first block's input, where that is not a norm of the stream (``NormBy.BEFORE``).
     """
 
     def __init__(
-        self, rows: torch.Tensor, *, scale: float = 1.0, becomes_normed: bool = False, group: Group = ALONE
+        self,
+        rows: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        becomes_normed: bool = False,
+        group: Group = ALONE,
+        given: BlockInput | None = None,
     ) -> None:
         self.rows = rows
         self._group = group
@@ -64,7 +71,7 @@ class Stream:
         self._becomes_normed = becomes_normed
         self._addend: torch.Tensor | None = None  # a result to be added, or this rank's part of it
         self._partial = False  # it is a part
-        self._input: BlockInput | None = None  # the next block's, as far as it is computed
+        self._input = given  # the next block's, as far as it is computed
 
     def enter(self, norm: Norm | None, by: NormBy) -> BlockInput:
         """The input of a block that begins with ``norm`` (``None``: with the stream itself), which ``by`` computes."""
@@ -119,6 +126,8 @@ class Stream:
 
     def settled(self) -> torch.Tensor:
         """``[T, hidden]``, a new tensor: the stream with what is pending added, and nothing changed.
+
+        It is right between two blocks under every plan: what has begun or computed a norm has added before.
 
         Raises:
             ValueError: what is pending is a rank's part of a sum.

@@ -106,7 +106,7 @@ class _DecoderParts:
             attention.attend = in_place_of_attention(layer)
 
         def step(plan: Any, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-            return model.run(plan, ids, positions, no_batch, no_cache, rows)
+            return model.run(plan, model.begin(ids, positions), positions, no_batch, no_cache, rows)[0]
 
         return step
 

@@ -203,8 +203,31 @@ class Decoder(nn.Module):
         Raises:
             ValueError: another number of caches than of layers.
         """
+        return self.forward_with_states(input_ids, positions, metadata, kv_cache, (), rows)[0]
+
+    def forward_with_states(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: Sequence[KVCacheView],
+        before: Sequence[int],
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """As :meth:`forward`, and states between the layers, which an EAGLE-3 head reads.
+
+        Args:
+            before: layers, of 0 to ``num_layers - 1``; more than one of the same number is allowed.
+
+        Returns:
+            What :meth:`forward` does, and for each of ``before`` the residual stream with which this layer begins: new
+            tensors ``[T, hidden]`` in the model's dtype, of all tokens. In a :meth:`rehearsal` they are of any layer.
+
+        Raises:
+            ValueError: another number of caches than of layers, or a layer that is not there.
+        """
         plan = self.plan(len(positions), None if rows is None else len(rows), positions.device)
-        return self.run(plan, input_ids, positions, metadata, kv_cache, rows)
+        return self.run(plan, self.begin(input_ids, positions), positions, metadata, kv_cache, rows, before)
 
     def plan(self, tokens: int, rows: int | None, device: torch.device) -> FusionPlan:
         """What decides by a step's size which operations it launches. Arguments as in :meth:`forward`."""
@@ -213,28 +236,45 @@ class Decoder(nn.Module):
     def run(
         self,
         plan: FusionPlan,
-        input_ids: torch.Tensor,
+        stream: Stream,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_cache: Sequence[KVCacheView],
         rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """:meth:`forward` by a plan."""
+        before: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """:meth:`forward_with_states` by a plan, from where a stream begins."""
         if len(kv_cache) != self.spec.num_layers:
             raise ValueError(
                 f"kv_cache must have one view for each of {self.spec.num_layers} layers, got {len(kv_cache)}"
             )
-        stream = Stream(
+        before = self._readable(before)
+        states: dict[int, torch.Tensor] = {}
+        for place, after, how in zip(self._running, [*self._running[1:], None], plan.layers, strict=True):
+            wanted, following = (rows, None) if after is None else (None, self.layers[after].attention_norm)
+            table = self._tables[self._table_of_layer[place]]
+            if place in before:
+                states[place] = stream.settled()
+            self.layers[place](stream, how, positions, table, metadata, kv_cache[place], wanted, following)
+        return stream.enter(self.norm, plan.last_norm).rows, [states[place] for place in before]
+
+    def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Stream:
+        """The residual stream with which a step begins. Arguments as in :meth:`forward`."""
+        return Stream(
             self._embed(input_ids, positions),
             scale=self.spec.residual_multiplier,
             becomes_normed=self.spec.norm_position == "stream",
             group=self.group,
         )
-        for place, after, how in zip(self._running, [*self._running[1:], None], plan.layers, strict=True):
-            wanted, following = (rows, None) if after is None else (None, self.layers[after].attention_norm)
-            table = self._tables[self._table_of_layer[place]]
-            self.layers[place](stream, how, positions, table, metadata, kv_cache[place], wanted, following)
-        return stream.enter(self.norm, plan.last_norm).rows
+
+    def _readable(self, before: Sequence[int]) -> Sequence[int]:
+        """Where :meth:`run` reads its stream: a rehearsal has few layers, and one is as good as another."""
+        if self._running != range(self.spec.num_layers):
+            return [self._running[-1]] * len(before)
+        for place in before:
+            if place not in self._running:
+                raise ValueError(f"before must be layers of 0 to {self.spec.num_layers - 1}, got {place}")
+        return before
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch
 
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.residual import Stream
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config, weight_map
@@ -67,10 +68,8 @@ class EagleHead(Decoder):
         """As :meth:`Decoder.forward`, with ``features[T, hidden]`` of the place before each token."""
         x = self.fc(torch.cat([self.embed(input_ids), features], -1))
         plan = self.plan(len(positions), None if rows is None else len(rows), positions.device)
-        return self.run(plan, x, positions, metadata, kv_cache, rows)
-
-    def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return input_ids  # :meth:`compute` has done it: these are rows
+        stream = Stream(x, scale=self.spec.residual_multiplier)
+        return self.run(plan, stream, positions, metadata, kv_cache, rows)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The large model's."""
