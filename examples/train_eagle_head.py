@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.demo import model_path
-from tritonllm.models.eagle import write_eagle_head
+from tritonllm.models.eagle_files import write_eagle_head
 
 ROWS, LENGTH, RATE = 4, 128, 4e-3
 PROMPTS = ["There was a fox named", "Once upon a time", "One night a terrible storm", "What is 12 + 30?"]

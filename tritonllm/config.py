@@ -15,6 +15,7 @@ from tritonllm.kv_transfer_config import KVTransferConfig as KVTransferConfig
 from tritonllm.parallel_config import EXECUTORS as EXECUTORS
 from tritonllm.parallel_config import ParallelConfig as ParallelConfig
 from tritonllm.pooling_params import PoolerConfig
+from tritonllm.speculative_config import OF_HEADS
 from tritonllm.speculative_config import SpeculativeConfig as SpeculativeConfig
 from tritonllm.vllm_arguments import translate
 
@@ -308,10 +309,16 @@ class EngineConfig:
             raise ValueError("kv_transfer_config needs enable_prefix_caching, which names the blocks: leave that on")
 
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
-        if speculative.method == "eagle" and self.parallel.tensor_parallel_size > 1:
+        method = speculative.method
+        if method in OF_HEADS and self.parallel.tensor_parallel_size > 1:
             raise ValueError(
-                "speculative_config: method='eagle' runs on one GPU so far: leave tensor_parallel_size out, or take "
-                "method='draft_model'"
+                f"speculative_config: method={method!r} runs on one GPU so far: leave tensor_parallel_size out, or "
+                "take method='draft_model'"
+            )
+        if method == "eagle3" and self.compilation_config.mode:
+            raise ValueError(
+                "compilation_config: a model that torch.compile has compiled does not give the states between its "
+                "layers, which method='eagle3' reads: leave it off"
             )
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens

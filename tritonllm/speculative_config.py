@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from tritonllm.config_checks import at_least, is_a, names_code
 
-OF_MODELS = ("draft_model", "eagle")
+OF_HEADS = ("eagle", "eagle3")
+OF_MODELS = ("draft_model", *OF_HEADS)
 METHODS = ("ngram", "suffix", *OF_MODELS)
 DRAFTS = 4  # of a model that is named without a number
 MOST_DRAFTS, MOST_LOOKUP = 31, 32  # tokens that one launch verifies of a sequence, and that it compares
@@ -23,9 +24,9 @@ class SpeculativeConfig:
         method: ``ngram`` looks for an earlier occurrence of a sequence's last tokens, and guesses what followed it;
             ``suffix`` looks in the outputs of past requests, too, and guesses more the longer what it found is;
             ``draft_model`` asks a second, smaller model of the same vocabulary, ``eagle`` a head that was trained to go
-            on from this model's hidden states; ``"module:name"`` makes a drafter of your own
-            (:class:`tritonllm.engine.drafters.Drafter`).
-        model: of ``draft_model`` and ``eagle``: a folder in Hugging Face format, or a hub id.
+            on from this model's hidden states, ``eagle3`` one that goes on from the states between its layers;
+            ``"module:name"`` makes a drafter of your own (:class:`tritonllm.engine.drafters.Drafter`).
+        model: of ``draft_model``, ``eagle`` and ``eagle3``: a folder in Hugging Face format, or a hub id.
         revision: branch, tag or commit of that hub id.
         num_speculative_tokens: guesses of a sequence in a step, at most 31.
         prompt_lookup_min, prompt_lookup_max: tokens that must have occurred, and that are compared, at most 32. Without
@@ -84,7 +85,7 @@ class SpeculativeConfig:
                 )
         elif self.model is not None or self.revision is not None:
             raise ValueError(
-                f"{name}model and revision are for methods {' and '.join(OF_MODELS)}, got method={self.method!r}"
+                f"{name}model and revision are for methods {', '.join(OF_MODELS)}, got method={self.method!r}"
             )
 
     @property

@@ -3,53 +3,36 @@
 import json
 from functools import cache
 from pathlib import Path
-from shutil import copytree
 from tempfile import mkdtemp
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from support.eagle_heads import (
+    COURSES,
+    ENGINES,
+    FAMILIES,
+    KINDS,
+    PROMPTS,
+    certain_model,
+    check_drafts,
+    head_config,
+    layer_tensors,
+    texts,
+    with_head,
+)
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
-from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel
 
-from tritonllm import SamplingParams
 from tritonllm.models.checkpoint import read_config
-from tritonllm.models.eagle import write_eagle_head
-
-FAMILIES = ["llama", "gemma2", "gpt2", "qwen3_moe"]
-PROMPTS = [[3, 4, 5, 6, 7, 8] * 3, [9], list(range(3, 40)), [5, 5, 5, 5], random_tokens(30, VOCAB_SIZE, seed=1)]
-STEP = 7  # from a token to the one that follows it, in a model of one text
-KINDS = [
-    greedy(24),
-    SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True, logprobs=1),
-    SamplingParams(temperature=1.0, seed=6, top_p=0.9, max_tokens=20, frequency_penalty=0.5),
-    SamplingParams(temperature=0.7, seed=7, max_tokens=17, stop=["e"]),
-    SamplingParams(temperature=0.9, seed=8, n=3, max_tokens=11, ignore_eos=True),
-]
-
-
-def head_config(folder, **changes):
-    hidden = (
-        read_config(folder)["hidden_size"] if "hidden_size" in read_config(folder) else read_config(folder)["n_embd"]
-    )
-    sizes = {"hidden_size": hidden, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 16, "num_hidden_layers": 1}
-    limits = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
-    return {**config, **sizes, **limits, "hidden_act": "silu", **changes}
+from tritonllm.models.eagle_files import write_eagle_head
 
 
 def head_tensors(config, scale=0.3, seed=0):
     """Under published names."""
-    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
-    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    shapes = {f"layers.0.self_attn.{n}.weight": s for n, s in attention.items()}
-    shapes |= {f"layers.0.mlp.{n}.weight": s for n, s in mlp.items()}
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    hidden, generator = config["hidden_size"], torch.Generator().manual_seed(seed)
+    tensors = layer_tensors(config, generator, scale)
     tensors["layers.0.post_attention_layernorm.weight"] = 1 + 0.2 * torch.randn(hidden, generator=generator)
     tensors["fc.weight"] = scale * torch.randn(hidden, 2 * hidden, generator=generator)
     return tensors
@@ -67,35 +50,14 @@ def random_head(family="llama"):
 def certain_pair():
     """A model in which a token decides the next one by far, and a head that mostly knows it: ``fc`` passes the
     embedding on, with some of the states, and its layer adds a little."""
-    model, head = Path(mkdtemp(prefix="certain-")), Path(mkdtemp(prefix="eagle-"))
-    copytree(tiny_checkpoint("llama"), model, dirs_exist_ok=True)
-    (file,) = model.glob("*.safetensors")
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor *= 0.02
-        if name == "model.norm.weight":
-            tensor.fill_(1.0)
-    embed = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(1))
-    tensors |= {"model.embed_tokens.weight": embed, "lm_head.weight": embed.roll(STEP, 0).contiguous()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    (model / "config.json").write_text(json.dumps({**read_config(model), "tie_word_embeddings": False}))
+    embed = torch.randn(VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(1))
+    model, head = certain_model(embed), Path(mkdtemp(prefix="eagle-"))
     config = head_config(model)
     parts = head_tensors(config, scale=0.12)
     hidden = config["hidden_size"]
     parts["fc.weight"][:, :hidden] += torch.eye(hidden)
     write_eagle_head(head, config, {**parts, "embed_tokens.weight": embed})
     return model, head
-
-
-def with_head(checkpoint, head, drafts=3, most=None, **kwargs):
-    config = {"method": "eagle", "model": str(head), "num_speculative_tokens": drafts, "adaptive": False}
-    config["disable_by_batch_size"] = most
-    return tiny_llm(checkpoint, speculative_config=config, **kwargs)
-
-
-def texts(outputs):
-    return [(list(c.token_ids), c.text, c.finish_reason) for output in outputs for c in output.outputs]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -111,16 +73,7 @@ def test_greedy_text_is_that_of_plain_decoding(family, ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {},
-        {"max_num_batched_tokens": 16},
-        {"num_blocks": 22, "kv_offloading_size": 1 / 256},
-        {"max_num_seqs": 3, "enable_prefix_caching": False},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_no_kind_of_request_changes(engine, ahead):
     model, head = certain_pair()
     prompts = [[*range(3, 24), *prompt] for prompt in PROMPTS]
@@ -154,56 +107,19 @@ def reference_drafts(model, head, tokens, count):
     return known[len(tokens) :]
 
 
-@pytest.mark.parametrize(
-    ("most", "twice", "engine"),
-    [
-        (None, False, {}),
-        (1, False, {"max_num_batched_tokens": 13}),  # prompts in chunks that end inside of blocks
-        (1, True, {"enable_prefix_caching": False}),
-        (None, False, {"block_size": 1, "num_blocks": 200}),
-    ],
-)
+@pytest.mark.parametrize(("most", "twice", "engine"), COURSES)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_drafts_are_those_of_the_published_method(ahead, most, twice, engine):
-    """In every step: behind a prompt, behind rejected drafts and behind accepted ones, behind plain steps, chunks, and
-    hits of the prefix cache, the second time all of them; also where each step runs twice, as one that is captured in
-    service."""
     model, head = certain_pair()
     llm = with_head(model, head, drafts=4, most=most, async_scheduling=ahead, **engine)
-    drafter, seen = llm.engine._runner.drafter, []
-    propose = drafter.propose
-
-    def noting(step):
-        propose(step)
-        seen.extend(zip(step.ends.tolist(), step.ids[:, 0].tolist(), step.drafts.tolist(), strict=True))
-
-    drafter.propose = noting
-    if twice:
-        follow = drafter.follow
-        drafter.follow = lambda *args: (follow(*args), follow(*args))
-    prompts = [PROMPTS[2], PROMPTS[0]]
-    found = texts(llm.generate(prompts, [greedy(24), greedy(6)]))
-    assert texts(llm.generate(prompts, [greedy(24), greedy(6)])) == found
-    assert (llm.engine.stats.prefix_cache_hit_tokens > 0) != twice
-    whole = [[*prompt, *text] for prompt, (text, _, _) in zip(prompts, found, strict=True)]
-    accepted = llm.engine.stats.num_accepted_tokens
-    assert 0 < accepted < llm.engine.stats.num_draft_tokens
-    checked = 0
-    for end, last, drafts in seen:
-        wanted = [draft for draft in drafts if draft >= 0]
-        mine = [tokens for tokens in whole if end < len(tokens) and tokens[end] == last]
-        if mine and wanted:  # else planned ahead, behind the end of the text
-            possible = [reference_drafts(model, head, tokens[: end + 1], len(wanted)) for tokens in mine]
-            assert wanted in possible
-            checked += 1
-    assert checked >= 12
+    check_drafts(llm, [PROMPTS[2], PROMPTS[0]], twice, lambda *args: reference_drafts(model, head, *args))
 
 
 BAD = {
     "layers": ({"num_hidden_layers": 2}, "has 2 layers: a head has one; for a whole model use 'draft_model'"),
     "width": ({"hidden_size": 128}, "is a head for hidden states of 128 numbers"),
     "vocabulary": ({"vocab_size": 77}, "has a vocabulary of 77 tokens"),
-    "eagle3": ({"draft_vocab_size": 30}, "EAGLE-3, which is not supported yet"),
+    "eagle3": ({"draft_vocab_size": 30}, "has a head of EAGLE-3, and method is .eagle.: set method=.eagle3."),
     "family": ({"architectures": ["GPT2LMHeadModel"]}, "a head is one layer of LlamaForCausalLM"),
 }
 

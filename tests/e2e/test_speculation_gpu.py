@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from support.eagle3_heads import circular_model, knowing_head
 from support.engines import greedy, tiny_llm, token_ids
 from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
+from support.tiny_tokenizer import VOCAB_SIZE
 
 from bench.known_texts import drafter_of
 from tritonllm import LLM, SamplingParams
@@ -186,26 +188,64 @@ def test_a_draft_models_steps_are_captured_before_the_first_request(folder, smal
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    """An EAGLE head, whose weights are made up."""
-    folder = tmp_path_factory.mktemp("eagle")
+def heads(tmp_path_factory):
+    """An EAGLE head and an EAGLE-3 head, whose weights are made up."""
     names = ("hidden_size", "vocab_size", "head_dim", "hidden_act", "rms_norm_eps", "rope_theta")
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048, "num_hidden_layers": 1}
     config = {name: QWEN3_0_6B[name] for name in names} | sizes | {"max_position_embeddings": 2048}
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    return str(folder)
+    folders = {}
+    for method, more in (("eagle", {}), ("eagle3", {"draft_vocab_size": 32000})):
+        folders[method] = tmp_path_factory.mktemp(method)
+        said = json.dumps({**config, **more, "architectures": ["LlamaForCausalLM"]})
+        (folders[method] / "config.json").write_text(said)
+    return folders
+
+
+def with_head(folder, heads, method, **engine):
+    return make(folder, speculative_config={**draft_of(heads[method], 3), "method": method}, **engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
-def test_a_head_changes_no_token(folder, head, engine):
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_changes_no_token(folder, heads, method, engine):
     params = [greedy(60), SamplingParams(temperature=1.0, seed=2, n=2, max_tokens=40, ignore_eos=True)] * 4
     expected = token_ids(make(folder).generate(PROMPTS, params, use_tqdm=False))
-    llm = make(folder, speculative_config={**draft_of(head, 3), "method": "eagle"}, **engine)
+    llm = with_head(folder, heads, method, **engine)
     for _ in range(2):
         assert token_ids(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
     stats = llm.engine.stats
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     assert (stats.num_free_blocks, stats.compilations_after_ready) == (stats.num_blocks, 0)
+
+
+def test_an_eagle_3_heads_steps_are_captured_before_the_first_request(folder, heads):
+    """Nothing is compiled, loaded or captured in service, and no pinned memory is new."""
+    llm = with_head(folder, heads, "eagle3", dtype="bfloat16", max_num_seqs=100)
+    runner = llm.engine._runner
+    captured = runner.num_graphs
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    kinds = [greedy(19), greedy(14, logprobs=3), SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=13)]
+    llm.generate(PROMPTS * 12, kinds * 32, use_tqdm=False)
+    for count in (1, 2, 3, 5, 7):
+        llm.generate(PROMPTS[:count], greedy(20, frequency_penalty=0.5 * (count % 2)), use_tqdm=False)
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+    assert llm.engine.stats.compilations_after_ready == 0
+    assert runner.num_graphs == captured > 20
+    assert llm.engine.stats.num_draft_tokens > 1000
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("engine", [{}, {"enforce_eager": True}], ids=str)
+def test_an_eagle_3_head_that_knows_is_right(by_token, engine):
+    """In captured steps and without: a head of which all drafts must be right, as on the CPU."""
+    model = circular_model(context=0.0, sharpness=0.2)
+    head = knowing_head(model, torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(3)), by_token)
+    prompts = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 3, 40, 17)]
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    expected = token_ids(tiny_llm(model, device="cpu").generate(prompts, greedy(40), use_tqdm=False))
+    llm = tiny_llm(model, device="cuda", dtype="float32", speculative_config=config, **engine)
+    assert token_ids(llm.generate(prompts, greedy(40), use_tqdm=False)) == expected
+    assert llm.engine.stats.num_accepted_tokens == llm.engine.stats.num_draft_tokens > 100
 
 
 def test_memory_holds_both_caches(folder, small):

@@ -1,6 +1,7 @@
 """The steps before the first request load every kernel that steps of other sizes launch."""
 
 import dataclasses
+import json
 from itertools import product
 
 import numpy as np
@@ -20,7 +21,9 @@ from tritonllm.engine.warm_up import Limits, WarmUp, Work
 from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
+from tritonllm.models.eagle_files import read_eagle_spec
 from tritonllm.models.families import spec_from_config
+from tritonllm.speculative_config import OF_HEADS
 
 MODELS = {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B, **MECHANISMS}
 LENGTH = 2304
@@ -125,11 +128,12 @@ def test_no_step_launches_what_the_start_has_not(model, length, gpu):
             launches_nothing_else()
 
 
-def head_of(target, length):
-    sizes = {"hidden_size": target.spec.hidden_size, "num_hidden_layers": 1, "tie_word_embeddings": True}
-    spec = spec_from_config({**MODELS[DRAFT], **sizes})
-    spec = dataclasses.replace(spec, vocab_size=target.spec.vocab_size, first_norm=False, final_norm=False)
-    return make_head(spec, target, bias=False, limit=length)
+def head_of(folder, method, target, length):
+    """Of a model of 12 layers, of which ``target`` has one of each kind."""
+    sizes = {"hidden_size": target.spec.hidden_size, "num_hidden_layers": 1, "vocab_size": target.spec.vocab_size}
+    drafted = {"draft_vocab_size": target.spec.vocab_size // 4} if method == "eagle3" else {}
+    (folder / "config.json").write_text(json.dumps({**MODELS[DRAFT], **sizes, **drafted}))
+    return make_head(read_eagle_spec(folder, method, 12), target, bias=False, limit=length)
 
 
 def few_layers(model):
@@ -146,10 +150,12 @@ def few_layers(model):
         ("NVIDIA H200", 6144, 3, "draft_model"),
         (None, 600, 2, "draft_model"),
         ("NVIDIA H200", 600, 3, "eagle"),
+        ("NVIDIA H200", 600, 3, "eagle3"),
+        (None, 600, 2, "eagle3"),
     ],
 )
 @pytest.mark.parametrize("model", VARIED)
-def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, drafts, gpu, draft):
+def test_no_step_with_drafts_launches_what_the_start_has_not(tmp_path, model, length, drafts, gpu, draft):
     """Any number of sequences with drafts, of n-grams, a draft model or a head, and plain steps of an engine that has
     some."""
     seats = 64
@@ -164,8 +170,8 @@ def test_no_step_with_drafts_launches_what_the_start_has_not(model, length, draf
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
         models = [few_layers(model), *([few_layers(DRAFT)] if draft == "draft_model" else [])]
         decoders = [Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length) for spec in models]
-        if draft == "eagle":
-            decoders.append(head_of(decoders[0], length))
+        if draft in OF_HEADS:
+            decoders.append(head_of(tmp_path, draft, decoders[0], length))
         runner = ModelRunner(decoders[0], config, META, length, draft=decoders[1] if draft else None)
         runner.start(NUM_BLOCKS, length)
         with rehearsal_of(decoders):

@@ -54,6 +54,15 @@ def test_few_rows_normalise_and_add_in_their_products(layer, rows):
     assert plan([layer] * 2, rows) == (FEW, FEW, ALONE)
 
 
+@pytest.mark.parametrize(("rows", "rest"), [(1, FEW[1:]), (64, FEW[1:]), (65, MANY[1:]), (1000, MANY[1:])])
+def test_a_stream_that_begins_with_the_first_blocks_input(rows, rest):
+    """Nothing normalises it again, and no product ends a norm that none has begun."""
+    found = plan_step([DENSE], HOPPER, rows, given=True).layers[0]
+    assert (found.attention_norm, found.attention_add, found.mlp_norm, found.mlp_add) == (BEFORE, *rest)
+    planner = FusionPlanner([DENSE], HOPPER, given=True)
+    assert planner.plan(range(1), rows, None, CPU).layers == (found,)
+
+
 @pytest.mark.parametrize("rows", [65, 256])
 def test_some_hundred_rows_begin_norms(rows):
     begins = BEFORE, ADDS_AND_NORMALISES, BEFORE, ADDS_AND_NORMALISES

@@ -26,5 +26,5 @@ def set_fusion(
         )
         for layer in model.fusion.layers
     ]
-    model.fusion = FusionPlanner(layers, limits)
+    model.fusion = FusionPlanner(layers, limits, given=model.fusion.given)
     monkeypatch.setattr(linear, "few_rows", lambda x: x.shape[0] <= limits.few)

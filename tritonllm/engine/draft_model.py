@@ -14,6 +14,7 @@ have the same distribution they draw the same token, and where they have similar
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,10 +27,18 @@ from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.segments import Segments, decodes
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
-from tritonllm.models.eagle import EagleHead, dummy_eagle_weights, has_bias, load_eagle_weights, read_eagle_spec
+from tritonllm.models.eagle import Eagle3Head, Eagle3Spec, EagleHead
+from tritonllm.models.eagle_files import (
+    dummy_eagle_weights,
+    embeds_itself,
+    has_bias,
+    load_eagle_weights,
+    read_eagle_spec,
+)
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.spec import ModelSpec
+from tritonllm.speculative_config import OF_HEADS
 
 
 class DraftModel:
@@ -46,12 +55,10 @@ class DraftModel:
         cache: a view for each of its layers; none before :meth:`take_cache`.
         extra_bytes: what it keeps of a block beside keys and values.
         stores_last: it computes the last draft, too, for its keys and values.
-        wants_all: :meth:`follow` wants the large model's states of all tokens.
     """
 
     remembers = False
     stores_last = True
-    wants_all = False
     extra_bytes = 0
 
     def __init__(self, model: CausalLM, seats: int, drafts: int, device: torch.device) -> None:
@@ -71,6 +78,25 @@ class DraftModel:
 
     def remember(self, output: torch.Tensor) -> None:
         """It does not."""
+
+    def advance(
+        self, model: CausalLM, cache: Sequence[KVCacheView], batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the large model's step, and compute what it has computed.
+
+        Args:
+            model: the large one, as steps run it.
+            cache: its views.
+            batch: the step, settled.
+            rows: ``[R]`` int64, tokens whose hidden states are wanted; ``None`` for all.
+
+        Returns:
+            The large model's ``[R, hidden]``.
+        """
+        inputs = batch.inputs
+        hidden = model(inputs.input_ids, inputs.positions, batch.metadata, cache, rows)
+        self.follow(batch, rows, hidden)
+        return hidden
 
     def follow(self, batch: Batch, rows: torch.Tensor | None, hidden: torch.Tensor) -> None:
         """Compute what the large model has computed in a step without drafts, for the keys and values.
@@ -149,12 +175,13 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
     speculative = config.speculative_config
     if speculative is None or speculative.model is None:
         return None
-    of_head = speculative.method == "eagle"
+    of_head = speculative.method in OF_HEADS
     name = f"speculative_config: model={speculative.model!r}"
     if not (spec.causal and spec.logits):
         raise ValueError(f"{name}: {spec.architecture} generates no text that could be drafted; leave it out")
     try:
-        draft = read_eagle_spec(_folder(config)) if of_head else read_spec(_folder(config))
+        folder = _folder(config)
+        draft = read_eagle_spec(folder, speculative.method, spec.num_layers) if of_head else read_spec(folder)
     except ValueError as error:
         raise ValueError(f"{name} cannot be the draft model: {error}") from error
     if not isinstance(draft, ModelSpec) or not (draft.causal and draft.logits):
@@ -162,23 +189,39 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
             f"{name}: {draft.architecture} cannot draft; take a model that generates text and has a family here "
             "(docs/models.md)"
         )
-    if draft.vocab_size != spec.vocab_size:
+    reads_layers = isinstance(draft, Eagle3Spec)
+    vocabulary = draft.target_vocab_size if isinstance(draft, Eagle3Spec) else draft.vocab_size
+    if vocabulary != spec.vocab_size:
         raise ValueError(
-            f"{name} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size}: they must be "
+            f"{name} has a vocabulary of {vocabulary} tokens, the model one of {spec.vocab_size}: they must be "
             "the same; take a smaller model of the same series"
         )
     if of_head:
-        if not isinstance(spec, ModelSpec) or draft.hidden_size != spec.hidden_size:
-            raise ValueError(
-                f"{name} is a head for hidden states of {draft.hidden_size} numbers, those of {spec.architecture} have "
-                f"{spec.hidden_size}: take a head that was trained for this model, which must have a family here"
-            )
-    elif draft.max_position_embeddings < limit:
+        _check_head(name, draft, spec)
+    if (reads_layers or not of_head) and draft.max_position_embeddings < limit:
+        other = "raise that in its config.json (drafts behind it are then right less often)"
         raise ValueError(
             f"{name} has max_position_embeddings={draft.max_position_embeddings}, and max_model_len is {limit}: set "
-            f"max_model_len={draft.max_position_embeddings}, or take a draft model for longer texts"
+            f"max_model_len={draft.max_position_embeddings}, or "
+            f"{other if reads_layers else 'take a draft model for longer texts'}"
         )
     return draft
+
+
+def _check_head(name: str, head: ModelSpec, spec: ModelFacts) -> None:
+    """Raises:
+    ValueError: the head does not fit the large model; the message begins with ``name``.
+    """
+    width = head.target_hidden_size if isinstance(head, Eagle3Spec) else head.hidden_size
+    if not isinstance(spec, ModelSpec) or width != spec.hidden_size:
+        raise ValueError(
+            f"{name} is a head for hidden states of {width} numbers, those of {spec.architecture} have "
+            f"{spec.hidden_size}: take a head that was trained for this model, which must have a family here"
+        )
+    if isinstance(head, Eagle3Spec) and spec.norm_position == "stream":
+        raise ValueError(
+            f"{name} reads states between layers, which {spec.architecture} has with norms only: take another method"
+        )
 
 
 def load_draft(
@@ -199,7 +242,7 @@ def load_draft(
     model, speculative = config.model, config.speculative_config
     assert speculative is not None  # it has a draft model
     try:
-        if speculative.method == "eagle":
+        if speculative.method in OF_HEADS:
             return _load_head(config, spec, target, limit)
         return load_model(
             _folder(config),
@@ -215,20 +258,27 @@ def load_draft(
         raise ValueError(f"speculative_config: model={speculative.model!r}: {error}") from error
 
 
-def make_head(spec: ModelSpec, target: CausalLM, *, bias: bool, limit: int) -> EagleHead:
-    """An EAGLE head without weights."""
+def make_head(spec: ModelSpec, target: CausalLM, *, bias: bool, limit: int, own_embedding: bool = False) -> EagleHead:
+    """An EAGLE head without weights. One that is narrower than the model's embeddings has a table of its own."""
     assert isinstance(target, Decoder)  # :func:`read_draft_spec` has seen to it
-    device = target.embed.weight.device
-    return EagleHead(spec, target, bias=bias, dtype=target.dtype, device=device, max_model_len=limit)
+    table = target.embed.weight
+    options: dict[str, Any] = {"bias": bias, "dtype": target.dtype, "device": table.device, "max_model_len": limit}
+    if not isinstance(spec, Eagle3Spec):
+        return EagleHead(spec, target, **options)
+    own_embedding = own_embedding or spec.hidden_size != table.shape[1]
+    return Eagle3Head(spec, target, own_embedding=own_embedding, **options)
 
 
 def _load_head(config: EngineConfig, spec: ModelSpec, target: CausalLM, limit: int) -> EagleHead:
-    folder, dummy = _folder(config), config.model.load_format == "dummy"
-    head = make_head(spec, target, bias=not dummy and has_bias(folder), limit=limit)
-    if dummy:
+    folder, form = _folder(config), config.model.load_format
+    if form == "dummy":
+        head = make_head(spec, target, bias=False, limit=limit)
         dummy_eagle_weights(head, config.model.seed)
-    else:
-        load_eagle_weights(head, folder, load_format=config.model.load_format, allow_nan=config.model.allow_nan)
+        return head
+    assert isinstance(target, Decoder)  # as in :func:`make_head`
+    own = isinstance(spec, Eagle3Spec) and embeds_itself(folder, target, form)
+    head = make_head(spec, target, bias=has_bias(folder), limit=limit, own_embedding=own)
+    load_eagle_weights(head, folder, load_format=form, allow_nan=config.model.allow_nan)
     return head
 
 

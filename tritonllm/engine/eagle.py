@@ -40,7 +40,6 @@ class EagleDrafter(DraftModel):
     """What :class:`DraftModel` is for a model of its own."""
 
     stores_last = False  # the true states come behind the large model's pass, for all tokens of the step
-    wants_all = True
 
     def __init__(self, model: EagleHead, seats: int, drafts: int, device: torch.device) -> None:
         super().__init__(model, seats, drafts, device)
@@ -72,13 +71,22 @@ class EagleDrafter(DraftModel):
         hidden = self._head.compute(tokens, carried, positions, metadata, self.cache)
         return hidden, hidden
 
+    def advance(
+        self, model: CausalLM, cache: Sequence[KVCacheView], batch: Batch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        inputs = batch.inputs
+        step = inputs.input_ids, inputs.positions, batch.metadata, cache
+        wanted, features = self._head.observe(model, *step, rows)
+        self.follow(batch, rows, features)
+        return wanted
+
     def follow(self, batch: Batch, rows: torch.Tensor | None, hidden: torch.Tensor) -> None:
-        """Compute the step's tokens from the large model's states.
+        """Compute the step's tokens from what the large model has computed.
 
         Args:
             batch: the step, settled.
             rows: tokens that something is computed of behind the layer's attention; ``None`` for all.
-            hidden: ``[T, hidden]``, of the large model.
+            hidden: ``[T, hidden]``, the features of all tokens.
         """
         inputs = batch.inputs
         self._note_blocks(batch.metadata.slot_mapping, hidden)

@@ -28,6 +28,7 @@ from tritonllm.kernels.compile.parallel import Specialization, compile_in_parall
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.shards import by_expert
 from tritonllm.models.spec import ModelSpec
+from tritonllm.speculative_config import OF_HEADS
 
 META = torch.device("meta")
 NUM_BLOCKS = 1 << 16  # of the cache; no kernel depends on it
@@ -63,7 +64,7 @@ def kernels_of(
         spec = by_expert(spec) if config.parallel.enable_expert_parallel else spec
         models: list[Decoder] = [_without_repeats(spec, target, group, config.deterministic)]
         if draft is not None and config.speculative_config is not None:
-            if config.speculative_config.method == "eagle":
+            if config.speculative_config.method in OF_HEADS:
                 models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))
             else:
                 models.append(_without_repeats(draft, target, ALONE))

@@ -413,10 +413,7 @@ class ModelRunner:
             note_time(self._seats.times, end=True)
         if self._draft is None:
             return self._forward(batch, rows)
-        whole = self._draft.wants_all
-        hidden = self._forward(batch, None if whole else rows)
-        self._draft.follow(batch, rows, hidden)
-        return hidden if rows is None or not whole else hidden.index_select(0, rows)
+        return self._draft.advance(self._model, self._cache, batch, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a graph holds of a step: of decodes alone all of it, from the last tokens to the next ones."""

@@ -35,6 +35,7 @@ class AttentionSpec:
 
     Attributes:
         head_size: elements of one head; ``num_heads * head_size`` may differ from the hidden size.
+        input_size: elements from which queries, keys and values are projected; ``None`` if it is the hidden size.
         scale: multiplies the query-key products; ``head_size ** -0.5`` by default.
         qkv_bias: of the query, key and value projections.
         o_bias: of the output projection.
@@ -54,6 +55,7 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    input_size: int | None = None
     scale: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -107,7 +109,7 @@ class Attention(nn.Module):
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         q_size = spec.num_heads * spec.head_size
         columns = sum(self.heads) * spec.head_size
-        self.qkv = Linear(hidden_size, columns, bias=spec.qkv_bias, dtype=dtype, device=device)
+        self.qkv = Linear(spec.input_size or hidden_size, columns, bias=spec.qkv_bias, dtype=dtype, device=device)
         self.o = Linear(q_size, hidden_size, bias=spec.o_bias, dtype=dtype, device=device)
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
@@ -133,7 +135,7 @@ class Attention(nn.Module):
         kv_cache: KVCacheView,
         rows: torch.Tensor | None = None,
     ) -> Addend:
-        """Attend from ``[T, hidden]`` at ``positions[T]``; writes the new keys and values into ``kv_cache``.
+        """Attend from ``[T, input_size]`` at ``positions[T]``; writes the new keys and values into ``kv_cache``.
 
         Args:
             cos_sin_cache: the table of the spec's ``rope``; ``None`` without one.

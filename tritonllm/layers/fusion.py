@@ -180,7 +180,9 @@ class _Handed(Enum):
     NORMED = auto()  # the next block's input
 
 
-def plan_step(layers: Sequence[LayerTraits], limits: Limits, rows: int, wanted: int | None = None) -> FusionPlan:
+def plan_step(
+    layers: Sequence[LayerTraits], limits: Limits, rows: int, wanted: int | None = None, *, given: bool = False
+) -> FusionPlan:
     """Decide a step's fusions.
 
     Args:
@@ -188,9 +190,10 @@ def plan_step(layers: Sequence[LayerTraits], limits: Limits, rows: int, wanted: 
         rows: tokens of the step.
         wanted: those whose results are wanted of the last layer, which computes only them behind its attention;
             ``None`` for all.
+        given: the stream begins with the first block's input (:class:`~tritonllm.layers.residual.Stream`).
     """
     plans: list[LayerPlan] = []
-    handed = _Handed.STREAM
+    handed = _Handed.NORMED if given else _Handed.STREAM
     for place, layer in enumerate(layers):
         last = place == len(layers) - 1
         plan = _plan_layer(layer, limits, rows, wanted if last else None, handed, last)
@@ -248,11 +251,14 @@ class FusionPlanner:
         layers: from the first to the last.
         limits: ``None`` asks the device of the first step.
         summed: without limits, theirs (:attr:`Limits.summed`).
+        given: as in :func:`plan_step`.
     """
 
-    def __init__(self, layers: Sequence[LayerTraits], limits: Limits | None = None, summed: int = -1) -> None:
+    def __init__(
+        self, layers: Sequence[LayerTraits], limits: Limits | None = None, summed: int = -1, *, given: bool = False
+    ) -> None:
         self.layers = tuple(layers)
-        self._limits, self._summed = limits, summed
+        self._limits, self._summed, self.given = limits, summed, given
         self._partial = any(layer.partial for layer in layers)
         self._plans: dict[tuple[Sequence[int], int, int | None], FusionPlan] = {}
 
@@ -270,7 +276,8 @@ class FusionPlanner:
         key = running, rows, wanted
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = plan_step([self.layers[place] for place in running], limits, rows, wanted)
+            layers = [self.layers[place] for place in running]
+            plan = self._plans[key] = plan_step(layers, limits, rows, wanted, given=self.given)
         return plan
 
 

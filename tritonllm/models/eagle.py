@@ -1,43 +1,65 @@
-"""An EAGLE head: one decoder layer that goes on from what the large model has computed.
+"""EAGLE heads: one decoder layer that goes on from what the large model has computed.
 
-It sees of each place the token and the large model's last hidden state of the place before, both through one linear map
-(``fc``), and gives the hidden state that the large model might have there; embeddings and output projection are the
-large model's. "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty": Li et al., 2024. Checkpoints are
-as published for EAGLE and EAGLE-2, which differ in how drafts are chosen and not in the head.
+A head sees of each place the token and a feature of the place before, and gives the feature of this place, from which
+it goes on by itself: a draft's feature is the head's own state. Embeddings are the large model's.
+
+- **EAGLE** and EAGLE-2 (:class:`EagleHead`), which differ in how drafts are chosen and not in the head: the feature is
+  the large model's last hidden state. Token and feature go through one linear map (``fc``), and the output projection
+  is the large model's. "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty": Li et al., 2024.
+- **EAGLE-3** (:class:`Eagle3Head`): the feature is a linear map (``fc``) of what the large model's layers have computed
+  at three depths. Queries, keys and values see the token's embedding and the feature, each with a norm of its own. The
+  output projection is the head's, over the tokens that are drafted most. "EAGLE-3: Scaling up Inference Acceleration of
+  Large Language Models via Training-Time Test": Li et al., 2025.
+
+Files are read by :mod:`tritonllm.models.eagle_files`.
 """
 
-import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tritonllm.layers.linear import Linear
+from tritonllm.layers.fusion import FusionPlanner
+from tritonllm.layers.linear import Embedding, Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.norm import BlockInput, Norm
 from tritonllm.layers.residual import Stream
-from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
-from tritonllm.models.families import spec_from_config, weight_map
-from tritonllm.models.finite import not_finite, refuse
-from tritonllm.models.slots import unfilled
+from tritonllm.models.interface import CausalLM
+from tritonllm.models.slots import Slot
 from tritonllm.models.spec import ModelSpec
-from tritonllm.models.tensor_files import open_tensors, read, stored_tensors
 
-_SHARED = ("embed_tokens.weight", "lm_head.weight")  # some files repeat them
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Spec(ModelSpec):
+    """An EAGLE-3 head: its layer, whose ``vocab_size`` is the number of tokens that it can draft, and what it reads.
+
+    Attributes:
+        target_vocab_size: of the large model.
+        target_hidden_size: of the large model.
+        reads: layers of the large model, before which its residual stream is read.
+        norm_before_residual: the layer adds to the normalised feature instead of the feature.
+    """
+
+    target_vocab_size: int
+    target_hidden_size: int
+    reads: tuple[int, ...]
+    norm_before_residual: bool = False
 
 
 class EagleHead(Decoder):
     """The head over a large model.
 
     Args:
-        spec: of its layer; what :func:`read_eagle_spec` said.
+        spec: of its layer; what :func:`~tritonllm.models.eagle_files.read_eagle_spec` said.
         target: the large model.
         bias: of ``fc``.
         dtype, device, max_model_len: as of :class:`Decoder`.
     """
+
+    layer_name = "layers.0"  # in published files
 
     def __init__(
         self,
@@ -50,11 +72,36 @@ class EagleHead(Decoder):
         max_model_len: int,
     ) -> None:
         super().__init__(spec, dtype=dtype, device=device, max_model_len=max_model_len)
-        for name in ("embed", "lm_head"):  # in their place the large model's, which are no part of this module
-            delattr(self, name)
+        for name in ("embed", "lm_head") if spec.tie_word_embeddings else ("embed",):
+            delattr(self, name)  # in their place the large model's, which are no part of this module
             vars(self)[name] = target.embed
-        self.fc = Linear(2 * spec.hidden_size, spec.hidden_size, bias=bias, dtype=dtype, device=device)
+        self.fc = Linear(self._inputs, spec.hidden_size, bias=bias, dtype=dtype, device=device)
         self._target = (target,)
+
+    @property
+    def _inputs(self) -> int:
+        """Elements that ``fc`` maps."""
+        return 2 * self.spec.hidden_size
+
+    def observe(
+        self,
+        model: CausalLM,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: Sequence[KVCacheView],
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the large model's step. Arguments as of :meth:`Decoder.forward`.
+
+        Args:
+            model: the large model as steps run it; it may be compiled.
+
+        Returns:
+            What :meth:`Decoder.forward` does, and the features ``[T, hidden]`` of all tokens in the head's dtype.
+        """
+        hidden = model(input_ids, positions, metadata, kv_cache)
+        return hidden if rows is None else hidden.index_select(0, rows), hidden
 
     def compute(
         self,
@@ -66,10 +113,12 @@ class EagleHead(Decoder):
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As :meth:`Decoder.forward`, with ``features[T, hidden]`` of the place before each token."""
-        x = self.fc(torch.cat([self.embed(input_ids), features], -1))
         plan = self.plan(len(positions), None if rows is None else len(rows), positions.device)
-        stream = Stream(x, scale=self.spec.residual_multiplier)
-        return self.run(plan, stream, positions, metadata, kv_cache, rows)[0]
+        return self.run(plan, self._join(input_ids, features), positions, metadata, kv_cache, rows)[0]
+
+    def _join(self, input_ids: torch.Tensor, features: torch.Tensor) -> Stream:
+        """The stream with which the layer begins."""
+        return Stream(self.fc(torch.cat([self.embed(input_ids), features], -1)), scale=self.spec.residual_multiplier)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The large model's."""
@@ -80,85 +129,82 @@ class EagleHead(Decoder):
         """There is one layer, which runs either way."""
         yield
 
+    def own_slots(self) -> dict[str, Slot]:
+        """Places of tensors that no other decoder has, by their published names."""
+        return {f"fc.{name}": _whole(f"fc.{name}", tensor) for name, tensor in self.fc.named_parameters()}
 
-def read_eagle_spec(folder: Path) -> ModelSpec:
-    """What a head's ``config.json`` describes.
 
-    Raises:
-        ValueError: no such file, a head of EAGLE-3, or not one layer of Llama's kind.
+class Eagle3Head(EagleHead):
+    """An EAGLE-3 head over a large model.
+
+    Args:
+        spec: what :func:`~tritonllm.models.eagle_files.read_eagle_spec` said.
+        own_embedding: the head has an embedding table, ``[target_vocab_size, hidden]``, in the place of the model's.
+        target, bias, dtype, device, max_model_len: as of :class:`EagleHead`.
+
+    Attributes:
+        targets: ``[vocab_size]`` int64, the large model's token that each row of the output projection stands for.
     """
-    config: Mapping[str, Any] = checkpoint.read_config(folder)
-    if isinstance(config.get("model"), Mapping):  # vLLM's converted files
-        config = config["model"]
-    names = config.get("architectures") or ["LlamaForCausalLM"]
-    if "draft_vocab_size" in config or "eagle3" in names[0].lower():
-        raise ValueError(f"{folder} has a head of EAGLE-3, which is not supported yet; take one of EAGLE or EAGLE-2")
-    if "llama" not in names[0].lower():
-        raise ValueError(f"{folder} is {names[0]}: a head is one layer of LlamaForCausalLM")
-    spec = spec_from_config({**config, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True})
-    if spec.num_layers != 1:
-        raise ValueError(f"{folder} has {spec.num_layers} layers: a head has one; for a whole model use 'draft_model'")
-    return dataclasses.replace(spec, first_norm=False, final_norm=False)
+
+    spec: Eagle3Spec
+    targets: torch.Tensor
+    layer_name = "midlayer"
+
+    def __init__(self, spec: Eagle3Spec, target: Decoder, *, own_embedding: bool, **options: Any) -> None:
+        super().__init__(spec, target, **options)
+        where: Mapping[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
+        if own_embedding:
+            del vars(self)["embed"]
+            self.embed = Embedding(spec.target_vocab_size, spec.hidden_size, **where)
+        self.token_norm, self.feature_norm, self.last_norm = (
+            Norm((spec.hidden_size,), spec.norm, **where) for _ in range(3)
+        )
+        self.fusion = FusionPlanner(self.fusion.layers, given=True)
+        tokens = torch.arange(spec.vocab_size, device=where["device"])
+        self.register_buffer("targets", tokens, persistent=False)
+
+    @property
+    def _inputs(self) -> int:
+        return len(self.spec.reads) * self.spec.target_hidden_size
+
+    def observe(
+        self,
+        model: CausalLM,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: Sequence[KVCacheView],
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`EagleHead.observe`; the last layer computes the wanted rows alone, as without a head."""
+        assert isinstance(model, Decoder)  # `EngineConfig` and `read_draft_spec` have seen to it
+        batch = input_ids, positions, metadata, kv_cache
+        hidden, states = model.forward_with_states(*batch, self.spec.reads, rows)
+        return hidden, self.fc(torch.cat(states, -1))
+
+    def _join(self, input_ids: torch.Tensor, features: torch.Tensor) -> Stream:
+        normed = self.feature_norm.normalize(features)
+        given = BlockInput(torch.cat([self.token_norm.normalize(self.embed(input_ids)), normed], -1))
+        # a copy: the stream is changed in place, and the features are kept for the steps that follow
+        rows = normed if self.spec.norm_before_residual else features.clone()
+        return Stream(rows, scale=self.spec.residual_multiplier, given=given)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[N, hidden]`` -> ``[N, target_vocab_size]`` float32, with -inf for the tokens that the head cannot draft.
+
+        In the large model's numbering a draft is drawn with the noise that the model draws with."""
+        logits = Decoder.compute_logits(self, self.last_norm.normalize(hidden))
+        everywhere = logits.new_full((len(logits), self.spec.target_vocab_size), -torch.inf)
+        return everywhere.index_copy_(1, self.targets, logits)
+
+    def own_slots(self) -> dict[str, Slot]:
+        norms = {"model.layers.0.input_layernorm": "token_norm", "model.layers.0.hidden_norm": "feature_norm"}
+        norms |= {"model.norm": "last_norm"}
+        slots = {f"{name}.weight": _whole(f"{ours}.weight", self.token_norm.weight) for name, ours in norms.items()}
+        table = {"model.embed_tokens.weight": _whole("embed.weight", self.embed.weight)}
+        return {**super().own_slots(), **slots, **table}
 
 
-def has_bias(folder: Path) -> bool:
-    """Whether ``fc`` of a head has one: ``config.json`` says so, or else the files do."""
-    said = checkpoint.read_config(folder).get("bias")
-    return any(name.endswith("fc.bias") for name in stored_tensors(folder)) if said is None else bool(said)
-
-
-@torch.no_grad()
-def load_eagle_weights(head: EagleHead, folder: Path, *, load_format: str = "auto", allow_nan: bool = False) -> None:
-    """Fill a head's own parameters from the files of ``folder``; the tables that it shares are left alone.
-
-    Raises:
-        ValueError: a tensor missing, left over or of a wrong shape, or values that are NaN or infinite, unless
-            ``allow_nan``.
-    """
-    parameters = dict(head.named_parameters())
-    slots = {n: s for n, s in weight_map(head.spec).items() if s.parameter in parameters}
-    places: dict[str, Any] = {name.removeprefix("model."): slot for name, slot in slots.items()}
-    places |= {name: None for name in parameters if name.startswith("fc.")}
-    stored = {n.removeprefix("model."): (n, tensor) for n, tensor in stored_tensors(folder, load_format).items()}
-    stored = {name: found for name, found in stored.items() if name not in _SHARED and "rotary_emb" not in name}
-    present = {name: name for name in slots if name.removeprefix("model.") in stored}
-    missing = [*unfilled(slots, present), *(n for n in places if places[n] is None and n not in stored)]
-    if missing:
-        raise ValueError(f"{folder}: tensor {missing[0]} is missing; the files are incomplete, or no head of EAGLE")
-    if more := sorted(stored.keys() - places.keys()):
-        raise ValueError(f"{folder}: tensor {more[0]} has no place in a head of EAGLE")
-    for name, (original, tensor) in stored.items():
-        slot = places[name]
-        wanted = tuple(parameters[name].shape) if slot is None else slot.shape
-        if tensor.shape != wanted:
-            raise ValueError(
-                f"{folder}: tensor {name} has shape {list(tensor.shape)}, the model asks for {list(wanted)}"
-            )
-        assert tensor.path is not None
-        with open_tensors(tensor.path) as file:
-            values = read(file, original, tensor)
-        assert isinstance(values, torch.Tensor)
-        if slot is None:
-            parameters[name].copy_(values)
-        else:
-            slot.write(parameters[slot.parameter], values)
-    if not allow_nan and (bad := not_finite(parameters)):
-        refuse(f"{folder}: ", ((name, parameters[name]) for name in bad))
-
-
-@torch.no_grad()
-def dummy_eagle_weights(head: EagleHead, seed: int) -> None:
-    """Numbers from ``seed`` in the place of a file's, as :func:`~tritonllm.models.weights.dummy_weights` makes them."""
-    generator = torch.Generator(head.fc.weight.device).manual_seed(seed)
-    for name, parameter in head.named_parameters():
-        is_norm = name.endswith("norm.weight")
-        parameter.fill_(1.0) if is_norm else parameter.normal_(0.0, 0.02, generator=generator)
-
-
-def write_eagle_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Save a head as published ones are: for tests, and for what trains one."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=1) + "\n")
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+def _whole(parameter: str, tensor: torch.Tensor | None) -> Slot:
+    assert tensor is not None
+    return Slot(parameter=parameter, shape=tuple(tensor.shape))

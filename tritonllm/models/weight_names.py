@@ -185,7 +185,7 @@ def _attention(hidden: int, spec: AttentionSpec, names: WeightNames, theirs: str
             theirs + name,
             f"{ours}.qkv",
             count,
-            hidden,
+            spec.input_size or hidden,
             bias=spec.qkv_bias,
             start=start,
             transposed=names.transposed,
