@@ -6,21 +6,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_head_that_was_trained_for_some_steps(tmp_path):
+@pytest.mark.parametrize(("method", "layer", "others"), [("eagle", "layers.0.", 1), ("eagle3", "midlayer.", 4)])
+def test_a_head_that_was_trained_for_some_steps(tmp_path, method, layer, others):
     command = [sys.executable, str(ROOT / "examples" / "train_eagle_head.py"), "--out", str(tmp_path / "head")]
-    command += ["--steps", "60", "--documents", "60"]
+    command += ["--steps", "60", "--documents", "60", "--method", method]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout's package, wherever another is installed from
     run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     losses = [float(text) for text in re.findall(r"cross-entropy ([\d.]+)", run.stdout)]
     assert len(losses) == 3 and losses[2] < losses[0] - 1
-    assert re.search(r"drafts that are right, greedy, at each place: \d+%, \d+%, \d+%", run.stdout)
+    right = re.search(r"drafts that are right, greedy, at each place: (\d+)%, \d+%, \d+%", run.stdout)
+    assert right is not None and int(right[1]) >= 5
     names = load_file(tmp_path / "head" / "model.safetensors").keys()
-    assert (
-        "fc.weight" in names and len(names) == 9 and all(n == "fc.weight" or n.startswith("layers.0.") for n in names)
-    )
+    assert "fc.weight" in names and sum(not name.startswith(layer) for name in names) == others
