@@ -1,5 +1,7 @@
 """Drafts of an EAGLE head (:mod:`tritonllm.models.eagle`), which goes on from the large model's hidden states.
 
+What is said of these here holds as well of the features that an EAGLE-3 head has in their place.
+
 In the slot of each token lie the head's keys and values of the pair of this token and the hidden state of the place
 before. (Published code numbers pairs by the hidden state's place, one less: rotations know differences only.) So what
 lies in a block follows from the tokens up to there, and a block that the prefix cache finds again is whole in both
