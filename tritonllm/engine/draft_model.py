@@ -189,7 +189,6 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
             f"{name}: {draft.architecture} cannot draft; take a model that generates text and has a family here "
             "(docs/models.md)"
         )
-    reads_layers = isinstance(draft, Eagle3Spec)
     vocabulary = draft.target_vocab_size if isinstance(draft, Eagle3Spec) else draft.vocab_size
     if vocabulary != spec.vocab_size:
         raise ValueError(
@@ -198,12 +197,13 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
         )
     if of_head:
         _check_head(name, draft, spec)
-    if (reads_layers or not of_head) and draft.max_position_embeddings < limit:
-        other = "raise that in its config.json (drafts behind it are then right less often)"
+    fix = "take a draft model for longer texts"
+    if isinstance(draft, Eagle3Spec):
+        fix = "raise that in its config.json (drafts behind it are then right less often)"
+    if draft.max_position_embeddings < limit and speculative.method != "eagle":
         raise ValueError(
             f"{name} has max_position_embeddings={draft.max_position_embeddings}, and max_model_len is {limit}: set "
-            f"max_model_len={draft.max_position_embeddings}, or "
-            f"{other if reads_layers else 'take a draft model for longer texts'}"
+            f"max_model_len={draft.max_position_embeddings}, or {fix}"
         )
     return draft
 
