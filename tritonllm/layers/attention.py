@@ -233,7 +233,10 @@ def invariant_attention(
             cu = of_segment()
             assert cu is not None
             batch = metadata.block_tables[sequences], cu, metadata.seq_lens[sequences]
-            batch_invariant_attention(q[tokens], kv_cache.k, kv_cache.v, *batch, out=out[tokens], **options)
+            # of prompts any number: what a step launches must not depend on theirs
+            most = {"max_seqlen_q": None if segment is chunk else segment.longest}
+            limits = {**most, "max_seqlen_k": metadata.max_decode_len if segment is decode else None}
+            batch_invariant_attention(q[tokens], kv_cache.k, kv_cache.v, *batch, out=out[tokens], **limits, **options)
     return out
 
 

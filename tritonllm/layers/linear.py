@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tritonllm.kernels import apply_activation, linear
 from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.dense.cpu import pack_weight, product, row_by_row
-from tritonllm.kernels.dense.invariant import multiply_invariantly
+from tritonllm.kernels.dense.invariant import multiply_gated_invariantly, multiply_invariantly
 from tritonllm.kernels.dense.linear import linear_workspace_size, multiply
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
 from tritonllm.kernels.dense.weight import PLAIN, Weight, elements
@@ -135,6 +135,10 @@ class Linear(nn.Module):
     ) -> torch.Tensor:
         """A product of which no row depends on another, and what follows it in launches of its own."""
         if not runs_in_torch(x):
+            if gated and activation is not None:
+                y = x.new_empty(x.shape[0], self._columns // 2)
+                multiply_gated_invariantly(x, elements("weight", self.operand), self.bias, activation, y)
+                return y if residual is None else residual.add_(y, alpha=scale)
             y = _invariant_product(x, self.operand, self.bias, self._columns, x.dtype)
             return _activated(y, activation, gated, residual, scale)
 

@@ -23,4 +23,7 @@ def test_compiles(arch):
         launch(8, 2, 512, BF16)
         launch(16, 8, 128, FP32)
         launch(32, 8, 80, BF16, sinks=torch.empty(32), alibi_slopes=torch.empty(32), return_lse=True)
+        for heads, head_size, tokens in ((32, 128, 1), (32, 128, 5), (8, 64, 1), (16, 256, 1)):
+            for keys in (512, 8192):  # never shared out, and shared out
+                launch(heads, 8, head_size, BF16, max_seqlen_q=tokens, max_seqlen_k=keys)
     assert_resources(kernels)

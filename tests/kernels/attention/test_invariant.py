@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from tritonllm.kernels import (
     batch_invariant_attention_ref,
     varlen_prefill_attention_ref,
 )
+from tritonllm.kernels.attention.portable import segments
 
 
 @settings(max_examples=25)
@@ -89,6 +92,67 @@ def test_no_cut_changes_a_bit(device, heads, head_size, more, dtype):
     for first, end in ((0, 1), (0, 17), (1, 900), (63, 129), (900, 1200), (1199, 1200), (500, 505)):
         part = batch_invariant_attention(*cut(p, 0, first, end), **p.options)
         assert torch.equal(part, whole[first:end]), (first, end)
+
+
+@settings(max_examples=25)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300)), min_size=1, max_size=4),
+    heads=st.sampled_from([(1, 1), (2, 3), (1, 5)]),
+    window=st.sampled_from([None, 3, 100]),
+    more=st.sampled_from([{}, {"sinks": True}, {"softcap": 30.0, "alibi_slopes": True, "v_scale": "heads"}]),
+    programs=st.sampled_from([1, 20, 8192]),
+    dtype=st.sampled_from(FLOATS),
+)
+def test_long_sequences_that_are_shared_out(device, lens, heads, window, more, programs, dtype):
+    new = [n for n, _ in lens]
+    kv_heads, group = heads
+    shape = {"kv_heads": kv_heads, "group": group, "head_size": 16, "block_size": 32, "window": window}
+    p = make_problem(device, new, [n + cached for n, cached in lens], padding=1, dtype=dtype, **shape, **more)
+    limits = {"max_seqlen_q": max(1, *new), "max_seqlen_k": max(1, int(p.seq_lens.max()))}
+    out = poisoned(*p.q.shape, dtype=p.q.dtype, device=p.q.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "_PROGRAMS", programs)
+        patch.setattr(segments, "SEGMENT_KEYS", 64)
+        _, lse = batch_invariant_attention(*p.prefill, **p.options, **limits, return_lse=True, out=out)
+    want, want_lse = batch_invariant_attention_ref(*p.exact().prefill, **p.options, return_lse=True)
+    tokens = sum(new)
+    assert_close(out[:tokens], want[:tokens], dtype)
+    assert_logs_close(lse[:tokens], want_lse[:tokens], dtype)
+    assert out[tokens:].isnan().all(), "padding tokens were written"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("heads", "head_size", "more"),
+    [
+        ((8, 4), 128, {}),
+        ((8, 2), 128, {"window": 900}),
+        ((2, 7), 64, {"softcap": 30.0}),
+        ((2, 8), 64, {"sinks": True, "window": 1500}),
+        ((1, 32), 128, {}),
+        ((4, 1), 256, {}),
+        ((2, 2), 512, {}),
+        ((8, 1), 80, {"alibi_slopes": True}),
+    ],
+)
+@pytest.mark.parametrize("new", [1, 5])
+def test_the_same_bits_however_sequences_are_shared_out(device, heads, head_size, more, dtype, new):
+    kv_heads, group = heads
+    shape = {"kv_heads": kv_heads, "group": group, "head_size": head_size, "block_size": 16}
+    lens = [5, 511, 512, 513, 1024, 1500, 2049, 4000, 7000]
+    p = make_problem(device, [new] * len(lens), lens, dtype=dtype, **shape, **more)
+    want, want_lse = batch_invariant_attention(*p.prefill, **p.options, return_lse=True)
+    for most, end in ((8000, 9), (7000, 9), (1024, 5)):
+        some = {"q": p.q[: new * end], "cu_seqlens_q": p.cu_seqlens_q[: end + 1], "seq_lens": p.seq_lens[:end]}
+        few = replace(p, block_tables=p.block_tables[:end], **some)
+        for programs in (1, 200, 8192):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(segments, "_PROGRAMS", programs)
+                limits = {"max_seqlen_q": new, "max_seqlen_k": most}
+                got, lse = batch_invariant_attention(*few.prefill, **p.options, **limits, return_lse=True)
+            assert torch.equal(got, want[: new * end]), (most, programs)
+            assert torch.equal(lse, want_lse[: new * end]), (most, programs)
 
 
 def test_empty(device):

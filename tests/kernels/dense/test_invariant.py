@@ -6,6 +6,7 @@ from support.compare import FLOATS, assert_close, poisoned, with_row_padding
 
 from tritonllm.kernels import batch_invariant_linear, batch_invariant_linear_ref
 from tritonllm.kernels.dense.invariant import default_config
+from tritonllm.kernels.elementwise.activation import ACTIVATIONS
 from tritonllm.kernels.runtime import tuning
 
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "STAGES": 2}
@@ -34,6 +35,27 @@ def test_matches_reference(device, m, n, k, dtype, out_dtype, std, bias, padding
         assert batch_invariant_linear(x, weight, added, out=out) is out
     expected = batch_invariant_linear_ref(x.float(), weight.float(), None if added is None else added.float())
     assert_close(out, expected, dtype)
+
+
+@given(
+    m=st.integers(0, 70),
+    n=st.integers(1, 40),
+    k=st.integers(0, 130),
+    dtype=st.sampled_from(FLOATS),
+    activation=st.sampled_from(["silu", "gelu_tanh"]),
+    bias=st.booleans(),
+)
+def test_a_gated_product_matches_reference(device, m, n, k, dtype, activation, bias):
+    x, weight = make(device, m, 2 * n, k, dtype)
+    added = torch.randn(2 * n).to(device, dtype) if bias else None
+    out = poisoned(m, n, dtype=dtype, device=device)
+    with tuning.override("batch_invariant_linear", SMALL):
+        assert batch_invariant_linear(x, weight, added, activation=activation, out=out) is out
+    wide = None if added is None else added.float()
+    assert_close(out, batch_invariant_linear_ref(x.float(), weight.float(), wide, activation=activation), dtype)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
+    gate, up = exact.chunk(2, dim=-1)
+    assert_close(out, (ACTIVATIONS[activation](gate) * up).float(), dtype)
 
 
 @pytest.mark.parametrize("k", [31, 64, 100])
@@ -68,6 +90,20 @@ def test_no_size_of_a_step_changes_a_bit(device, shape, dtype):
     for rows in (1, 2, 16, 17, 64, 65, 100, 128, 129, 256, 257, 512, 1000):
         for first in (0, 1, 1500 - rows):
             part = batch_invariant_linear(x[first : first + rows], weight)
+            assert torch.equal(part, whole[first : first + rows]), (rows, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1024, 2048), (28672, 4096), (6144, 1024), (2000, 336), (1016, 1000)])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_no_size_of_a_step_changes_a_bit_of_a_gated_product(device, shape, dtype, activation):
+    """Hopper's kernel has more than 1024 rows, the others have two launches."""
+    x, weight = make(device, 2500, *shape, dtype)
+    whole = batch_invariant_linear(x, weight, activation=activation)
+    for rows in (1, 17, 65, 129, 256, 1000, 1024, 1025, 2048):
+        for first in (0, 1, 2500 - rows):
+            part = batch_invariant_linear(x[first : first + rows], weight, activation=activation)
             assert torch.equal(part, whole[first : first + rows]), (rows, first)
 
 

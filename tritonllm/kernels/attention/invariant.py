@@ -2,18 +2,16 @@
 
 A softmax over keys is a sum, and sums in floating point depend on their order. Decode attention cuts a sequence's keys
 into as many parts as suit the batch, and prefill attention has other tiles, so the same token has other last bits as
-the end of a prompt, in a later chunk of it, as a decode, or beside other sequences. Here keys always go by in tiles of
-the same size from the first one on, in one running softmax, whoever asks: one token, a draft or a whole prompt. A tile
-that a query does not see changes none of its sums, for what it adds is exactly 0 and what it multiplies with exactly 1.
-
-The kernel is `portable/prefill.py`. What it costs: nothing shares a long sequence out among the processors
-(docs/determinism.md).
+the end of a prompt, in a later chunk of it, as a decode, or beside other sequences. Here keys go by in segments that
+begin at fixed places, each in tiles of the same size and in one running softmax, and the segments are added up from the
+first to the last, whoever asks: one token, a draft or a whole prompt (`portable/segments.py`). A tile that a query does
+not see changes none of its sums, for what it adds is exactly 0 and what it multiplies with exactly 1.
 """
 
 import torch
 
 from tritonllm.kernels.attention import cpu
-from tritonllm.kernels.attention.arguments import AttentionArgs, Options, Pages, Queries
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
     check_attention,
     dtype_name,
@@ -21,17 +19,25 @@ from tritonllm.kernels.attention.common import (
     require_float8,
     visible_keys,
 )
-from tritonllm.kernels.attention.portable import prefill as portable
-from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.attention.portable import segments
+from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
+_ANY = 1 << 20  # new tokens of a sequence, where nobody says how many
 
-def invariant_config(head_size: int, dtype: str) -> tuning.Config:
-    """One for each model, whatever the step: tiles, and how a tile is dealt out to threads, decide the order of sums.
 
-    Of 22 for head size 128 on an H200 the best of both kinds of steps that spills nothing: 256 decodes of 600 keys
-    172 us (with tiles of 64 keys 180; what need not be invariant: 150), 16 prompts of 512 tokens 160 us (191; 96).
+def invariant_config(many_decodes: bool, head_size: int, dtype: str) -> tuning.Config:
+    """Tiles of one order of sums for each model, whatever the step.
+
+    How a tile is dealt out to threads decides that order. Where each warp has 16 whole rows, be they all that the
+    program has or a quarter, it is one and the same (16 x 32 tiles of one warp, 64 x 32 of four and 128 x 32 of eight
+    on an H200; not 16 x 32 of two warps, which share rows). So ``many_decodes`` have small programs, of which a processor
+    holds many: 256 of 600 keys 161 us, with 64 rows 175 (what need not be invariant: 151), 64 of 1024 keys 76 (89; 73).
+    Few are faster with four warps, and so are long sequences: one of 4096 keys 39 us, of one warp 90.
+
+    Of 22 for head size 128 the best of decodes and prompts that spills nothing: 16 prompts of 512 tokens 160 us (with
+    tiles of 64 keys 191; what need not be invariant: 96).
     """
     if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
         return {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
@@ -39,6 +45,8 @@ def invariant_config(head_size: int, dtype: str) -> tuning.Config:
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if head_size > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    if many_decodes:
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 1, "num_stages": 3}
     return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
 
 
@@ -50,7 +58,7 @@ def _tokens(queries: Queries, pages: Pages) -> list[tuple[int, int, int]]:
     return [(row, seq, length - end + row + 1) for seq, (begin, end, length) in spans for row in range(begin, end)]
 
 
-def _reference(queries: Queries, pages: Pages, args: AttentionArgs) -> None:
+def _reference(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
     """Token by token, each with the keys that it sees: so nothing of it depends on the others."""
     q, (k_cache, v_cache, block_tables, _) = queries.q, pages
     size = k_cache.shape[1]
@@ -65,7 +73,7 @@ def _reference(queries: Queries, pages: Pages, args: AttentionArgs) -> None:
             args.lse[row] = lse[0]
 
 
-def _on_cpu(queries: Queries, pages: Pages, args: AttentionArgs) -> bool:
+def _on_cpu(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> bool:
     """As :func:`_reference`, by torch's own kernel."""
     if not cpu.takes(pages.k_cache, args):
         return False
@@ -78,11 +86,16 @@ def _on_cpu(queries: Queries, pages: Pages, args: AttentionArgs) -> bool:
 
 
 @register_op(mutates=("out", "lse"), reference=_reference, cpu=_on_cpu)
-def _batch_invariant_attention(queries: Queries, pages: Pages, args: AttentionArgs) -> None:
+def _batch_invariant_attention(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
+    q, kv_heads = queries.q, pages.k_cache.shape[2]
     require_float8(pages.k_cache)
-    if len(queries.q) > 0 and len(pages.seq_lens) > 0:
+    if len(q) > 0 and len(pages.seq_lens) > 0:
+        most_keys = hints.most_keys(pages)
+        decodes = queries.max_seqlen_q == 1 and q.shape[1] <= 16 * kv_heads and most_keys <= segments.SEGMENT_KEYS
+        many = len(pages.seq_lens) * kv_heads >= 2 * chip.processors(q.device)
         # from no table: another configuration is another order of sums
-        portable.launch(queries, pages, args, invariant_config(queries.q.shape[2], dtype_name(queries.q)))
+        config = invariant_config(decodes and many, q.shape[2], dtype_name(q))
+        segments.launch(queries, pages, most_keys, args, config)
 
 
 def batch_invariant_attention(
@@ -100,6 +113,8 @@ def batch_invariant_attention(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +127,10 @@ def batch_invariant_attention(
         q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens: as in
             :func:`~tritonllm.kernels.varlen_prefill_attention`, and so is what is not listed here. A decode is a
             sequence with one query, a draft one with a few.
+        max_seqlen_q: no sequence has more new tokens; with 1 the tiles are those of decodes, and with few
+            the processors share out long sequences. By default there may be any number. No bit depends on it.
+        max_seqlen_k: the most keys that are expected of a sequence; by default what the tables have room for. Decides
+            whether sequences are shared out, and no bit.
 
     Returns:
         ``out``, or ``(out, lse)`` with lse ``[T, H]`` float32.
@@ -119,13 +138,14 @@ def batch_invariant_attention(
     Raises:
         ValueError: a shape, dtype, device or number that does not fit; the message names the argument.
     """
-    queries = Queries(q, cu_seqlens_q)
+    queries = Queries(q, cu_seqlens_q, _ANY if max_seqlen_q is None else max_seqlen_q)
     pages = Pages(k_cache, v_cache, block_tables, seq_lens)
     options = Options(scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",), dtype=torch.int32, like=q)
     require(len(cu_seqlens_q) >= 1, "cu_seqlens_q must begin with 0, got an empty tensor")
     args = check_attention(q, pages, options, out, return_lse, batch=len(cu_seqlens_q) - 1)
-    _batch_invariant_attention(*queries, *pages, *args)
+    require(queries.max_seqlen_q >= 1, f"max_seqlen_q must be at least 1, got {max_seqlen_q}")
+    _batch_invariant_attention(*queries, *pages, *Hints(None, max_seqlen_k=max_seqlen_k), *args)
     return args.out if args.lse is None else (args.out, args.lse)
 
 

@@ -19,8 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonllm.kernels.dense import cpu
 from tritonllm.kernels.dense.weight import Weight, elements
+from tritonllm.kernels.elementwise.activation import ACTIVATIONS, act_and_mul
 from tritonllm.kernels.runtime import chip, tuning
-from tritonllm.kernels.runtime.checks import aligned, check_same_dtype, check_tensor
+from tritonllm.kernels.runtime.checks import aligned, check_same_dtype, check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
@@ -132,16 +133,8 @@ def _boxes(t: torch.Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
 
 
-@register_op(mutates=("out",), reference=_reference)
-def _batch_invariant_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
+def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     (m, k), n = x.shape, weight.shape[0]
-    if out.numel() == 0:
-        return
-    if k == 0:
-        out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-        return
     arch = "sm90" if chip.on_sm90(x.device) else "any"
     # of a power of two: what is compiled must not change between the sizes that warm-up steps have
     key = {"m": triton.next_power_of_2(m), "n": n, "k": k, "itemsize": x.element_size(), "arch": arch}
@@ -159,6 +152,51 @@ def _batch_invariant_linear(
     )
 
 
+@register_op(mutates=("out",), reference=_reference)
+def _batch_invariant_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    if out.numel() == 0:
+        return
+    if x.shape[1] == 0:
+        out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+        return
+    _launch(x, weight, bias, out)
+
+
+def _gated_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str
+) -> None:
+    both = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
+    _reference(x, weight, bias, both)
+
+    def activated(rows: torch.Tensor) -> torch.Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+    cpu.row_by_row(activated, both, out)
+
+
+@register_op(mutates=("out",), reference=_gated_reference)
+def _batch_invariant_gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str
+) -> None:
+    if out.numel() == 0:
+        return
+    if x.shape[1] == 0:
+        _gated_reference(x, weight, bias, out, activation)
+        return
+    if chip.on_sm90(x.device):
+        from tritonllm.kernels.dense.sm90 import gated as sm90  # Gluon is not there for every GPU
+
+        if sm90.takes(x, weight, out):  # its sums are chains along K, too
+            sm90.launch_gated_sm90(x, weight, bias, out, activation)
+            return
+    both = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
+    _launch(x, weight, bias, both)
+    act_and_mul(both, activation, out=out)
+
+
 def multiply_invariantly(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
@@ -167,11 +205,24 @@ def multiply_invariantly(
     return out
 
 
+def multiply_gated_invariantly(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, out: torch.Tensor
+) -> torch.Tensor:
+    """``activation(gate) * up`` of ``out``'s columns each, of which a row's bits depend on that row alone; of matrices
+    that are known to fit.
+
+    Gate and up are never rounded: of many rows on Hopper they do not leave the registers.
+    """
+    _batch_invariant_gated_linear(x, weight, bias, out, activation)
+    return out
+
+
 def batch_invariant_linear(
     x: torch.Tensor,
     weight: torch.Tensor | Weight,
     bias: torch.Tensor | None = None,
     *,
+    activation: str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias``, of which a row has the same bits alone and among any others.
@@ -182,8 +233,10 @@ def batch_invariant_linear(
         x: ``[M, K]`` float16, bfloat16 or float32; contiguous in the last dimension.
         weight: ``[N, K]`` with the dtype of ``x``; contiguous in the last dimension. A tensor or a :class:`Weight`.
         bias: ``[N]`` with the dtype of ``x``.
-        out: ``[M, N]`` to write into, of any of the three dtypes; by default a new tensor with the dtype of ``x``. Must
-            not overlap ``x``.
+        activation: one of ``ACTIVATIONS``, of the first half of the result, which then multiplies the second: a gated
+            projection, ``[M, N / 2]``.
+        out: ``[M, N]`` to write into, or half as wide, of any of the three dtypes; by default a new tensor with the
+            dtype of ``x``. Must not overlap ``x``.
 
     Returns:
         ``out``.
@@ -198,9 +251,16 @@ def batch_invariant_linear(
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[0],), like=x)
         check_same_dtype("bias", bias, "x", x)
+    columns = weight.shape[0]
+    if activation is not None:
+        require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        require(columns % 2 == 0, f"weight must have an even number of rows (gate and up), got {columns}")
+        columns //= 2
     if out is None:
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    check_tensor("out", out, (x.shape[0], weight.shape[0]), like=x)
+        out = torch.empty(x.shape[0], columns, dtype=x.dtype, device=x.device)
+    check_tensor("out", out, (x.shape[0], columns), like=x)
+    if activation is not None:
+        return multiply_gated_invariantly(x, weight, bias, activation, out)
     return multiply_invariantly(x, weight, bias, out)
 
 

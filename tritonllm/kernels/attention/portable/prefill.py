@@ -22,7 +22,7 @@ from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_nex
 
 
 @triton.jit
-def _locate_rows(tile, seq, cu_ptr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+def locate_rows(tile, seq, cu_ptr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """A tile's first (token, head) pair, the sequence's new tokens, and each row's token in ``q``, pair and validity.
 
     Called before and after the loop over keys. The loads are volatile because the compiler would merge the two calls
@@ -85,7 +85,7 @@ def _prefill_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = find_prefill_sequence(tl.arange(0, 128), tile, cu_ptr, batch, GROUP, BLOCK_M)
-    first_pair, q_len, b_token, b_pair, m_row = _locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
+    first_pair, q_len, b_token, b_pair, m_row = locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
     if first_pair >= q_len * GROUP:
         return
     seq_len = tl.load(len_ptr + seq)
@@ -137,7 +137,7 @@ def _prefill_kernel(
         )
 
     b_out, b_lse = finish_softmax(b_acc, b_m, b_l)
-    _, _, b_token, b_pair, m_row = _locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
+    _, _, b_token, b_pair, m_row = locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
     b_head = kv_head * GROUP + b_pair % GROUP
     m_out = m_row[:, None] & (b_dim < HEAD_SIZE)[None, :]
     p_out = out_ptr + row_offsets(b_token, b_head, stride_out_token, stride_out_head)[:, None] + b_dim[None, :]
