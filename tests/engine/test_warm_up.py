@@ -103,15 +103,29 @@ def steps(draw, seats, budget, longest, may_share):
 )
 @pytest.mark.parametrize("model", VARIED)
 def test_no_step_launches_what_the_start_has_not(model, length, gpu):
+    check_launches(model, length, gpu)
+
+
+@pytest.mark.parametrize("length", [3000, 4096, 131072])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", *(name for name in VARIED if name.startswith("gpt-oss"))])
+def test_no_batch_invariant_step_launches_what_the_start_has_not(model, length):
+    check_launches(model, length, "NVIDIA H200", deterministic=True)
+
+
+def check_launches(model, length, gpu, deterministic=False):
     """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
     spec = spec_from_config(MODELS[model])
     spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
-    seats, budget = 64, 512
+    seats, budget = (256, 3000) if deterministic else (64, 512)
     config = EngineConfig.from_kwargs(
-        model="m", max_num_seqs=seats, max_num_batched_tokens=budget, max_model_len=length
+        model="m",
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        max_model_len=length,
+        deterministic=deterministic,
     )
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
-        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length)
+        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length, batch_invariant=deterministic)
         runner = ModelRunner(decoder, config, META, length)
         runner.start(NUM_BLOCKS, length)
         with decoder.rehearsal():

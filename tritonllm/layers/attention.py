@@ -233,9 +233,11 @@ def invariant_attention(
             cu = of_segment()
             assert cu is not None
             batch = metadata.block_tables[sequences], cu, metadata.seq_lens[sequences]
-            # of prompts any number: what a step launches must not depend on theirs
-            most = {"max_seqlen_q": None if segment is chunk else segment.longest}
-            limits = {**most, "max_seqlen_k": metadata.max_decode_len if segment is decode else None}
+            limits: dict[str, Any] = {"max_seqlen_k": metadata.max_decode_len, "max_seqlen_q": segment.longest}
+            if segment is decode:
+                limits["order"] = metadata.decode_order
+            elif segment is chunk:  # of prompts any number: what a step launches must not depend on theirs
+                limits["max_seqlen_q"] = None
             batch_invariant_attention(q[tokens], kv_cache.k, kv_cache.v, *batch, out=out[tokens], **limits, **options)
     return out
 

@@ -102,13 +102,16 @@ def test_no_cut_changes_a_bit(device, heads, head_size, more, dtype):
     more=st.sampled_from([{}, {"sinks": True}, {"softcap": 30.0, "alibi_slopes": True, "v_scale": "heads"}]),
     programs=st.sampled_from([1, 20, 8192]),
     dtype=st.sampled_from(FLOATS),
+    ordered=st.booleans(),
 )
-def test_long_sequences_that_are_shared_out(device, lens, heads, window, more, programs, dtype):
+def test_long_sequences_that_are_shared_out(device, lens, heads, window, more, programs, dtype, ordered):
     new = [n for n, _ in lens]
     kv_heads, group = heads
     shape = {"kv_heads": kv_heads, "group": group, "head_size": 16, "block_size": 32, "window": window}
     p = make_problem(device, new, [n + cached for n, cached in lens], padding=1, dtype=dtype, **shape, **more)
     limits = {"max_seqlen_q": max(1, *new), "max_seqlen_k": max(1, int(p.seq_lens.max()))}
+    if ordered:
+        limits["order"] = torch.randperm(len(lens)).to(device, torch.int32)
     out = poisoned(*p.q.shape, dtype=p.q.dtype, device=p.q.device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "_PROGRAMS", programs)
@@ -149,7 +152,8 @@ def test_the_same_bits_however_sequences_are_shared_out(device, heads, head_size
         for programs in (1, 200, 8192):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(segments, "_PROGRAMS", programs)
-                limits = {"max_seqlen_q": new, "max_seqlen_k": most}
+                order = torch.arange(end - 1, -1, -1, dtype=torch.int32, device=device)
+                limits = {"max_seqlen_q": new, "max_seqlen_k": most, "order": None if programs == 200 else order}
                 got, lse = batch_invariant_attention(*few.prefill, **p.options, **limits, return_lse=True)
             assert torch.equal(got, want[: new * end]), (most, programs)
             assert torch.equal(lse, want_lse[: new * end]), (most, programs)

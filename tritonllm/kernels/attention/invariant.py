@@ -31,8 +31,8 @@ def invariant_config(many_decodes: bool, head_size: int, dtype: str) -> tuning.C
     """Tiles of one order of sums for each model, whatever the step.
 
     How a tile is dealt out to threads decides that order. Where each warp has 16 whole rows, be they all that the
-    program has or a quarter, it is one and the same (16 x 32 tiles of one warp, 64 x 32 of four and 128 x 32 of eight
-    on an H200; not 16 x 32 of two warps, which share rows). So ``many_decodes`` have small programs, of which a processor
+    program has or a quarter, it is one and the same: on an H200 16 x 32 tiles of one warp, 64 x 32 of four and 128 x 32
+    of eight (not 16 x 32 of two warps, which share rows). So ``many_decodes`` have small programs, of which a processor
     holds many: 256 of 600 keys 161 us, with 64 rows 175 (what need not be invariant: 151), 64 of 1024 keys 76 (89; 73).
     Few are faster with four warps, and so are long sequences: one of 4096 keys 39 us, of one warp 90.
 
@@ -95,7 +95,7 @@ def _batch_invariant_attention(queries: Queries, pages: Pages, hints: Hints, arg
         many = len(pages.seq_lens) * kv_heads >= 2 * chip.processors(q.device)
         # from no table: another configuration is another order of sums
         config = invariant_config(decodes and many, q.shape[2], dtype_name(q))
-        segments.launch(queries, pages, most_keys, args, config)
+        segments.launch(queries, pages, hints, args, config)
 
 
 def batch_invariant_attention(
@@ -115,6 +115,7 @@ def batch_invariant_attention(
     v_scale: float | torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    order: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -131,6 +132,8 @@ def batch_invariant_attention(
             the processors share out long sequences. By default there may be any number. No bit depends on it.
         max_seqlen_k: the most keys that are expected of a sequence; by default what the tables have room for. Decides
             whether sequences are shared out, and no bit.
+        order: ``[B]`` int32, the order in which decodes are begun (``max_seqlen_q`` 1): the longest first fill the
+            processors most evenly. No bit depends on it.
 
     Returns:
         ``out``, or ``(out, lse)`` with lse ``[T, H]`` float32.
@@ -145,7 +148,9 @@ def batch_invariant_attention(
     require(len(cu_seqlens_q) >= 1, "cu_seqlens_q must begin with 0, got an empty tensor")
     args = check_attention(q, pages, options, out, return_lse, batch=len(cu_seqlens_q) - 1)
     require(queries.max_seqlen_q >= 1, f"max_seqlen_q must be at least 1, got {max_seqlen_q}")
-    _batch_invariant_attention(*queries, *pages, *Hints(None, max_seqlen_k=max_seqlen_k), *args)
+    if order is not None:
+        check_tensor("order", order, (len(seq_lens),), dtype=torch.int32, like=q)
+    _batch_invariant_attention(*queries, *pages, *Hints(None, order=order, max_seqlen_k=max_seqlen_k), *args)
     return args.out if args.lse is None else (args.out, args.lse)
 
 

@@ -6,13 +6,11 @@ second launch that adds them up. So the processors share out long sequences, and
 that a query does not see changes none of its sums: they are multiplied by 1, and 0 is added.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.attention.arguments import AttentionArgs, Pages, Queries
+from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.attention.common import (
     LN2,
     LOWEST,
@@ -25,12 +23,12 @@ from tritonllm.kernels.attention.common import (
 from tritonllm.kernels.attention.portable.prefill import locate_rows
 from tritonllm.kernels.attention.schedule import find_prefill_sequence, prefill_key_ranges
 from tritonllm.kernels.runtime import tuning
-from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
+from tritonllm.kernels.runtime.dependent_launch import MAX_PROGRAMS, dependent_launch, let_next_start, wait_for_previous
 
 # A power of two, at least any BLOCK_N. On an H200, 256 decodes of 100 to 2000 keys (no parts, where no sequence may
 # have more than a segment): 297 us, with segments of 1024 324; one of 4096 keys: 39 us and 22.
 SEGMENT_KEYS = 2048
-_PROGRAMS = 8192  # an H200 starts one that has nothing to do in 0.65 ns
+_PROGRAMS = MAX_PROGRAMS  # of a launch: most have nothing to do, and an H200 starts 4096 in 5 us
 
 
 @triton.jit
@@ -128,7 +126,17 @@ def _keep(parts, sums, b_at, m_row, b_dim, HEAD_SIZE: tl.constexpr):
 
 # Arguments whose values and alignment change from step to step: one compilation serves them all.
 @triton.jit(
-    do_not_specialize=["table_ptr", "cu_ptr", "len_ptr", "window", "batch", "stride_table", "slots", "most_rows"]
+    do_not_specialize=[
+        "table_ptr",
+        "cu_ptr",
+        "len_ptr",
+        "order_ptr",
+        "window",
+        "batch",
+        "stride_table",
+        "slots",
+        "most_rows",
+    ]
 )
 def _segments_kernel(
     q_ptr,  # [T, H, D]
@@ -137,6 +145,7 @@ def _segments_kernel(
     table_ptr,  # [B, M]
     cu_ptr,  # [B + 1]
     len_ptr,  # [B]
+    order_ptr,  # [B]: in which decodes, one tile each, are begun; or None
     out_ptr,  # [T, H, D]
     lse_ptr,  # [T, H] float32, or None
     sink_ptr,  # [H], or None
@@ -179,11 +188,15 @@ def _segments_kernel(
     shared out, every so many-th segment of them, of which it leaves the sums behind."""
     wait_for_previous(PDL)
     let_next_start(PDL)
-    # The last tiles of a sequence see most keys: they start first, so that the short ones fill the end.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
-    seq = find_prefill_sequence(tl.arange(0, 128), tile, cu_ptr, batch, GROUP, BLOCK_M)
+    if order_ptr is not None:
+        seq = tl.load(order_ptr + tl.program_id(0))
+        tile = (tl.load(cu_ptr + seq).to(tl.int64) * GROUP // BLOCK_M).to(tl.int32) + seq
+    else:
+        # The last tiles of a sequence see most keys: they start first, so that the short ones fill the end.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        seq = find_prefill_sequence(tl.arange(0, 128), tile, cu_ptr, batch, GROUP, BLOCK_M)
     first_pair, q_len, b_token, b_pair, m_row = locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
     if first_pair >= q_len * GROUP:
         return
@@ -241,8 +254,15 @@ def _segments_kernel(
                 *(segment * SEGMENT, FLAGS, GROUP, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, BLOCK_M, BLOCK_N, SEGMENT),
             )
             _, _, b_token, b_pair, m_row = locate_rows(tile, seq, cu_ptr, GROUP, BLOCK_M)
-            b_at = (seq.to(tl.int64) * slots + segment - from_segment) * kv_heads + kv_head
-            _keep((part_ptr, sums_ptr), (b_acc, b_m, b_l), b_at * most_rows + b_pair, m_row, b_dim, HEAD_SIZE)
+            if to_segment - from_segment == 1:
+                b_head = kv_head * GROUP + b_pair % GROUP
+                b_start_m, b_start_l = start_softmax(sink_ptr, b_head, m_row, BLOCK_M)
+                if sink_ptr is not None:
+                    b_acc, b_m, b_l = fold(tl.zeros_like(b_acc), b_start_m, b_start_l, b_acc, b_m, b_l)
+                _store((b_acc, b_m, b_l), outs, b_token, b_head, m_row, v_factor, heads, b_dim, HEAD_SIZE)
+            else:
+                b_at = (seq.to(tl.int64) * slots + segment - from_segment) * kv_heads + kv_head
+                _keep((part_ptr, sums_ptr), (b_acc, b_m, b_l), b_at * most_rows + b_pair, m_row, b_dim, HEAD_SIZE)
 
 
 @triton.jit(do_not_specialize=["cu_ptr", "len_ptr", "window", "slots", "most_rows"])
@@ -280,6 +300,8 @@ def _fold_parts_kernel(
     seq_len = tl.load(len_ptr + seq)
     first = tl.maximum(seq_len - q_len - window + 1, 0) if WINDOW else 0
     count = tl.cdiv(seq_len, SEGMENT) - first // SEGMENT
+    if (count == 1) | (q_len == 0):  # the kernel before has written the result
+        return
     b_pair = tl.arange(0, BLOCK_R)
     b_head = kv_head * GROUP + b_pair % GROUP
     b_dim = tl.arange(0, BLOCK_D)
@@ -305,29 +327,27 @@ def _fold_parts_kernel(
     _store((b_acc, b_m, b_l), outs, b_token, b_head, m_row, v_factor, kv_heads * GROUP, b_dim, HEAD_SIZE)
 
 
-def launch(queries: Queries, pages: Pages, most_keys: int, args: AttentionArgs, config: tuning.Config) -> None:
+def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, config: tuning.Config) -> None:
     """Write ``args.out`` and ``args.lse``.
 
     Sequences of several segments are shared out if their rows fit in one tile. Prompts have tiles enough.
-
-    Args:
-        most_keys: no sequence has more.
     """
     (q, cu_seqlens_q, max_seqlen_q, _, _), (k_cache, v_cache, block_tables, seq_lens) = queries, pages
     tokens, heads, head_size = q.shape
     batch, kv_heads = len(seq_lens), k_cache.shape[2]
     group, window = heads // kv_heads, args.window > 0
     block_d = triton.next_power_of_2(head_size)
-    rows, slots = max_seqlen_q * group, triton.cdiv(most_keys, SEGMENT_KEYS)
+    rows, slots = max_seqlen_q * group, triton.cdiv(hints.most_keys(pages), SEGMENT_KEYS)
     shared = slots > 1 and rows <= config["BLOCK_M"]
-    tiles = tokens * group // config["BLOCK_M"] + batch
+    order = hints.order if rows == group and group <= config["BLOCK_M"] else None
+    tiles = batch if order is not None else tokens * group // config["BLOCK_M"] + batch
     grid = (tiles, kv_heads, max(1, min(slots, _PROGRAMS // (tiles * kv_heads))) if shared else 1)
     part = sums = None
     if shared:
         part = torch.empty(batch, slots, kv_heads, rows, head_size, dtype=torch.float32, device=q.device)
         sums = torch.empty(batch, slots, kv_heads, rows, 2, dtype=torch.float32, device=q.device)
     _segments_kernel[grid](
-        *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, args.out, args.lse),
+        *(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, order, args.out, args.lse),
         *(args.sinks, args.alibi_slopes, args.k_scale, args.v_scale, part, sums, args.scale, args.v_factor),
         *(args.window, args.softcap, batch, slots, rows),
         *(*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0)),
@@ -341,7 +361,8 @@ def launch(queries: Queries, pages: Pages, most_keys: int, args: AttentionArgs, 
         SEGMENT=SEGMENT_KEYS,
         ONE=slots <= 1,
         **config,
-        **dependent_launch(q.device, math.prod(grid)),
+        # not by the size of a prompt: what is compiled must not change between the sizes that warm-up steps have
+        **dependent_launch(q.device, batch * kv_heads if rows <= config["BLOCK_M"] else 0),
     )
     if shared:
         _fold_parts_kernel[(batch, kv_heads)](
