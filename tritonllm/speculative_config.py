@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tritonllm.config_checks import at_least, is_a, names_code
+from tritonllm.token_tree import is_chain, parents_of, parse_tree
 
 OF_HEADS = ("eagle", "eagle3")
 OF_MODELS = ("draft_model", *OF_HEADS)
@@ -29,6 +30,9 @@ class SpeculativeConfig:
         model: of ``draft_model``, ``eagle`` and ``eagle3``: a folder in Hugging Face format, or a hub id.
         revision: branch, tag or commit of that hub id.
         num_speculative_tokens: guesses of a sequence in a step, at most 31.
+        speculative_token_tree: of ``draft_model``, ``eagle`` and ``eagle3``: the guesses are a tree, several for one
+            place. A list of paths of child numbers, or such a list as a string: ``"[(0,), (1,), (0, 0)]"``. Without it
+            each guess follows the one before.
         prompt_lookup_min, prompt_lookup_max: tokens that must have occurred, and that are compared, at most 32. Without
             either 2 and 5; one alone counts for both.
         suffix_decoding_max_tree_depth: tokens that ``suffix`` compares, at most 32.
@@ -43,6 +47,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     model: str | None = None
     revision: str | None = None
+    speculative_token_tree: str | Sequence[Sequence[int]] | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -60,6 +65,7 @@ class SpeculativeConfig:
                 f"{name}num_speculative_tokens must be at most {MOST_DRAFTS}, got {self.num_speculative_tokens}"
             )
         self._check_model(name)
+        self._check_tree(name + "speculative_token_tree")
         for field_name in ("prompt_lookup_min", "prompt_lookup_max", "disable_by_batch_size"):
             at_least(name + field_name, getattr(self, field_name), 1)
         depth, factor = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_spec_factor
@@ -87,6 +93,37 @@ class SpeculativeConfig:
             raise ValueError(
                 f"{name}model and revision are for methods {', '.join(OF_MODELS)}, got method={self.method!r}"
             )
+
+    def _check_tree(self, name: str) -> None:
+        if self.speculative_token_tree is None:
+            return
+        if self.method not in OF_MODELS:
+            raise ValueError(
+                f"{name} is for methods {', '.join(OF_MODELS)}, got method={self.method!r}: leave the tree out"
+            )
+        nodes = len(parse_tree(name, self.speculative_token_tree))
+        if nodes > MOST_DRAFTS:
+            raise ValueError(f"{name} must have at most {MOST_DRAFTS} nodes, got {nodes}: leave some out")
+        if nodes != self.num_speculative_tokens:
+            raise ValueError(
+                f"{name} has {nodes} nodes, and num_speculative_tokens is {self.num_speculative_tokens}: set "
+                f"num_speculative_tokens={nodes}"
+            )
+
+    @property
+    def tree(self) -> tuple[int, ...] | None:
+        """The parent of each guess, -1 for those behind the last token; ``None`` for a chain, written as a tree or not."""
+        if self.speculative_token_tree is None:
+            return None
+        parents = parents_of(parse_tree("speculative_token_tree", self.speculative_token_tree))
+        return None if is_chain(parents) else parents
+
+    @property
+    def depth(self) -> int:
+        """Guesses that can be right in one step."""
+        if self.speculative_token_tree is None:
+            return self.num_speculative_tokens
+        return max(map(len, parse_tree("speculative_token_tree", self.speculative_token_tree)))
 
     @property
     def lookup(self) -> tuple[int, int]:

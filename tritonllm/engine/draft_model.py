@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.draft_tree import DraftTree
 from tritonllm.engine.drafters import DraftStep
 from tritonllm.engine.inputs import Batch
 from tritonllm.engine.step import ALIGNMENT
@@ -49,6 +50,7 @@ class DraftModel:
         seats: most sequences of a step.
         drafts: of each sequence.
         device: where steps run.
+        tree: that the drafts form; ``None`` for a chain.
 
     Attributes:
         model: the same.
@@ -61,8 +63,11 @@ class DraftModel:
     stores_last = True
     extra_bytes = 0
 
-    def __init__(self, model: CausalLM, seats: int, drafts: int, device: torch.device) -> None:
+    def __init__(
+        self, model: CausalLM, seats: int, drafts: int, device: torch.device, tree: DraftTree | None = None
+    ) -> None:
         self.model = model
+        self._tree = tree
         self.cache: Sequence[KVCacheView] = []
         self._workspace = torch.zeros(seats, dtype=torch.int32, device=device)
         self._places = torch.arange(drafts + 1, dtype=torch.int64, device=device)[:, None]
@@ -122,9 +127,15 @@ class DraftModel:
         """One decode step of B sequences: hidden states, and what the next one has of it."""
         return self.model(tokens, positions, metadata, self.cache), None
 
+    def settle(self, batch: Batch, rows: int) -> None:
+        """A verdict on a tree's drafts of the first rows is there: move what lies by position beside keys and values."""
+
     def propose(self, step: DraftStep) -> None:
         """One decode step for each draft, and one more that stores the last draft's keys and values: the next step has
         need of them if all drafts are right, and its first decode would else be one of two tokens."""
+        if self._tree is not None:
+            self._tree.propose(self, step)
+            return
         count, most = step.drafts.shape
         mine = slice(None), slice(count)
         slots, positions, lengths = self._slots[mine], self._positions[mine], self._lengths[mine]

@@ -11,6 +11,7 @@ import torch
 from tritonllm.dist.group import Group
 from tritonllm.engine.agreement import Witness
 from tritonllm.engine.device_seats import DeviceSeats
+from tritonllm.engine.draft_tree import DraftTree
 from tritonllm.engine.inputs import Batch, upload
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
@@ -51,11 +52,19 @@ class Drawing:
         sampler: draws.
         group: the ranks that share the model.
         device: where all of this is.
+        tree: that drafts form; ``None`` for a chain.
     """
 
     def __init__(
-        self, model: CausalLM, seats: DeviceSeats, sampler: Sampler, group: Group, device: torch.device
+        self,
+        model: CausalLM,
+        seats: DeviceSeats,
+        sampler: Sampler,
+        group: Group,
+        device: torch.device,
+        tree: DraftTree | None = None,
     ) -> None:
+        self._tree = tree
         self._model, self._seats, self._sampler = model, seats, sampler
         self._group, self._device = group, device
         self._witness = Witness(group.size)
@@ -126,6 +135,8 @@ class Drawing:
             return self._group.broadcast(self._seats.drawn[:rows])
         verdict = self._seats.verdict
         assert verdict is not None  # there are drafts
+        if self._tree is not None:
+            self._group.broadcast(self._tree.path[:rows])
         self._group.broadcast(verdict.accepted[:rows])
         return self._group.broadcast(verdict.ids[:rows])
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from tritonllm.engine.draft_model import DraftModel
+from tritonllm.engine.draft_tree import DraftTree
 from tritonllm.engine.drafters import DraftStep
 from tritonllm.engine.inputs import Batch
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
@@ -31,11 +32,13 @@ from tritonllm.models.interface import CausalLM
 NOWHERE = -(1 << 30)  # a position from which none of a sequence is near
 
 
-def make_draft(model: CausalLM | None, seats: int, drafts: int, device: torch.device) -> DraftModel | None:
+def make_draft(
+    model: CausalLM | None, seats: int, drafts: int, device: torch.device, tree: DraftTree | None = None
+) -> DraftModel | None:
     """What drafts with a model or a head, if there is one. Arguments as of :class:`DraftModel`."""
     if isinstance(model, EagleHead):
-        return EagleDrafter(model, seats, drafts, device)
-    return None if model is None else DraftModel(model, seats, drafts, device)
+        return EagleDrafter(model, seats, drafts, device, tree)
+    return None if model is None else DraftModel(model, seats, drafts, device, tree)
 
 
 class EagleDrafter(DraftModel):
@@ -43,8 +46,10 @@ class EagleDrafter(DraftModel):
 
     stores_last = False  # the true states come behind the large model's pass, for all tokens of the step
 
-    def __init__(self, model: EagleHead, seats: int, drafts: int, device: torch.device) -> None:
-        super().__init__(model, seats, drafts, device)
+    def __init__(
+        self, model: EagleHead, seats: int, drafts: int, device: torch.device, tree: DraftTree | None = None
+    ) -> None:
+        super().__init__(model, seats, drafts, device, tree)
         self._head = model
         # Of each seat, and of padding's rows, hidden states from a position on: what the last step computed of it, and
         # the one before, so that the same step can run again.
@@ -101,11 +106,25 @@ class EagleDrafter(DraftModel):
         """States before each token of a step with drafts; notes those of its tokens."""
         seats, ends = batch.inputs.seats, batch.inputs.starts
         mine = hidden.view(len(seats), -1, hidden.shape[1])
-        states = torch.cat([self._before(seats, ends, batch.metadata.block_tables)[:, None], mine], 1)
+        first = self._before(seats, ends, batch.metadata.block_tables)
+        states = torch.cat([first[:, None], mine], 1)
         place = self._rows_of(seats)
         self._features[place] = states
         self._firsts[place] = ends.long() - 1
+        if self._tree is not None:
+            return self._tree.states_before(first, hidden, mine.shape[1])
         return states[:, :-1].flatten(0, 1)
+
+    def settle(self, batch: Batch, rows: int) -> None:
+        """Noted are the states of the tree's tokens in their order, and those of blocks by the slots that they had."""
+        assert self._tree is not None  # there is a verdict on one
+        path, place = self._tree.path[:rows], self._rows_of(batch.inputs.seats[:rows])
+        states = self._features[place]
+        index = (path.clamp_min(0) + 1)[:, :, None].expand(-1, -1, states.shape[2])
+        states = torch.cat([states[:, :1], states.gather(1, index)], 1)
+        self._features[place] = states
+        slots = batch.metadata.slot_mapping.view(-1, path.shape[1])[:rows]
+        self._note_blocks(torch.where(path < 0, -1, slots).flatten(), states[:, 1:].flatten(0, 1))
 
     def _of_others(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         """The same of a step of decodes and of prompts."""

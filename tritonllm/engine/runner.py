@@ -14,6 +14,7 @@ from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.draft_model import draft_cost
+from tritonllm.engine.draft_tree import DraftTree
 from tritonllm.engine.drafters import Drafter, make_drafter
 from tritonllm.engine.drawing import ComputedStep, Drawing
 from tritonllm.engine.eagle import make_draft
@@ -98,7 +99,10 @@ class ModelRunner:
         speculative = config.speculative_config
         self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
         self._verified = most_verified(speculative, config.scheduler)
-        self._draft = make_draft(draft, seats, self._drafts, device)
+        self._tree: DraftTree | None = None
+        if speculative is not None and speculative.tree is not None:
+            self._tree = DraftTree(speculative.tree, seats, device)
+        self._draft = make_draft(draft, seats, self._drafts, device, self._tree)
         self.draft_cost = 0.0 if draft is None else draft_cost(draft, model)
         self.drafter: Drafter | None = self._draft
         if draft is None:
@@ -109,8 +113,8 @@ class ModelRunner:
         self._processors: BatchProcessors | None = None
         if config.logits_processors and group.leads:
             self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
-        sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict)
-        self._drawing = Drawing(model, self._seats, sampler, group, device)
+        sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict, self._tree)
+        self._drawing = Drawing(model, self._seats, sampler, group, device, self._tree)
         self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
         self._planner: CascadePlanner | None = None
         shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
@@ -252,6 +256,8 @@ class ModelRunner:
     def _warm_up_copies(self) -> None:
         for copies in self._copies:
             copies.warm_up()
+            if self._tree is not None:
+                copies.move_slots(self._tree.no_moves())
         if self.host is not None:
             self.host.warm_up()
 
@@ -376,9 +382,21 @@ class ModelRunner:
         """
         self._computed = None
         running = self._drawing.finish(computed, late)
+        if self._tree is not None and computed.step.segments.verify.sequences:
+            self._settle(self._tree, computed)
         if computed.step.tokens:
             self._tell_tokens(computed.step.tokens)
         return running
+
+    def _settle(self, tree: DraftTree, computed: ComputedStep) -> None:
+        """Leave behind a verdict on trees what one on chains would have. Outside of captured steps, whose verdict may
+        not be the last one, and before anything reads or copies a block of these sequences."""
+        rows, metadata = computed.step.num_rows, computed.batch.metadata
+        moves = tree.moves(metadata.slot_mapping.view(metadata.segments.verify.sequences, -1)[:rows])
+        for copies in self._copies:
+            copies.move_slots(moves)
+        assert self._draft is not None  # it has drafted them
+        self._draft.settle(computed.batch, rows)
 
     def _tell_tokens(self, new: Sequence[SeatTokens]) -> None:
         """In one copy: each takes a block of pinned memory, and a step may admit hundreds of requests."""
@@ -404,6 +422,8 @@ class ModelRunner:
         """:meth:`_forward` from the state of the seats that the step before has left."""
         self._seats.advance(batch)
         count = batch.metadata.segments.verify.sequences
+        if self._tree is not None and count:
+            batch = self._tree.lay_out(batch)
         if self.drafter is not None and count:
             note_time(self._seats.times, end=False)
             drafting = self._seats.draft_step(batch)

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from tritonllm.engine.draft_tree import DraftTree
 from tritonllm.engine.edits import MAX_BAD_WORD, MAX_ENTRIES, SeatEdits
 from tritonllm.engine.inputs import upload
 from tritonllm.engine.processors import BatchProcessors, Errors, apply_to_rows
 from tritonllm.engine.results import LogprobTensors
 from tritonllm.engine.step import FREE, Restrictions, RowMasks, Step
 from tritonllm.engine.token_masks import upload_masks
-from tritonllm.kernels import TokenMasks, rejection_sample, sample, token_logprobs
+from tritonllm.kernels import TokenMasks, rejection_sample, rejection_sample_tree, sample, token_logprobs
 from tritonllm.kernels.sampling.edits import ALWAYS, Entry, LogitEdits, count_tokens, make_logit_edits, write_seat
 from tritonllm.kernels.sampling.seats import SamplingRows, Verdict
 
@@ -44,6 +45,7 @@ class Sampler:
         vocab: size of the vocabulary.
         processors: change the logits of whole steps.
         verdict: where those of steps with drafts are written; ``None`` if there never are any.
+        tree: that drafts form; ``None`` for a chain.
     """
 
     def __init__(
@@ -52,13 +54,15 @@ class Sampler:
         vocab: int,
         processors: BatchProcessors | None = None,
         verdict: Verdict | None = None,
+        tree: DraftTree | None = None,
     ) -> None:
-        self._processors = processors
+        self._processors, self._tree = processors, tree
         self._drawn = drawn
         self._verdict = verdict
         rows = len(drawn) if verdict is None else verdict.ids.numel()
         self._workspace = torch.zeros(rows, dtype=torch.int32, device=drawn.device)
         self._no_rows = torch.full((len(drawn),), -1, dtype=torch.int32, device=drawn.device)
+        self._rows = torch.arange(len(drawn), device=drawn.device)
         self._size = len(drawn), vocab
         self._state: LogitEdits | None = None
 
@@ -87,6 +91,10 @@ class Sampler:
         out = self._verdict.ids[:rows], self._verdict.accepted[:rows]
         temperature, top_k, top_p, min_p, *noise = inputs
         logits = logits.view(rows, -1, logits.shape[1])
+        if self._tree is not None:
+            given = (drafts, self._tree.parents.expand(rows, -1), logits, temperature, top_k, top_p, *noise)
+            more = {"workspace": self._workspace, "out": (*out, self._tree.path[:rows])}
+            return rejection_sample_tree(*given, min_p=min_p, **more)[0]
         given = (drafts, None, logits, temperature, top_k, top_p, *noise)
         return rejection_sample(*given, min_p=min_p, workspace=self._workspace, out=out)[0]
 
@@ -102,6 +110,8 @@ class Sampler:
             tokens = self.verify(logits, inputs, drafts)
         each = tokens.shape[1]
         flat = tokens.flatten()
+        if self._tree is not None and step.logprobs is not None:
+            logits = self._tree.rows_of(logits, len(tokens))
         logprobs = None if step.logprobs is None else token_logprobs(logits, flat.clamp_min(0), step.logprobs)
         vocab = logits.shape[1]
         firsts = [i * each for i in step.whole_logprobs]  # such requests have no drafts
@@ -120,16 +130,22 @@ class Sampler:
         """What changes a token's logits depends on the tokens before it. So each row goes on, a token at a time, as
         long as its drafts are the tokens that it draws."""
         assert self._verdict is not None  # there are drafts
-        rows, batch = len(drafts), self._wanting(step)
+        rows, batch, tree = len(drafts), self._wanting(step), self._tree
         ids, accepted = self._verdict.ids[:rows], self._verdict.accepted[:rows]
+        at = None  # which of a row's logits; of a chain those of the place
+        if tree is not None:
+            ids.fill_(-1)  # a tree may be less deep than there are columns
+            at = tree.begin(rows)
         goes_on = torch.ones(rows, dtype=torch.bool, device=logits.device)
         accepted.fill_(-1)
         edits = seats = None
         if step.edited is not None:
             edits = self._told(step.new_edits)
             (seats,) = upload([step.edited], logits.device)
-        for place in range(drafts.shape[1] + 1):
-            mine = logits.view(rows, -1, logits.shape[1])[:, place].clone()  # changes are made in place
+        for place in range((drafts.shape[1] if tree is None else tree.depth) + 1):
+            of_rows = logits.view(rows, -1, logits.shape[1])
+            # changes are made in place
+            mine = of_rows[:, place].clone() if at is None else of_rows[self._rows[:rows], at]
             now = inputs._replace(steps=inputs.steps + place)
             if place == 0:  # requests with functions or masks of their own have no drafts
                 errors |= apply_to_rows(mine, late.processors)
@@ -147,7 +163,9 @@ class Sampler:
                 batch.count(tokens, step, goes_on)
             ids[:, place] = torch.where(goes_on, tokens, -1)
             accepted += goes_on
-            if place < drafts.shape[1]:
+            if tree is not None and at is not None:
+                at, goes_on = tree.follow(place, at, tokens, drafts, goes_on)
+            elif place < drafts.shape[1]:
                 goes_on = goes_on & (tokens == drafts[:, place])
         return ids
 

@@ -281,7 +281,7 @@ def paged_attention(
         assert metadata.verify_starts is not None
         tokens, sequences = slice(n, drafts_end), slice(decode.sequences, verified)
         batch = tables[sequences], metadata.verify_starts, lens[sequences]
-        limits = {"max_seqlen_q": verify.longest, **by_position}
+        limits = {"max_seqlen_q": verify.longest, "tree_mask": metadata.tree_mask, **by_position}
         paged_verify_attention(q[tokens], *cache, *batch, out=out[tokens], **limits, **everywhere)
     if chunk.tokens:
         batch = tables[verified:], metadata.cu_seqlens_q, lens[verified:]

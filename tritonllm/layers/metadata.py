@@ -22,6 +22,8 @@ class AttentionMetadata:
         seq_lens: ``[B]`` int32, keys of each sequence, this step's tokens included.
         cu_seqlens_q: ``[C + 1]`` int32, first query of each prompt chunk, counted from the first token of a chunk.
         verify_starts: ``[V + 1]`` int32, the same of the verified sequences; ``None`` if there are none.
+        tree_mask: ``[tokens of the verified sequences]`` int32, what each sees of its sequence's new tokens if drafts
+            form a tree (:func:`~tritonllm.kernels.paged_verify_attention`); ``None``: those before it.
         decode_order: ``[D]`` int32, the decodes from the longest to the shortest: the order in which attention shares
             them out; ``None`` if nobody has sorted them.
         cascade: where the decodes' keys are if some of them begin with the same blocks, and it pays to read those once.
@@ -35,6 +37,7 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     verify_starts: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
     decode_order: torch.Tensor | None = None
     cascade: CascadePlan | None = None
     max_decode_len: int | None = None

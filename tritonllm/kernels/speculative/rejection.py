@@ -195,6 +195,7 @@ def rejection_sample_tree(
     *,
     min_p: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`rejection_sample` without draft probabilities, for drafts that form a tree: several may follow one.
 
@@ -208,6 +209,7 @@ def rejection_sample_tree(
             is not reached.
         target_logits: ``[B, G + 1, V]``: row 0 is what comes first, row j + 1 what follows draft j.
         temperature, top_k, top_p, seeds, steps, min_p, workspace: as of :func:`rejection_sample`.
+        out: tensors to write the results into, contiguous; by default new ones.
 
     Returns:
         ``ids [B, G + 1]`` int64: the accepted drafts, one token more, then -1; ``accepted [B]`` int64: how many drafts
@@ -222,8 +224,13 @@ def rejection_sample_tree(
     check_tensor("parents", parents, (batch, positions - 1), dtype=(torch.int32, torch.int64), like=target_logits)
     parameters = Parameters(temperature, top_k, top_p, min_p, seeds, steps)
     check_parameters(batch, target_logits, parameters)
-    ids = torch.empty(batch, positions, dtype=torch.int64, device=target_logits.device)
-    accepted, path = torch.empty(batch, dtype=torch.int64, device=target_logits.device), torch.empty_like(ids)
+    if out is None:
+        ids = torch.empty(batch, positions, dtype=torch.int64, device=target_logits.device)
+        out = ids, torch.empty(batch, dtype=torch.int64, device=target_logits.device), torch.empty_like(ids)
+    ids, accepted, path = out
+    for place, shape in enumerate(((batch, positions), (batch,), (batch, positions))):
+        check_tensor(f"out[{place}]", out[place], shape, dtype=torch.int64, like=target_logits)
+        require(out[place].is_contiguous(), "out must be contiguous")
     _rejection_sample_tree(draft_ids, parents, target_logits, workspace, ids, accepted, path, *parameters)
     return ids, accepted, path
 
