@@ -320,6 +320,11 @@ class EngineConfig:
                 "compilation_config: a model that torch.compile has compiled does not give the states between its "
                 "layers, which method='eagle3' reads: leave it off"
             )
+        if speculative.tree is not None and (self.deterministic or self.compilation_config.mode):
+            other = "deterministic" if self.deterministic else "compilation_config"
+            raise ValueError(
+                f"speculative_config: speculative_token_tree does not go with {other}: leave one of them out"
+            )
         most, length = speculative.num_speculative_tokens, self.model.max_model_len
         tokens = self.scheduler.max_num_batched_tokens
         if 1 + most > tokens:

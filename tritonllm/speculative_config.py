@@ -112,7 +112,7 @@ class SpeculativeConfig:
 
     @property
     def tree(self) -> tuple[int, ...] | None:
-        """The parent of each guess, -1 for those behind the last token; ``None`` for a chain, written as a tree or not."""
+        """The parent of each guess, -1 for those behind the last token; ``None`` for a chain, however it is written."""
         if self.speculative_token_tree is None:
             return None
         parents = parents_of(parse_tree("speculative_token_tree", self.speculative_token_tree))

@@ -6,6 +6,7 @@ children, and the first nodes of a tree, however many, are a tree, too.
 """
 
 import ast
+from itertools import pairwise
 
 Path = tuple[int, ...]
 _EXAMPLE = "[(0,), (1,), (0, 0)]"
@@ -29,7 +30,7 @@ def parse_tree(name: str, value: object) -> tuple[Path, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} must be a list of paths, as {_EXAMPLE}, got {value!r}")
     paths = sorted((_parse_path(name, path) for path in value), key=lambda path: (len(path), path))
-    for path, following in zip(paths, paths[1:], strict=False):
+    for path, following in pairwise(paths):
         if path == following:
             raise ValueError(f"{name} has {path} twice: leave one of them out")
     there = set(paths)
@@ -38,8 +39,8 @@ def parse_tree(name: str, value: object) -> tuple[Path, ...]:
         if parent and parent not in there:
             raise ValueError(f"{name} has {path} without its parent {parent}: add {parent}, or leave {path} out")
         if child and (*parent, child - 1) not in there:
-            before = (*parent, child - 1)
-            raise ValueError(f"{name} has {path} without {before}, which is likelier: add {before}, or leave {path} out")
+            likelier = (*parent, child - 1)
+            raise ValueError(f"{name} has {path} without the likelier {likelier}: add that, or leave {path} out")
     return tuple(paths)
 
 

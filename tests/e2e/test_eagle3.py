@@ -37,9 +37,10 @@ def likely_pair():
     return model, knowing_head(model, some_tokens(), by_token=True, noise=0.09)
 
 
-def reference(model, head, tokens, count, reads=READS):
+def reference(model, head, tokens, count, reads=READS, forced=()):
     """What a head drafts behind ``tokens`` and from which logits over its tokens, computed anew from the beginning in
-    plain torch: pairs of each token and the feature of the place before, zeros for the first."""
+    plain torch: pairs of each token and the feature of the place before, zeros for the first. Its first drafts are
+    ``forced``."""
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config, parts = read_config(head), load_file(head / "model.safetensors")
     if "transformer_layer_config" in config:
@@ -78,11 +79,12 @@ def reference(model, head, tokens, count, reads=READS):
             states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
             seen = F.linear(torch.cat([states[place][0] for place in reads], -1), parts["fc.weight"])
             features = torch.cat([features, seen])
-        for _ in range(count):
+        for place in range(count):
             features = torch.cat([features, run(table[torch.tensor(known)], features)[-1:]])
             logits.append(F.linear(norm(features[-1], parts["norm.weight"]), parts["lm_head.weight"]))
             best = int(logits[-1].argmax())
-            known.append(best + int(parts["d2t"][best]) if "d2t" in parts else best)
+            drafted = best + int(parts["d2t"][best]) if "d2t" in parts else best
+            known.append(forced[place] if place < len(forced) else drafted)
     return known[len(tokens) :], logits
 
 

@@ -21,6 +21,11 @@ from tritonllm.config import SpeculativeConfig
 from tritonllm.demo import model_path
 from tritonllm.engine.drafters import NgramDrafter
 
+TREES = [  # wide, deep, and both
+    [(0,), (1,), (2,)],
+    [(0,), (1,), (0, 0), (0, 0, 0)],
+    [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 0, 0)],
+]
 FAMILIES = ["llama", "gemma2", "gpt2", "qwen3_moe", "mpt", "gpt_oss"]
 REPEATED = [3, 4, 5, 6, 7, 8] * 3  # which an n-gram drafter goes on with
 PROMPTS = [REPEATED, [9], list(range(3, 40)), [5, 5, 5, 5], random_tokens(30, VOCAB_SIZE, seed=1), [7, 8, 9] * 7]
@@ -138,22 +143,25 @@ WISHES = st.fixed_dictionaries(
 
 @settings(max_examples=25)
 @given(
-    method=st.sampled_from(["ngram", "suffix", "draft_model"]),
+    method=st.sampled_from(["ngram", "suffix", "draft_model", "tree"]),
     kinds=st.lists(st.tuples(KINDS, WISHES, st.integers(9, 30)), min_size=1, max_size=6),
     drafts=st.integers(1, 5),
+    tree=st.sampled_from(TREES),
     ahead=st.booleans(),
     errs=st.sampled_from([0.0, 0.2, 0.6]),
     engine=st.sampled_from(
         [{}, {"num_blocks": 22}, {"max_num_batched_tokens": 16}, {"enable_prefix_caching": False, "max_num_seqs": 3}]
     ),
 )
-def test_options_together(plain_llm, method, kinds, drafts, ahead, errs, engine):
+def test_options_together(plain_llm, method, kinds, drafts, tree, ahead, errs, engine):
     """Every request gets the tokens, text, scores and end of plain decoding, whatever it and its neighbours want."""
     params = [SamplingParams(**kind, **wish, max_tokens=most) for kind, wish, most in kinds]
     prompts = PROMPTS[: len(params)]
     expected = plain_llm.generate(prompts_of(prompts), params, use_tqdm=False)
     config = {"method": method, "num_speculative_tokens": drafts}
-    if method == "draft_model":
+    if method == "tree":
+        config = {"method": "draft_model", "num_speculative_tokens": len(tree), "speculative_token_tree": tree}
+    if method in ("draft_model", "tree"):
         config["model"] = str(similar_checkpoint(noise=0.01 if errs == 0.0 else errs / 8))
     llm = drafting_llm(speculative_config=config, async_scheduling=ahead, **engine)
     if method == "ngram":

@@ -277,3 +277,60 @@ def test_the_same_tokens_as_on_the_cpu():
     on_cpu = token_ids(tiny_llm(device="cpu", **options).generate(prompts, greedy(), use_tqdm=False))
     llm = tiny_llm(device="cuda", dtype="float32", **options)
     assert token_ids(llm.generate(prompts, greedy(), use_tqdm=False)) == on_cpu
+
+
+TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]
+
+
+def tree_of(method, model, tree=TREE):
+    config = {"method": method, "model": str(model), "num_speculative_tokens": len(tree), "adaptive": False}
+    return {**config, "speculative_token_tree": tree}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_a_draft_models_tree_does_not_change_greedy_tokens(folder, small, engine):
+    """Captured and not, planned ahead and not, behind preemptions and hits of the prefix cache."""
+    expected = token_ids(make(folder).generate(PROMPTS, greedy(60), use_tqdm=False))
+    for draft in (small, folder):  # one that errs, and the model itself, whose first path is right
+        llm = make(folder, speculative_config=tree_of("draft_model", draft), **engine)
+        for _ in range(2):
+            assert token_ids(llm.generate(PROMPTS, greedy(60), use_tqdm=False)) == expected
+        stats = llm.engine.stats
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.compilations_after_ready == 0
+        assert draft is small or stats.num_accepted_tokens_per_pos[3] > 0.5 * stats.num_drafts
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("engine", [{}, {"enforce_eager": True}, {"max_num_seqs": 3}], ids=str)
+def test_an_eagle_3_heads_tree(by_token, engine):
+    """Of a head that knows the first path is right in every step, so its keys and states are where they belong."""
+    model = circular_model(context=0.0, sharpness=0.2)
+    head = knowing_head(model, torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(3)), by_token)
+    prompts = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 3, 40, 17)]
+    expected = token_ids(tiny_llm(model, device="cpu").generate(prompts, greedy(40), use_tqdm=False))
+    llm = tiny_llm(model, device="cuda", dtype="float32", speculative_config=tree_of("eagle3", head), **engine)
+    for _ in range(2):
+        assert token_ids(llm.generate(prompts, greedy(40), use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    accepted = stats.num_accepted_tokens_per_pos
+    assert accepted[0] == stats.num_drafts and accepted[3] > stats.num_drafts / 2  # all but where texts end
+    assert stats.compilations_after_ready == 0
+
+
+def test_a_trees_seeds_penalties_and_scores():
+    """As on the CPU, with a head that errs."""
+    model = circular_model(sharpness=0.4)
+    head = knowing_head(model, torch.arange(VOCAB_SIZE), by_token=True, noise=0.12)
+    params = [
+        greedy(30, logprobs=1),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=6, top_p=0.9, frequency_penalty=0.5, max_tokens=30, ignore_eos=True),
+    ]
+    prompts = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (5, 40, 17)]
+    options = {"dtype": "float32", "speculative_config": tree_of("eagle3", head)}
+    plain = tiny_llm(model, device="cuda", dtype="float32")
+    expected = token_ids(plain.generate(prompts, params, use_tqdm=False))
+    llm = tiny_llm(model, device="cuda", **options)
+    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+    assert llm.engine.stats.num_accepted_tokens > 20

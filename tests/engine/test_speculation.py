@@ -213,3 +213,12 @@ def test_bad_configurations_are_named(value, message):
 def test_drafts_that_do_not_fit_are_named(more, message):
     with pytest.raises(ValueError, match=f"num_speculative_tokens=4.*{message}"):
         EngineConfig.from_kwargs(model="m", speculative_config="ngram:4", **more)
+
+
+def test_a_tree_costs_the_drafter_a_pass_for_each_level():
+    """And no more of its drafts can be right than it is deep."""
+    assert relative_cost(2, 6, 0.5, depth=3) == pytest.approx(relative_cost(2, 6, 0.5) - 3 * 0.5 / 1.5)
+    assert relative_cost(2, 6, 0.0, depth=3) == relative_cost(2, 6)
+    request = make("r", 4)
+    Drafting(6, depth=3).begin(request)
+    assert (request.num_drafts, request.expected_accepts) == (6, 1.5)

@@ -128,7 +128,7 @@ class DraftModel:
         return self.model(tokens, positions, metadata, self.cache), None
 
     def settle(self, batch: Batch, rows: int) -> None:
-        """A verdict on a tree's drafts of the first rows is there: move what lies by position beside keys and values."""
+        """Move what lies by position, beside keys and values, behind a verdict on trees of the first rows."""
 
     def propose(self, step: DraftStep) -> None:
         """One decode step for each draft, and one more that stores the last draft's keys and values: the next step has
@@ -208,8 +208,11 @@ def read_draft_spec(config: EngineConfig, spec: ModelFacts, limit: int) -> Model
         )
     if of_head:
         _check_head(name, draft, spec)
+    if speculative.tree is not None:
+        for one in (spec, draft):
+            _check_tree(one, speculative.num_speculative_tokens)
     # heads say 2048 or so, which they were trained on; their rotations know no limit
-    elif draft.max_position_embeddings < limit:
+    if not of_head and draft.max_position_embeddings < limit:
         raise ValueError(
             f"{name} has max_position_embeddings={draft.max_position_embeddings}, and max_model_len is {limit}: set "
             f"max_model_len={draft.max_position_embeddings}, or take a draft model for longer texts"
@@ -231,6 +234,23 @@ def _check_head(name: str, head: ModelSpec, spec: ModelFacts) -> None:
         raise ValueError(
             f"{name} reads states between layers, which {spec.architecture} has with norms only: take another method"
         )
+
+
+def _check_tree(spec: ModelFacts, nodes: int) -> None:
+    """Raises:
+    ValueError: the model's attention cannot see a tree of so many drafts.
+    """
+    name = f"speculative_config: speculative_token_tree: {spec.architecture}"
+    if not isinstance(spec, ModelSpec):
+        raise ValueError(f"{name} has no family here, whose attention is known: leave the tree out")
+    for attention in (layer.attention for layer in spec.layers):
+        if attention.alibi_slopes is not None:
+            raise ValueError(f"{name} has ALiBi, by which keys of a tree have no one position: leave the tree out")
+        if attention.window is not None and attention.window <= nodes:
+            raise ValueError(
+                f"{name} has layers that see {attention.window} tokens, and the tree {nodes} nodes: take fewer than "
+                f"{attention.window}"
+            )
 
 
 def load_draft(

@@ -92,9 +92,9 @@ class Sampler:
         temperature, top_k, top_p, min_p, *noise = inputs
         logits = logits.view(rows, -1, logits.shape[1])
         if self._tree is not None:
-            given = (drafts, self._tree.parents.expand(rows, -1), logits, temperature, top_k, top_p, *noise)
-            more = {"workspace": self._workspace, "out": (*out, self._tree.path[:rows])}
-            return rejection_sample_tree(*given, min_p=min_p, **more)[0]
+            of_tree = (drafts, self._tree.parents.expand(rows, -1), logits, temperature, top_k, top_p, *noise)
+            results = *out, self._tree.path[:rows]
+            return rejection_sample_tree(*of_tree, min_p=min_p, workspace=self._workspace, out=results)[0]
         given = (drafts, None, logits, temperature, top_k, top_p, *noise)
         return rejection_sample(*given, min_p=min_p, workspace=self._workspace, out=out)[0]
 

@@ -37,14 +37,15 @@ def most_verified(config: SpeculativeConfig | None, limits: SchedulerConfig) -> 
     return min(fits, limits.max_num_seqs, limits.max_num_batched_tokens // each)
 
 
-def relative_cost(sequences: int, drafts: int, draft_cost: float = 0.0) -> float:
+def relative_cost(sequences: int, drafts: int, draft_cost: float = 0.0, depth: int | None = None) -> float:
     """Of a step that verifies so many drafts of each of so many sequences, in plain steps.
 
     Args:
         draft_cost: of a decode step of the draft model, in those of the model. A plain step has one, too.
+        depth: of a tree of drafts, for each level of which the draft model runs once; by default they are a chain.
     """
     verified = LAUNCHES * (ROWS + sequences * (1 + drafts)) / (ROWS + sequences)
-    return (verified + (1 + drafts) * draft_cost) / (1 + draft_cost)
+    return (verified + (1 + (drafts if depth is None else depth)) * draft_cost) / (1 + draft_cost)
 
 
 @dataclass
@@ -88,16 +89,24 @@ class Drafting:
         verified: most sequences of a step that verifies.
         adaptive: plain steps where drafts do not pay; otherwise every step verifies that may.
         draft_cost: see :func:`relative_cost`.
+        depth: of a tree of drafts: most that can be right; by default all of them.
     """
 
     def __init__(
-        self, most: int = 0, verified: int = 1 << 30, *, adaptive: bool = False, draft_cost: float = 0.0
+        self,
+        most: int = 0,
+        verified: int = 1 << 30,
+        *,
+        adaptive: bool = False,
+        draft_cost: float = 0.0,
+        depth: int | None = None,
     ) -> None:
         self.most = most
+        self._depth = most if depth is None else depth
         self._verified = verified
         self._adaptive = adaptive
         self._draft_cost = draft_cost
-        self._typical = most / 2  # accepted drafts of a request of which nothing is known yet
+        self._typical = self._depth / 2  # accepted drafts of a request of which nothing is known yet
         self._plain = 0  # steps since one verified
 
     def begin(self, request: Request) -> None:
@@ -114,7 +123,8 @@ class Drafting:
             return self.most
         count = len(running)
         likely = sum([request.expected_accepts for request in running])
-        return self.most if count + likely > count * relative_cost(count, self.most, self._draft_cost) else 0
+        cost = relative_cost(count, self.most, self._draft_cost, self._depth)
+        return self.most if count + likely > count * cost else 0
 
     def fit(self, scheduled: list[ScheduledRequest], *, forks: bool = False) -> list[ScheduledRequest]:
         """What a step does of what was planned: no drafts beside prompts. What these were to be stored in stays with

@@ -161,7 +161,7 @@ def drafting_of(config: EngineConfig, draft_cost: float) -> Drafting:
         return Drafting()
     verified = most_verified(speculative, config.scheduler)
     most, adaptive = speculative.num_speculative_tokens, speculative.adaptive
-    return Drafting(most, verified, adaptive=adaptive, draft_cost=draft_cost)
+    return Drafting(most, verified, adaptive=adaptive, draft_cost=draft_cost, depth=speculative.depth)
 
 
 def tier_of(config: EngineConfig, runner: ModelRunner) -> HostTier | None:

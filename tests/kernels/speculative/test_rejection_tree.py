@@ -56,7 +56,12 @@ def test_matches_reference(device, batch, drafts, vocab, dtype, id_dtype, paddin
     logits = logits.to(dtype)
     wanted = rejection_sample_tree_ref(ids, parents, logits, *params)
     padded = (with_row_padding(t, padding) for t in (ids, parents, logits))
+    padded = tuple(padded)
     assert_same_paths(rejection_sample_tree(*padded, *params), wanted)
+    out = tuple(torch.full_like(t, 77) for t in wanted)
+    given = rejection_sample_tree(*padded, *params, out=out)
+    assert all(mine is there for mine, there in zip(given, out, strict=True))
+    assert_same_paths(out, wanted)
 
 
 @pytest.mark.parametrize("fn", [rejection_sample_tree, rejection_sample_tree_ref])
