@@ -23,6 +23,7 @@ LAYER = {
     "config": 0,
     "config_checks": 0,
     "speculative_config": 0,
+    "token_tree": 0,
     "kv_transfer_config": 0,
     "parallel_config": 0,
     "pooling_params": 0,
