@@ -27,3 +27,12 @@ def test_compiles(arch):
             for keys in (512, 8192):  # never shared out, and shared out
                 launch(heads, 8, head_size, BF16, max_seqlen_q=tokens, max_seqlen_k=keys)
     assert_resources(kernels)
+
+
+def test_the_loops_of_decodes_spill_nothing():
+    with compile_kernels(90) as kernels:
+        for head_size in (64, 128):
+            launch(32, 8, head_size, BF16, max_seqlen_q=1, max_seqlen_k=512)
+            launch(32, 8, head_size, BF16, max_seqlen_q=1, max_seqlen_k=8192)
+    for kernel in kernels:
+        assert kernel.resource_usage()[1] == 0, kernel.name

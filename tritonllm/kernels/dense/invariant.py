@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonllm.kernels.dense import cpu
 from tritonllm.kernels.dense.weight import Weight, elements
-from tritonllm.kernels.elementwise.activation import ACTIVATIONS, act_and_mul
+from tritonllm.kernels.elementwise import ACTIVATIONS, act_and_mul
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.checks import aligned, check_same_dtype, check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
