@@ -81,11 +81,11 @@ def engines(files: Iterable[File], name: str, gpus: int = 1, *, deterministic: b
 
 
 def prices(files: Sequence[File]) -> list[str]:
-    """What ``deterministic=True`` costs: its runs beside those without it of the same commit and kind of GPU."""
+    """What ``deterministic=True`` costs: its runs beside those without it of the same day and kind of GPU."""
     parts = []
     for file in engines(files, "tritonllm", deterministic=True):
-        where = file.data["commit"], file.data["machine"]["gpu"]
-        plain = [f for f in engines(files, "tritonllm") if (f.data["commit"], f.data["machine"]["gpu"]) == where]
+        where = file.data["date"][:10], file.data["machine"]["gpu"]
+        plain = [f for f in engines(files, "tritonllm") if (f.data["date"][:10], f.data["machine"]["gpu"]) == where]
         without = {row["workload"]: row["value"] for f in plain for row in f.data["rows"] if "value" in row}
         parts.append(f"{file.head()}\n\n{tables.prices(file.data, without)}")
     return parts
