@@ -6,7 +6,6 @@ its cache to others (:mod:`tritonllm.engine.device_memory`).
 
 import dataclasses
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from tritonllm.config import ModelConfig
 from tritonllm.engine.announcer import Announcer
 from tritonllm.engine.device_memory import Arena
+from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.models import checkpoint
@@ -237,7 +237,7 @@ class SleepMethods:
     _events: Announcer
     _scheduler: Scheduler
     _transfer: KVTransfer | None
-    _in_flight: deque[Any]
+    _in_flight: InFlight
     _whole: bool
     _recover: Callable[[], None]
     has_unfinished_requests: Callable[[], bool]
