@@ -166,8 +166,8 @@ class EngineMemory:
             raise AsleepError("the weights sleep: wake_up(tags=['weights']) first")
         if self._ranks > 1:
             raise ValueError(
-                f"reload_weights: ranks keep their weights; start anew, or with tensor_parallel_size=1 instead of "
-                f"{self._ranks}"
+                f"reload_weights: the weights of {self._ranks} ranks are kept; start anew, or with one rank "
+                "(tensor_parallel_size=1, pipeline_parallel_size=1)"
             )
         if not isinstance(self._model, Decoder):
             raise ValueError("reload_weights: a model that runs through transformers keeps its weights; start anew")
