@@ -137,7 +137,9 @@ COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 def test_the_largest_stage_is_as_small_as_can_be(costs, head, data):
     count = data.draw(st.integers(1, len(costs)))
     spec = spec_from_config(tiny_config("llama", num_hidden_layers=len(costs)))
-    shapes = {f"layers.{place}.mlp.up.weight": (cost,) for place, cost in enumerate(costs)} | {"lm_head.weight": (head,)}
+    shapes = {f"layers.{place}.mlp.up.weight": (cost,) for place, cost in enumerate(costs)} | {
+        "lm_head.weight": (head,)
+    }
     stages = stages_of(spec, shapes, count)
     assert [place for stage in stages for place in stage.layers] == list(range(len(costs)))
     assert all(stage.layers for stage in stages)

@@ -164,9 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.patched.setattr(prompt_budget, "BESIDE", beside)
         self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(
-            self.config, cache, num_blocks, MAX_MODEL_LEN, Drafting(drafts), stages=stages
-        )
+        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, Drafting(drafts), stages=stages)
         self.model = FakeModel(block_size, lambda count: luck.randint(0, count))
         self.drafts = drafts
         self.block_size, self.num_blocks, self.num_slots = block_size, num_blocks, num_blocks * block_size

@@ -364,8 +364,11 @@ class ModelRunner:
 
     def begin(self, step: Step) -> RunningStep | None:
         """:meth:`run` it, but for the draw of a late one."""
-        self._undrawn.append(self.compute(step))
-        return None if step.late or self.stages > 1 else self.draw(FREE)
+        launched = self.compute(step)
+        if not step.late and self.stages == 1:
+            return self.finish(launched)
+        self._undrawn.append(launched)
+        return None
 
     def draw(self, late: Restrictions) -> RunningStep:
         """Draw the tokens of the oldest step that was launched and not drawn."""

@@ -72,8 +72,8 @@ def check_gpus(config: EngineConfig) -> None:
     count, each = config.parallel.data_parallel_size, config.parallel.world_size
     if count > 1 and config.model.device in ("auto", "cuda") and 0 < torch.cuda.device_count() < count * each:
         raise ValueError(
-            f"data_parallel_size={count} times {config.parallel.sizes} needs {count * each} GPUs, and this process sees "
-            f"{torch.cuda.device_count()}: lower one of them"
+            f"data_parallel_size={count} times {config.parallel.sizes} needs {count * each} GPUs, and this process "
+            f"sees {torch.cuda.device_count()}: lower one of them"
         )
 
 
