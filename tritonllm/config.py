@@ -272,18 +272,8 @@ class EngineConfig:
         is_a("enable_sleep_mode", self.enable_sleep_mode, bool)
         is_a("compilation_config", self.compilation_config, CompilationConfig)
         self.parallel.check_device(self.model.device)
-        size = self.parallel.tensor_parallel_size
-        if size > 1 and self.enable_sleep_mode:
-            raise ValueError(
-                f"enable_sleep_mode: ranks do not sleep yet; leave it out with tensor_parallel_size={size}"
-            )
-        if size > 1 and self.cache.kv_offloading_size:
-            raise ValueError(f"kv_offloading_size: ranks do not offload; leave it out with tensor_parallel_size={size}")
-        if size > 1 and self.compilation_config.mode:
-            raise ValueError(
-                f"compilation_config: torch.compile does not know the sums over ranks: leave it off with "
-                f"tensor_parallel_size={size}"
-            )
+        if self.parallel.world_size > 1:
+            self._check_ranks()
         if self.speculative_config is not None:
             is_a("speculative_config", self.speculative_config, SpeculativeConfig)
             self._check_speculation(self.speculative_config)
@@ -299,6 +289,22 @@ class EngineConfig:
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
+    def _check_ranks(self) -> None:
+        sizes, stages = self.parallel.sizes, self.parallel.pipeline_parallel_size
+        if self.enable_sleep_mode:
+            raise ValueError(f"enable_sleep_mode: ranks do not sleep yet; leave it out with {sizes}")
+        if self.cache.kv_offloading_size:
+            raise ValueError(f"kv_offloading_size: ranks do not offload; leave it out with {sizes}")
+        if self.compilation_config.mode:
+            raise ValueError(
+                f"compilation_config: torch.compile does not know what ranks send each other: leave it off with {sizes}"
+            )
+        if stages > 1 and self.logits_processors:
+            raise ValueError(
+                "logits_processors: those of whole batches want to see each step's tokens before the next step; leave "
+                f"them out with pipeline_parallel_size={stages}, or give requests processors of their own"
+            )
+
     def _check_transfer(self) -> None:
         if not self.cache.kv_offloading_size:
             raise ValueError(
@@ -310,9 +316,9 @@ class EngineConfig:
 
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
         method = speculative.method
-        if method in OF_HEADS and self.parallel.tensor_parallel_size > 1:
+        if method in OF_HEADS and self.parallel.world_size > 1:
             raise ValueError(
-                f"speculative_config: method={method!r} runs on one GPU so far: leave tensor_parallel_size out, or "
+                f"speculative_config: method={method!r} runs on one GPU so far: leave out {self.parallel.sizes}, or "
                 "take method='draft_model'"
             )
         if method == "eagle3" and self.compilation_config.mode:
@@ -320,8 +326,13 @@ class EngineConfig:
                 "compilation_config: a model that torch.compile has compiled does not give the states between its "
                 "layers, which method='eagle3' reads: leave it off"
             )
-        if speculative.tree is not None and (self.deterministic or self.compilation_config.mode):
-            other = "deterministic" if self.deterministic else "compilation_config"
+        others = {
+            "deterministic": self.deterministic,
+            "compilation_config": self.compilation_config.mode,
+            "pipeline_parallel_size": self.parallel.pipeline_parallel_size > 1,
+        }
+        other = next((name for name, given in others.items() if given), None)
+        if speculative.tree is not None and other is not None:
             raise ValueError(
                 f"speculative_config: speculative_token_tree does not go with {other}: leave one of them out"
             )

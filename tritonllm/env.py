@@ -103,8 +103,8 @@ def see_devices(indices: Sequence[int]) -> None:
     names = listed.split(",")
     if max(indices) >= len(names):
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES={listed} names {len(names)} GPUs, and data_parallel_size times "
-            f"tensor_parallel_size needs at least {max(indices) + 1}"
+            f"CUDA_VISIBLE_DEVICES={listed} names {len(names)} GPUs, and data_parallel_size times the ranks of an "
+            f"engine are at least {max(indices) + 1}"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[index] for index in indices)
 

@@ -13,6 +13,8 @@ class ParallelConfig:
 
     Args:
         tensor_parallel_size: ranks among which heads and intermediate columns are dealt out, one on each GPU.
+        pipeline_parallel_size: stages, each with some of the layers and ``tensor_parallel_size`` ranks. As many steps
+            are in flight.
         enable_expert_parallel: ranks have whole experts, each equally many of them, instead of a part of each.
         data_parallel_size: engines with the whole model each, on GPUs of their own, among which requests are dealt out
             (:class:`~tritonllm.LLM`, :class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
@@ -25,6 +27,7 @@ class ParallelConfig:
     """
 
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
@@ -33,14 +36,14 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         at_least("data_parallel_size", self.data_parallel_size, 1)
         backend = self.distributed_executor_backend
         if backend is not None:
             one_of("distributed_executor_backend", backend, EXECUTORS)
-        if backend == "uni" and self.tensor_parallel_size > 1:
+        if backend == "uni" and self.world_size > 1:
             raise ValueError(
-                f"distributed_executor_backend='uni' is one process, but tensor_parallel_size="
-                f"{self.tensor_parallel_size}: leave it out, or take 'mp'"
+                f"distributed_executor_backend='uni' is one process, but {self.sizes}: leave it out, or take 'mp'"
             )
         if backend == "external_launcher" and self.data_parallel_size > 1:
             raise ValueError(
@@ -59,6 +62,17 @@ class ParallelConfig:
             raise ValueError(f"worker_timeout must be a number of seconds greater than 0, got {seconds!r}")
 
     @property
+    def world_size(self) -> int:
+        """Ranks of an engine: rank ``stage * tensor_parallel_size + i`` is the i-th of its stage."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def sizes(self) -> str:
+        """What makes the ranks so many, for a message."""
+        sizes = ((name, getattr(self, name)) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+        return " times ".join(f"{name}={size}" for name, size in sizes if size > 1) or "tensor_parallel_size=1"
+
+    @property
     def is_local(self) -> bool:
         """All ranks are on this machine."""
         return self.distributed_executor_backend not in ("external_launcher", "ray")
@@ -67,7 +81,7 @@ class ParallelConfig:
         """Raises:
         ValueError: it is one device, and there are several ranks or engines.
         """
-        for name in ("tensor_parallel_size", "data_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) > 1 and device not in ("auto", "cpu", "cuda"):
                 raise ValueError(
                     f"device={device!r} is one device, but {name}={getattr(self, name)}: they take cuda:0, cuda:1 and "

@@ -38,8 +38,7 @@ class VllmSampling:
 class VllmEngine:
     """Engine arguments of vLLM that have no effect here."""
 
-    # tensor and data parallelism alone
-    pipeline_parallel_size: Any = 1
+    # tensor, pipeline and data parallelism alone
     prefill_context_parallel_size: Any = 1
     decode_context_parallel_size: Any = 1
     nnodes: Any = 1

@@ -27,7 +27,8 @@ arguments = {"num_blocks": 64, "max_num_seqs": 4, "step_timeout": 3.0}
 if sys.argv[3:] == [os.environ["RANK"]]:
     from support.traps import draw_otherwise
     draw_otherwise()
-llm = LLM(sys.argv[1], tensor_parallel_size=2, distributed_executor_backend="external_launcher", **arguments)
+sizes = {os.environ.get("SIZES", "tensor_parallel_size"): 2}
+llm = LLM(sys.argv[1], **sizes, distributed_executor_backend="external_launcher", **arguments)
 params = SamplingParams(temperature=0, max_tokens=int(sys.argv[2]), ignore_eos=True)
 while True:
     output = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]
@@ -53,7 +54,9 @@ def launch(folder, tokens, ranks=2, otherwise=()):
     return subprocess.Popen(command, env=environment, **pipes)
 
 
-def test_one_rank_answers(tmp_path):
+@pytest.mark.parametrize("sizes", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_one_rank_answers(tmp_path, monkeypatch, sizes):
+    monkeypatch.setenv("SIZES", sizes)
     expected = tiny_llm().generate([[1, 2, 3]], greedy(12), use_tqdm=False)[0].outputs[0].token_ids
     process = launch(tmp_path, 12)
     out, errors = process.communicate(timeout=120)

@@ -66,6 +66,45 @@ def test_a_signal_while_steps_run(number, reason, size):
     assert_ended(processes)
 
 
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "silent for 2 s")])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_signal_in_a_pipeline(number, reason, stage):
+    """The stages before it have sent it what it will never receive, those behind it wait for it."""
+    llm, processes = start(1, pipeline_parallel_size=3, async_scheduling=True)
+    victim = processes[stage - 1]
+    threading.Timer(0.3, os.kill, (victim.pid, number)).start()
+    run_into(llm, rf"rank {stage} \(process {victim.pid}\) failed after \d+ steps: .*{reason}")
+    assert_ended(processes)
+
+
+def test_ctrl_c_leaves_a_pipeline_whole(monkeypatch):
+    """Steps that were not drawn come back before the next ones."""
+    llm, _ = start(1, pipeline_parallel_size=2, async_scheduling=True)
+    prompts = [[1, 2], [3, 4, 5], [6]]
+    expected = token_ids(llm.generate(prompts, greedy(6), use_tqdm=False))
+    runner, undrawn = llm.engine._runner._runner, []
+    begin = runner.begin
+
+    def interrupted(step):
+        if len(undrawn) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        running = begin(step)
+        undrawn.append(runner.undrawn)
+        return running
+
+    monkeypatch.setattr(runner, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy(20), use_tqdm=False)
+    assert undrawn[5] == 2
+    assert token_ids(llm.generate(prompts, greedy(6), use_tqdm=False)) == expected
+
+
+def test_a_step_that_fails_on_the_last_stage():
+    drafter = {"method": "support.traps:NeverMade", "num_speculative_tokens": 2}
+    llm, _ = start(1, pipeline_parallel_size=2, speculative_config=drafter)  # drafters are the first stage's alone
+    assert llm.generate([[1, 2]], greedy(2), use_tqdm=False)[0].error is None
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_signal_while_nothing_runs(number):
     llm, processes = start()

@@ -45,6 +45,21 @@ def test_tokens_and_the_end(llm):
     eventually(lambda: not rank.is_running())
 
 
+def test_stages():
+    arguments = AsyncEngineArgs(model=str(tiny_checkpoint()), **ENGINE, pipeline_parallel_size=2, async_scheduling=True)
+    staged, alone = AsyncLLM.from_engine_args(arguments), tiny_llm()
+
+    async def several():
+        return await asyncio.gather(*(tokens(staged, str(most), most) for most in (12, 5, 9)))
+
+    try:
+        found = asyncio.run(several())
+    finally:
+        staged.shutdown()
+    expected = [alone.generate([PROMPT], greedy(most), use_tqdm=False)[0].outputs[0] for most in (12, 5, 9)]
+    assert found == [list(output.token_ids) for output in expected]
+
+
 def test_a_killed_rank_ends_the_engine_and_is_named(llm):
     rank = rank_of(llm)
 

@@ -154,21 +154,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         seats=st.integers(1, 5),
         more_tokens=st.integers(0, 8),
         ahead=st.booleans(),
+        stages=st.sampled_from([1, 1, 2, 3]),
         drafts=st.sampled_from([0, 0, 1, 3, 7]),
         beside=st.sampled_from([1, 3, prompt_budget.BESIDE]),
         luck=st.randoms(use_true_random=False),
     )
-    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead, drafts, beside, luck):
+    def start(self, policy, caching, block_size, num_blocks, seats, more_tokens, ahead, drafts, beside, luck, stages=1):
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(prompt_budget, "BESIDE", beside)
         self.config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=seats + more_tokens, policy=policy)
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, Drafting(drafts))
+        self.scheduler = Scheduler(self.config, cache, num_blocks, MAX_MODEL_LEN, Drafting(drafts), stages=stages)
         self.model = FakeModel(block_size, lambda count: luck.randint(0, count))
         self.drafts = drafts
         self.block_size, self.num_blocks, self.num_slots = block_size, num_blocks, num_blocks * block_size
         self.caching = caching
-        self.ahead = ahead
+        self.ahead, self.stages = ahead, stages
+        self.broken = False  # in the middle of a step: Hypothesis breaks an example off where its data ends
         self.in_flight = []
         self.live = []
         self.added = 0
@@ -256,25 +258,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (request.output_token_ids, request.status, request.stop_reason) == (output, status, stop_reason)
 
     def run_step(self, aborted=None):
+        self.broken = True
         ran_before = [request for request in self.live if request.status is RequestStatus.RUNNING]
         waiting_for = self.waiting_for_tokens()
         computed = {request: request.num_computed_tokens for request in ran_before}
+        self.decoding = {request for request, count in computed.items() if request.num_tokens - count <= 1}
         readable = {request: self.model.readable(request, count) for request, count in computed.items()}
         plan = self.scheduler.schedule()
         self.check_plan(plan, ran_before, computed, waiting_for)
         self.check_pool()
         readable = {request: slots for request, slots in readable.items() if request not in plan.preempted}
-        self.in_flight.append((plan, self.model.run(plan, readable)))
+        results = self.model.run(plan, readable)
+        if plan.scheduled:
+            self.in_flight.append((plan, results))
         if aborted is not None:
             self.abort_one(aborted)
-        if not self.ahead or len(self.in_flight) > 1 or not plan.scheduled:
+        if len(self.in_flight) > (self.stages - 1 + self.ahead if plan.scheduled else 0):
             self.take_results(*self.in_flight.pop(0))
-            if not plan.scheduled:
-                self.in_flight.clear()
+        self.broken = False
+
+    def undrawn(self):
+        """Requests with a token that is not drawn before the next step begins."""
+        plans = [plan for plan, _ in self.in_flight[len(self.in_flight) - self.stages + 1 :]] if self.stages > 1 else []
+        return {item.request for plan in plans for item in plan.scheduled if item.samples}
 
     def waiting_for_tokens(self):
-        """Requests with a token in flight that ends them."""
-        waiting = set()
+        """Requests with a token in flight that ends them, or that is not drawn yet."""
+        waiting = self.undrawn() & set(self.live)
         for request in self.live:
             length = request.num_tokens + request.num_pending_tokens
             if request.num_pending_tokens and length >= min(request.max_total_tokens, self.num_slots + 1):
@@ -333,6 +343,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         # Served in order: the scheduled are the first of the running, and only the last of them can be cut short.
         served = [request for request in running if request not in waiting_for]
+        if self.stages > 1:
+            self.check_turns(planned, served, ran_before)
+            served = sorted(planned, key=self.order)
         assert sorted(planned, key=self.order) == served[: len(planned)]
         if len(planned) < len(served) or not all(item.samples for item in items):
             dropped = self.drafts * len(
@@ -362,6 +375,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.config.policy == "fcfs":
             assert all(self.order(r) < self.order(w) for r in running for w in waiting)
 
+    def check_turns(self, planned, served, ran_before):
+        """Sequences that decode are dealt out to as many steps as there are stages, in order."""
+        decoding = [r for r in ran_before if r in self.decoding]
+        free = [r for r in served if r in self.decoding]
+        mine = [r for r in sorted(planned, key=self.order) if r in self.decoding]
+        assert mine == free[: len(mine)] and len(mine) <= -(-len(decoding) // self.stages)
+
     def forked(self, item):
         return item.num_tokens == 0
 
@@ -390,13 +410,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         try:
-            self.end()
+            if not self.broken:
+                self.end()
         finally:
             self.patched.undo()
 
     def end(self):
         rounds = 1 if self.config.policy == "fcfs" else 1 + len(self.live)
-        rounds *= 1 + self.ahead  # it may wait for its last token, which is in flight
+        rounds *= self.stages + self.ahead  # it may wait for its last token, which is in flight
         rounds *= self.patience
         for _ in range(rounds * (1 + sum(request.max_total_tokens for request in self.live))):
             if not self.live:

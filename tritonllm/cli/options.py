@@ -65,6 +65,12 @@ ENGINE: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "GPUs, or processes on the CPU, among which each layer is dealt out (default: 1)",
     },
+    "pipeline-parallel-size": {
+        "short": "-pp",
+        "type": int,
+        "metavar": "N",
+        "help": "stages, each with some of the layers and tensor-parallel-size of those (default: 1)",
+    },
     "enable-expert-parallel": {
         "action": "store_true",
         "help": "those processes have whole experts, each some of them, instead of a part of every expert",

@@ -123,6 +123,15 @@ class ConnectedGroup(Group):
         _wait(self._backend.broadcast([x], self._options[2]))
         return x
 
+    def send(self, x: torch.Tensor, to: int) -> Any:
+        """Send ``x``, contiguous, to a rank without waiting. Returns what can be waited for; ``x`` must not change or go
+        before."""
+        return self._backend.send([x], to, 0)
+
+    def receive(self, x: torch.Tensor, source: int) -> None:
+        """Fill ``x``, contiguous, with what a rank sends; a GPU's later work waits for it, and on the CPU the host."""
+        _wait(self._backend.recv([x], source, 0))
+
     def least(self, value: int) -> int:
         return min(value for (value,) in self.exchange([value]))
 

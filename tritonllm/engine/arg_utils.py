@@ -47,6 +47,7 @@ class EngineArgs(VllmEngine):
     scheduling_policy: str = "fcfs"
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None

@@ -9,7 +9,7 @@ from tritonllm.engine.ray_ranks import RayRanks
 
 def ranks_of(config: EngineConfig) -> Ranks:
     """As ``distributed_executor_backend`` says. Raises as :func:`launched_ranks` and :class:`RayRanks`."""
-    if config.parallel.tensor_parallel_size == 1:
+    if config.parallel.world_size == 1:
         return Ranks()
     if config.parallel.distributed_executor_backend == "external_launcher":
         return launched_ranks(config)

@@ -77,6 +77,29 @@ class DeviceSeats:
             metadata=batch.metadata,
         )
 
+    def set_aside(self) -> None:
+        """Forget whose the rows of the step before are: :meth:`settle` says it when they are drawn, steps later."""
+        self._state.row_seats.fill_(-1)
+
+    def settle(self, seats: torch.Tensor) -> None:
+        """Take in what was just drawn of rows that have been set aside.
+
+        Args:
+            seats: ``[seats]`` int32, whose the rows are; -1 for nobody's.
+        """
+        none, places = seats[:0], torch.empty(0, dtype=torch.int64, device=self._device)
+        advance_seats(
+            self._state._replace(row_seats=seats),
+            self._parameters,
+            StepRows(none, none, places),
+            SamplingRows(*(column[:0] for column in self._parameters)),
+            Decodes(none, places, places, none, none.view(0, 1)),
+            self.drawn,
+            block_size=self._block_size,
+            verdict=self.verdict,
+            history=self.history,
+        )
+
     def drafted(self, rows: int) -> torch.Tensor:
         """What a step with drafts of so many rows reports of them, for one copy: see :class:`RunningStep`."""
         return self._drafted[: TIMES + rows * self.drafts.shape[1]]

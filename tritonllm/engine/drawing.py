@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tritonllm.dist.group import Group
-from tritonllm.engine.agreement import Witness
-from tritonllm.engine.device_seats import DeviceSeats
+from tritonllm.engine.device_seats import TIMES, DeviceSeats
 from tritonllm.engine.draft_tree import DraftTree
 from tritonllm.engine.inputs import Batch, upload
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
@@ -32,6 +31,7 @@ class ComputedStep(NamedTuple):
         batch: the same on the device.
         hidden: of the rows that are sampled from, and of padding.
         tokens: what a graph has drawn, if it has.
+        drafted: the drafts that it verifies (:meth:`DeviceSeats.drafted`); ``None`` if it verifies none.
         prompt_logprobs, pooled: see :class:`~tritonllm.engine.results.RunningStep`.
     """
 
@@ -39,6 +39,7 @@ class ComputedStep(NamedTuple):
     batch: Batch
     hidden: torch.Tensor
     tokens: torch.Tensor | None
+    drafted: torch.Tensor | None
     prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]]
     pooled: Sequence[PooledRows]
 
@@ -67,7 +68,6 @@ class Drawing:
         self._tree = tree
         self._model, self._seats, self._sampler = model, seats, sampler
         self._group, self._device = group, device
-        self._witness = Witness(group.size)
 
     def warm_up(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
@@ -93,18 +93,21 @@ class Drawing:
                 self._sampler.draw(logits, batch.sampling(rows))
         return self._share_drawn(rows, verify.sequences > 0)
 
-    def finish(self, computed: ComputedStep, late: Restrictions = FREE) -> RunningStep:
+    def finish(self, computed: ComputedStep, late: Restrictions = FREE) -> tuple[RunningStep, torch.Tensor | None]:
         """Start what is left of a step.
 
         Args:
             late: what the host lets come next, if the step is late.
+
+        Returns:
+            The step, and its tokens on the device, if there are some.
         """
-        step, batch, hidden, tokens, prompt_logprobs, pooled = computed
+        step, batch, hidden, tokens, drafted, prompt_logprobs, pooled = computed
         logprobs = errors = None
         whole: Iterable[tuple[int, LogprobTensors]] = ()
         rows, drafts = step.num_rows, None
-        if step.segments.verify.sequences:
-            drafts = self._seats.drafts[:rows]
+        if drafted is not None:
+            drafts = drafted[TIMES:].view(rows, -1)
         if rows and not step.draws:
             tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
         elif rows and (tokens is None or step.late or not step.plain):
@@ -120,10 +123,8 @@ class Drawing:
             tokens = self._share_drawn(rows, drafts is not None)
         tokens = None if tokens is None else tokens[:rows]
         scores = logprobs, prompt_logprobs
-        drafted = None if drafts is None else self._seats.drafted(rows)
         running = RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafted)
-        running.evidence = self._witness.of(step, batch, tokens)
-        return running
+        return running, tokens
 
     def _share_drawn(self, rows: int, verified: bool) -> torch.Tensor:
         """What rank 0 has drawn of so many rows, on every rank: the next step reads it there.

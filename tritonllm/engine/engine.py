@@ -11,7 +11,6 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
@@ -24,18 +23,18 @@ from tritonllm.engine.backends import ranks_of
 from tritonllm.engine.beam_search import beam_state
 from tritonllm.engine.delivery import Delivery
 from tritonllm.engine.host_tier import HostTier
+from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.jump_forward import jump
 from tritonllm.engine.kv_transfer import KVTransfer, TransferStats, transfer_params
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
-from tritonllm.engine.plan import StepPlan, describe
+from tritonllm.engine.plan import describe
 from tritonllm.engine.pooling import PoolingAbility, pooling_state
 from tritonllm.engine.ranks import Executor
 from tritonllm.engine.readiness import Unscheduled
 from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.restrictions import restrictions_of
-from tritonllm.engine.results import RunningStep
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory, SleepMethods
 from tritonllm.engine.startup import load_parts
@@ -87,7 +86,8 @@ class LLMEngine(SleepMethods):
         self._transfer = transfer
         self._unscheduled = Unscheduled()
         self._arrivals = itertools.count()
-        self._in_flight: deque[tuple[StepPlan, RunningStep | None]] = deque()
+        self._in_flight = InFlight(config.parallel.pipeline_parallel_size)
+        self._ahead = config.parallel.pipeline_parallel_size - 1 + bool(config.scheduler.async_scheduling)
         self._whole = True  # no change is under way, and none was broken off
         self._failure = "the step was interrupted"  # why the last one was broken off
         self._lost: dict[str, EngineOutput] = {}  # last outputs of the requests that were lost with it
@@ -339,16 +339,14 @@ class LLMEngine(SleepMethods):
             if events.heard:
                 events.planned(self._steps, plan, began)
                 began = time.monotonic()
-            self._in_flight.append((plan, self._runner.launch(plan)))
+            running = self._runner.launch(plan)
+            self._in_flight.add(plan, running)
             if events.heard:
-                events.launched(self._steps, began, late=self._in_flight[-1][1] is None)
-        if len(self._in_flight) == 1:
-            self._draw()
-        ahead = int(bool(self.config.scheduler.async_scheduling and plan.scheduled))
-        if len(self._in_flight) <= ahead:  # 0 if all wait for their grammars
+                events.launched(self._steps, began, late=running is None)
+        self._draw(idle=not plan.scheduled)
+        if len(self._in_flight) <= (self._ahead if plan.scheduled else 0):  # 0 if all wait for their grammars
             return []
-        plan, step = self._in_flight.popleft()
-        assert step is not None  # it was drawn when those before it had ended
+        plan, step = self._in_flight.pop()
         began = time.monotonic()
         result = step.wait(self.config.step_timeout, lambda: describe(plan))
         ended = time.monotonic()
@@ -364,14 +362,14 @@ class LLMEngine(SleepMethods):
         outputs = [self._report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
 
-    def _draw(self) -> None:
-        """Draw the step that was launched last, if it is late: the results of those before it are in."""
-        if self._in_flight and self._in_flight[-1][1] is None:
-            plan, _ = self._in_flight[-1]
-            restrictions = restrictions_of(plan)
+    def _draw(self, idle: bool = False) -> None:
+        """Draw the step that is due, if one is; there is nothing to launch if the engine is ``idle``."""
+        undrawn = self._in_flight.due(idle)
+        if undrawn is not None:
+            restrictions = restrictions_of(undrawn.plan)
             if self._events.heard:
-                self._events.restricted(self._steps, plan, restrictions)
-            self._in_flight[-1] = plan, self._runner.draw(restrictions)
+                self._events.restricted(self._steps - undrawn.behind, undrawn.plan, restrictions)
+            self._in_flight.drawn(self._runner.draw(restrictions))
 
     def _follow_copies(self, tier: HostTier) -> None:
         assert self._runner.host is not None  # it has the tier's memory

@@ -26,16 +26,15 @@ import torch
 import torch.distributed as dist
 
 from tritonllm.config import EngineConfig
-from tritonllm.dist.connect import connect
-from tritonllm.dist.group import Group
 from tritonllm.dist.mailbox import Mailbox
+from tritonllm.dist.pipeline import Team, meet
 from tritonllm.dist.watch import Watch, WorkerError, kill
 from tritonllm.engine.agreement import Claims
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.results import RunningStep
 from tritonllm.engine.runner import ModelRunner
-from tritonllm.engine.step import FREE, Restrictions
+from tritonllm.engine.step import FREE, Restrictions, Step
 from tritonllm.engine.worker import START_PATIENCE, Place, run_worker
 from tritonllm.models.interface import CausalLM
 
@@ -51,8 +50,8 @@ class SpawnedRanks(Ranks):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._size = config.parallel.tensor_parallel_size
-        self._met: list[Group] = []  # the group, once this rank is in it
+        self._size = config.parallel.world_size
+        self._met: list[Team] = []  # once this rank is in it
         self._finalizer: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
@@ -66,7 +65,7 @@ class SpawnedRanks(Ranks):
         self._mailbox, met = mailbox, self._met
         for rank in range(1, self._size):
             reports[rank], theirs = spawn.Pipe(duplex=False)
-            arguments = self._config, Place(rank, self._size, port), mailbox, theirs
+            arguments = self._config, Place(rank, port), mailbox, theirs
             processes[rank] = spawn.Process(target=run_worker, args=arguments, name=f"tritonllm-rank-{rank}")
             processes[rank].start()
             theirs.close()
@@ -83,16 +82,11 @@ class SpawnedRanks(Ranks):
             self, _end, args=(self.watch, mailbox, processes, met, os.getpid()), exitpriority=100
         )
 
-    def join(self, device: torch.device) -> Group:
+    def join(self, device: torch.device) -> Team:
         self.watch.await_coming()
-        group = connect(
-            *(self._store, 0, self._size, device),
-            timeout=START_PATIENCE,
-            local=True,
-            peers=not self._config.parallel.disable_custom_all_reduce,
-        )
-        self._met.append(group)
-        return group
+        team = meet(self._store, 0, self._config.parallel, device, timeout=START_PATIENCE, local=True)
+        self._met.append(team)
+        return team
 
     def lead(self, runner: ModelRunner) -> Executor:
         self.watch.await_ready()
@@ -166,27 +160,38 @@ class GroupExecutor:
         """
 
         def launch() -> RunningStep | None:
-            self._draw_abandoned()
+            self._draw_abandoned(self._runner.stages - 1)
             step = self._runner.build(plan)
-            message = step.for_followers(), self._claims.next()
-            self._ranks.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+            self._send(step.for_followers())
             return self._runner.begin(step)
 
         return self._whole(launch)
 
     def draw(self, late: Restrictions) -> RunningStep:
-        """The other ranks wait for the tokens already. Raises as :meth:`launch`."""
-        drawn = self._whole(lambda: self._runner.draw(late))
+        """Raises as :meth:`launch`."""
+        drawn = self._whole(lambda: self._draw(late))
         assert drawn is not None
         return drawn
 
     def abandon(self) -> None:
         """The other ranks wait for the tokens, which nobody wants any more. Raises as :meth:`launch`."""
-        if self._runner.has_undrawn and self._broken is None:
+        if self._runner.undrawn and self._broken is None:
             self._whole(self._draw_abandoned)
 
-    def _draw_abandoned(self) -> RunningStep | None:
-        return self._runner.draw(FREE) if self._runner.has_undrawn else None
+    def _send(self, step: Step | None) -> None:
+        """To the others: the next step, or ``None`` for the draw of the oldest one, where that is not part of it."""
+        message = step, self._claims.next()
+        self._ranks.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def _draw(self, late: Restrictions) -> RunningStep:
+        if self._runner.stages > 1:  # else the others wait for the tokens already
+            self._send(None)
+        return self._runner.draw(late)
+
+    def _draw_abandoned(self, most: int = 0) -> None:
+        """Leave so many undrawn at most."""
+        while self._runner.undrawn > most:
+            self._draw(FREE)
 
     def _whole(self, work: Callable[[], RunningStep | None]) -> RunningStep | None:
         self._ranks.check()
@@ -222,12 +227,12 @@ def _later_interrupts() -> Iterator[None]:
             before(*came[0])
 
 
-def _leave(met: list[Group]) -> None:
-    for group in met:
-        group.shut()
+def _leave(met: list[Team]) -> None:
+    for team in met:
+        team.shut()
 
 
-def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], met: list[Group], owner: int) -> None:
+def _end(watch: Watch, mailbox: Mailbox, processes: Mapping[int, BaseProcess], met: list[Team], owner: int) -> None:
     """Tell the ranks to end, see that they do, and leave the group."""
     if os.getpid() != owner:
         return

@@ -318,9 +318,9 @@ class StepGraphs:
         late = step.late and step.segments.only_decodes
         return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts, late)
 
-    def run(self, step: Step, key: GraphKey) -> Captured:
-        """Replay the graph; what it wrote is valid until the next run. Of hidden states and tokens the step's own are
-        the first.
+    def load(self, step: Step, key: GraphKey) -> Captured:
+        """Fill the buffers for a graph, which is captured if it is new. What its replay writes is valid until the next
+        one's. Of hidden states and tokens the step's own are the first.
 
         Args:
             key: what :meth:`key_for` said.
@@ -328,7 +328,6 @@ class StepGraphs:
         self._load(step, key)
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
-        self._graphs[key].graph.replay()
         return self._graphs[key]
 
     def _load(self, step: Step, key: GraphKey) -> None:

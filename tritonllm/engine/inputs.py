@@ -35,12 +35,14 @@ class Batch:
 
     Attributes:
         inputs: the arrays.
+        sent: ``[N]`` uint8, the memory in which they lie.
         rows: what sampling wants, of each sequence that is sampled from; made from the seats.
         metadata: what attention reads of the arrays.
         draws: a captured step of decodes alone goes on to the tokens.
     """
 
     inputs: StepInputs[torch.Tensor]
+    sent: torch.Tensor
     rows: SamplingRows
     metadata: AttentionMetadata
     draws: bool = True
@@ -72,7 +74,7 @@ def make_batch(
         cascade=cascade,
         max_decode_len=max_decode_len,
     )
-    return Batch(inputs, SamplingRows(**views(memory, layout.rows)), metadata, draws)
+    return Batch(inputs, memory[: layout.sent], SamplingRows(**views(memory, layout.rows)), metadata, draws)
 
 
 def views(memory: torch.Tensor, spans: Mapping[str, Span]) -> dict[str, torch.Tensor]:

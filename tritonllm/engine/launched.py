@@ -21,6 +21,7 @@ from tritonllm import env
 from tritonllm.config import EngineConfig
 from tritonllm.dist.connect import connect
 from tritonllm.dist.group import Group
+from tritonllm.dist.pipeline import Team, meet
 from tritonllm.dist.watch import WorkerError
 from tritonllm.engine.executor import GroupExecutor
 from tritonllm.engine.ranks import Executor, Ranks
@@ -66,40 +67,36 @@ class LaunchedRanks(Ranks):
     """
 
     def __init__(self, config: EngineConfig, place: env.Launched) -> None:
-        size = config.parallel.tensor_parallel_size
+        size = config.parallel.world_size
         if place.size != size:
             raise ValueError(
-                f"tensor_parallel_size={size}, but the launcher has started {place.size} processes (WORLD_SIZE): make "
-                f"them the same, as in torchrun --nproc-per-node {size}"
+                f"{config.parallel.sizes}, but the launcher has started {place.size} processes (WORLD_SIZE): make them "
+                f"the same, as in torchrun --nproc-per-node {size}"
             )
-        self._place, self._patience = place, config.step_timeout
-        self._peers = not config.parallel.disable_custom_all_reduce
+        self._place, self._patience, self._parallel = place, config.step_timeout, config.parallel
         self._finalizer: multiprocessing.util.Finalize | None = None
 
-    def meet(self) -> Any:
+    def rendezvous(self) -> Any:
         """A store of torch.distributed that all ranks reach."""
         return next(dist.rendezvous("env://"))[0]
 
-    def join(self, device: torch.device) -> Group:
-        store, rank, size = self.meet(), self._place.rank, self._place.size
+    def join(self, device: torch.device) -> Team:
+        store, rank, size = self.rendezvous(), self._place.rank, self._place.size
         wired = connect(dist.PrefixStore("steps", store), rank, size, CPU, timeout=IDLE, local=False)
         self._store, self.wire = store, Wire(wired)  # what ends with the store, ends with this rank
-        group = connect(
-            *(dist.PrefixStore("model", store), rank, size, device),
-            timeout=START_PATIENCE,
-            local=False,
-            peers=self._peers,
+        team = meet(
+            *(dist.PrefixStore("model", store), rank, self._parallel, device), timeout=START_PATIENCE, local=False
         )
-        self._group = group
+        self._team = team
         if rank == 0:
             self._finalizer = multiprocessing.util.Finalize(
-                self, _end, args=(self.wire, group, os.getpid()), exitpriority=100
+                self, _end, args=(self.wire, team, os.getpid()), exitpriority=100
             )
-        return group
+        return team
 
     def lead(self, runner: ModelRunner) -> Executor:
-        for group in (self._group, self.wire.group):  # a message is sent when the others have begun to receive it
-            group.limit(self._patience)
+        for ranks in (self._team, self.wire.group):  # a message is sent when the others have begun to receive it
+            ranks.limit(self._patience)
         return GroupExecutor(runner, self)
 
     def end(self) -> None:
@@ -127,24 +124,24 @@ class LaunchedRanks(Ranks):
 
     def follow(self, config: EngineConfig, started: Callable[[], object] = lambda: None) -> None:
         """What a rank other than 0 does; ``started`` is called when it is ready."""
-        runner, _, group = load_rank(config, self.join, self._place.local_rank)
-        group.limit(self._patience)
+        runner, _, team = load_rank(config, self.join, self._place.local_rank)
+        team.limit(self._patience)
         MONITOR.serving = True
         started()
         following = Following(runner)
         while message := self.wire.receive():
             following.run(message)
-        group.shut()
+        team.shut()
 
 
-def _end(wire: Wire, group: Group, owner: int) -> None:
+def _end(wire: Wire, team: Team, owner: int) -> None:
     if os.getpid() != owner:
         return
     try:
         wire.send(b"")
     except RuntimeError as error:  # they have ended
         logger.debug("the other ranks could not be told to end: %s", error)
-    group.shut()
+    team.shut()
 
 
 def launched_ranks(config: EngineConfig) -> LaunchedRanks:

@@ -20,6 +20,7 @@ from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
 from tritonllm.dist.group import ALONE, Group
+from tritonllm.dist.pipeline import Team
 from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.kernels.compile.aot import pretend, target_of
@@ -69,7 +70,7 @@ def kernels_of(
             else:
                 models.append(_without_repeats(draft, target, ALONE))
         drafts = None if draft is None else models[1]
-        runner = ModelRunner(models[0], config, META, target.max_model_len, draft=drafts, group=group)
+        runner = ModelRunner(models[0], config, META, target.max_model_len, draft=drafts, team=Team(group))
         runner.start(NUM_BLOCKS, target.max_model_len)
         with rehearsal_of(models):  # as the engine warms up
             runner.warm_up().run()

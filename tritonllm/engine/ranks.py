@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from tritonllm.dist.group import ALONE, Group
+from tritonllm.dist.pipeline import ALONE, Team
 from tritonllm.engine.host_copies import HostCopies
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.results import RunningStep
@@ -30,10 +30,11 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
         """Start one step; its results can be waited for, and the next one may be started before. ``None``: but for its
-        draw."""
+        draw. A pipeline starts so many steps as it has stages before the first of them is drawn."""
 
     def draw(self, late: Restrictions) -> RunningStep:
-        """Draw the step that was launched last, when the results of those before it are taken in."""
+        """Draw the oldest step that was launched and not drawn. If it is late, the results of those steps are taken in
+        that its requests' last tokens come from."""
 
     def abandon(self) -> None:
         """A step was broken off, perhaps between its launch and its draw."""
@@ -53,7 +54,7 @@ class Ranks:
     def begin(self) -> None:
         """Start them; they load while this rank does."""
 
-    def join(self, device: torch.device) -> Group:
+    def join(self, device: torch.device) -> Team:
         """Meet them."""
         return ALONE
 

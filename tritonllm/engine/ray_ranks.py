@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tritonllm import env
 from tritonllm.config import EngineConfig
-from tritonllm.dist.group import Group
+from tritonllm.dist.pipeline import Team
 from tritonllm.dist.ray_cluster import import_ray, join_cluster
 from tritonllm.dist.watch import TICK, GroupFailure, Report, WorkerError
 from tritonllm.engine.launched import LaunchedRanks
@@ -64,7 +64,7 @@ class FollowingRanks(LaunchedRanks):
         super().__init__(config, place)
         self._host, self._port = host, port
 
-    def meet(self) -> Any:
+    def rendezvous(self) -> Any:
         store = dist.TCPStore(self._host, self._port, is_master=False)
         store.set(_coming(self._place.rank), "")
         return store
@@ -100,7 +100,7 @@ class Followers:
         if not self._group.wait(PLACES):
             ray.util.remove_placement_group(self._group)
             raise ValueError(
-                f"tensor_parallel_size={size}: within {PLACES:.0f} s Ray found no room for {size} ranks, each with "
+                f"{config.parallel.sizes}: within {PLACES:.0f} s Ray found no room for {size} ranks, each with "
                 f"{' and '.join(f'{count} {name}' for name, count in each.items())}, the first one on this machine "
                 f"({self.host}); free in the cluster: {_free(ray)}"
             )
@@ -204,9 +204,9 @@ class RayRanks(LaunchedRanks):
 
     def __init__(self, config: EngineConfig) -> None:
         import_ray(WISH)
-        self._config, self._size = config, config.parallel.tensor_parallel_size
+        self._config, self._size = config, config.parallel.world_size
         super().__init__(config, env.Launched(0, 0, self._size))
-        self._met: list[Group] = []
+        self._met: list[Team] = []
         self._followers_end: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
@@ -218,17 +218,17 @@ class RayRanks(LaunchedRanks):
         self._own_store = dist.TCPStore(followers.host, 0, is_master=True, wait_for_workers=False)
         followers.begin(self._config, self._size, self._own_store.port)
 
-    def meet(self) -> Any:
+    def rendezvous(self) -> Any:
         names = [_coming(rank) for rank in range(1, self._size)]
         while not self._own_store.check(names):
             self._followers.failure.check()
             time.sleep(TICK / 4)
         return self._own_store
 
-    def join(self, device: torch.device) -> Group:
-        group = super().join(device)
-        self._met.append(group)
-        return group
+    def join(self, device: torch.device) -> Team:
+        team = super().join(device)
+        self._met.append(team)
+        return team
 
     def check(self) -> None:
         self._followers.failure.check()
@@ -263,9 +263,9 @@ class RayRanks(LaunchedRanks):
             super().__exit__(kind, error, at)
 
 
-def _leave(met: list[Group]) -> None:
-    for group in met:
-        group.shut()
+def _leave(met: list[Team]) -> None:
+    for team in met:
+        team.shut()
 
 
 def _end(followers: Followers, owner: int) -> None:

@@ -91,6 +91,7 @@ class Request:
         length_limit: tokens of prompt and output together at which the scheduler ends it.
         ends: tokens that end the output, if ``min_tokens`` lets them.
         watched: every new token may end the output, whichever it is.
+        sampled_in: the number of the last plan that samples from it, of those that a pipeline runs.
         num_drafts: so many guesses of what follows may be verified with its last token.
         expected_accepts: how many of them are right, by the last steps.
     """
@@ -130,6 +131,7 @@ class Request:
     length_limit: int = 0
     ends: frozenset[int] = frozenset()
     watched: bool = False
+    sampled_in: int = 0
     num_drafts: int = 0
     expected_accepts: float = 0.0
 

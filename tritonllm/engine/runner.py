@@ -1,6 +1,7 @@
 """Runs steps on one device: owns the model and the paged cache, knows nothing of queues or text."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -9,7 +10,8 @@ from weakref import WeakMethod
 import torch
 
 from tritonllm.config import EngineConfig
-from tritonllm.dist.group import ALONE, Group
+from tritonllm.dist.pipeline import ALONE, Team
+from tritonllm.engine.agreement import Evidence, Witness
 from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
@@ -24,6 +26,7 @@ from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
 from tritonllm.engine.launch_policy import host_bound_tokens
+from tritonllm.engine.passing import LaunchedStep, Passing
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.processors import BatchProcessors
@@ -33,13 +36,19 @@ from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import most_verified
 from tritonllm.engine.step import FREE, Restrictions, SeatTokens, Step
-from tritonllm.engine.warm_up import Limits, WarmUp, Work
+from tritonllm.engine.warm_up import Forward, Limits, WarmUp, Work
 from tritonllm.kernels.speculative.clock import note_time
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
+from tritonllm.models.decoder import Decoder
 from tritonllm.models.interface import CausalLM
 
-# Rows of logits made at once for prompt log-probabilities: 256 x 152k float32 is 156 MB.
+
+def _narrows(step: Step) -> bool:
+    """Whether a step that is not captured computes only the rows that are sampled from to the end."""
+    if step.wants_all or step.all_sampled or step.segments.verify.sequences:  # of drafts every token is sampled from
+        return False
+    return step.num_rows < step.segments.tokens  # else many continuations of few tokens: the start has seen these
 
 
 @contextmanager
@@ -62,7 +71,8 @@ class ModelRunner:
         pooler: of prompts that are not continued; by default one without a head.
         draft: the draft model, loaded, on ``device``, if the configuration has one.
         memory: where the cache's memory is from; by default torch.
-        group: the ranks that share the model. All run the same steps; rank 0 draws, and the others get its tokens.
+        team: the ranks that share the model. All run the same steps. Rank 0 draws, and the others of its stage get its
+            tokens.
 
     Attributes:
         drafter: proposes tokens that steps verify; ``None`` for one token a step.
@@ -79,10 +89,10 @@ class ModelRunner:
         pooler: Pooler | None = None,
         draft: CausalLM | None = None,
         memory: EngineMemory | None = None,
-        group: Group = ALONE,
+        team: Team = ALONE,
     ) -> None:
         self._model = model
-        self._group = group
+        self._team, self._group, self._pipe = team, team.group, team.pipe
         self._dtype = model.dtype
         self._config = config
         self._device = device
@@ -92,7 +102,7 @@ class ModelRunner:
         self._copies: list[BlockCopies] = []
         self.host: HostCopies | None = None
         self._graphs: StepGraphs | None = None
-        self._computed: ComputedStep | None = None
+        self._undrawn: deque[LaunchedStep] = deque()
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self._sampled = graph_sizes(seats)
@@ -105,16 +115,21 @@ class ModelRunner:
         self._draft = make_draft(draft, seats, self._drafts, device, self._tree)
         self.draft_cost = 0.0 if draft is None else draft_cost(draft, model)
         self.drafter: Drafter | None = self._draft
-        if draft is None:
+        if draft is None and self._pipe.first:
             self.drafter = make_drafter(speculative, max_model_len, model.spec.vocab_size, device)
         history = max_model_len if self._looks_back else 0
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self._drafts, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
-        if config.logits_processors and group.leads:
+        if config.logits_processors and team.leads:
             self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
         sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict, self._tree)
-        self._drawing = Drawing(model, self._seats, sampler, group, device, self._tree)
+        self._drawing = Drawing(model, self._seats, sampler, self._group, device, self._tree)
+        self._witness = Witness(team.size)
+        self._passing: Passing | None = None
+        if isinstance(model, Decoder) and self._pipe.stages > 1:
+            self._passing = Passing(self._pipe, model, self._seats, team.size, device)
+        self._host_bound = self._pipe.least(host_bound_tokens(model.work))  # steps have equally many tokens everywhere
         self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
         self._planner: CascadePlanner | None = None
         shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
@@ -122,6 +137,17 @@ class ModelRunner:
             each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
             self._planner = CascadePlanner(self._block_size, each)
         self._builder = self._make_builder()
+        self._passed_bytes = 0 if self._passing is None else self._passing.reserve(self._most_tokens)
+
+    @property
+    def stages(self) -> int:
+        """So many steps are launched before the first of them is drawn."""
+        return self._pipe.stages
+
+    @property
+    def undrawn(self) -> int:
+        """Steps that were launched and not drawn."""
+        return len(self._undrawn)
 
     @property
     def model(self) -> CausalLM:
@@ -145,6 +171,14 @@ class ModelRunner:
     def _models(self) -> list[CausalLM]:
         """Those that a step runs."""
         return [self._model] if self._draft is None else [self._model, self._draft.model]
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a step, padding included."""
+        scheduler = self._config.scheduler
+        captured = max(self._captured_tokens(), default=0)
+        verified = self._verified * (1 + self._drafts)
+        return max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs + captured, verified)
 
     @property
     def _looks_back(self) -> bool:
@@ -191,7 +225,7 @@ class ModelRunner:
         self._forget_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
-        granted -= staging_bytes(self.block_bytes, self.host_slots)
+        granted -= staging_bytes(self.block_bytes, self.host_slots) + self._passed_bytes
         if granted < self.block_bytes:
             raise ValueError(
                 f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves {granted / 1e9:.2f} GB for the KV "
@@ -203,7 +237,7 @@ class ModelRunner:
         """Room for prompt tokens in captured steps."""
         if not self._model.supports_graphs or self._config.enforce_eager:
             return []
-        return token_sizes(self._config.scheduler.max_num_batched_tokens, host_bound_tokens(self._model.work))
+        return token_sizes(self._config.scheduler.max_num_batched_tokens, self._host_bound)
 
     def _peak(self, step: Callable[[], None]) -> int:
         """Bytes that a step needs for itself."""
@@ -249,11 +283,24 @@ class ModelRunner:
             drafts=self._drafts,
             verified=self._verified,
         )
-        drawing = self._drawing.warm_up, self._drawing.warm_up_drafts
-        work = Work(self._advance, *drawing, self._warm_up_copies, self._may_share)
+        work = Work(*self._rehearsed, self._warm_up_copies, self._may_share)
         return WarmUp(work, limits, self._regimes, self._device)
 
+    @property
+    def _rehearsed(self) -> tuple[Forward, Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]:
+        """What of :class:`Work` this stage has. The first of several draws from rows that the last one has made."""
+        if not self._pipe.first:
+            return self._advance, len, len
+        forward = self._advance if self._pipe.last else self._advance_and_pick
+        return forward, self._drawing.warm_up, self._drawing.warm_up_drafts
+
+    def _advance_and_pick(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
+        hidden = self._advance(batch, rows)
+        return hidden if rows is None else hidden[rows]
+
     def _warm_up_copies(self) -> None:
+        if self._passing is not None:
+            self._passing.warm_up()
         for copies in self._copies:
             copies.warm_up()
             if self._tree is not None:
@@ -289,7 +336,7 @@ class ModelRunner:
                 *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
             )
             rehearsal = partial(rehearsal_of, self._models)
-            capture = GraphCapture(rehearsal, self._device, threads=self._group.size > 1)
+            capture = GraphCapture(rehearsal, self._device, threads=self._team.size > 1)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
 
             def work(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -302,7 +349,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
         """Build a plan's step and start it; ``None`` if it is late: :meth:`draw` must follow before the next launch, as
-        soon as the results of all steps before are taken in."""
+        soon as the results of all steps before are taken in. With several stages every step is."""
         return self.begin(self.build(plan))
 
     def build(self, plan: StepPlan) -> Step:
@@ -317,31 +364,48 @@ class ModelRunner:
 
     def begin(self, step: Step) -> RunningStep | None:
         """:meth:`run` it, but for the draw of a late one."""
-        computed = self._computed = self.compute(step)
-        return None if step.late else self.finish(computed)
+        launched = self.compute(step)
+        if not step.late and self.stages == 1:
+            return self.finish(launched)
+        self._undrawn.append(launched)
+        return None
 
     def draw(self, late: Restrictions) -> RunningStep:
-        """Draw the tokens of a late step, the last one that was launched."""
-        assert self._computed is not None  # it was launched
-        return self.finish(self._computed, late)
-
-    @property
-    def has_undrawn(self) -> bool:
-        """A late step was launched and not drawn."""
-        return self._computed is not None
+        """Draw the tokens of the oldest step that was launched and not drawn."""
+        return self.finish(self._undrawn.popleft(), late)
 
     def abandon(self) -> None:
-        """Nobody wants the tokens of a late step any more."""
-        self._computed = None
+        """Nobody wants the tokens of steps that are not drawn."""
+        self._undrawn.clear()
+
+    def follow(self, step: Step | None) -> Evidence | None:
+        """What a rank that does not plan does with what it is sent.
+
+        Args:
+            step: the next one; ``None`` for the draw of the oldest, which several stages are told of.
+
+        Returns:
+            What is compared with rank 0's.
+        """
+        if step is None:
+            if self._pipe.first:
+                self.draw(FREE)
+            return None
+        if self._passing is None:
+            return self.run(step).evidence
+        launched = self.compute(step)
+        if self._pipe.first:
+            self._undrawn.append(launched)
+        return self._passing.newest_evidence()
 
     def run(self, step: Step, late: Restrictions = FREE) -> RunningStep:
         """Start one step; its results can be waited for, and the next one may be started before."""
         return self.finish(self.compute(step), late)
 
     @torch.inference_mode()
-    def compute(self, step: Step) -> ComputedStep:
-        """Start one step up to what its tokens are drawn from; no other may be started before :meth:`finish`."""
-        prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
+    def compute(self, step: Step) -> LaunchedStep:
+        """Start one step up to what its tokens are drawn from. But for several stages, no other may be started before
+        :meth:`finish`."""
         if step.transfers is not None:
             assert self.host is not None  # the scheduler knows of it
             self.host.run(step.transfers)
@@ -352,36 +416,60 @@ class ModelRunner:
                 copies.run(step.copies)
         key = None if self._graphs is None else self._graphs.key_for(step)
         if self._graphs is not None and key is not None:
-            captured = self._graphs.run(step, key)
-            batch, tokens = captured.batch, captured.tokens
-            hidden = captured.hidden
-            if not step.segments.verify.sequences:
-                hidden = hidden[: padded(step.num_rows, self._sampled)]
-            everything = hidden  # if all are wanted, these are decodes alone: every token is a row
+            captured = self._graphs.load(step, key)
+            batch, narrowed = captured.batch, key.tokens > 0
+            if self._passing is not None:
+                self._passing.take_over(batch)
+            captured.graph.replay()
+            hidden, tokens = captured.hidden, captured.tokens
         else:
-            rows = step.num_rows
-            if not step.segments.verify.sequences:
-                rows = padded(rows, self._sampled)
-            bound = self._regimes.bound(step.segments, step.longest)
-            batch, tokens = upload_step(step, rows, self._block_size, self._device, bound), None
-            everything = hidden = self._run_eagerly(step, batch)
-            if step.wants_all:
-                prompt_logprobs = self._drawing.prompt_logprobs(step, everything)
-                hidden = everything[batch.inputs.logit_rows]
+            batch, tokens, narrowed = self._upload(step), None, _narrows(step)
+            if self._passing is not None:
+                self._passing.take_over(batch)
+            hidden = self._advance(batch, batch.inputs.logit_rows if narrowed else None)
+        drafted = self._seats.drafted(step.num_rows) if step.segments.verify.sequences else None
+        launched = LaunchedStep(step, batch, hidden, tokens, drafted, narrowed, key is not None)
+        return launched if self._passing is None else self._passing.pass_on(launched)
+
+    def _upload(self, step: Step) -> Batch:
+        rows = step.num_rows
+        if not step.segments.verify.sequences:
+            rows = padded(rows, self._sampled)
+        bound = self._regimes.bound(step.segments, step.longest)
+        return upload_step(step, rows, self._block_size, self._device, bound)
+
+    def _outcome(self, launched: LaunchedStep) -> ComputedStep:
+        """What of a step's hidden states its tokens are drawn from, and what is made of the others."""
+        step, batch, hidden, tokens, drafted, narrowed, captured = launched
+        everything, verifies = hidden, step.segments.verify.sequences > 0
+        prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
+        if captured:
+            everything = hidden = hidden if verifies else hidden[: padded(step.num_rows, self._sampled)]
+        elif step.wants_all:
+            prompt_logprobs = self._drawing.prompt_logprobs(step, everything)
+            hidden = everything[batch.inputs.logit_rows]
+        elif not (narrowed or verifies or step.all_sampled):
+            hidden = everything[batch.inputs.logit_rows]
         pooled: Sequence[PooledRows] = ()
-        if step.pooled and self._group.leads:
+        if step.pooled and self._team.leads:
             pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None)
-        return ComputedStep(step, batch, hidden, tokens, prompt_logprobs, pooled)
+        return ComputedStep(step, batch, hidden, tokens, drafted, prompt_logprobs, pooled)
 
     @torch.inference_mode()
-    def finish(self, computed: ComputedStep, late: Restrictions = FREE) -> RunningStep:
+    def finish(self, launched: LaunchedStep, late: Restrictions = FREE) -> RunningStep:
         """Start what is left of a step.
 
         Args:
             late: what the host lets come next, if the step is late.
         """
-        self._computed = None
-        running = self._drawing.finish(computed, late)
+        if self._passing is not None:
+            launched = self._passing.take_back(launched)
+        computed = self._outcome(launched)
+        running, tokens = self._drawing.finish(computed, late)
+        if self._passing is None:
+            running.evidence = self._witness.of(computed.step, computed.batch, tokens)
+        else:
+            running.evidence = self._passing.settle()
         if self._tree is not None and computed.step.segments.verify.sequences:
             self._settle(self._tree, computed)
         if computed.step.tokens:
@@ -408,18 +496,11 @@ class ModelRunner:
             assert self.drafter is not None  # it remembers them
             self.drafter.remember(output)
 
-    def _run_eagerly(self, step: Step, batch: Batch) -> torch.Tensor:
-        """Hidden states of the tokens that are sampled from (and of padding), or of all."""
-        rows = batch.inputs.logit_rows
-        verifies = step.segments.verify.sequences > 0  # then every token is sampled from
-        if step.all_sampled or step.wants_all or verifies:
-            return self._advance(batch, None)
-        if step.num_rows >= step.segments.tokens:  # many continuations of few tokens: the start has seen these kernels
-            return self._advance(batch, None)[rows]
-        return self._advance(batch, rows)
-
     def _advance(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
-        """:meth:`_forward` from the state of the seats that the step before has left."""
+        """:meth:`_forward` from the state of the seats that the step before has left; behind the first stage they are
+        not asked."""
+        if not self._pipe.first:
+            return self._forward(batch, rows)
         self._seats.advance(batch)
         count = batch.metadata.segments.verify.sequences
         if self._tree is not None and count:
@@ -440,6 +521,6 @@ class ModelRunner:
         if batch.metadata.segments.chunk.tokens:
             return self._advance(batch, batch.inputs.logit_rows), None
         hidden = self._advance(batch, None)
-        if not (self._model.spec.logits and batch.draws):
+        if not (self._model.spec.logits and batch.draws and self._pipe.stages == 1):
             return hidden, None
         return hidden, self._drawing.draw_captured(hidden, batch)

@@ -55,6 +55,7 @@ from tritonllm.engine.prompt_budget import PromptShare
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.roster import Roster
 from tritonllm.engine.speculation import Drafting
+from tritonllm.engine.turns import Turns
 from tritonllm.events import AdmissionEnd
 
 
@@ -70,6 +71,7 @@ class Scheduler:
         max_model_len: most tokens of prompt and output together.
         drafts: of requests in steps of their last tokens, as far as tokens and their lengths allow.
         tier: where blocks are kept in the host's memory; ``None`` for nowhere.
+        stages: of a pipeline: so many plans run before the first of them is drawn.
 
     Attributes:
         admission_end: why the last plan took no more of those that wait.
@@ -83,6 +85,7 @@ class Scheduler:
         max_model_len: int,
         drafts: Drafting | None = None,
         tier: HostTier | None = None,
+        stages: int = 1,
     ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
@@ -93,6 +96,7 @@ class Scheduler:
         beyond = 2 * self._drafting.most + MOST_FORCED  # one more token
         self._most_new_blocks = 1 + -(-beyond // cache.block_size)  # of a running request in a step
         self.tier = tier
+        self._turns = Turns(stages)
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(cache.block_size, self.pool, tier) if cache.enable_prefix_caching else None
         # A sequence can fill every slot and then sample one more token, which itself needs no slot any more.
@@ -207,6 +211,7 @@ class Scheduler:
         if not scheduled and self._running and all(request.held for request in self._running):
             # They wait for siblings, and those for blocks or seats: the last give way.
             preempted += self._roster.preempt_last(last_gang(self._running))
+        self._turns.planned(bool(scheduled))
         copies, self._copies = tuple(self._copies), []
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
@@ -282,7 +287,8 @@ class Scheduler:
         budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
         self._prompts = self._new_share()
         possible, most_drafts = self._drafting.most, self._drafting.now(self._running) if drafting else 0
-        loading = () if self.tier is None else self.tier.loading
+        loading, turns = () if self.tier is None else self.tier.loading, self._turns
+        turns.begin(self._running)
         while budget > 0 and at < len(self._running):
             request = self._running[at]
             at += 1
@@ -295,6 +301,8 @@ class Scheduler:
             end = last = total if total - start == 1 else min(total, start + self._prompts.room(request, budget))
             if end <= start:
                 continue  # others' prompts come first
+            if turns.are_taken and not turns.is_free(request):
+                continue
             drafts = 0
             if possible:
                 if most_drafts and start + 1 == total:
@@ -329,6 +337,8 @@ class Scheduler:
         samples = end == total
         request.num_computed_tokens = end
         request.num_pending_tokens += samples
+        if samples:
+            self._turns.take(request)
         if drafts:
             request.num_possible_tokens += drafts
         if not pending and self.prefix_cache is not None:

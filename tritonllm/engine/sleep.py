@@ -6,7 +6,6 @@ its cache to others (:mod:`tritonllm.engine.device_memory`).
 
 import dataclasses
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from tritonllm.config import ModelConfig
 from tritonllm.engine.announcer import Announcer
 from tritonllm.engine.device_memory import Arena
+from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.models import checkpoint
@@ -166,8 +166,8 @@ class EngineMemory:
             raise AsleepError("the weights sleep: wake_up(tags=['weights']) first")
         if self._ranks > 1:
             raise ValueError(
-                f"reload_weights: ranks keep their weights; start anew, or with tensor_parallel_size=1 instead of "
-                f"{self._ranks}"
+                f"reload_weights: the weights of {self._ranks} ranks are kept; start anew, or with one rank "
+                "(tensor_parallel_size=1, pipeline_parallel_size=1)"
             )
         if not isinstance(self._model, Decoder):
             raise ValueError("reload_weights: a model that runs through transformers keeps its weights; start anew")
@@ -237,7 +237,7 @@ class SleepMethods:
     _events: Announcer
     _scheduler: Scheduler
     _transfer: KVTransfer | None
-    _in_flight: deque[Any]
+    _in_flight: InFlight
     _whole: bool
     _recover: Callable[[], None]
     has_unfinished_requests: Callable[[], bool]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig
-from tritonllm.dist.group import Group
+from tritonllm.dist.pipeline import Team
 from tritonllm.engine.cpu_threads import granted_cores, threads_for
 from tritonllm.engine.draft_model import load_draft, read_draft_spec
 from tritonllm.engine.generation_config import default_params, end_tokens, read_generation_config
@@ -53,6 +53,8 @@ from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
 from tritonllm.models.shards import by_expert, check
 from tritonllm.models.spec import ModelSpec
+from tritonllm.models.stages import stages_of
+from tritonllm.models.weights import parameter_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -210,18 +212,18 @@ def read_origin(config: EngineConfig) -> Origin:
     """Raises:
     ValueError: no checkpoint, a bad configuration, or a model that cannot be cut for so many ranks.
     """
-    model, size = config.model, config.parallel.tensor_parallel_size
+    model, parallel, size = config.model, config.parallel, config.parallel.tensor_parallel_size
     folder = checkpoint.resolve(model.model, model.revision, trust_remote_code=model.trust_remote_code)
     classifies = model.convert == "classify"
     spec = read_spec(folder, trust_remote_code=model.trust_remote_code, as_classifier=classifies)
-    if size > 1 and not isinstance(spec, ModelSpec):
+    if parallel.world_size > 1 and not isinstance(spec, ModelSpec):
         raise ValueError(
-            f"tensor_parallel_size={size}: {spec.architecture} runs through transformers, which is one rank's: leave "
-            "it at 1"
+            f"{parallel.sizes}: {spec.architecture} runs through transformers, which is one rank's: leave it at 1"
         )
     if isinstance(spec, ModelSpec):
-        spec = by_expert(spec) if config.parallel.enable_expert_parallel else spec
+        spec = by_expert(spec) if parallel.enable_expert_parallel else spec
         check(spec, size)
+        stages_of(spec, parameter_shapes(spec), parallel.pipeline_parallel_size)
     if config.deterministic:
         check_invariance(spec, size)
     modules = None if model.runner == "generate" else read_modules(folder)
@@ -238,12 +240,12 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
     Raises:
         ValueError: a bad value, or no such device.
     """
-    spec, size = origin.spec, config.parallel.tensor_parallel_size
+    spec, size = origin.spec, config.parallel.world_size
     device = resolve_device(config.model.device)
     if size > 1 and device.type == "cuda":
         if torch.cuda.device_count() < size and config.parallel.is_local:
             raise ValueError(
-                f"tensor_parallel_size={size} needs as many GPUs, and there are {torch.cuda.device_count()}: lower it"
+                f"{config.parallel.sizes} needs {size} GPUs, and there are {torch.cuda.device_count()}: lower it"
             )
         device = resolve_device(f"cuda:{device_index}")
         torch.cuda.set_device(device)
@@ -253,16 +255,19 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
     return Prepared(for_encoder(config, spec, origin.limit), device, dtype)
 
 
-def load_part(origin: Origin, prepared: Prepared, group: Group) -> tuple[CausalLM, CausalLM | None]:
-    """This rank's part of the model, with its weights, and the draft model. Raises as :func:`load_model`."""
-    model = prepared.config.model
+def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM, CausalLM | None]:
+    """This rank's part of the model, with its weights, and the draft model, which only the first stage has. Raises as
+    :func:`load_model`."""
+    model, spec, stage = prepared.config.model, origin.spec, None
     if prepared.device.type == "cpu":
-        cores = max(1, granted_cores() // group.size)
-        torch.set_num_threads(threads_for(origin.spec.hidden_size, torch.get_num_threads(), cores))
+        cores = max(1, granted_cores() // team.size)
+        torch.set_num_threads(threads_for(spec.hidden_size, torch.get_num_threads(), cores))
+    if isinstance(spec, ModelSpec):
+        stage = stages_of(spec, parameter_shapes(spec), team.pipe.stages)[team.pipe.stage]
     with named_convert(model):
         loaded = load_model(
             origin.folder,
-            origin.spec,
+            spec,
             dtype=prepared.dtype,
             device=prepared.device,
             max_model_len=origin.limit,
@@ -270,14 +275,17 @@ def load_part(origin: Origin, prepared: Prepared, group: Group) -> tuple[CausalL
             seed=model.seed,
             trust_remote_code=model.trust_remote_code,
             allow_nan=model.allow_nan,
-            group=group,
+            group=team.group,
+            stage=stage,
             batch_invariant=prepared.config.deterministic,
         )
+    if not team.pipe.first:
+        return loaded, None
     return loaded, load_draft(prepared.config, origin.draft, loaded, prepared.device, origin.limit)
 
 
 def start_runner(
-    origin: Origin, prepared: Prepared, models: tuple[CausalLM, CausalLM | None], group: Group
+    origin: Origin, prepared: Prepared, models: tuple[CausalLM, CausalLM | None], team: Team
 ) -> tuple[EngineConfig, ModelRunner, EngineMemory]:
     """Allocate the cache, compile and capture. All ranks do this at once, and have equally many blocks.
 
@@ -287,13 +295,13 @@ def start_runner(
     config, device, dtype = prepared
     spec, modules, limit = origin.spec, origin.modules, origin.limit
     model, draft = models
-    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode, draft, group.size)
-    group.least(0)  # none compiles what rank 0 has others compile
+    memory = EngineMemory(model, config.model, device, config.enable_sleep_mode, draft, team.size)
+    team.least(0)  # none compiles what rank 0 has others compile
     model = compiled_if_asked(model, config)
     projection = None if modules is None else modules.projection(dtype=dtype, device=device)
     pooler = Pooler(config.scheduler.max_num_seqs, spec.hidden_size, device, model.classifier, projection)
-    runner = ModelRunner(model, config, device, limit, pooler, draft, memory, group)
-    num_blocks = group.least(min(runner.fit_num_blocks(), most_blocks(config, spec)))
+    runner = ModelRunner(model, config, device, limit, pooler, draft, memory, team)
+    num_blocks = team.least(min(runner.fit_num_blocks(), most_blocks(config, spec)))
     max_model_len = length_that_fits(config, limit, num_blocks)
     config = dataclasses.replace(
         config,
@@ -306,9 +314,9 @@ def start_runner(
 
 
 def load_rank(
-    config: EngineConfig, join: Callable[[torch.device], Group], device_index: int
-) -> tuple[ModelRunner, torch.device, Group]:
-    """What a rank other than the first has of an engine: its runner, started, its device and its group.
+    config: EngineConfig, join: Callable[[torch.device], Team], device_index: int
+) -> tuple[ModelRunner, torch.device, Team]:
+    """What a rank other than the first has of an engine: its runner, started, its device and its team.
 
     Args:
         join: meets the others.
@@ -321,10 +329,10 @@ def load_rank(
         read_kernels_from(Path(config.kernel_cache))
     origin = read_origin(config)
     prepared = prepare(config, origin, device_index)
-    group = join(prepared.device)
-    models = load_part(origin, prepared, group)
-    _, runner, _ = start_runner(origin, prepared, models, group)
-    return runner, prepared.device, group
+    team = join(prepared.device)
+    models = load_part(origin, prepared, team)
+    _, runner, _ = start_runner(origin, prepared, models, team)
+    return runner, prepared.device, team
 
 
 def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
@@ -358,14 +366,15 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
                 gpu = gpu_at(device.index or 0)
                 compiler.begin(Target(gpu.arch, name_in_tables(gpu), dtype, origin.limit))
             tokenizer = tokenizer_of(config.model, folder)
-            group = ranks.join(device)
-            models = load_part(origin, prepared, group)
-        config, runner, memory = start_runner(origin, prepared, models, group)
+            team = ranks.join(device)
+            models = load_part(origin, prepared, team)
+        config, runner, memory = start_runner(origin, prepared, models, team)
         executor = ranks.lead(runner)
     assert config.cache.num_blocks is not None and config.model.max_model_len is not None
     limits = config.cache.num_blocks, config.model.max_model_len
     drafting = drafting_of(config, runner.draft_cost)
-    scheduler = Scheduler(config.scheduler, config.cache, *limits, drafting, tier_of(config, runner))
+    tier, stages = tier_of(config, runner), team.pipe.stages
+    scheduler = Scheduler(config.scheduler, config.cache, *limits, drafting, tier, stages)
     identity = checkpoint.read_config(folder), origin.limit, (dtype, config.cache.block_size, runner.block_bytes)
     fingerprint = model_fingerprint([model for model in models if model is not None], *identity)
     memory_of_host = [] if runner.host is None else runner.host.memory

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from tritonllm.config import EngineConfig
-from tritonllm.dist.connect import connect
-from tritonllm.dist.group import Group
+from tritonllm.config import EngineConfig, ParallelConfig
 from tritonllm.dist.mailbox import Mailbox
+from tritonllm.dist.pipeline import Team, meet
 from tritonllm.dist.watch import TICK, Report, parent_watch
 from tritonllm.engine.agreement import Comparison
 from tritonllm.engine.runner import ModelRunner
@@ -38,18 +37,17 @@ class Place(NamedTuple):
     """Where a rank is.
 
     Attributes:
-        rank, size: of the group.
+        rank: of all.
         port: of the store on this machine at which the ranks meet.
     """
 
     rank: int
-    size: int
     port: int
 
-    def join(self, device: torch.device, *, peers: bool) -> Group:
-        """Meet the others; ``peers`` as in :func:`~tritonllm.dist.group.connect`."""
+    def join(self, parallel: ParallelConfig, device: torch.device) -> Team:
+        """Meet the others."""
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
-        return connect(store, self.rank, self.size, device, timeout=START_PATIENCE, local=True, peers=peers)
+        return meet(store, self.rank, parallel, device, timeout=START_PATIENCE, local=True)
 
 
 def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Connection) -> None:
@@ -67,17 +65,17 @@ def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Co
     threading.Thread(target=_beat, args=(mailbox, reader), name="tritonllm-beat", daemon=True).start()
     try:
 
-        def join(device: torch.device) -> Group:
+        def join(device: torch.device) -> Team:
             reports.send(Report())
-            return place.join(device, peers=not config.parallel.disable_custom_all_reduce)
+            return place.join(config.parallel, device)
 
-        runner, device, group = load_rank(config, join, place.rank)
+        runner, device, team = load_rank(config, join, place.rank)
         gc.collect()
         gc.freeze()  # a search for garbage in the middle of a step would hold all ranks up
         MONITOR.serving = ready = True
         reports.send(Report(ready=True))
         follow(runner, mailbox, reader, SPIN if device.type == "cuda" else 0.0)
-        group.shut()
+        team.shut()
     except BaseException as error:
         logger.debug("rank %d failed", place.rank, exc_info=True)
         reports.send(report_of(error, ready))
@@ -110,7 +108,7 @@ class Following:
         """
         step, told = pickle.loads(message)
         self._comparison.check(told)
-        self._comparison.note(self._runner.run(step).evidence)
+        self._comparison.note(self._runner.follow(step))
 
 
 def _beat(mailbox: Mailbox, reader: int) -> None:

@@ -22,6 +22,7 @@ from tritonllm.layers.residual import Stream
 from tritonllm.models.interface import LayerWork
 from tritonllm.models.shards import Section, local_spec
 from tritonllm.models.spec import ModelSpec
+from tritonllm.models.stages import Stage
 
 
 class DecoderLayer(nn.Module):
@@ -114,13 +115,16 @@ class Decoder(nn.Module):
         dtype: of the weights and activations; norms, rotations and softmax compute in float32.
         device: where the weights are.
         max_model_len: positions go from 0 to ``max_model_len - 1``.
-        group: the ranks that share the model (:mod:`tritonllm.models.shards`).
+        group: the ranks that share the model, or the stage (:mod:`tritonllm.models.shards`).
+        stage: which layers are here (:mod:`tritonllm.models.stages`); all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step (:mod:`tritonllm.layers.invariance`).
 
     Attributes:
         spec: what this rank computes.
         whole: what all ranks compute together.
-        group: see above.
+        group, stage: see above.
+        incoming: ``[tokens, hidden]``, where a stage behind the first finds what the one before it has computed of a
+            step's tokens. A step overwrites it.
 
     Raises:
         ValueError: the model cannot be cut for so many ranks.
@@ -136,19 +140,54 @@ class Decoder(nn.Module):
         device: torch.device,
         max_model_len: int,
         group: Group = ALONE,
+        stage: Stage | None = None,
         batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         self.whole, self.group, self.batch_invariant = spec, group, batch_invariant
-        self.spec = spec = local_spec(spec, group.rank, group.size)
+        self.stage = stage or Stage.whole(spec)
+        local = local_spec(spec, group.rank, group.size)
+        self.spec = self.stage.of(local)
         self.dtype = dtype
-        size = spec.embedding_size or spec.hidden_size
-        projects = None if group.size == 1 else Section(spec.vocab_size, uneven=True).of(group.rank, group.size)
+        self.incoming: torch.Tensor | None = None
+        self.embedding_norm: Norm | None = None
+        self.token_types: Embedding | None = None
+        self.positions: Embedding | None = None
+        self.project_in: Linear | None = None
+        self.project_out: Linear | None = None
+        self.norm: Norm | None = None
+        self.logit_bias: nn.Parameter | None = None
+        self.classifier: Head | None = None
+        if self.stage.first:
+            self._add_embeddings(local, dtype, device)
+        layers = [DecoderLayer(local, i, dtype=dtype, device=device, group=group) for i in self.stage.layers]
+        self.layers = nn.ModuleList(layers)
+        if spec.final_norm and self.stage.last:
+            self.norm = Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device)
+        if self.stage.first:
+            self._add_head(local, dtype, device)
+        specs = [layer.attention for layer in self.spec.layers]
+        self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
+        group.reserve(spec.hidden_size, dtype)
+        limits = SEPARATE if batch_invariant else None
+        self.fusion = FusionPlanner([layer.traits for layer in layers], limits, summed=group.fused_rows)
+        if batch_invariant:
+            make_batch_invariant(self)
+        self._tables, self._table_of_layer = _rope_tables(self.spec, max_model_len, device)
+        self._running: range | tuple[int, ...] = range(self.spec.num_layers)
+
+    @property
+    def _own_logits(self) -> range | None:
+        """The part of the vocabulary that this rank multiplies by; ``None`` for all."""
+        rank, size = self.group.rank, self.group.size
+        return None if size == 1 else Section(self.spec.vocab_size, uneven=True).of(rank, size)
+
+    def _add_embeddings(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        """What comes before the layers."""
+        size, projects = spec.embedding_size or spec.hidden_size, self._own_logits
         self.embed = Embedding(spec.vocab_size, size, dtype=dtype, device=device, projects=projects)
         # a model multiplies by a number of its own dtype: Gemma's sqrt(3072) is 55.5 in bfloat16
         self.embedding_multiplier = float(torch.tensor(spec.embedding_multiplier, dtype=dtype))
-        self.positions = self.project_in = self.project_out = self.norm = self.logit_bias = None
-        self.embedding_norm = self.token_types = None
         if spec.embedding_norm:
             self.embedding_norm = Norm((size,), spec.norm, dtype=dtype, device=device)
         if spec.token_types:
@@ -158,26 +197,18 @@ class Decoder(nn.Module):
         if size != spec.hidden_size:
             self.project_in = Linear(size, spec.hidden_size, bias=False, dtype=dtype, device=device)
             self.project_out = Linear(spec.hidden_size, size, bias=False, dtype=dtype, device=device)
-        layers = [DecoderLayer(spec, i, dtype=dtype, device=device, group=group) for i in range(spec.num_layers)]
-        self.layers = nn.ModuleList(layers)
-        if spec.final_norm:
-            self.norm = Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device)
+
+    def _add_head(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        """What makes logits or classes of hidden states."""
+        size, projects = spec.embedding_size or spec.hidden_size, self._own_logits
         self.lm_head = self.embed
         if spec.logits and not spec.tie_word_embeddings:
             rows = spec.vocab_size if projects is None else len(projects)
             self.lm_head = Embedding(rows, size, dtype=dtype, device=device)
         if spec.logit_bias:
             self.logit_bias = empty_parameter(spec.vocab_size, dtype=dtype, device=device)
-        self.classifier = None if spec.head is None else Head(spec.head.dense, dtype=dtype, device=device)
-        specs = [layer.attention for layer in spec.layers]
-        self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
-        group.reserve(spec.hidden_size, dtype)
-        limits = SEPARATE if batch_invariant else None
-        self.fusion = FusionPlanner([layer.traits for layer in layers], limits, summed=group.fused_rows)
-        if batch_invariant:
-            make_batch_invariant(self)
-        self._tables, self._table_of_layer = _rope_tables(spec, max_model_len, device)
-        self._running: range | tuple[int, ...] = range(spec.num_layers)
+        if spec.head is not None:
+            self.classifier = Head(spec.head.dense, dtype=dtype, device=device)
 
     def forward(
         self,
@@ -198,11 +229,13 @@ class Decoder(nn.Module):
                 attention is computed for them alone: of a long prompt one row of thousands, 3% of Llama-3.1-8B's time.
 
         Returns:
-            ``[R, hidden]`` after the last norm, for :meth:`compute_logits`; without ``rows`` ``[T, hidden]``.
+            ``[R, hidden]`` after the last norm, for :meth:`compute_logits`; without ``rows`` ``[T, hidden]``. Of a
+            stage before the last one always ``[T, hidden]``, which the next one goes on with.
 
         Raises:
             ValueError: another number of caches than of layers.
         """
+        rows = rows if self.stage.last else None
         return self.forward_with_states(input_ids, positions, metadata, kv_cache, (), rows)[0]
 
     def forward_with_states(
@@ -261,7 +294,7 @@ class Decoder(nn.Module):
     def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Stream:
         """The residual stream with which a step begins. Arguments as in :meth:`forward`."""
         return Stream(
-            self._embed(input_ids, positions),
+            self._embed(input_ids, positions) if self.incoming is None else self.incoming[: len(positions)],
             scale=self.spec.residual_multiplier,
             becomes_normed=self.spec.norm_position == "stream",
             group=self.group,

@@ -17,6 +17,7 @@ from tritonllm.models.fallback_decoder import FallbackSpec
 from tritonllm.models.families import is_supported, spec_from_config
 from tritonllm.models.interface import CausalLM
 from tritonllm.models.spec import ModelSpec
+from tritonllm.models.stages import Stage
 from tritonllm.models.weights import dummy_weights, load_weights
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ PACKED_FROM = 512  # hidden size: a smaller model's weights stay in the CPU's ca
 def pack_weights(model: Decoder) -> None:
     """Lay the weights out as the CPU's products read them."""
     for module in model.modules():
-        if isinstance(module, Linear) or (module is model.lm_head and model.spec.logits):
+        if isinstance(module, Linear) or (model.stage.first and model.spec.logits and module is model.lm_head):
             module.pack()
 
 
@@ -80,6 +81,7 @@ def load_model(
     trust_remote_code: bool = False,
     allow_nan: bool = False,
     group: Group = ALONE,
+    stage: Stage | None = None,
     batch_invariant: bool = False,
 ) -> CausalLM:
     """Build the model and fill its weights.
@@ -91,7 +93,8 @@ def load_model(
         load_format: which files; ``dummy`` makes weights up from ``seed`` instead of reading them.
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
         allow_nan: take weights that are NaN or infinite.
-        group: the ranks that share the model, of which this one gets its part; for one of our families.
+        group: the ranks that share the model, or the stage, of which this one gets its part; for one of our families.
+        stage: which layers; all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step; for models that
             :func:`tritonllm.models.invariance.check_invariance` knows.
 
@@ -112,9 +115,8 @@ def load_model(
             max_model_len=max_model_len,
             allow_nan=allow_nan,
         )
-    model = Decoder(
-        spec, dtype=dtype, device=device, max_model_len=max_model_len, group=group, batch_invariant=batch_invariant
-    )
+    sizes: dict[str, Any] = {"dtype": dtype, "device": device, "max_model_len": max_model_len}
+    model = Decoder(spec, **sizes, group=group, stage=stage, batch_invariant=batch_invariant)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:

@@ -9,13 +9,14 @@ the host holds beside the model is at most the largest file. A rank of several c
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import torch
 import xxhash
+from torch import nn
 from tqdm import tqdm
 
 from tritonllm.dist.group import Group
@@ -86,7 +87,7 @@ def load_weights(
     stored = stored_tensors(folder, load_format)
     plan = _plan(model, stored, f"{folder}: ")
     _check_twins(plan.twins, lambda name: _digest_in_file(name, stored[name]))
-    parameters = dict(model.named_parameters())
+    parameters = _parameters(model)
     total = sum(plan.share_of(name) * stored[name].num_bytes for name in plan.slots)
     off = None if progress is None else not progress
     bar = tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, leave=False, disable=off)
@@ -116,7 +117,7 @@ def copy_tensors(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     plan = _plan(model, {name: describe(tensor) for name, tensor in tensors.items()}, "")
     _check_twins(plan.twins, lambda name: _digest(tensors[name]))
-    parameters = dict(model.named_parameters())
+    parameters = _parameters(model)
     for name, parts in plan.cuts.items():
         for cut in parts:
             cut.slot.write(parameters[cut.slot.parameter], cut.of(tensors[name]))
@@ -127,30 +128,50 @@ def dummy_weights(model: Decoder, seed: int) -> None:
     """Fill ``model`` with numbers from ``seed``: norms' factors 1, the rest normal with standard deviation 0.02.
 
     They are drawn where the weights are, which on a GPU is quick for billions, so a seed gives the same values on
-    devices of one type and for one dtype only. A rank of several draws each parameter whole and keeps its part.
+    devices of one type and for one dtype only. A rank of several draws each parameter whole and keeps its part; what
+    comes before the layers of a later stage is drawn, too, and dropped.
     """
-    generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
+    here, some = _parameters(model), next(model.parameters())
+    generator = torch.Generator(some.device).manual_seed(seed)
     shards = splits(model.whole) if model.group.size > 1 else {}
-    whole = _whole_shapes(model) if shards else {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            full = f"{path}.{name}" if path else name
-            split = shards.get(full)
-            if isinstance(module, Norm) and name == "weight":
+    whole = parameter_shapes(model.whole) if shards or not (model.stage.first and model.stage.last) else {}
+    for full, module in _owners(model):
+        parameter, split = here.get(full), shards.get(full)
+        if isinstance(module, Norm) and full.endswith(".weight"):
+            if parameter is not None:
                 parameter.fill_(1.0 - module.spec.weight_offset)
-            elif split is None:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            else:
-                drawn = parameter.new_empty(whole[full]).normal_(0.0, 0.02, generator=generator)
+        elif parameter is not None and split is None:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        else:
+            drawn = some.new_empty(whole[full]).normal_(0.0, 0.02, generator=generator)
+            if parameter is not None and split is not None:
                 _keep(parameter, drawn, split, model.group)
 
 
-def _whole_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
-    """Of the parameters of all ranks together."""
+def _owners(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    """The parameters of the whole model, in their order, each with the module that it is of."""
+    if not (model.stage.first and model.stage.last):
+        model = Decoder(model.whole, dtype=model.dtype, device=torch.device("meta"), max_model_len=1)
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            yield f"{path}.{name}" if path else name, module
+
+
+def _parameters(model: Decoder) -> dict[str, nn.Parameter]:
+    """What is here, by the names that it has in the whole model."""
+    return {model.stage.whole_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Of the parameters of the whole model, by their names."""
+    return _shapes(weight_map(spec))
+
+
+def _shapes(slots: Mapping[str, Slot]) -> dict[str, tuple[int, ...]]:
     by_parameter: dict[str, list[Slot]] = {}
-    for slot in weight_map(model.whole).values():
+    for slot in slots.values():
         by_parameter.setdefault(slot.parameter, []).append(slot)
-    return {name: parameter_shape(slots) for name, slots in by_parameter.items()}
+    return {name: parameter_shape(of_one) for name, of_one in by_parameter.items()}
 
 
 def _keep(parameter: torch.Tensor, whole: torch.Tensor, split: Split | Once, group: Group) -> None:
@@ -209,20 +230,20 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     _check_complete(slots, home, where)
     by_name = {name: slots[slot] for slot, name in home.items()}
     by_name = {name: by_name[name] for name in stored if name in by_name}
-    parts = {name: cuts(slot, shards.get(slot.parameter), group.rank, group.size) for name, slot in by_name.items()}
+    own = {slot.parameter for slot in by_name.values() if model.stage.holds(slot.parameter)}
+    parts = {
+        name: cuts(slot, shards.get(slot.parameter), group.rank, group.size) if slot.parameter in own else []
+        for name, slot in by_name.items()
+    }
     others = [name for name, split in shards.items() if isinstance(split, Once) and not group.leads]
-    own = {slot.parameter for slot in by_name.values()}
     return _Plan(by_name, twins, parts, [name for name in others if name in own])
 
 
 def _check_map(model: Decoder, slots: Mapping[str, Slot], shards: Mapping[str, Split | Once]) -> None:
     """The weight map is about this model's parameters, all of them: a copy must not broadcast."""
-    by_parameter: dict[str, list[Slot]] = {}
-    for slot in slots.values():
-        by_parameter.setdefault(slot.parameter, []).append(slot)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
     ranks = model.group.rank, model.group.size
-    whole = {name: parameter_shape(of_one) for name, of_one in by_parameter.items()}
+    whole = {name: shape for name, shape in _shapes(slots).items() if model.stage.holds(name)}
     if (mapped := {name: local_shape(shape, shards.get(name), *ranks) for name, shape in whole.items()}) != shapes:
         name = min(name for name, _ in mapped.items() ^ shapes.items())
         raise ValueError(f"the weight map gives {name} the shape {mapped.get(name)}, the model {shapes.get(name)}")

@@ -166,7 +166,7 @@ class Fleet:
 
 def _resources(engine: EngineConfig) -> dict[str, int]:
     """Of one engine."""
-    ranks = engine.parallel.tensor_parallel_size
+    ranks = engine.parallel.world_size
     return {"CPU": ranks, "GPU": ranks if resolve_device(engine.model.device).type == "cuda" else 0}
 
 

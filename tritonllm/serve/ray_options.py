@@ -129,13 +129,13 @@ class Plan:
     @property
     def gpus(self) -> int:
         """Of each engine."""
-        return 0 if self.engine.model.device == "cpu" else self.engine.parallel.tensor_parallel_size
+        return 0 if self.engine.model.device == "cpu" else self.engine.parallel.world_size
 
     @property
     def cpus(self) -> float:
         """Of each engine."""
         given = self.serve.num_cpus
-        return float(self.engine.parallel.tensor_parallel_size if given is None else given)
+        return float(self.engine.parallel.world_size if given is None else given)
 
 
 def read_plan(args: Mapping[str, Any]) -> Plan:

@@ -36,7 +36,7 @@ def start_engines(
 ) -> "EngineClient | Replicas":
     """As many engines as ``data_parallel_size`` says, all started at once. Arguments and errors as of
     :class:`EngineClient`; if one does not start, none is left. ``max_restarts``: see :class:`Restarts`."""
-    count, each = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    count, each = config.parallel.data_parallel_size, config.parallel.world_size
     if count == 1 and not max_restarts:
         return EngineClient(config, log_level, meanwhile, profiler=profiler)
     check_gpus(config)
@@ -69,10 +69,10 @@ def check_gpus(config: EngineConfig) -> None:
     Raises:
         ValueError: there are GPUs, but not enough for all engines.
     """
-    count, each = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    count, each = config.parallel.data_parallel_size, config.parallel.world_size
     if count > 1 and config.model.device in ("auto", "cuda") and 0 < torch.cuda.device_count() < count * each:
         raise ValueError(
-            f"data_parallel_size={count} times tensor_parallel_size={each} needs {count * each} GPUs, and this process "
+            f"data_parallel_size={count} times {config.parallel.sizes} needs {count * each} GPUs, and this process "
             f"sees {torch.cuda.device_count()}: lower one of them"
         )
 

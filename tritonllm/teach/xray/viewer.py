@@ -66,7 +66,7 @@ class XRay:
         self._device = next(self._model.parameters()).device
         if self._console is None:
             self._console = make_console(self._wishes.to_stderr)
-        self._check(engine.config.parallel.tensor_parallel_size)
+        self._check(engine.config.parallel.world_size)
         self._roofline: Roofline = measure(self._device, self._model.dtype)
         draw.print_roofline(self._console, self._roofline)
         unsubscribe = engine.subscribe(self._hear)
@@ -86,7 +86,8 @@ class XRay:
         wishes, model = self._wishes, self._model
         if ranks > 1 and (wishes.attention or wishes.lens):
             raise ValueError(
-                "--xray-attention and --xray-logit-lens need tensor_parallel_size=1: they run the model alone"
+                "--xray-attention and --xray-logit-lens need one rank (tensor_parallel_size=1, "
+                "pipeline_parallel_size=1): they run the model alone"
             )
         if wishes.attention is not None and wishes.attention[0] >= model.spec.num_layers:
             deepest = model.spec.num_layers - 1

@@ -1,0 +1,174 @@
+"""The stages of a pipeline, and what they send each other: one small value, as :class:`~tritonllm.dist.group.Group` is.
+
+Stage i sends to stage i + 1, and the last one to the first. Each of these ways is a group of two ranks of its own, so
+that what goes one way never waits for what goes another: with several steps in flight the first stage sends step 2
+while the last one sends step 1 back, and neither has begun to receive yet.
+"""
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tritonllm.dist.connect import connect
+from tritonllm.dist.group import ALONE as ONE_RANK
+from tritonllm.dist.group import ConnectedGroup, Group
+from tritonllm.parallel_config import ParallelConfig
+
+CPU = torch.device("cpu")
+SENDER, RECEIVER = 0, 1  # ranks of a way
+
+
+class Pipeline:
+    """A stage whose neighbours are not there: of one stage, or for meta tensors, whose values nobody reads.
+
+    Args:
+        stage: from 0 to ``stages - 1``.
+        stages: how many there are; as many steps are in flight.
+    """
+
+    def __init__(self, stage: int = 0, stages: int = 1) -> None:
+        if stages < 1 or not 0 <= stage < stages:
+            raise ValueError(f"stage must be from 0 to stages - 1, got stage={stage} and stages={stages}")
+        self.stage, self.stages = stage, stages
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def send(self, x: torch.Tensor) -> None:
+        """Send a copy of ``x`` to the next stage, of the last one to the first, without waiting for it."""
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        """Fill ``x``, contiguous, with what the stage before sends, of the first one the last; returned."""
+        return x
+
+    def least(self, value: int) -> int:
+        """The smallest value of all ranks of all stages; waits for it."""
+        return value
+
+    def limit(self, seconds: float) -> None:
+        """As :meth:`Group.limit`."""
+
+    def shut(self) -> None:
+        """As :meth:`Group.shut`."""
+
+
+UNDIVIDED = Pipeline()
+
+
+class ConnectedPipeline(Pipeline):
+    """A stage that reaches its neighbours.
+
+    Args:
+        stage, stages: see above.
+        before, behind: the ways from the stage before this one and to the one behind it.
+        everyone: all ranks of all stages, on the CPU.
+    """
+
+    def __init__(
+        self, stage: int, stages: int, before: ConnectedGroup, behind: ConnectedGroup, everyone: Group
+    ) -> None:
+        super().__init__(stage, stages)
+        self._before, self._behind, self._everyone = before, behind, everyone
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        # A step is two of them. One that is older than all steps in flight has arrived: to wait for it takes no time.
+        self._most = 4 * stages
+
+    def send(self, x: torch.Tensor) -> None:
+        if not x.numel():
+            return
+        while len(self._sending) >= self._most:
+            self._sending.popleft()[0].wait()
+        copy = x.clone(memory_format=torch.contiguous_format)
+        self._sending.append((self._behind.send(copy, RECEIVER), copy))
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel():
+            self._before.receive(x, SENDER)
+        return x
+
+    def least(self, value: int) -> int:
+        return self._everyone.least(value)
+
+    def limit(self, seconds: float) -> None:
+        for group in (self._before, self._behind, self._everyone):
+            group.limit(seconds)
+
+    def shut(self) -> None:
+        for group in (self._before, self._behind, self._everyone):
+            group.shut()
+
+
+class Team(NamedTuple):
+    """All that a rank has of the others.
+
+    Attributes:
+        group: those of its stage.
+        pipe: the other stages.
+    """
+
+    group: Group = ONE_RANK
+    pipe: Pipeline = UNDIVIDED
+
+    @property
+    def leads(self) -> bool:
+        """This is rank 0 of all, which plans, draws and reports."""
+        return self.group.leads and self.pipe.first
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.group.size * self.pipe.stages
+
+    def least(self, value: int) -> int:
+        """The smallest value of all ranks; waits for it."""
+        return self.group.least(value) if self.pipe.stages == 1 else self.pipe.least(value)
+
+    def limit(self, seconds: float) -> None:
+        """As :meth:`Group.limit`."""
+        self.group.limit(seconds)
+        self.pipe.limit(seconds)
+
+    def shut(self) -> None:
+        """As :meth:`Group.shut`."""
+        self.group.shut()
+        self.pipe.shut()
+
+
+ALONE = Team()
+
+
+def meet(
+    store: Any, rank: int, parallel: ParallelConfig, device: torch.device, *, timeout: float, local: bool
+) -> Team:
+    """Meet the other ranks of an engine.
+
+    Args:
+        rank: of all; see :attr:`ParallelConfig.world_size`.
+        store, device, timeout, local: as of :func:`~tritonllm.dist.connect.connect`.
+
+    Raises:
+        ValueError: torch lacks the backend.
+        RuntimeError: the others did not come in time.
+    """
+    size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    how: dict[str, Any] = {"timeout": timeout, "local": local}
+    peers = not parallel.disable_custom_all_reduce
+    if stages == 1:
+        return Team(connect(store, rank, size, device, peers=peers, **how))
+    stage, column = divmod(rank, size)
+    group = connect(dist.PrefixStore(f"stage-{stage}", store), column, size, device, peers=peers, **how)
+    everyone = connect(dist.PrefixStore("everyone", store), rank, size * stages, CPU, **how)
+    ways: dict[int, ConnectedGroup] = {}
+    for way in sorted({(stage - 1) % stages, stage}):  # in one order everywhere: to make one waits for the other end
+        end = SENDER if way == stage else RECEIVER
+        connected = connect(dist.PrefixStore(f"way-{column}-{way}", store), end, 2, device, peers=False, **how)
+        assert isinstance(connected, ConnectedGroup)  # of two ranks
+        ways[way] = connected
+    return Team(group, ConnectedPipeline(stage, stages, ways[(stage - 1) % stages], ways[stage], everyone))
