@@ -63,6 +63,20 @@ def test_tokens_are_those_of_one_gpu(folder, expected, options):
     assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enforce_eager": True}, {"speculative_config": NGRAMS}, {"num_blocks": 130}, {"async_scheduling": False}],
+)
+def test_stages_give_the_tokens_of_one_gpu(folder, expected, options):
+    llm = make(folder, pipeline_parallel_size=2, **options)
+    for _ in range(2):
+        assert token_ids(llm.generate(PROMPTS, KINDS * 2, use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    assert stats.compilations_after_ready == 0
+    assert stats.num_free_blocks == stats.num_blocks
+    assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
+
+
 def test_whole_experts(tmp_path):
     """Two layers of Qwen3-30B-A3B's shape: 64 of its 128 experts on each GPU."""
     (tmp_path / "config.json").write_text(json.dumps(MECHANISMS["qwen3-30b-a3b (128 experts, q/k norm)"]))

@@ -13,6 +13,7 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.pipeline import UNDIVIDED, Pipeline, Team
 from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
@@ -23,6 +24,7 @@ from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.eagle_files import read_eagle_spec
 from tritonllm.models.families import spec_from_config
+from tritonllm.models.stages import Stage
 from tritonllm.speculative_config import OF_HEADS
 
 MODELS = {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B, **MECHANISMS}
@@ -112,7 +114,13 @@ def test_no_batch_invariant_step_launches_what_the_start_has_not(model, length):
     check_launches(model, length, "NVIDIA H200", deterministic=True)
 
 
-def check_launches(model, length, gpu, deterministic=False):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", *(name for name in VARIED if name.startswith("gpt-oss"))])
+def test_no_step_of_a_stage_launches_what_the_start_has_not(model, stage):
+    check_launches(model, 6144, "NVIDIA H200", pipe=Pipeline(stage, 3))
+
+
+def check_launches(model, length, gpu, deterministic=False, pipe=UNDIVIDED):
     """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
     spec = spec_from_config(MODELS[model])
     spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
@@ -125,8 +133,10 @@ def check_launches(model, length, gpu, deterministic=False):
         deterministic=deterministic,
     )
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
-        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length, batch_invariant=deterministic)
-        runner = ModelRunner(decoder, config, META, length)
+        stage = Stage(pipe.stage, range(spec.num_layers), first=pipe.first, last=pipe.last)
+        sizes = {"dtype": torch.bfloat16, "device": META, "max_model_len": length}
+        decoder = Decoder(spec, **sizes, stage=stage, batch_invariant=deterministic)
+        runner = ModelRunner(decoder, config, META, length, team=Team(pipe=pipe))
         runner.start(NUM_BLOCKS, length)
         with decoder.rehearsal():
             runner.warm_up().run()
@@ -136,7 +146,9 @@ def check_launches(model, length, gpu, deterministic=False):
             @given(step=steps(seats, budget, length, runner._may_share))
             def launches_nothing_else(step):
                 found.clear()
-                runner.run(step)
+                runner.follow(step)
+                if pipe.stages > 1:
+                    runner.follow(None)
                 assert {described(kernel) for kernel in found} <= loaded
 
             launches_nothing_else()

@@ -27,6 +27,7 @@ OPTIONS = (
     "max-num-seqs",
     "max-num-batched-tokens",
     "tensor-parallel-size",
+    "pipeline-parallel-size",
     "enable-expert-parallel",
     "no-prefix-caching",
     "speculative",

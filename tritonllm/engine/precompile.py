@@ -19,8 +19,8 @@ import torch
 from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
-from tritonllm.dist.group import ALONE, Group
-from tritonllm.dist.pipeline import Team
+from tritonllm.dist.group import Group
+from tritonllm.dist.pipeline import ALONE, Pipeline, Team
 from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.kernels.compile.aot import pretend, target_of
@@ -29,6 +29,7 @@ from tritonllm.kernels.compile.parallel import Specialization, compile_in_parall
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.shards import by_expert
 from tritonllm.models.spec import ModelSpec
+from tritonllm.models.stages import Stage
 from tritonllm.speculative_config import OF_HEADS
 
 META = torch.device("meta")
@@ -60,28 +61,38 @@ def kernels_of(
     Args:
         draft: the configuration's draft model.
     """
+    parallel = config.parallel
+    group = Group(0, parallel.tensor_parallel_size)
+    spec = by_expert(spec) if parallel.enable_expert_parallel else spec
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
-        group = Group(0, config.parallel.tensor_parallel_size)
-        spec = by_expert(spec) if config.parallel.enable_expert_parallel else spec
-        models: list[Decoder] = [_without_repeats(spec, target, group, config.deterministic)]
-        if draft is not None and config.speculative_config is not None:
-            if config.speculative_config.method in OF_HEADS:
-                models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))
-            else:
-                models.append(_without_repeats(draft, target, ALONE))
-        drafts = None if draft is None else models[1]
-        runner = ModelRunner(models[0], config, META, target.max_model_len, draft=drafts, team=Team(group))
-        runner.start(NUM_BLOCKS, target.max_model_len)
-        with rehearsal_of(models):  # as the engine warms up
-            runner.warm_up().run()
+        for stage in range(parallel.pipeline_parallel_size):
+            team = Team(group, Pipeline(stage, parallel.pipeline_parallel_size))
+            _launch_all(spec, config, target, draft if stage == 0 else None, team)
     return found
 
 
-def _without_repeats(spec: ModelSpec, target: Target, group: Group, batch_invariant: bool = False) -> Decoder:
+def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: ModelSpec | None, team: Team) -> None:
+    models: list[Decoder] = [_without_repeats(spec, target, team, config.deterministic)]
+    if draft is not None and config.speculative_config is not None:
+        if config.speculative_config.method in OF_HEADS:
+            models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))
+        else:
+            models.append(_without_repeats(draft, target, ALONE))
+    drafts = None if draft is None else models[1]
+    runner = ModelRunner(models[0], config, META, target.max_model_len, draft=drafts, team=team)
+    runner.start(NUM_BLOCKS, target.max_model_len)
+    with rehearsal_of(models):  # as the engine warms up
+        runner.warm_up().run()
+
+
+def _without_repeats(spec: ModelSpec, target: Target, team: Team, batch_invariant: bool = False) -> Decoder:
     """One layer of each kind, without memory."""
     small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    pipe, count = team.pipe, small.num_layers
+    begin = 0 if pipe.first or count == 1 else 1  # the first layer of all, which may differ, is the first stage's
+    stage = Stage(pipe.stage, range(begin, count), first=pipe.first, last=pipe.last)
     sizes: dict[str, Any] = {"dtype": target.dtype, "device": META, "max_model_len": target.max_model_len}
-    return Decoder(small, **sizes, group=group, batch_invariant=batch_invariant)
+    return Decoder(small, **sizes, group=team.group, stage=stage, batch_invariant=batch_invariant)
 
 
 def compile_kernels_of(
