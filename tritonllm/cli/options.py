@@ -87,6 +87,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "a request's tokens have the same bits alone and in any batch, see docs/determinism.md",
     },
+    "count-expert-load": {
+        "action": "store_true",
+        "help": "count how many tokens go to each expert, see docs/distributed.md",
+    },
     "compile": {
         "action": "store_const",
         "const": COMPILATION,

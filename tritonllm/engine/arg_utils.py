@@ -55,6 +55,7 @@ class EngineArgs(VllmEngine):
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     deterministic: bool = False
+    count_expert_load: bool = False
     compilation_config: int | dict[str, Any] | CompilationConfig | None = None
     speculative_config: str | dict[str, Any] | SpeculativeConfig | None = None
     kernel_cache: str | None = None

@@ -71,6 +71,7 @@ def make_batch(
         decode_order=inputs.decode_order,
         cascade=cascade,
         max_decode_len=max_decode_len,
+        row_marks=inputs.seats,
     )
     return Batch(inputs, SamplingRows(**views(memory, layout.rows)), metadata, draws)
 

@@ -62,7 +62,8 @@ def kernels_of(
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
         group = Group(0, config.parallel.tensor_parallel_size)
         spec = by_expert(spec) if config.parallel.enable_expert_parallel else spec
-        models: list[Decoder] = [_without_repeats(spec, target, group, config.deterministic)]
+        how = {"batch_invariant": config.deterministic, "counts_experts": config.count_expert_load}
+        models: list[Decoder] = [_without_repeats(spec, target, group, **how)]
         if draft is not None and config.speculative_config is not None:
             if config.speculative_config.method in OF_HEADS:
                 models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))
@@ -76,11 +77,11 @@ def kernels_of(
     return found
 
 
-def _without_repeats(spec: ModelSpec, target: Target, group: Group, batch_invariant: bool = False) -> Decoder:
+def _without_repeats(spec: ModelSpec, target: Target, group: Group, **how: Any) -> Decoder:
     """One layer of each kind, without memory."""
     small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
     sizes: dict[str, Any] = {"dtype": target.dtype, "device": META, "max_model_len": target.max_model_len}
-    return Decoder(small, **sizes, group=group, batch_invariant=batch_invariant)
+    return Decoder(small, **sizes, group=group, **how)
 
 
 def compile_kernels_of(

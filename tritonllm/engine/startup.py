@@ -46,6 +46,8 @@ from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.kernels.runtime.gpus import gpu_at
 from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.expert_checks import check_counted
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.invariance import check_invariance
@@ -222,6 +224,8 @@ def read_origin(config: EngineConfig) -> Origin:
     if isinstance(spec, ModelSpec):
         spec = by_expert(spec) if config.parallel.enable_expert_parallel else spec
         check(spec, size)
+    if config.count_expert_load:
+        check_counted(spec)
     if config.deterministic:
         check_invariance(spec, size)
     modules = None if model.runner == "generate" else read_modules(folder)
@@ -272,6 +276,7 @@ def load_part(origin: Origin, prepared: Prepared, group: Group) -> tuple[CausalL
             allow_nan=model.allow_nan,
             group=group,
             batch_invariant=prepared.config.deterministic,
+            counts_experts=prepared.config.count_expert_load,
         )
     return loaded, load_draft(prepared.config, origin.draft, loaded, prepared.device, origin.limit)
 
@@ -302,6 +307,8 @@ def start_runner(
         scheduler=resolve_async(config.scheduler, device.type),
     )
     runner.start(num_blocks, max_model_len)
+    if isinstance(model, Decoder) and model.expert_counts is not None:
+        model.expert_counts.reset()  # the start has run steps, too
     return config, runner, memory
 
 

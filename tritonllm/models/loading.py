@@ -81,6 +81,7 @@ def load_model(
     allow_nan: bool = False,
     group: Group = ALONE,
     batch_invariant: bool = False,
+    counts_experts: bool = False,
 ) -> CausalLM:
     """Build the model and fill its weights.
 
@@ -94,6 +95,7 @@ def load_model(
         group: the ranks that share the model, of which this one gets its part; for one of our families.
         batch_invariant: a token's bits do not depend on the rest of its step; for models that
             :func:`tritonllm.models.invariance.check_invariance` knows.
+        counts_experts: steps count which experts tokens choose; for one of our families that has experts.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor.
@@ -112,9 +114,8 @@ def load_model(
             max_model_len=max_model_len,
             allow_nan=allow_nan,
         )
-    model = Decoder(
-        spec, dtype=dtype, device=device, max_model_len=max_model_len, group=group, batch_invariant=batch_invariant
-    )
+    how: dict[str, Any] = {"batch_invariant": batch_invariant, "counts_experts": counts_experts}
+    model = Decoder(spec, dtype=dtype, device=device, max_model_len=max_model_len, group=group, **how)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:
