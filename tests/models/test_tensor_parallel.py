@@ -17,6 +17,9 @@ from support.tiny_models import (
 )
 
 from tritonllm.dist.group import Group
+from tritonllm.experts.load import ExpertLoad
+from tritonllm.experts.placement import ExpertPlacement
+from tritonllm.experts.rebalance import rebalance
 from tritonllm.models import checkpoint, weights
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
@@ -34,9 +37,11 @@ def logits_of(model: Decoder, tokens: list[int]) -> torch.Tensor:
     return torch.cat([first, *(runner.step([(sequence, [token])])[0] for token in tokens[-3:])])
 
 
-def load_rank(folder: Path, group: Group, *, whole_experts: bool = False) -> Decoder:
+def load_rank(
+    folder: Path, group: Group, *, whole_experts: bool = False, placement: ExpertPlacement | None = None
+) -> Decoder:
     spec = spec_from_config(checkpoint.read_config(folder))
-    spec = by_expert(spec) if whole_experts else spec
+    spec = by_expert(spec, placement) if whole_experts or placement is not None else spec
     length = spec.max_position_embeddings
     model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length, group=group)
     for parameter in model.parameters():
@@ -81,6 +86,23 @@ def test_ranks_with_whole_experts_compute_what_one_does(tmp_path, family):
         found = run_ranks(size, lambda group: logits_of(load_rank(tmp_path, group, whole_experts=True), tokens))
         assert all(torch.equal(found[0], other) for other in found[1:])
         assert relative_error(found[0], expected) < LIMIT
+
+
+@pytest.mark.parametrize(("family", "size", "redundant"), [(*family, 4) for family in zip(EXPERTS, [2, 4] * 4)])
+def test_ranks_with_copies_of_experts_compute_what_one_does(tmp_path, family, size, redundant):
+    write_checkpoint(tmp_path, tiny_config(family, **EXPERTS[family]), seed=1)
+    alone = load_decoder(tmp_path)
+    tokens = random_tokens(23, alone.spec.vocab_size, seed=2)
+    loads = {
+        place: tuple((7 * place + 5 * e) % 11 for e in range(count)) for place, count in alone.spec.experts.items()
+    }
+    placement = rebalance(ExpertLoad(alone.spec.architecture, loads), size, redundant)
+    assert placement.turns > 1
+    with torch.inference_mode():
+        expected = logits_of(alone, tokens)
+    found = run_ranks(size, lambda group: logits_of(load_rank(tmp_path, group, placement=placement), tokens))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert relative_error(found[0], expected) < LIMIT
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])

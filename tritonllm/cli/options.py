@@ -69,6 +69,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "those processes have whole experts, each some of them, instead of a part of every expert",
     },
+    "expert-placement": {
+        "metavar": "FILE",
+        "help": "which process has which experts: what `tritonllm rebalance-experts` wrote",
+    },
     "distributed-executor-backend": {
         "choices": EXECUTORS,
         "help": "who starts those processes (default: mp, this one), see docs/distributed.md",

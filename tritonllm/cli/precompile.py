@@ -28,6 +28,8 @@ OPTIONS = (
     "max-num-batched-tokens",
     "tensor-parallel-size",
     "enable-expert-parallel",
+    "expert-placement",
+    "count-expert-load",
     "no-prefix-caching",
     "speculative",
     "draft",

@@ -48,6 +48,7 @@ class EngineArgs(VllmEngine):
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    expert_placement: str | None = None
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     worker_timeout: float | None = None

@@ -26,7 +26,7 @@ from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, list_kernels
 from tritonllm.models.decoder import Decoder
-from tritonllm.models.shards import by_expert
+from tritonllm.models.expert_checks import dealt_out
 from tritonllm.models.spec import ModelSpec
 from tritonllm.speculative_config import OF_HEADS
 
@@ -61,7 +61,7 @@ def kernels_of(
     """
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
         group = Group(0, config.parallel.tensor_parallel_size)
-        spec = by_expert(spec) if config.parallel.enable_expert_parallel else spec
+        spec = dealt_out(spec, config.parallel)
         how = {"batch_invariant": config.deterministic, "counts_experts": config.count_expert_load}
         models: list[Decoder] = [_without_repeats(spec, target, group, **how)]
         if draft is not None and config.speculative_config is not None:

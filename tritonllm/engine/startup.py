@@ -47,13 +47,13 @@ from tritonllm.kernels.runtime.gpus import gpu_at
 from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
-from tritonllm.models.expert_checks import check_counted
+from tritonllm.models.expert_checks import check_agreement, check_counted, dealt_out
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.invariance import check_invariance
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
-from tritonllm.models.shards import by_expert, check
+from tritonllm.models.shards import check
 from tritonllm.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ def read_origin(config: EngineConfig) -> Origin:
             "it at 1"
         )
     if isinstance(spec, ModelSpec):
-        spec = by_expert(spec) if config.parallel.enable_expert_parallel else spec
+        spec = dealt_out(spec, config.parallel)
         check(spec, size)
     if config.count_expert_load:
         check_counted(spec)
@@ -258,8 +258,10 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
 
 
 def load_part(origin: Origin, prepared: Prepared, group: Group) -> tuple[CausalLM, CausalLM | None]:
-    """This rank's part of the model, with its weights, and the draft model. Raises as :func:`load_model`."""
+    """This rank's part of the model, with its weights, and the draft model. Raises as :func:`load_model`, and if ranks have
+    read different placements of experts."""
     model = prepared.config.model
+    check_agreement(prepared.config.parallel.expert_placement, origin.spec, group)
     if prepared.device.type == "cpu":
         cores = max(1, granted_cores() // group.size)
         torch.set_num_threads(threads_for(origin.spec.hidden_size, torch.get_num_threads(), cores))

@@ -1,11 +1,12 @@
 """Mixture of experts: each token goes through a few of many MLPs (Shazeer et al., 2017)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from tritonllm.experts.placement import taken_slots
 from tritonllm.kernels import Weight, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
 from tritonllm.kernels.dense import row_by_row
 from tritonllm.layers.expert_counts import Tally
@@ -39,7 +40,11 @@ class MoESpec:
         shared: an MLP that every token goes through as well.
         shared_gate: a sigmoid of one more projection multiplies the shared MLP's output (Qwen2-MoE).
         by_expert: several ranks have whole experts, each some of them, instead of a part of every expert.
-        held: the experts that are here; ``None`` for all.
+        slots: the expert in each slot of all ranks together, those of rank 0 first, with ``by_expert``: an expert may
+            have several. ``None``: expert i is in slot i. It decides what is where and no launch, so layers that differ
+            in nothing else are of one kind.
+        turns: rows of the table by which tokens take an expert's copies in turns; 1 if there are none.
+        held: the slots that are here; ``None`` for all.
     """
 
     num_experts: int
@@ -58,7 +63,14 @@ class MoESpec:
     shared: MLPSpec | None = None
     shared_gate: bool = False
     by_expert: bool = False
+    slots: tuple[int, ...] | None = field(default=None, compare=False)
+    turns: int = 1
     held: range | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """On all ranks together; without copies one for each expert."""
+        return self.num_experts if self.slots is None else len(self.slots)
 
     def __post_init__(self) -> None:
         if self.activation not in EXPERT_ACTIVATIONS:
@@ -83,18 +95,20 @@ class Routed(NamedTuple):
     tally: Tally | None = None
 
 
-def _places(experts: int, held: range) -> torch.Tensor:
-    """``[experts]`` int32: where each expert lies among those that are held, or -1."""
-    places = torch.full((experts,), -1, dtype=torch.int32)
-    places[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
-    return places
+def _places(spec: MoESpec, held: range) -> torch.Tensor:
+    """``[turns, experts]`` int32: where the slot that a token takes for each expert lies among those held, or -1."""
+    slots = range(spec.num_experts) if spec.slots is None else spec.slots
+    taken = torch.tensor(taken_slots(slots, spec.num_experts, spec.turns), dtype=torch.int32)
+    here = (taken >= held.start) & (taken < held.stop)
+    return (taken - held.start).where(here, -1)
 
 
 class MoE(nn.Module):
     """Routing, the experts' two grouped products, and the shared MLP.
 
     A rank that holds some of the experts routes every token, and computes those pairs (token, expert) whose expert is
-    here: a part of the sum.
+    here: a part of the sum. Where an expert has copies, the token's place in the step says which of them computes it:
+    all ranks have the same steps, so exactly one does.
     """
 
     batch_invariant = False
@@ -109,7 +123,7 @@ class MoE(nn.Module):
         here = experts if spec.held is None else len(spec.held)
         self.gate_up = empty_parameter(here, 2 * inner, hidden_size, dtype=dtype, device=device)
         self.down = empty_parameter(here, hidden_size, inner, dtype=dtype, device=device)
-        places = None if spec.held is None else _places(experts, spec.held).to(device)
+        places = None if spec.held is None else _places(spec, spec.held).to(device)
         self.register_buffer("expert_map", places, persistent=False)
         self.gate_up_bias = self.down_bias = self.correction_bias = self.shared = self.shared_gate = None
         if spec.bias:
