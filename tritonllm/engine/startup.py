@@ -258,8 +258,11 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
 
 
 def load_part(origin: Origin, prepared: Prepared, group: Group) -> tuple[CausalLM, CausalLM | None]:
-    """This rank's part of the model, with its weights, and the draft model. Raises as :func:`load_model`, and if ranks have
-    read different placements of experts."""
+    """This rank's part of the model, with its weights, and the draft model.
+
+    Raises:
+        ValueError: as :func:`load_model`, or the ranks have read different placements of experts.
+    """
     model = prepared.config.model
     check_agreement(prepared.config.parallel.expert_placement, origin.spec, group)
     if prepared.device.type == "cpu":
