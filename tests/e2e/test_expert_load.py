@@ -8,6 +8,7 @@ from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
+from tritonllm.cli import main
 from tritonllm.experts.load import ExpertLoad
 
 PLAIN = {"count_expert_load": True, "enable_prefix_caching": False}
@@ -125,3 +126,25 @@ def test_an_engine_that_does_not_count_says_so():
     for ask in (llm.expert_load, llm.reset_expert_load):
         with pytest.raises(ValueError, match="make it with count_expert_load=True"):
             ask()
+
+
+def test_the_command_line_writes_them(tmp_path, capsys):
+    folder, file = tiny_checkpoint("qwen3_moe"), tmp_path / "load.json"
+    arguments = [
+        "generate",
+        str(folder),
+        "--prompt",
+        "the fox",
+        "--max-tokens",
+        "3",
+        "--ignore-eos",
+        "--num-blocks",
+        "64",
+    ]
+    assert main([*arguments, "--expert-load", str(file)]) == 0
+    llm = tiny_llm(folder, **PLAIN)
+    llm.generate(["the fox"], greedy(3), use_tqdm=False)
+    assert ExpertLoad.read(file) == llm.expert_load()
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--expert-load", str(tmp_path / "nowhere" / "load.json")])
+    assert end.value.code == 2 and "is no folder" in capsys.readouterr().err

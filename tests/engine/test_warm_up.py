@@ -13,16 +13,20 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.group import Group
 from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.engine.warm_up import Limits, WarmUp, Work
+from tritonllm.experts.load import ExpertLoad
+from tritonllm.experts.rebalance import rebalance
 from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.eagle_files import read_eagle_spec
 from tritonllm.models.families import spec_from_config
+from tritonllm.models.shards import by_expert
 from tritonllm.speculative_config import OF_HEADS
 
 MODELS = {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B, **MECHANISMS}
@@ -112,10 +116,23 @@ def test_no_batch_invariant_step_launches_what_the_start_has_not(model, length):
     check_launches(model, length, "NVIDIA H200", deterministic=True)
 
 
-def check_launches(model, length, gpu, deterministic=False):
+@pytest.mark.parametrize("model", [name for name in MODELS if name.startswith(("qwen3-30b", "gpt-oss"))])
+def test_no_step_of_placed_experts_launches_what_the_start_has_not(model):
+    """With copies, whose tokens take turns, and with experts that are counted."""
+    check_launches(model, 6144, "NVIDIA H200", ranks=4)
+
+
+def placed(spec, ranks):
+    loads = {place: tuple(range(count)) for place, count in spec.experts.items()}
+    return by_expert(spec, rebalance(ExpertLoad(spec.architecture, loads), ranks, 2 * ranks))
+
+
+def check_launches(model, length, gpu, deterministic=False, ranks=1):
     """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
     spec = spec_from_config(MODELS[model])
     spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    how = {"batch_invariant": deterministic, "group": Group(0, ranks), "counts_experts": ranks > 1}
+    spec = placed(spec, ranks) if ranks > 1 else spec
     seats, budget = (256, 3000) if deterministic else (64, 512)
     config = EngineConfig.from_kwargs(
         model="m",
@@ -125,12 +142,13 @@ def check_launches(model, length, gpu, deterministic=False):
         deterministic=deterministic,
     )
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
-        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length, batch_invariant=deterministic)
-        runner = ModelRunner(decoder, config, META, length)
+        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length, **how)
+        runner = ModelRunner(decoder, config, META, length, group=how["group"])
         runner.start(NUM_BLOCKS, length)
         with decoder.rehearsal():
             runner.warm_up().run()
             loaded = {described(kernel) for kernel in found}
+            assert ("_count_experts_kernel" in {kernel.name for kernel in found}) == (ranks > 1)
 
             @settings(max_examples=50, deadline=None)
             @given(step=steps(seats, budget, length, runner._may_share))

@@ -13,11 +13,11 @@ from tritonllm.experts.rebalance import Balance, LayerReport, overall, rebalance
 
 DESCRIPTION = """\
 Place a model's experts on ranks by their loads, with copies of those that have the most. The loads are what engines
-with --count-expert-load have counted; several files are added up. An engine reads the placement with
---expert-placement. docs/distributed.md says more."""
+have counted; several files are added up. An engine reads the placement with --expert-placement. docs/distributed.md
+says more."""
 EXAMPLES = """\
-example:
-  tritonllm generate MODEL --prompt-file prompts.txt --count-expert-load --expert-load-file load.json
+examples:
+  tritonllm generate MODEL --prompt-file prompts.txt --expert-load load.json
   tritonllm rebalance-experts load.json -tp 4 --num-redundant-experts 8 -o placement.json
   tritonllm serve MODEL -tp 4 --enable-expert-parallel --expert-placement placement.json"""
 
@@ -32,7 +32,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=120),
     )
     parser.set_defaults(run=run, wrong_usage=parser.error)
-    parser.add_argument("loads", nargs="+", type=Path, metavar="LOAD", help="what LLM.expert_load().save() wrote")
+    parser.add_argument(
+        "loads", nargs="+", type=Path, metavar="LOAD", help="counts of an engine, as generate --expert-load writes them"
+    )
     parser.add_argument(
         *("-tp", "--tensor-parallel-size"), type=int, required=True, metavar="N", help="ranks of the engine"
     )
