@@ -17,7 +17,7 @@ have counted; several files are added up. An engine reads the placement with --e
 says more."""
 EXAMPLES = """\
 examples:
-  tritonllm generate MODEL --prompt-file prompts.txt --expert-load load.json
+  tritonllm generate MODEL -tp 4 --prompt-file prompts.txt --expert-load load.json
   tritonllm rebalance-experts load.json -tp 4 --num-redundant-experts 8 -o placement.json
   tritonllm serve MODEL -tp 4 --enable-expert-parallel --expert-placement placement.json"""
 
