@@ -36,7 +36,7 @@ class ExpertCounts:
         self._places = {place: at for at, place in enumerate(experts)}
         self._experts = dict(experts)
         most = max(experts.values())
-        most += most % 2  # each row begins at a multiple of 16 bytes: kernels are compiled for that, or for less
+        most += most % 2  # all rows begin at multiples of 16 bytes: for others another kernel would be compiled
         # the last row is of rehearsals: they run real steps once more
         self._counts = torch.zeros(len(experts) + 1, most, dtype=torch.int64, device=device)
 
