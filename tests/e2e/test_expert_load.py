@@ -69,10 +69,11 @@ def test_reset_and_add():
     assert_counted(llm.expert_load(), "qwen3_moe", prompts[:1], [outputs[0][:3]])
 
 
-def test_tokens_are_those_of_an_engine_that_does_not_count():
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}])
+def test_tokens_are_those_of_an_engine_that_does_not_count(options):
     prompts = prompts_of(30, 5, 2)
-    plain = generate(tiny_llm(tiny_checkpoint("glm4_moe")), prompts, 8)
-    llm = tiny_llm(tiny_checkpoint("glm4_moe"), count_expert_load=True)
+    plain = generate(tiny_llm(tiny_checkpoint("glm4_moe"), **options), prompts, 8)
+    llm = tiny_llm(tiny_checkpoint("glm4_moe"), **options, count_expert_load=True)
     assert generate(llm, prompts, 8) == plain
     dense = llm.engine.model.spec.num_layers - len(llm.expert_load().layers)
     assert min(llm.expert_load().layers) == dense > 0  # the first layers have no experts

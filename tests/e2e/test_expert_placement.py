@@ -62,7 +62,7 @@ SIZES = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
             {"num_experts": 2, "layers": {str(p): [0, 1] for p in SPEC.experts}},
             "another model .experts of a layer: 2, ",
         ),
-        ({"tensor_parallel_size": 4}, "is for tensor_parallel_size=4, not 2; .*rebalance-experts -tp 2"),
+        ({"tensor_parallel_size": 4}, "is for tensor_parallel_size=4, not 2; make one for that many ranks"),
         ({"layers": {str(p): [0, 1] for p in SPEC.experts}}, "layer 0 has no slot for expert 2"),
         ({"num_experts": "4"}, "this is no placement"),
     ],
@@ -70,7 +70,7 @@ SIZES = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 def test_bad_placements_are_refused_before_anything_is_loaded(tmp_path, changes, message):
     path = tmp_path / "placement.json"
     path.write_text(json.dumps({**rebalance(LOAD, 2).as_json(), **changes}))
-    with pytest.raises(ValueError, match=f"expert_placement: .*{message}"):
+    with pytest.raises(ValueError, match=f"expert_placement: .*{message}.*`tritonllm rebalance-experts"):
         tiny_llm(tiny_checkpoint("qwen3_moe"), **SIZES, expert_placement=str(path))
 
 

@@ -5,6 +5,7 @@ layer are numbered through: those of rank 0 first.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -67,7 +68,7 @@ class ExpertPlacement:
     @property
     def turns(self) -> int:
         """Rows of the table by which tokens take copies in turns (:func:`taken_slots`), the same for all layers."""
-        copies = {experts.count(expert) for experts in self.layers.values() for expert in set(experts)}
+        copies = {count for experts in self.layers.values() for count in Counter(experts).values()}
         return min(math.lcm(*copies), MOST_TURNS)
 
     def as_json(self) -> dict[str, Any]:
@@ -143,7 +144,6 @@ def rank_loads(slots: Sequence[int], load: Sequence[int], ranks: int) -> list[Fr
         load: of each expert.
         ranks: that have equally many slots.
     """
-    copies = [slots.count(expert) for expert in range(len(load))]
-    each = len(slots) // ranks
+    copies, each = Counter(slots), len(slots) // ranks
     parts = [Fraction(load[expert], copies[expert]) for expert in slots]
     return [sum(parts[begin : begin + each], Fraction(0)) for begin in range(0, len(slots), each)]

@@ -11,6 +11,8 @@ from tritonllm.models.shards import by_expert
 from tritonllm.models.spec import ModelSpec
 from tritonllm.parallel_config import ParallelConfig
 
+REMEDY = "make one of this model's own load: `tritonllm rebalance-experts`"
+
 
 def check_counted(spec: ModelSpec | FallbackSpec) -> None:
     """Raises:
@@ -47,10 +49,10 @@ def read_placement(path: str, spec: ModelSpec, size: int) -> ExpertPlacement:
     try:
         placement = ExpertPlacement.read(path)
     except OSError as error:
-        raise ValueError(f"expert_placement: {path} cannot be read ({error.strerror or error})") from error
+        why = error.strerror or error
+        raise ValueError(f"expert_placement: {path} cannot be read ({why}): name the file of a placement") from error
     except ValueError as error:
-        raise ValueError(f"expert_placement: {error}") from error
-    remedy = "make one of this model's own load: `tritonllm rebalance-experts`"
+        raise ValueError(f"expert_placement: {error}; {REMEDY}") from error
     for what, theirs, ours in (
         ("the architecture", placement.architecture, spec.architecture),
         ("layers with experts", _listed(placement.layers), _listed(spec.experts)),
@@ -59,7 +61,7 @@ def read_placement(path: str, spec: ModelSpec, size: int) -> ExpertPlacement:
         if theirs != ours:
             raise ValueError(
                 f"expert_placement: {path} is of another model ({what}: {_shown(theirs)}, this one has "
-                f"{_shown(ours)}); {remedy}"
+                f"{_shown(ours)}); {REMEDY}"
             )
     if placement.tensor_parallel_size != size:
         raise ValueError(

@@ -136,11 +136,10 @@ def by_expert(spec: ModelSpec, placement: ExpertPlacement | None = None) -> Mode
     """
     if not spec.experts:
         raise ValueError(f"enable_expert_parallel: {spec.architecture} has no experts: leave it out")
-    layers = list(spec.layers)
+    layers, turns = list(spec.layers), 1 if placement is None else placement.turns
     for place, layer in enumerate(layers):
         if isinstance(layer.mlp, MoESpec):
             slots = None if placement is None else placement.layers[place]
-            turns = 1 if placement is None else placement.turns
             mlp = dataclasses.replace(layer.mlp, by_expert=True, slots=slots, turns=turns)
             layers[place] = dataclasses.replace(layer, mlp=mlp)
     return dataclasses.replace(spec, layers=tuple(layers))
