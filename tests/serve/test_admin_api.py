@@ -210,3 +210,25 @@ async def _follow(llm, expected):
     for task in (waits, running):
         with pytest.raises(EngineDeadError, match="it was killed"):
             await task
+
+
+def test_what_experts_do_is_told_over_http():
+    with asyncio.Runner() as runner:
+        args = AsyncEngineArgs(model=str(tiny_checkpoint("qwen3_moe")), count_expert_load=True, **ENGINE)
+        llm = AsyncLLM.from_engine_args(args)
+        try:
+            runner.run(_count(llm))
+        finally:
+            llm.shutdown()
+
+
+async def _count(llm):
+    one = tiny_llm(tiny_checkpoint("qwen3_moe"), count_expert_load=True)
+    one.generate([PROMPT], greedy(), use_tqdm=False)
+    await _tokens(llm, "a")
+    app = make_app(llm, ServerConfig(model_names=("tiny",), server_dev_mode=True))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        assert (await client.get("/expert_load")).json() == one.expert_load().as_json()
+        assert (await client.post("/reset_expert_load")).status_code == 200
+        told = (await client.get("/expert_load")).json()
+        assert all(set(counts) == {0} for counts in told["layers"].values())
