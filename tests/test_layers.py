@@ -20,6 +20,7 @@ LAYER = {
     "version": 0,
     "env": 0,
     "events": 0,
+    "experts": 0,
     "config": 0,
     "config_checks": 0,
     "speculative_config": 0,
@@ -49,7 +50,7 @@ LAYER = {
     "": 5,  # the package itself: names that it exports come from the engine
 }
 # Parts that use less than their layer may: the highest layer that they import, themselves aside. They import no torch.
-REACH = {"route": 0}  # it starts at once, on a machine without a GPU
+REACH = {"route": 0, "experts": 0}  # they start at once, on a machine without a GPU
 FOUNDATIONS = {"runtime", "hopper"}  # wings of kernels/ that are open to the others
 # Imports that close a circle, and what will remove them.
 CIRCLES: dict[tuple[str, str], str] = {}

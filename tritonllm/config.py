@@ -31,6 +31,7 @@ _OWN_KWARGS = (
     "enforce_eager",
     "disable_cascade_attn",
     "deterministic",
+    "count_expert_load",
     "compilation_config",
     "speculative_config",
     "kv_transfer_config",
@@ -232,6 +233,8 @@ class EngineConfig:
             sequences share them. Without it they are read once if that is faster.
         deterministic: a request's tokens and log-probabilities have the same bits alone and in any batch, however its
             prompt is cut, cached or preempted, with speculation and without (docs/determinism.md says what it costs).
+        count_expert_load: steps count how many tokens go to each expert of each layer
+            (:meth:`tritonllm.LLM.expert_load`).
         compilation_config: whether ``torch.compile`` compiles the model; :meth:`from_kwargs` takes a mode or a dict.
         speculative_config: how to guess tokens and verify several in a step; :meth:`from_kwargs` takes vLLM's
             dictionary or a string as ``"ngram:4"``. ``None``: one token a step.
@@ -253,6 +256,7 @@ class EngineConfig:
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     deterministic: bool = False
+    count_expert_load: bool = False
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     speculative_config: SpeculativeConfig | None = None
     kv_transfer_config: KVTransferConfig | None = None
@@ -268,6 +272,12 @@ class EngineConfig:
         if self.deterministic and self.compilation_config.mode:
             raise ValueError(
                 "compilation_config: what torch.compile fuses is not batch invariant: leave it off with deterministic"
+            )
+        is_a("count_expert_load", self.count_expert_load, bool)
+        if self.count_expert_load and self.compilation_config.mode:
+            raise ValueError(
+                "compilation_config: experts are not counted in what torch.compile makes: leave it off with "
+                "count_expert_load"
             )
         is_a("enable_sleep_mode", self.enable_sleep_mode, bool)
         is_a("compilation_config", self.compilation_config, CompilationConfig)
@@ -298,6 +308,11 @@ class EngineConfig:
         if self.compilation_config.mode:
             raise ValueError(
                 f"compilation_config: torch.compile does not know what ranks send each other: leave it off with {sizes}"
+            )
+        if stages > 1 and self.count_expert_load:
+            raise ValueError(
+                "count_expert_load: a stage knows the experts of its own layers alone; leave it out with "
+                f"pipeline_parallel_size={stages}"
             )
         if stages > 1 and self.logits_processors:
             raise ValueError(

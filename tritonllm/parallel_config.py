@@ -16,6 +16,8 @@ class ParallelConfig:
         pipeline_parallel_size: stages, each with some of the layers and ``tensor_parallel_size`` ranks. As many steps
             are in flight.
         enable_expert_parallel: ranks have whole experts, each equally many of them, instead of a part of each.
+        expert_placement: a file of ``tritonllm rebalance-experts``: which rank has which experts, with
+            ``enable_expert_parallel``. ``None``: in their order, one of each.
         data_parallel_size: engines with the whole model each, on GPUs of their own, among which requests are dealt out
             (:class:`~tritonllm.LLM`, :class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
         distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank; with
@@ -29,6 +31,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    expert_placement: str | None = None
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     worker_timeout: float = 10.0
@@ -56,6 +59,13 @@ class ParallelConfig:
                 f"{self.data_parallel_size}, and start so many servers"
             )
         is_a("enable_expert_parallel", self.enable_expert_parallel, bool)
+        if self.expert_placement is not None:
+            is_a("expert_placement", self.expert_placement, str)
+            if not self.enable_expert_parallel or self.tensor_parallel_size == 1:
+                raise ValueError(
+                    "expert_placement places whole experts on ranks: give enable_expert_parallel and a "
+                    "tensor_parallel_size above 1 with it, or leave it out"
+                )
         is_a("disable_custom_all_reduce", self.disable_custom_all_reduce, bool)
         seconds = self.worker_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:

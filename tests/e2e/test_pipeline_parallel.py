@@ -52,7 +52,10 @@ def test_one_request_alone_has_every_step(alone, two):
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 MECHANISMS = {  # family, and the engine's other arguments
-    "experts with a shared one, two ranks a stage": ("qwen2_moe", {"tensor_parallel_size": 2}),
+    "two ranks a stage, with whole experts and a shared MLP": (
+        "glm4_moe",
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
     "three stages, drafts, planned ahead": (
         "llama",
         {"pipeline_parallel_size": 3, "speculative_config": NGRAMS, "async_scheduling": True},
@@ -139,6 +142,10 @@ BAD = {
             "speculative_config": {"method": "eagle", "model": "x", "num_speculative_tokens": 2},
         },
         "runs on one GPU so far: leave out pipeline_parallel_size=2",
+    ),
+    "counts of experts": (
+        {"pipeline_parallel_size": 2, "count_expert_load": True},
+        "count_expert_load: .* leave it out with pipeline_parallel_size=2",
     ),
     "whole batches' processors": (
         {"pipeline_parallel_size": 2, "logits_processors": ["a:b"]},

@@ -16,6 +16,7 @@ from support.tiny_models import random_tokens
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.dist.watch import WorkerError
+from tritonllm.experts.rebalance import rebalance
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,6 +84,19 @@ def test_whole_experts(tmp_path):
     alone = token_ids(make(str(tmp_path)).generate(PROMPTS, KINDS * 2, use_tqdm=False))
     llm = make(str(tmp_path), tensor_parallel_size=2, enable_expert_parallel=True)
     assert token_ids(llm.generate(PROMPTS, KINDS * 2, use_tqdm=False)) == alone
+    assert llm.engine.stats.compilations_after_ready == 0
+
+
+def test_placed_experts(tmp_path):
+    """By their load, with copies of eight of them."""
+    (tmp_path / "config.json").write_text(json.dumps(MECHANISMS["qwen3-30b-a3b (128 experts, q/k norm)"]))
+    alone = make(str(tmp_path), count_expert_load=True)
+    expected = token_ids(alone.generate(PROMPTS, KINDS * 2, use_tqdm=False))
+    path = str(tmp_path / "placement.json")
+    rebalance(alone.expert_load(), 2, 8).save(path)
+    whole = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_placement": path}
+    llm = make(str(tmp_path), **whole, count_expert_load=True)
+    assert token_ids(llm.generate(PROMPTS, KINDS * 2, use_tqdm=False)) == expected
     assert llm.engine.stats.compilations_after_ready == 0
 
 

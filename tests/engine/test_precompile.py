@@ -68,6 +68,14 @@ def test_lists_copies_to_the_host_if_there_are_any():
     assert "_pack_blocks_kernel" not in names("qwen3")
 
 
+def test_lists_the_count_of_experts_if_they_are_counted():
+    """Of all tokens and, in the last layer, of the wanted rows; for every other kernel the same."""
+    for options in ({}, {"enable_expert_parallel": True, "tensor_parallel_size": 2}):
+        plain, counted = names("qwen3_moe", **options), names("qwen3_moe", **options, count_expert_load=True)
+        assert counted - plain >= {"_count_experts_kernel"}
+        assert plain <= counted
+
+
 @pytest.mark.parametrize(
     ("budget", "seats", "kernels"),
     [(1000, 4, 0), (1024, 4, 1), (1500, 4, 1), (4096, 4, 1), (1000, 800, 1)],

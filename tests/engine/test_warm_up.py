@@ -13,17 +13,21 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.group import Group
 from tritonllm.dist.pipeline import UNDIVIDED, Pipeline, Team
 from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
 from tritonllm.engine.warm_up import Limits, WarmUp, Work
+from tritonllm.experts.load import ExpertLoad
+from tritonllm.experts.rebalance import rebalance
 from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.eagle_files import read_eagle_spec
 from tritonllm.models.families import spec_from_config
+from tritonllm.models.shards import by_expert
 from tritonllm.models.stages import Stage
 from tritonllm.speculative_config import OF_HEADS
 
@@ -114,16 +118,29 @@ def test_no_batch_invariant_step_launches_what_the_start_has_not(model, length):
     check_launches(model, length, "NVIDIA H200", deterministic=True)
 
 
+@pytest.mark.parametrize("model", [name for name in MODELS if name.startswith(("qwen3-30b", "gpt-oss"))])
+def test_no_step_of_placed_experts_launches_what_the_start_has_not(model):
+    """With copies, whose tokens take turns, and with experts that are counted."""
+    check_launches(model, 6144, "NVIDIA H200", ranks=4)
+
+
+def placed(spec, ranks):
+    loads = {place: tuple(range(count)) for place, count in spec.experts.items()}
+    return by_expert(spec, rebalance(ExpertLoad(spec.architecture, loads), ranks, 2 * ranks))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", *(name for name in VARIED if name.startswith("gpt-oss"))])
 def test_no_step_of_a_stage_launches_what_the_start_has_not(model, stage):
     check_launches(model, 6144, "NVIDIA H200", pipe=Pipeline(stage, 3))
 
 
-def check_launches(model, length, gpu, deterministic=False, pipe=UNDIVIDED):
+def check_launches(model, length, gpu, deterministic=False, ranks=1, pipe=UNDIVIDED):
     """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
     spec = spec_from_config(MODELS[model])
     spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    how = {"batch_invariant": deterministic, "group": Group(0, ranks), "counts_experts": ranks > 1}
+    spec = placed(spec, ranks) if ranks > 1 else spec
     seats, budget = (256, 3000) if deterministic else (64, 512)
     config = EngineConfig.from_kwargs(
         model="m",
@@ -135,12 +152,13 @@ def check_launches(model, length, gpu, deterministic=False, pipe=UNDIVIDED):
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
         stage = Stage(pipe.stage, range(spec.num_layers), first=pipe.first, last=pipe.last)
         sizes = {"dtype": torch.bfloat16, "device": META, "max_model_len": length}
-        decoder = Decoder(spec, **sizes, stage=stage, batch_invariant=deterministic)
-        runner = ModelRunner(decoder, config, META, length, team=Team(pipe=pipe))
+        decoder = Decoder(spec, **sizes, stage=stage, **how)
+        runner = ModelRunner(decoder, config, META, length, team=Team(how["group"], pipe))
         runner.start(NUM_BLOCKS, length)
         with decoder.rehearsal():
             runner.warm_up().run()
             loaded = {described(kernel) for kernel in found}
+            assert ("_count_experts_kernel" in {kernel.name for kernel in found}) == (ranks > 1)
 
             @settings(max_examples=50, deadline=None)
             @given(step=steps(seats, budget, length, runner._may_share))

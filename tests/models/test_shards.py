@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from support.tiny_configs import tiny_config
 
 from tritonllm.dist.group import share_of
+from tritonllm.experts.load import ExpertLoad
+from tritonllm.experts.rebalance import rebalance
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.families import spec_from_config, weight_map
 from tritonllm.models.shards import Once, Section, Split, by_expert, cuts, local_shape, local_spec, splits
@@ -55,6 +57,25 @@ def test_parts_of_whole_experts(family, each, size):
     held = [[mlp.held for mlp in mixtures(local_spec(spec, rank, size))] for rank in range(size)]
     for of_layer in zip(*held, strict=True):
         assert [expert for mine in of_layer for expert in mine] == list(range(changes[count]))
+
+
+@given(
+    family=st.sampled_from(["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe"]),
+    size=st.sampled_from([2, 4]),
+    redundant=st.sampled_from([0, 4, 8]),
+    load=st.lists(st.integers(0, 9), min_size=8, max_size=8),
+)
+def test_parts_of_placed_experts(family, size, redundant, load):
+    """Some of them on several ranks, and no layer as the next one."""
+    names = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "glm4_moe": "n_routed_experts"}
+    count = names.get(family, "moe_num_experts" if family == "ernie4_5_moe" else "num_experts")
+    whole = spec_of(family, **{count: 8}, num_attention_heads=4, num_key_value_heads=2)
+    loads = {place: (*load[place:], *load[:place]) for place in whole.experts}
+    spec = by_expert(whole, rebalance(ExpertLoad(whole.architecture, loads), size, redundant))
+    check_parts(spec, size)
+    assert spec.distinct_layers() == whole.distinct_layers()
+    for mlp in mixtures(local_spec(spec, size - 1, size)):
+        assert (mlp.num_slots, mlp.held) == (8 + redundant, range((8 + redundant) // size * (size - 1), 8 + redundant))
 
 
 def mixtures(spec):

@@ -10,6 +10,8 @@ from support.checkpoints import edit, refused
 from support.tiny_models import load_decoder, tiny_config, write_checkpoint
 
 from tritonllm.dist.group import Group
+from tritonllm.experts.load import ExpertLoad
+from tritonllm.experts.rebalance import rebalance
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.mxfp4 import dequantize_mxfp4
@@ -142,6 +144,13 @@ def test_mxfp4_experts_of_a_rank(tmp_path):
         load_weights(rank, tmp_path)
         mine, all_of_it = dict(rank.named_parameters())[f"layers.1.mlp.{name}"], whole[f"layers.1.mlp.{name}"]
         assert torch.equal(mine, all_of_it[(slice(None),) * axis + (part,)])
+    load = ExpertLoad(spec.architecture, dict.fromkeys(spec.experts, (9, 1, 2, 3)))
+    placed = by_expert(spec, rebalance(load, 2, 2))  # 0 and 3 on both ranks
+    rank = Decoder(placed, **sizes)
+    load_weights(rank, tmp_path)
+    for name in ("gate_up", "gate_up_bias", "down", "down_bias"):
+        name = f"layers.1.mlp.{name}"
+        assert torch.equal(dict(rank.named_parameters())[name], whole[name][list(placed.layers[1].mlp.slots[3:])])
 
 
 def test_mxfp4_elsewhere(folder):

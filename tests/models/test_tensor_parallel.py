@@ -1,5 +1,6 @@
 """Every family, cut for several ranks, computes what one rank computes, from its own part of the files."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from support.tiny_models import (
 )
 
 from tritonllm.dist.group import Group
+from tritonllm.experts.load import ExpertLoad
+from tritonllm.experts.placement import ExpertPlacement
+from tritonllm.experts.rebalance import rebalance
 from tritonllm.models import checkpoint, weights
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
@@ -34,9 +38,11 @@ def logits_of(model: Decoder, tokens: list[int]) -> torch.Tensor:
     return torch.cat([first, *(runner.step([(sequence, [token])])[0] for token in tokens[-3:])])
 
 
-def load_rank(folder: Path, group: Group, *, whole_experts: bool = False) -> Decoder:
+def load_rank(
+    folder: Path, group: Group, *, whole_experts: bool = False, placement: ExpertPlacement | None = None
+) -> Decoder:
     spec = spec_from_config(checkpoint.read_config(folder))
-    spec = by_expert(spec) if whole_experts else spec
+    spec = by_expert(spec, placement) if whole_experts or placement is not None else spec
     length = spec.max_position_embeddings
     model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length, group=group)
     for parameter in model.parameters():
@@ -81,6 +87,27 @@ def test_ranks_with_whole_experts_compute_what_one_does(tmp_path, family):
         found = run_ranks(size, lambda group: logits_of(load_rank(tmp_path, group, whole_experts=True), tokens))
         assert all(torch.equal(found[0], other) for other in found[1:])
         assert relative_error(found[0], expected) < LIMIT
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_ranks_with_copies_of_experts_compute_what_one_does(tmp_path, family):
+    write_checkpoint(tmp_path, tiny_config(family, **EXPERTS[family]), seed=1)
+    alone = load_decoder(tmp_path)
+    tokens = random_tokens(23, alone.spec.vocab_size, seed=2)
+    experts = alone.spec.experts
+    loads = {place: tuple((7 * place + 5 * e) % 11 for e in range(count)) for place, count in experts.items()}
+    with torch.inference_mode():
+        expected = logits_of(alone, tokens)
+    for size in (2, 4):
+        placement = rebalance(ExpertLoad(alone.spec.architecture, loads), size, 4)
+        assert placement.turns > 1
+        found = run_ranks(size, partial(logits_of_placed, tmp_path, placement, tokens))
+        assert all(torch.equal(found[0], other) for other in found[1:])
+        assert relative_error(found[0], expected) < LIMIT
+
+
+def logits_of_placed(folder: Path, placement: ExpertPlacement, tokens: list[int], group: Group) -> torch.Tensor:
+    return logits_of(load_rank(folder, group, placement=placement), tokens)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])

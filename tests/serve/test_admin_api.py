@@ -10,7 +10,7 @@ from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.server import MODEL, eventually, running_server
 from support.streams import Stream
 
-from tritonllm import AsyncEngineArgs, AsyncLLM
+from tritonllm import LLM, AsyncEngineArgs, AsyncLLM
 from tritonllm.demo import model_path
 from tritonllm.engine.sleep import AsleepError
 from tritonllm.serve.app import make_app
@@ -120,6 +120,7 @@ def test_other_weights(admin, tmp_path):
         ("/wake_up?tags=all", None, 400, "tags must be some of"),
         ("/reload_weights", {"folder": "x"}, 400, "unknown field 'folder'"),
         ("/reload_weights", {"model": "./nowhere"}, 400, "there is no such folder"),
+        ("/reset_expert_load", None, 400, "make it with count_expert_load=True"),
         ("/collective_rpc", {"method": "load"}, 400, "method"),
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"path": "x"}}, 400, "one argument, model"),
     ],
@@ -136,8 +137,27 @@ def test_pages_of_browsers_are_refused(admin):
     assert reply.status_code == 403 and not sleeping(admin)
 
 
+def test_what_experts_do_is_counted_over_all_engines():
+    options = {**ENGINE, "count_expert_load": True, "enable_prefix_caching": False, "data_parallel_size": 2}
+    one = tiny_llm(tiny_checkpoint("qwen3_moe"), count_expert_load=True, enable_prefix_caching=False)
+    llm = LLM(str(tiny_checkpoint("qwen3_moe")), **options)
+    for each in (one, llm):
+        each.generate([PROMPT[:n] for n in (4, 9, 13)], greedy(5), use_tqdm=False)
+    assert llm.expert_load() == one.expert_load()
+    llm.reset_expert_load()
+    assert all(set(counts) == {0} for counts in llm.expert_load().layers.values())
+    llm.shutdown()
+
+
 def test_only_behind_the_option(server):
-    for path in ("/sleep", "/wake_up", "/reload_weights", "/reset_prefix_cache", "/collective_rpc"):
+    for path in (
+        "/sleep",
+        "/wake_up",
+        "/reload_weights",
+        "/reset_prefix_cache",
+        "/collective_rpc",
+        "/reset_expert_load",
+    ):
         assert post(server, path).status_code == 404
 
 
@@ -190,3 +210,25 @@ async def _follow(llm, expected):
     for task in (waits, running):
         with pytest.raises(EngineDeadError, match="it was killed"):
             await task
+
+
+def test_what_experts_do_is_told_over_http():
+    with asyncio.Runner() as runner:
+        args = AsyncEngineArgs(model=str(tiny_checkpoint("qwen3_moe")), count_expert_load=True, **ENGINE)
+        llm = AsyncLLM.from_engine_args(args)
+        try:
+            runner.run(_count(llm))
+        finally:
+            llm.shutdown()
+
+
+async def _count(llm):
+    one = tiny_llm(tiny_checkpoint("qwen3_moe"), count_expert_load=True)
+    one.generate([PROMPT], greedy(), use_tqdm=False)
+    await _tokens(llm, "a")
+    app = make_app(llm, ServerConfig(model_names=("tiny",), server_dev_mode=True))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        assert (await client.get("/expert_load")).json() == one.expert_load().as_json()
+        assert (await client.post("/reset_expert_load")).status_code == 200
+        told = (await client.get("/expert_load")).json()
+        assert all(set(counts) == {0} for counts in told["layers"].values())

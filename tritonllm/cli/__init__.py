@@ -1,7 +1,7 @@
 """The command ``tritonllm``: ``generate`` text, ``embed`` it, ``chat``, ``complete`` texts, ``serve`` a model over
 HTTP, ``route`` requests to several servers, look at a server (``dashboard``), answer a ``batch`` of requests, measure
-speed (``bench``), build kernels ahead (``precompile``), show what there is (``info``) and what a ``trace`` says, teach
-how it works (``tutorial``).
+speed (``bench``), build kernels ahead (``precompile``), place experts on ranks (``rebalance-experts``), show what there
+is (``info``) and what a ``trace`` says, teach how it works (``tutorial``).
 
 Results go to stdout, everything else to stderr. Exit status: 0 all done; 1 something failed (one line on stderr;
 ``--debug`` adds the traceback); 2 wrong usage; 130 interrupted. torch is imported after the arguments are known to be
@@ -26,6 +26,7 @@ from tritonllm.cli import (
     generate,
     info,
     precompile,
+    rebalance_experts,
     route,
     serve,
     trace,
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         added.add_argument(
             "model", nargs="?", metavar="MODEL", help="folder or hub id (default: the small model in this package)"
         )
-    alone = [command.add_parser(commands) for command in (dashboard, trace, route)]
+    alone = [command.add_parser(commands) for command in (dashboard, trace, route, rebalance_experts)]
     for added in [*of_models, *alone, *tutorial.add_parser(commands)]:
         added.add_argument(
             "-v", "--verbose", action="count", default=0, help="tell on stderr what the engine does; -vv: in detail"

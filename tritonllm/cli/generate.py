@@ -81,6 +81,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object a line for each prompt, see docs/cli.md")
     group.add_argument("--no-stream", action="store_true", help="print a single prompt's text when it is complete")
+    group.add_argument(
+        "--expert-load", type=Path, metavar="FILE", help="write how many tokens went to each expert, see docs/cli.md"
+    )
     teaching.add_options(parser)
     return parser
 
@@ -108,6 +111,10 @@ def check(args: argparse.Namespace) -> Job:
     engine_options = given(args, ENGINE)
     for viewer in viewers:
         engine_options.update(viewer.engine_options)
+    if args.expert_load is not None:
+        if not args.expert_load.absolute().parent.is_dir():
+            raise ValueError(f"--expert-load: {args.expert_load.parent} is no folder")
+        engine_options["count_expert_load"] = True
     if args.priority:
         engine_options["policy"] = "priority"
     EngineConfig.from_kwargs(model=args.model, **engine_options)
@@ -188,6 +195,20 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         args.wrong_usage(str(error))
     totals = Totals()
     results = generate(llm.engine, prompts, job, totals)
+    status = show(args, job, llm, results, totals)
+    if args.expert_load is not None:
+        llm.expert_load().save(args.expert_load)
+    return status
+
+
+def show(
+    args: argparse.Namespace,
+    job: Job,
+    llm: Any,
+    results: Iterable[tuple[int, RequestOutput | ValueError]],
+    totals: "Totals",
+) -> int:
+    """Print what the prompts bring, while viewers look on, or afterwards; returns the exit status."""
     if not any(isinstance(viewer, Stops) for viewer in job.viewers):
         return watch_all(job.viewers, llm, lambda: answer(args, job, results, totals))
     status = answer(args, job, watch_all(job.viewers, llm, lambda: list(results)), totals)  # the terminal is free again

@@ -75,6 +75,10 @@ ENGINE: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "those processes have whole experts, each some of them, instead of a part of every expert",
     },
+    "expert-placement": {
+        "metavar": "FILE",
+        "help": "which process has which experts: what `tritonllm rebalance-experts` wrote",
+    },
     "distributed-executor-backend": {
         "choices": EXECUTORS,
         "help": "who starts those processes (default: mp, this one), see docs/distributed.md",
@@ -92,6 +96,10 @@ ENGINE: dict[str, dict[str, Any]] = {
     "deterministic": {
         "action": "store_true",
         "help": "a request's tokens have the same bits alone and in any batch, see docs/determinism.md",
+    },
+    "count-expert-load": {
+        "action": "store_true",
+        "help": "count how many tokens go to each expert, see docs/distributed.md",
     },
     "compile": {
         "action": "store_const",

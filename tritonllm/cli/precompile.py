@@ -29,6 +29,8 @@ OPTIONS = (
     "tensor-parallel-size",
     "pipeline-parallel-size",
     "enable-expert-parallel",
+    "expert-placement",
+    "count-expert-load",
     "no-prefix-caching",
     "speculative",
     "draft",

@@ -51,7 +51,7 @@ SERVER: dict[str, dict[str, Any]] = {
     },
     "server-dev-mode": {
         "action": "store_true",
-        "help": "clients may use /sleep, /wake_up, /reload_weights, /reset_prefix_cache",
+        "help": "clients may use /sleep, /wake_up, /reload_weights, /reset_prefix_cache, /expert_load",
     },
     "max-body-bytes": {"type": int, "metavar": "N", "help": "longest body of a request (default: 16 MiB)"},
     "max-concurrency": {"type": int, "metavar": "N", "help": "most requests answered at once (default: 4096)"},

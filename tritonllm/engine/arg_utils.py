@@ -49,6 +49,7 @@ class EngineArgs(VllmEngine):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    expert_placement: str | None = None
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     worker_timeout: float | None = None
@@ -56,6 +57,7 @@ class EngineArgs(VllmEngine):
     enforce_eager: bool = False
     disable_cascade_attn: bool = False
     deterministic: bool = False
+    count_expert_load: bool = False
     compilation_config: int | dict[str, Any] | CompilationConfig | None = None
     speculative_config: str | dict[str, Any] | SpeculativeConfig | None = None
     kernel_cache: str | None = None

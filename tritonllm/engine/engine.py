@@ -22,6 +22,7 @@ from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.backends import ranks_of
 from tritonllm.engine.beam_search import beam_state
 from tritonllm.engine.delivery import Delivery
+from tritonllm.engine.expert_load import ExpertLoadMethods
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.input_processor import InputProcessor
@@ -51,7 +52,7 @@ EngineOutput = RequestOutput | PoolingRequestOutput
 STEP_FAILED = "the step failed"  # how the error begins of requests that were lost with a step
 
 
-class LLMEngine(SleepMethods):
+class LLMEngine(SleepMethods, ExpertLoadMethods):
     """Schedules, launches and reports; single-threaded, one step per call.
 
     Args:

@@ -73,6 +73,7 @@ def make_batch(
         decode_order=inputs.decode_order,
         cascade=cascade,
         max_decode_len=max_decode_len,
+        row_marks=inputs.seats,
     )
     return Batch(inputs, memory[: layout.sent], SamplingRows(**views(memory, layout.rows)), metadata, draws)
 

@@ -27,7 +27,7 @@ from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, list_kernels
 from tritonllm.models.decoder import Decoder
-from tritonllm.models.shards import by_expert
+from tritonllm.models.expert_checks import dealt_out
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import Stage
 from tritonllm.speculative_config import OF_HEADS
@@ -63,7 +63,7 @@ def kernels_of(
     """
     parallel = config.parallel
     group = Group(0, parallel.tensor_parallel_size)
-    spec = by_expert(spec) if parallel.enable_expert_parallel else spec
+    spec = dealt_out(spec, parallel)
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
         for stage in range(parallel.pipeline_parallel_size):
             team = Team(group, Pipeline(stage, parallel.pipeline_parallel_size))
@@ -72,7 +72,8 @@ def kernels_of(
 
 
 def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: ModelSpec | None, team: Team) -> None:
-    models: list[Decoder] = [_without_repeats(spec, target, team, config.deterministic)]
+    how = {"batch_invariant": config.deterministic, "counts_experts": config.count_expert_load}
+    models: list[Decoder] = [_without_repeats(spec, target, team, **how)]
     if draft is not None and config.speculative_config is not None:
         if config.speculative_config.method in OF_HEADS:
             models.append(make_head(draft, models[0], bias=False, limit=target.max_model_len))
@@ -85,14 +86,14 @@ def _launch_all(spec: ModelSpec, config: EngineConfig, target: Target, draft: Mo
         runner.warm_up().run()
 
 
-def _without_repeats(spec: ModelSpec, target: Target, team: Team, batch_invariant: bool = False) -> Decoder:
+def _without_repeats(spec: ModelSpec, target: Target, team: Team, **how: Any) -> Decoder:
     """One layer of each kind, without memory."""
     small = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
     pipe, count = team.pipe, small.num_layers
     begin = 0 if pipe.first or count == 1 else 1  # the first layer of all, which may differ, is the first stage's
     stage = Stage(pipe.stage, range(begin, count), first=pipe.first, last=pipe.last)
     sizes: dict[str, Any] = {"dtype": target.dtype, "device": META, "max_model_len": target.max_model_len}
-    return Decoder(small, **sizes, group=team.group, stage=stage, batch_invariant=batch_invariant)
+    return Decoder(small, **sizes, group=team.group, stage=stage, **how)
 
 
 def compile_kernels_of(

@@ -46,12 +46,14 @@ from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.kernels.runtime.gpus import gpu_at
 from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.expert_checks import check_agreement, check_counted, dealt_out
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.invariance import check_invariance
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
-from tritonllm.models.shards import by_expert, check
+from tritonllm.models.shards import check
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import stages_of
 from tritonllm.models.weights import parameter_shapes
@@ -221,9 +223,11 @@ def read_origin(config: EngineConfig) -> Origin:
             f"{parallel.sizes}: {spec.architecture} runs through transformers, which is one rank's: leave it at 1"
         )
     if isinstance(spec, ModelSpec):
-        spec = by_expert(spec) if parallel.enable_expert_parallel else spec
+        spec = dealt_out(spec, parallel)
         check(spec, size)
         stages_of(spec, parameter_shapes(spec), parallel.pipeline_parallel_size)
+    if config.count_expert_load:
+        check_counted(spec)
     if config.deterministic:
         check_invariance(spec, size)
     modules = None if model.runner == "generate" else read_modules(folder)
@@ -256,9 +260,13 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
 
 
 def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM, CausalLM | None]:
-    """This rank's part of the model, with its weights, and the draft model, which only the first stage has. Raises as
-    :func:`load_model`."""
+    """This rank's part of the model, with its weights, and the draft model, which only the first stage has.
+
+    Raises:
+        ValueError: as :func:`load_model`, or the ranks have read different placements of experts.
+    """
     model, spec, stage = prepared.config.model, origin.spec, None
+    check_agreement(prepared.config.parallel.expert_placement, spec, team.group)
     if prepared.device.type == "cpu":
         cores = max(1, granted_cores() // team.size)
         torch.set_num_threads(threads_for(spec.hidden_size, torch.get_num_threads(), cores))
@@ -278,6 +286,7 @@ def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM,
             group=team.group,
             stage=stage,
             batch_invariant=prepared.config.deterministic,
+            counts_experts=prepared.config.count_expert_load,
         )
     if not team.pipe.first:
         return loaded, None
@@ -310,6 +319,8 @@ def start_runner(
         scheduler=resolve_async(config.scheduler, device.type),
     )
     runner.start(num_blocks, max_model_len)
+    if isinstance(model, Decoder) and model.expert_counts is not None:
+        model.expert_counts.reset()  # the start has run steps, too
     return config, runner, memory
 
 

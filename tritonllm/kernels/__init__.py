@@ -39,6 +39,7 @@ _HOME = {
     "moe_logits": "moe.logits",
     "fused_moe": "moe.experts",
     "moe_from_logits": "moe.from_logits",
+    "count_experts": "moe.count",
     "cap_logits": "elementwise.logits",
     "advance_seats": "sampling.seat_state",
     "sample": "sampling.sample",

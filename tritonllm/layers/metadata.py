@@ -27,6 +27,8 @@ class AttentionMetadata:
         decode_order: ``[D]`` int32, the decodes from the longest to the shortest: the order in which attention shares
             them out; ``None`` if nobody has sorted them.
         cascade: where the decodes' keys are if some of them begin with the same blocks, and it pays to read those once.
+        row_marks: ``[R]`` int32, of the rows that are wanted of the step: negative in padding; for those who count
+            tokens (:mod:`tritonllm.layers.expert_counts`).
         max_decode_len: a bound of the decodes' keys, which chooses kernels (:mod:`tritonllm.layers.regime`); ``None``:
             what the tables have room for.
     """
@@ -41,6 +43,7 @@ class AttentionMetadata:
     decode_order: torch.Tensor | None = None
     cascade: CascadePlan | None = None
     max_decode_len: int | None = None
+    row_marks: torch.Tensor | None = None
     _starts: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
     _bound: list[DecodeStep] = field(default_factory=list, init=False, repr=False, compare=False)
 

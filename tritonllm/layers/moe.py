@@ -1,13 +1,15 @@
 """Mixture of experts: each token goes through a few of many MLPs (Shazeer et al., 2017)."""
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from tritonllm.kernels import Weight, moe_from_logits, moe_logits
+from tritonllm.experts.placement import taken_slots
+from tritonllm.kernels import Weight, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
 from tritonllm.kernels.dense import row_by_row
+from tritonllm.layers.expert_counts import Tally
 from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.norm import BlockInput, Norm
@@ -38,7 +40,11 @@ class MoESpec:
         shared: an MLP that every token goes through as well.
         shared_gate: a sigmoid of one more projection multiplies the shared MLP's output (Qwen2-MoE).
         by_expert: several ranks have whole experts, each some of them, instead of a part of every expert.
-        held: the experts that are here; ``None`` for all.
+        slots: the expert in each slot of all ranks together, those of rank 0 first, with ``by_expert``: an expert may
+            have several. ``None``: expert i is in slot i. It decides what is where and no launch, so layers that differ
+            in nothing else are of one kind.
+        turns: rows of the table by which tokens take an expert's copies in turns; 1 if there are none.
+        held: the slots that are here; ``None`` for all.
     """
 
     num_experts: int
@@ -57,7 +63,14 @@ class MoESpec:
     shared: MLPSpec | None = None
     shared_gate: bool = False
     by_expert: bool = False
+    slots: tuple[int, ...] | None = field(default=None, compare=False)
+    turns: int = 1
     held: range | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """On all ranks together; without copies one for each expert."""
+        return self.num_experts if self.slots is None else len(self.slots)
 
     def __post_init__(self) -> None:
         if self.activation not in EXPERT_ACTIVATIONS:
@@ -74,24 +87,28 @@ class MoESpec:
 
 
 class Routed(NamedTuple):
-    """What the sum over experts needs: ``rows[T, hidden]``, and the router's ``logits[T, experts]`` in float32."""
+    """What the sum over experts needs: ``rows[T, hidden]``, and the router's ``logits[T, experts]`` in float32; and
+    where the choice is counted, if it is."""
 
     rows: torch.Tensor
     logits: torch.Tensor
+    tally: Tally | None = None
 
 
-def _places(experts: int, held: range) -> torch.Tensor:
-    """``[experts]`` int32: where each expert lies among those that are held, or -1."""
-    places = torch.full((experts,), -1, dtype=torch.int32)
-    places[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
-    return places
+def _places(spec: MoESpec, held: range) -> torch.Tensor:
+    """``[turns, experts]`` int32: where the slot that a token takes for each expert lies among those held, or -1."""
+    slots = range(spec.num_experts) if spec.slots is None else spec.slots
+    taken = torch.tensor(taken_slots(slots, spec.num_experts, spec.turns), dtype=torch.int32)
+    here = (taken >= held.start) & (taken < held.stop)
+    return (taken - held.start).where(here, -1)
 
 
 class MoE(nn.Module):
     """Routing, the experts' two grouped products, and the shared MLP.
 
     A rank that holds some of the experts routes every token, and computes those pairs (token, expert) whose expert is
-    here: a part of the sum.
+    here: a part of the sum. Where an expert has copies, the token's place in the step says which of them computes it:
+    all ranks have the same steps, so exactly one does.
     """
 
     batch_invariant = False
@@ -106,7 +123,7 @@ class MoE(nn.Module):
         here = experts if spec.held is None else len(spec.held)
         self.gate_up = empty_parameter(here, 2 * inner, hidden_size, dtype=dtype, device=device)
         self.down = empty_parameter(here, hidden_size, inner, dtype=dtype, device=device)
-        places = None if spec.held is None else _places(experts, spec.held).to(device)
+        places = None if spec.held is None else _places(spec, spec.held).to(device)
         self.register_buffer("expert_map", places, persistent=False)
         self.gate_up_bias = self.down_bias = self.correction_bias = self.shared = self.shared_gate = None
         if spec.bias:
@@ -120,8 +137,8 @@ class MoE(nn.Module):
         if spec.shared_gate:
             self.shared_gate = Linear(hidden_size, 1, bias=False, dtype=dtype, device=device)
 
-    def forward(self, x: BlockInput) -> Addend:
-        """``[T, hidden]`` -> ``[T, hidden]``, to be added.
+    def forward(self, x: BlockInput, tally: Tally | None = None) -> Addend:
+        """``[T, hidden]`` -> ``[T, hidden]``, to be added; ``tally`` says where the chosen experts are counted.
 
         The router's logits are in float32: two experts that bfloat16 takes for equal would be chosen by their number.
         """
@@ -129,12 +146,12 @@ class MoE(nn.Module):
         if x.norm is None:
             columns = self.spec.num_experts if self.batch_invariant else None
             logits = linear_float32(rows.to(weight.data.dtype), weight, bias, columns=columns)
-            return Addend(self, Routed(rows, logits))
+            return Addend(self, Routed(rows, logits, tally))
         norm, spec = x.norm, x.norm.spec
         assert norm.weight is not None
         numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
         logits, rows = moe_logits(rows, weight, norm.weight, bias, **numbers, constant_weight=True)
-        return Addend(self, Routed(rows, logits))
+        return Addend(self, Routed(rows, logits, tally))
 
     def alone(self, x: Routed) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
@@ -154,32 +171,33 @@ class MoE(nn.Module):
     def _sum(
         self, x: Routed, residual: torch.Tensor | None, scale: float, following: Norm | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The experts' part, as :func:`moe_from_logits` returns it."""
+        """The experts' part, as :func:`moe_from_logits` returns it; in two operations if experts are counted."""
         spec, after = self.spec, {}
         if following is not None:
             norm = following.spec
             after = {"norm_weight": following.weight, "norm_eps": norm.eps, "norm_weight_offset": norm.weight_offset}
-        return moe_from_logits(
-            x.rows,
-            x.logits,
-            Weight(self.gate_up),
-            Weight(self.down),
-            spec.top_k,
-            renormalize=spec.renormalize,
-            scoring=spec.scoring,
-            correction_bias=self.correction_bias,
-            num_groups=spec.num_groups,
-            top_k_groups=spec.top_k_groups if spec.num_groups > 1 else 1,
-            routing_scale=spec.scale,
-            activation=spec.activation,
-            gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias,
-            expert_map=self.expert_map,
-            residual=residual,
-            scale=scale,
-            batch_invariant=self.batch_invariant,
-            **after,
-        )
+        rule: dict[str, Any] = {
+            "renormalize": spec.renormalize,
+            "scoring": spec.scoring,
+            "num_groups": spec.num_groups,
+            "top_k_groups": spec.top_k_groups if spec.num_groups > 1 else 1,
+            "batch_invariant": self.batch_invariant,
+        }
+        experts: dict[str, Any] = {
+            "activation": spec.activation,
+            "gate_up_bias": self.gate_up_bias,
+            "down_bias": self.down_bias,
+            "expert_map": self.expert_map,
+            "residual": residual,
+            "scale": scale,
+        }
+        weights, bias = (Weight(self.gate_up), Weight(self.down)), self.correction_bias
+        if x.tally is None:
+            chosen: dict[str, Any] = {"correction_bias": bias, "routing_scale": spec.scale}
+            return moe_from_logits(x.rows, x.logits, *weights, spec.top_k, **chosen, **rule, **experts, **after)
+        choice = moe_route(x.logits, spec.top_k, bias=bias, scale=spec.scale, **rule)
+        count_experts(choice[1], x.tally.marks, x.tally.counts)
+        return fused_moe(x.rows, *weights, *choice, batch_invariant=self.batch_invariant, **experts, **after)
 
     def _add_shared(self, out: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
         """Add ``scale`` times what the shared MLP, if there is one, makes of the same rows."""

@@ -9,6 +9,7 @@ from torch import nn
 from tritonllm.dist.group import ALONE, Group
 from tritonllm.kernels import cap_logits, decode_short_keys
 from tritonllm.layers.attention import Attention
+from tritonllm.layers.expert_counts import ExpertCounts, Tally
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner, LayerPlan, LayerTraits
 from tritonllm.layers.head import Head
 from tritonllm.layers.invariance import SEPARATE, make_batch_invariant
@@ -19,6 +20,7 @@ from tritonllm.layers.moe import MoE
 from tritonllm.layers.norm import BlockInput, Norm
 from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Stream
+from tritonllm.models.expert_checks import check_counted
 from tritonllm.models.interface import LayerWork
 from tritonllm.models.shards import Section, local_spec
 from tritonllm.models.spec import ModelSpec
@@ -81,6 +83,7 @@ class DecoderLayer(nn.Module):
         kv_cache: KVCacheView,
         rows: torch.Tensor | None = None,
         following: Norm | None = None,
+        tally: Tally | None = None,
     ) -> None:
         """Read the stream and add to it.
 
@@ -88,6 +91,7 @@ class DecoderLayer(nn.Module):
             plan: which launches normalise and add.
             rows: those with which the stream goes on after all tokens were attended to; ``None`` for all.
             following: the norm with which the next layer begins.
+            tally: where the experts that tokens choose are counted, if there are any.
         """
         x = stream.enter(self.attention_norm, plan.attention_norm)
         if rows is not None:
@@ -102,7 +106,8 @@ class DecoderLayer(nn.Module):
             x = stream.enter(self.mlp_norm, plan.mlp_norm)
         elif rows is not None:
             x = BlockInput(x.rows.index_select(0, rows))
-        stream.add(self.mlp(x), plan.mlp_add, after=self.mlp_post_norm, following=following)
+        addend = self.mlp(x) if tally is None else self.mlp(x, tally)
+        stream.add(addend, plan.mlp_add, after=self.mlp_post_norm, following=following)
 
 
 class Decoder(nn.Module):
@@ -118,6 +123,7 @@ class Decoder(nn.Module):
         group: the ranks that share the model, or the stage (:mod:`tritonllm.models.shards`).
         stage: which layers are here (:mod:`tritonllm.models.stages`); all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step (:mod:`tritonllm.layers.invariance`).
+        counts_experts: steps count which experts tokens choose.
 
     Attributes:
         spec: what this rank computes.
@@ -125,9 +131,10 @@ class Decoder(nn.Module):
         group, stage: see above.
         incoming: ``[tokens, hidden]``, where a stage behind the first finds what the one before it has computed of a
             step's tokens. A step overwrites it.
+        expert_counts: of all steps so far; ``None`` if they are not counted.
 
     Raises:
-        ValueError: the model cannot be cut for so many ranks.
+        ValueError: the model cannot be cut for so many ranks, or has no experts that could be counted.
     """
 
     supports_graphs = True
@@ -142,6 +149,7 @@ class Decoder(nn.Module):
         group: Group = ALONE,
         stage: Stage | None = None,
         batch_invariant: bool = False,
+        counts_experts: bool = False,
     ) -> None:
         super().__init__()
         self.whole, self.group, self.batch_invariant = spec, group, batch_invariant
@@ -173,6 +181,7 @@ class Decoder(nn.Module):
         self.fusion = FusionPlanner([layer.traits for layer in layers], limits, summed=group.fused_rows)
         if batch_invariant:
             make_batch_invariant(self)
+        self.expert_counts = _expert_counts(self.spec, device) if counts_experts else None
         self._tables, self._table_of_layer = _rope_tables(self.spec, max_model_len, device)
         self._running: range | tuple[int, ...] = range(self.spec.num_layers)
 
@@ -288,7 +297,11 @@ class Decoder(nn.Module):
             table = self._tables[self._table_of_layer[place]]
             if place in before:
                 states[place] = stream.settled()
-            self.layers[place](stream, how, positions, table, metadata, kv_cache[place], wanted, following)
+            tally = None
+            if self.expert_counts is not None:
+                last = wanted is not None
+                tally = self.expert_counts.of_layer(place, metadata, rows=last, rehearses=self._rehearses)
+            self.layers[place](stream, how, positions, table, metadata, kv_cache[place], wanted, following, tally)
         return stream.enter(self.norm, plan.last_norm).rows, [states[place] for place in before]
 
     def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Stream:
@@ -300,9 +313,13 @@ class Decoder(nn.Module):
             group=self.group,
         )
 
+    @property
+    def _rehearses(self) -> bool:
+        return self._running != range(self.spec.num_layers)
+
     def _readable(self, before: Sequence[int]) -> Sequence[int]:
         """Where :meth:`run` reads its stream: a rehearsal has few layers, and one is as good as another."""
-        if self._running != range(self.spec.num_layers):
+        if self._rehearses:
             return [self._running[-1]] * len(before)
         for place in before:
             if place not in self._running:
@@ -356,6 +373,11 @@ class Decoder(nn.Module):
         if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
             cap_logits(logits, scale=self.spec.logit_scale, softcap=self.spec.logit_softcap)
         return logits
+
+
+def _expert_counts(spec: ModelSpec, device: torch.device) -> ExpertCounts:
+    check_counted(spec)
+    return ExpertCounts(spec.experts, device)
 
 
 def _work(layer: nn.Module) -> LayerWork:

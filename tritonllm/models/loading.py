@@ -83,6 +83,7 @@ def load_model(
     group: Group = ALONE,
     stage: Stage | None = None,
     batch_invariant: bool = False,
+    counts_experts: bool = False,
 ) -> CausalLM:
     """Build the model and fill its weights.
 
@@ -97,6 +98,7 @@ def load_model(
         stage: which layers; all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step; for models that
             :func:`tritonllm.models.invariance.check_invariance` knows.
+        counts_experts: steps count which experts tokens choose; for one of our families that has experts.
 
     Raises:
         ValueError: weights that do not match the configuration; the message names a tensor.
@@ -116,7 +118,8 @@ def load_model(
             allow_nan=allow_nan,
         )
     sizes: dict[str, Any] = {"dtype": dtype, "device": device, "max_model_len": max_model_len}
-    model = Decoder(spec, **sizes, group=group, stage=stage, batch_invariant=batch_invariant)
+    how: dict[str, Any] = {"batch_invariant": batch_invariant, "counts_experts": counts_experts}
+    model = Decoder(spec, **sizes, group=group, stage=stage, **how)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:

@@ -8,7 +8,8 @@ It is said once, of the decoder's own parameters, so it holds for every family a
   result. Their biases are rank 0's alone.
 - **heads with replication**: with more ranks than key heads, the ranks that share one each have a copy of it.
 - **experts**: each rank has a part of the intermediate columns of all of them; or, by :func:`by_expert`, equally many
-  whole experts (Lepikhin et al., "GShard", 2020). Either way a rank routes every token and computes an addend.
+  whole experts (Lepikhin et al., "GShard", 2020), some of them perhaps as copies (:mod:`tritonllm.experts.placement`).
+  Either way a rank routes every token and computes an addend.
 - **vocabulary**: the output projection is cut by rows. The embedding table is whole everywhere: a lookup then needs no
   sum over the ranks and stays exact, for a table's share of memory (1 GB of Llama-3.1-8B's 16). A table that is also
   the output projection is whole, too, and each rank multiplies by its rows of it.
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from tritonllm.dist.group import share_of
+from tritonllm.experts.placement import ExpertPlacement
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.slots import Slot
@@ -65,13 +67,18 @@ class Split:
     Attributes:
         axis: along which dimension.
         sections: of which that consists, one after the other.
+        elements: the element in each place of the one section; it may be in several. ``None``: each is in its own.
     """
 
     axis: int
     sections: tuple[Section, ...]
+    elements: tuple[int, ...] | None = None
 
     def held(self, rank: int, size: int) -> list[range]:
         """The elements of a rank along ``axis``, in the order in which it has them."""
+        if self.elements is not None:
+            (section,) = self.sections
+            return [range(self.elements[place], self.elements[place] + 1) for place in section.of(rank, size)]
         held, begin = [], 0
         for section in self.sections:
             mine = section.of(rank, size)
@@ -118,30 +125,32 @@ def check(spec: ModelSpec, size: int) -> None:
             )
 
 
-def by_expert(spec: ModelSpec) -> ModelSpec:
+def by_expert(spec: ModelSpec, placement: ExpertPlacement | None = None) -> ModelSpec:
     """The same model, whose experts are dealt out whole (``enable_expert_parallel``).
+
+    Args:
+        placement: which rank has which of them, of this model; ``None``: in their order, without copies.
 
     Raises:
         ValueError: it has none.
     """
-    if not any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
+    if not spec.experts:
         raise ValueError(f"enable_expert_parallel: {spec.architecture} has no experts: leave it out")
-    return dataclasses.replace(spec, layers=tuple(map(_by_expert, spec.layers)))
-
-
-def _by_expert(layer: LayerSpec) -> LayerSpec:
-    mlp = layer.mlp
-    return (
-        dataclasses.replace(layer, mlp=dataclasses.replace(mlp, by_expert=True)) if isinstance(mlp, MoESpec) else layer
-    )
+    layers, turns = list(spec.layers), 1 if placement is None else placement.turns
+    for place, layer in enumerate(layers):
+        if isinstance(layer.mlp, MoESpec):
+            slots = None if placement is None else placement.layers[place]
+            mlp = dataclasses.replace(layer.mlp, by_expert=True, slots=slots, turns=turns)
+            layers[place] = dataclasses.replace(layer, mlp=mlp)
+    return dataclasses.replace(spec, layers=tuple(layers))
 
 
 def _uneven(layer: LayerSpec, size: int) -> str | None:
     """What of a layer cannot be dealt out to so many ranks."""
     attention, mlp = layer.attention, layer.mlp
     dealt_out = isinstance(mlp, MoESpec) and mlp.by_expert
-    if isinstance(mlp, MoESpec) and dealt_out and mlp.num_experts % size:
-        return f"the number of experts, which is {mlp.num_experts}"
+    if isinstance(mlp, MoESpec) and dealt_out and mlp.num_slots % size:
+        return f"the number of experts, which is {mlp.num_slots}"
     widths = [] if dealt_out else [mlp.intermediate_size]
     if isinstance(mlp, MoESpec) and mlp.shared is not None:
         widths.append(mlp.shared.intermediate_size)
@@ -179,7 +188,7 @@ def _local_layer(layer: LayerSpec, rank: int, size: int) -> LayerSpec:
         return LayerSpec(attention=attention, mlp=_narrow(mlp, size))
     shared = None if mlp.shared is None else _narrow(mlp.shared, size)
     if mlp.by_expert:
-        part: dict[str, Any] = {"held": Section(mlp.num_experts).of(rank, size)}
+        part: dict[str, Any] = {"held": Section(mlp.num_slots).of(rank, size)}
     else:
         part = {"intermediate_size": mlp.intermediate_size // size}
     return LayerSpec(attention=attention, mlp=dataclasses.replace(mlp, shared=shared, **part))
@@ -220,7 +229,7 @@ def _of_layer(layer: LayerSpec) -> dict[str, Split | Once]:
     inner = Section(mlp.intermediate_size)
     names = ("mlp.gate_up", "mlp.gate_up_bias", "mlp.down", "mlp.down_bias")
     if mlp.by_expert:
-        found |= dict.fromkeys(names, Split(0, (Section(mlp.num_experts),)))
+        found |= dict.fromkeys(names, Split(0, (Section(mlp.num_slots),), mlp.slots))
     else:
         stacked = Split(1, (inner, inner))
         found |= dict(zip(names, (stacked, stacked, Split(2, (inner,)), Once()), strict=True))
@@ -259,6 +268,8 @@ def cuts(slot: Slot, split: Split | Once | None, rank: int, size: int) -> list[C
         return [Cut(dataclasses.replace(slot, expert=to)) for _, to, _ in _runs([(0, slot.expert, 1)], held)]
     extent, last = slot.own_shape[axis], len(slot.own_shape) - 1
     there = {last: last - 1, last - 1: last}.get(axis, axis) if slot.transposed else axis  # in the checkpoint's
+    if split.elements is not None:  # a tensor of all experts, of which some are here, in an order of their own
+        return [Cut(_of_one(slot, to), (0, begin, begin + 1)) for begin, to, _ in _runs([(0, 0, extent)], held)]
     if axis != slot.axis:  # the slot's rows are all here, and of each the columns that this rank has
         ((begin, to, count),) = _runs([(0, 0, extent)], held)
         assert to == 0
@@ -273,6 +284,11 @@ def cuts(slot: Slot, split: Split | Once | None, rank: int, size: int) -> list[C
         Cut(dataclasses.replace(_resized(slot, there, count), start=to, order=None), (there, begin, begin + count))
         for begin, to, count in _joined(runs)
     ]
+
+
+def _of_one(slot: Slot, expert: int) -> Slot:
+    """The place of one expert's part, cut out of a tensor that holds all of them."""
+    return dataclasses.replace(slot.of_expert(expert), shape=(1, *slot.shape[1:]), is_row=True)
 
 
 def _resized(slot: Slot, axis: int, count: int) -> Slot:

@@ -61,6 +61,10 @@ class Slot:
         """The place of one expert of a tensor that holds all of them (``axis`` 1)."""
         return dataclasses.replace(self, shape=self.shape[1:], expert=index, axis=self.axis - 1)
 
+    def without_row(self) -> "Slot":
+        """The same place, of a tensor without the first dimension of 1."""
+        return dataclasses.replace(self, shape=self.shape[1:], is_row=False)
+
     def write(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a checkpoint tensor to its place, converting dtype and device, ``PIECE`` elements at a time."""
         source = tensor.squeeze(0) if self.is_row else tensor

@@ -108,6 +108,11 @@ class ModelSpec:
         return places
 
     @property
+    def experts(self) -> dict[int, int]:
+        """Places of the layers that have experts, and how many each has."""
+        return {place: of.mlp.num_experts for place, of in enumerate(self.layers) if isinstance(of.mlp, MoESpec)}
+
+    @property
     def num_kv_heads(self) -> int:
         return self.layers[0].attention.num_kv_heads
 

@@ -31,6 +31,7 @@ from tritonllm.models.tensor_files import (
     BITS,
     PackedExperts,
     StoredTensor,
+    TensorFile,
     describe,
     open_tensors,
     read,
@@ -96,10 +97,7 @@ def load_weights(
             assert path is not None
             with open_tensors(path) as file:
                 for name in names:
-                    for cut in plan.cuts[name]:
-                        part = cut.part if stored[name].scales is None else None
-                        # without a name for the tensor: it would hold the file's memory when the next one is opened
-                        _write(cut, parameters[cut.slot.parameter], read(file, name, stored[name], part))
+                    _load(file, name, stored[name], plan.cuts[name], parameters)
                     bar.update(plan.share_of(name) * stored[name].num_bytes)
     plan.clear_others(parameters)
     if not allow_nan and (bad := not_finite(parameters)):
@@ -318,6 +316,16 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
+def _load(
+    file: TensorFile, name: str, stored: StoredTensor, parts: list[Cut], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy the parts of one tensor. Its name ends here: it would hold the file's memory when the next one is opened."""
+    packed = None if stored.scales is None or not parts else read(file, name, stored)  # packed, all at once
+    for cut in parts:
+        tensor = read(file, name, stored, cut.part) if packed is None else packed
+        _write(cut, parameters[cut.slot.parameter], tensor)
+
+
 def _write(cut: Cut, parameter: torch.Tensor, tensor: torch.Tensor | PackedExperts) -> None:
     """Of a tensor the part, of packed experts, which are unpacked whole, all."""
     if isinstance(tensor, torch.Tensor):
@@ -329,5 +337,6 @@ def _write(cut: Cut, parameter: torch.Tensor, tensor: torch.Tensor | PackedExper
     elif cut.part is not None:
         of_one = (cut.part[0] - 1, *cut.part[1:])
     for place, i in enumerate(experts):
-        one = Cut(cut.slot.of_expert(place), of_one)
+        slot = cut.slot.of_expert(place) if cut.slot.expert is None else cut.slot.without_row()
+        one = Cut(slot, of_one)
         one.slot.write(parameter, one.of(tensor.expert(i, parameter.dtype, parameter.device)))

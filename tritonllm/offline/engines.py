@@ -27,6 +27,7 @@ from tritonllm.engine.engine import STEP_FAILED, EngineOutput
 from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.sleep import AsleepError
 from tritonllm.engine.stats import EngineStats
+from tritonllm.experts.load import ExpertLoad
 from tritonllm.inputs import Prompt
 from tritonllm.offline.interface import RefusedError, RequestParams
 from tritonllm.pooling_params import PoolingParams
@@ -221,6 +222,14 @@ class Engines:
     def reload_weights(self, model: str | None = None) -> None:
         """Raises as :meth:`AsyncLLM.reload_weights`."""
         self._ask(self._llm.reload_weights(model))
+
+    def expert_load(self) -> ExpertLoad:
+        """The sum over the engines. Raises as :meth:`AsyncLLM.expert_load`."""
+        return self._ask(self._llm.expert_load())
+
+    def reset_expert_load(self) -> None:
+        """Raises as :meth:`AsyncLLM.expert_load`."""
+        self._ask(self._llm.reset_expert_load())
 
     def shutdown(self) -> None:
         """End the engine processes. May be called again."""

@@ -8,6 +8,7 @@ from tritonllm.engine.engine import EngineOutput
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.stats import EngineStats
+from tritonllm.experts.load import ExpertLoad
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
@@ -58,3 +59,7 @@ class OfflineEngine(Protocol):
     def wake_up(self, tags: Collection[str] | None = None) -> None: ...
 
     def reload_weights(self, model: str | None = None) -> None: ...
+
+    def expert_load(self) -> ExpertLoad: ...
+
+    def reset_expert_load(self) -> None: ...

@@ -16,6 +16,7 @@ from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from tritonllm.engine.sleep import check_rpc
 from tritonllm.engine.stats import EngineStats
+from tritonllm.experts.load import ExpertLoad
 from tritonllm.inputs import Prompt, as_list
 from tritonllm.offline.interface import OfflineEngine, RefusedError
 from tritonllm.offline.pooling import PoolingMethods, Progress
@@ -110,6 +111,19 @@ class LLM(PoolingMethods):
     def reload_weights(self, model: str | None = None) -> None:
         """Go on with other weights of the same architecture; see :meth:`SleepMethods.reload_weights`."""
         self._engine.reload_weights(model)
+
+    def expert_load(self) -> ExpertLoad:
+        """How many tokens went to each expert of each layer; of several engines, the sums. Its ``save(path)`` writes
+        what ``tritonllm rebalance-experts`` reads; see :meth:`ExpertLoadMethods.expert_load`.
+
+        Raises:
+            ValueError: the engine does not count (``count_expert_load``).
+        """
+        return self._engine.expert_load()
+
+    def reset_expert_load(self) -> None:
+        """Count from 0 again. Raises as :meth:`expert_load`."""
+        self._engine.reset_expert_load()
 
     def collective_rpc(
         self,

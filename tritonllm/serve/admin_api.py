@@ -66,6 +66,16 @@ def add_admin(app: FastAPI, llm: AsyncLLM, has_keys: bool) -> None:
             raise APIError(409, "requests run, so nothing was forgotten: try again when none does", code="busy")
         return JSONResponse({})
 
+    @app.get("/expert_load")
+    async def expert_load() -> Response:
+        return JSONResponse((await llm.expert_load()).as_json())
+
+    @app.post("/reset_expert_load")
+    async def reset_expert_load(request: Request) -> Response:
+        refuse_pages(request, has_keys)
+        await llm.reset_expert_load()
+        return JSONResponse({})
+
     @app.post("/reload_weights")
     async def reload_weights(request: Request, body: ReloadRequest | None = None) -> Response:
         refuse_pages(request, has_keys)

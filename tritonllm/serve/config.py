@@ -23,7 +23,8 @@ class ServerConfig:
         drain_seconds: how long running requests may take after SIGTERM.
         ssl_certfile, ssl_keyfile: for TLS.
         api_server_count: processes that speak HTTP, in front of one engine.
-        server_dev_mode: clients may put the engine to sleep, wake it up, reload its weights and empty its prefix cache.
+        server_dev_mode: clients may put the engine to sleep, wake it up, reload its weights, empty its prefix cache,
+            and ask what its experts have to do.
         profiler_config: clients may let the engine write traces, and where to.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.

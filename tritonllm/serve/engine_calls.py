@@ -1,11 +1,14 @@
 """What :class:`~tritonllm.serve.async_llm.AsyncLLM` tells the engine to do between requests. Names are vLLM's."""
 
 import asyncio
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tritonllm.engine.sleep import check_rpc
+from tritonllm.experts.load import ExpertLoad
 from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.messages import Answer, Call, Stats
 from tritonllm.serve.replicas import Replicas
@@ -70,6 +73,22 @@ class EngineCalls:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompts. ``False``: a request runs, and nothing was forgotten."""
         return await self._call("reset_prefix_cache")
+
+    async def expert_load(self) -> ExpertLoad:
+        """How many tokens went to each expert of each layer (:meth:`tritonllm.LLM.expert_load`); of several engines,
+        the sum.
+
+        Raises:
+            ValueError: the engine does not count (``count_expert_load``).
+            EngineDeadError: an engine has died.
+        """
+        engines = len(self._client.stats) if isinstance(self._client, Replicas) else 1
+        answers = [await self._call("expert_load", replica=number) for number in range(engines)]
+        return functools.reduce(operator.add, map(ExpertLoad.of_json, answers))
+
+    async def reset_expert_load(self) -> None:
+        """Count from 0 again. Raises as :meth:`expert_load`."""
+        await self._call("reset_expert_load")
 
     async def start_profile(self, profile_prefix: str | None = None) -> dict[str, Any]:
         """Let the engine write a trace (docs/teach.md), from now to :meth:`stop_profile`.

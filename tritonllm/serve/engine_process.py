@@ -29,6 +29,7 @@ from tritonllm.engine.engine import EngineOutput, LLMEngine
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.engine.results import StepTimeoutError
 from tritonllm.engine.sleep import AsleepError
+from tritonllm.experts.load import ExpertLoad
 from tritonllm.models import checkpoint
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
@@ -55,7 +56,8 @@ from tritonllm.serve.profiling import ProfilerConfig, Profiles
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
-METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache")  # of the engine, that a Call may name
+# Of the engine, that a Call may name.
+METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache", "expert_load", "reset_expert_load")
 WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
 
 
@@ -286,7 +288,8 @@ class EngineLoop:
                 raise ValueError(f"method must be one of {', '.join(METHODS)}, got {call.method!r}")
             does: Any = self._profiles if call.method in profiling.METHODS else self._engine
             method = self._activity.tell if call.method == "activity" else getattr(does, call.method)
-            answer = Answer(call.number, method(**call.arguments))
+            value = method(**call.arguments)
+            answer = Answer(call.number, value.as_json() if isinstance(value, ExpertLoad) else value)
         except (ValueError, TypeError) as error:
             answer = Answer(call.number, error=str(error), is_value_error=True)
         except (RuntimeError, MemoryError, OSError) as error:  # the engine is as it was

@@ -54,10 +54,11 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Do something between requests; an :class:`Answer` with the same number says what came of it.
 
-    ``method`` is ``sleep``, ``wake_up``, ``reload_weights`` or ``reset_prefix_cache`` of the engine, or
-    ``start_profile`` or ``stop_profile`` of :class:`~tritonllm.serve.profiling.Profiles`. The first and the third wait
-    until the requests have ended that are unfinished; with ``abort`` they are ended. None begins meanwhile. Or it is
-    ``activity`` (:mod:`tritonllm.serve.activity`), of the engine that ``replica`` names, or of any.
+    ``method`` is ``sleep``, ``wake_up``, ``reload_weights``, ``reset_prefix_cache``, ``expert_load`` or
+    ``reset_expert_load`` of the engine, or ``start_profile`` or ``stop_profile`` of
+    :class:`~tritonllm.serve.profiling.Profiles`. The first and the third wait until the requests have ended that are
+    unfinished; with ``abort`` they are ended. None begins meanwhile. Or it is ``activity``
+    (:mod:`tritonllm.serve.activity`). This and ``expert_load`` are of the engine that ``replica`` names, or of any.
     """
 
     number: int

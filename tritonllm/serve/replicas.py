@@ -173,7 +173,7 @@ class Replicas:
         else:
             concerned = sorted(self._living)
             if isinstance(message, Call):
-                if message.method == "activity":
+                if message.method in ("activity", "expert_load"):
                     concerned = [number for number in concerned if message.replica in (number, None)][:1]
                     if not concerned:
                         raise EngineDeadError(f"replica {message.replica} has died")

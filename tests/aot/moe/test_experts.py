@@ -31,6 +31,7 @@ def test_compiles(arch):
             call(tokens, *QWEN3_30B)
         call(2048, *MIXTRAL, dtype=torch.float16)
         call(1024, 16, 4, 2048, 720, activation="gelu", expert_map=torch.empty(32, dtype=torch.int32))
+        call(256, 36, 8, 2048, 768, expert_map=torch.empty(12, 128, dtype=torch.int32))
         call(64, 4, 2, 100, 60, activation="gelu_tanh")
         call(64, *QWEN3_30B, dtype=torch.float32)
         call(1, 1, 1, 1, 1)
@@ -44,6 +45,7 @@ def test_a_few_tokens_compile(arch):
         for tokens, shape in ((1, QWEN3_30B), (2, (512, 8, 2048, 512)), (1, MIXTRAL), (1, GPT_OSS_20B)):
             call(tokens, *shape)
         call(1, 16, 4, 1000, 90, dtype=torch.float32, activation="gelu", expert_map=torch.empty(32, dtype=torch.int32))
+        call(1, 36, 8, 2048, 768, expert_map=torch.empty(12, 128, dtype=torch.int32))
         biases = {"gate_up_bias": torch.empty(32, 5760), "down_bias": torch.empty(32, 2880)}
         call(1, *GPT_OSS_20B, activation="swigluoai", dtype=torch.float16, **biases)
         call(1, *QWEN3_30B, residual=torch.empty(1, 2048, dtype=torch.bfloat16))

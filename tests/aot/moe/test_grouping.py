@@ -12,4 +12,5 @@ def test_compiles(arch):
             group_by_expert(torch.empty(tokens, top_k, dtype=torch.int32), experts, 64)
         expert_map = torch.empty(128, dtype=torch.int32)
         group_by_expert(torch.empty(1024, 8, dtype=torch.int64), 16, 64, expert_map)
+        group_by_expert(torch.empty(1024, 8, dtype=torch.int32), 36, 64, torch.empty(12, 128, dtype=torch.int32))
     assert_resources(kernels)

@@ -70,13 +70,16 @@ def test_matches_reference(device, tokens, experts, top_k, n, i, dtype, activati
     here=st.integers(1, 4),
     n=st.integers(1, 40),
     i=st.integers(1, 40),
+    rows=st.integers(0, 3),
     dtype=st.sampled_from(FLOATS),
 )
-def test_biases_and_experts_elsewhere(device, tokens, global_experts, here, n, i, dtype):
+def test_biases_and_experts_elsewhere(device, tokens, global_experts, here, n, i, rows, dtype):
     x, w_gate_up, w_down, weights, _ = problem(tokens, here, 3, n, i, dtype, device)
     ids = torch.randint(-1, global_experts + 2, (tokens, 3), device=device)
     expert_map = torch.full((global_experts,), -1, dtype=torch.int32)
     expert_map[torch.randperm(global_experts)[:here]] = torch.arange(min(here, global_experts), dtype=torch.int32)
+    if rows:  # copies, which tokens take in turns
+        expert_map = torch.stack([expert_map.roll(row) for row in range(rows)])
     kwargs = {
         "expert_map": expert_map.to(device),
         "gate_up_bias": torch.randn(here, 2 * i, device=device),

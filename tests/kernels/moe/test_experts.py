@@ -225,6 +225,30 @@ def test_expert_maps_split_the_sum(device, tokens, experts, ranks):
     assert_close(total, fused_moe(x, w_gate_up, w_down, weights, ids, **biases))
 
 
+def copied(copies, rows):
+    """Experts with so many copies each, one rank a copy: each rank's experts, and its map ``[rows, experts]``."""
+    ranks = []
+    for rank in range(max(copies)):
+        own = [expert for expert, count in enumerate(copies) if rank < count]
+        turns = [[own.index(e) if e in own and row % n == rank else -1 for e, n in enumerate(copies)] for row in rows]
+        ranks.append((own, torch.tensor(turns, dtype=torch.int32)))
+    return ranks
+
+
+@settings(max_examples=8)
+@given(tokens=st.integers(0, 9), copies=st.lists(st.integers(1, 3), min_size=2, max_size=5), rows=st.integers(1, 6))
+def test_copies_of_experts_share_the_tokens(device, tokens, copies, rows):
+    """Each pair is computed once, by the copy whose turn it is."""
+    x, w_gate_up, w_down, weights, ids = problem(tokens, len(copies), 2, 16, 8, torch.float32, device)
+    biases = random_biases(w_down, torch.float32)
+    total = torch.zeros_like(x)
+    for own, turns in copied(copies, range(rows)):
+        of_rank = {name: bias[own] for name, bias in biases.items()}
+        places = turns.to(device)
+        total += checked(x, w_gate_up[own], w_down[own], weights, ids, **of_rank, expert_map=places)
+    assert_close(total, fused_moe(x, w_gate_up, w_down, weights, ids, **biases))
+
+
 @pytest.mark.parametrize("hidden_act", ["silu", "gelu"])
 def test_reference_matches_transformers(device, hidden_act):
     config = MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=4, hidden_act=hidden_act)
@@ -288,6 +312,12 @@ GOOD = {
         ({"down_bias": torch.zeros(2, 8)}, r"down_bias must have shape \[3, 8\], got \[2, 8\]"),
         ({"down_bias": torch.zeros(3, 8, device="meta")}, "down_bias must be on cpu"),
         ({"expert_map": torch.zeros(5)}, "expert_map must be torch.int32"),
+        ({"expert_map": torch.zeros(0, 5, dtype=torch.int32)}, "expert_map must have at least one row"),
+        ({"expert_map": torch.zeros(4, 8, dtype=torch.int32)[:, :5]}, "expert_map must be contiguous"),
+        (
+            {"expert_map": torch.zeros(4, 5, dtype=torch.int32), "batch_invariant": True},
+            "expert_map must have one row with batch_invariant: with 4, a token's place",
+        ),
         ({"scale": 0.5}, r"scale=0\.5 needs residual"),
         ({"residual": torch.zeros(3, 8)}, r"residual must have shape \[2, 8\], got \[3, 8\]"),
         ({"residual": torch.zeros(2, 8, dtype=torch.float16)}, "residual must have the dtype of x"),

@@ -23,8 +23,9 @@ def assert_grouped(ids, experts, block_m, expert_map=None, unit=None):
     blocks = group_by_expert(ids, experts, block_m, expert_map, unit=unit)
     local = [i if 0 <= i < experts else -1 for i in ids.flatten().tolist()]
     if expert_map is not None:
-        mapping = dict(enumerate(expert_map.tolist()))
-        local = [mapping.get(i, -1) for i in ids.flatten().tolist()]
+        rows = expert_map.tolist() if expert_map.dim() == 2 else [expert_map.tolist()]
+        mappings = [dict(enumerate(row)) for row in rows]
+        local = [mappings[t % len(rows)].get(i, -1) for t, row in enumerate(ids.tolist()) for i in row]
     pairs = [[] for _ in range(experts)]
     for pair, expert in enumerate(local):
         if expert >= 0:
@@ -71,6 +72,8 @@ def test_experts_elsewhere_are_left_out(device, tokens, experts, here, small_chu
     ids = torch.randint(-1, experts + 2, (tokens, 3), dtype=torch.int32)
     with tuning.override("moe_grouping", SMALL_CHUNKS) if small_chunks else nullcontext():
         assert_grouped(ids.to(device), here, 4, expert_map.to(device))
+        in_turns = torch.stack([expert_map, expert_map.roll(1), expert_map.roll(2)])
+        assert_grouped(ids.to(device), here, 4, in_turns.to(device))
 
 
 @pytest.mark.parametrize("experts", [1, 3])

@@ -23,6 +23,13 @@ class Choice(NamedTuple):
     expert_map: torch.Tensor | None
 
 
+def map_size(expert_map: torch.Tensor | None, experts: int) -> tuple[int, int]:
+    """Rows of a map, which tokens take in turns, and the ids that it knows; without one 0, and the experts here."""
+    if expert_map is None:
+        return 0, experts
+    return (1 if expert_map.dim() == 1 else expert_map.shape[0]), expert_map.shape[-1]
+
+
 class Rule(NamedTuple):
     """How experts are chosen; without groups, there is one."""
 

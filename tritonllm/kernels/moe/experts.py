@@ -22,7 +22,7 @@ import triton.language as tl
 
 from tritonllm.kernels.dense import Weight, elements, row_by_row
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS, Norm, check_affine, gated_reference
-from tritonllm.kernels.moe.arguments import Choice, Experts, Result
+from tritonllm.kernels.moe.arguments import Choice, Experts, Result, map_size
 from tritonllm.kernels.moe.grouping import expert_of_pairs, group_by_expert
 from tritonllm.kernels.moe.portable import direct, products
 from tritonllm.kernels.moe.tiles import config_key, default_config, eviction_policy, invariant_config
@@ -54,7 +54,7 @@ def _sum_kernel(
     stride_ids,
     stride_out,
     TOP_K: tl.constexpr,
-    HAS_MAP: tl.constexpr,
+    MAP_ROWS: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,  # columns of a program: with a norm all of them
@@ -70,7 +70,7 @@ def _sum_kernel(
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
         # a pair without an expert here was never written
-        here = expert_of_pairs(ids_ptr, map_ptr, pair, pair + 1, experts, num_ids, stride_ids, TOP_K, HAS_MAP) >= 0
+        here = expert_of_pairs(ids_ptr, map_ptr, pair, pair + 1, experts, num_ids, stride_ids, TOP_K, MAP_ROWS) >= 0
         weight = tl.load(weights_ptr + token * stride_weights + j, mask=here, other=0.0).to(tl.float32)
         b_sum += tl.load(y_ptr + pair * N + column, mask=m_column & here, other=0.0).to(tl.float32) * weight
     p_out = out_ptr + token * stride_out + column
@@ -96,8 +96,10 @@ def _reference(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
     weights, ids, expert_map = choice
     local = ids
     if expert_map is not None:
-        known = (ids >= 0) & (ids < expert_map.shape[0])
-        local = expert_map[ids.where(known, 0)].where(known, -1)
+        map_rows, num_ids = map_size(expert_map, 0)
+        known = (ids >= 0) & (ids < num_ids)
+        row = torch.arange(len(ids), device=ids.device)[:, None] % map_rows
+        local = expert_map.view(map_rows, num_ids)[row, ids.where(known, 0)].where(known, -1)
     y = x.new_zeros((*ids.shape, x.shape[1]), dtype=torch.float32)
     for expert in local.unique().tolist():
         if 0 <= expert < len(experts.w_down):
@@ -143,7 +145,7 @@ def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
     if tokens == 0:
         return
     num_experts, n, _ = experts.w_down.shape
-    num_ids = num_experts if expert_map is None else expert_map.shape[0]
+    map_rows, num_ids = map_size(expert_map, num_experts)
     key = config_key(x, experts, top_k, num_ids)
     if batch_invariant:
         config = invariant_config(**key)
@@ -163,7 +165,7 @@ def _fused_moe(x: torch.Tensor, experts: Experts, choice: Choice, result: Result
             *(n, num_experts, num_ids, weights.stride(0), ids.stride(0), out.stride(0)),
             **dependent_launch(x.device, tokens * parts),
             TOP_K=top_k,
-            HAS_MAP=expert_map is not None,
+            MAP_ROWS=map_rows,
             ADD=add,
             BLOCK=block,
             num_warps=max(1, block // 256),
@@ -214,14 +216,28 @@ def make_result(
     return Result(out, residual is not None, scale, normed, weight, eps, offset)
 
 
-def _check_choice(x: torch.Tensor, choice: Choice) -> None:
+def check_map(x: torch.Tensor, expert_map: torch.Tensor | None, batch_invariant: bool) -> None:
+    if expert_map is None:
+        return
+    shape = ("experts",) if expert_map.dim() == 1 else ("rows", "experts")
+    check_tensor("expert_map", expert_map, shape, dtype=torch.int32, like=x)
+    rows, _ = map_size(expert_map, 0)
+    require(expert_map.is_contiguous(), "expert_map must be contiguous")
+    require(rows > 0, f"expert_map must have at least one row, got shape {list(expert_map.shape)}")
+    require(
+        rows == 1 or not batch_invariant,
+        f"expert_map must have one row with batch_invariant: with {rows}, a token's place in the batch decides which "
+        "expert computes it",
+    )
+
+
+def _check_choice(x: torch.Tensor, choice: Choice, batch_invariant: bool) -> None:
     weights, ids, expert_map = choice
     check_tensor("ids", ids, (len(x), "k"), dtype=(torch.int32, torch.int64), like=x)
     require(ids.shape[1] > 0, "ids must have at least one expert for each token, got none")
     require(ids.numel() < 2**31, f"ids must have fewer than 2^31 elements, got {ids.numel()}; split the tokens")
     check_tensor("weights", weights, ids.shape, like=x)
-    if expert_map is not None:
-        check_tensor("expert_map", expert_map, ("experts",), dtype=torch.int32, like=x)
+    check_map(x, expert_map, batch_invariant)
 
 
 def fused_moe(
@@ -259,7 +275,8 @@ def fused_moe(
         gate_up_bias: ``[E, 2I]`` of a float dtype, in the order of ``w_gate_up``.
         down_bias: ``[E, N]`` of a float dtype; the routing weight multiplies it too.
         expert_map: ``[E_global]`` int32 from an id to one of the ``E`` experts here, or -1 for one that lives elsewhere
-            and adds nothing here (expert parallelism); by default ids are experts.
+            and adds nothing here (expert parallelism); by default ids are experts. Or ``[R, E_global]``: token ``t``
+            goes by row ``t % R``, so tokens share the copies of an expert, here or elsewhere.
         residual: ``[T, N]`` of the dtype of ``x``, to which ``scale`` times the result is added in place; may be ``x``.
         scale: see ``residual``, without which it must be 1.
         norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
@@ -271,14 +288,15 @@ def fused_moe(
         input gives the same bits.
 
     Raises:
-        ValueError: a wrong shape, dtype or device, or another activation.
+        ValueError: a wrong shape, dtype or device, another activation, or ``batch_invariant`` with an ``expert_map`` of
+            several rows.
     """
     check_scaled(scale, residual)
     weights_of = elements("w_gate_up", w_gate_up), elements("w_down", w_down)
     experts = Experts(*weights_of, gate_up_bias, down_bias, activation)
     choice = Choice(weights, ids, expert_map)
     check_experts(x, experts, residual)
-    _check_choice(x, choice)
+    _check_choice(x, choice, batch_invariant)
     result = make_result(x, residual, scale, norm_weight, norm_eps, norm_weight_offset)
     _fused_moe(x, *experts, *choice, *result, batch_invariant)
     return result.out if result.normed is None else (result.out, result.normed)

@@ -8,8 +8,8 @@ cannot be asked for before.
 import torch
 
 from tritonllm.kernels.dense import Weight, elements
-from tritonllm.kernels.moe.arguments import Choice, Experts, Result, Rule
-from tritonllm.kernels.moe.experts import check_experts, make_result, normalise
+from tritonllm.kernels.moe.arguments import Choice, Experts, Result, Rule, map_size
+from tritonllm.kernels.moe.experts import check_experts, check_map, make_result, normalise
 from tritonllm.kernels.moe.portable import direct
 from tritonllm.kernels.moe.route import check_routing, routing_constants
 from tritonllm.kernels.moe.tiles import config_key, default_config
@@ -109,9 +109,8 @@ def moe_from_logits(
     experts = Experts(*weights_of, gate_up_bias, down_bias, activation)
     rule = Rule(renormalize, scoring, num_groups, top_k_groups, routing_scale, batch_invariant)
     check_experts(x, experts, residual)
-    check_tensor("logits", logits, (len(x), len(experts.w_down if expert_map is None else expert_map)), like=x)
-    if expert_map is not None:
-        check_tensor("expert_map", expert_map, ("experts",), dtype=torch.int32, like=x)
+    check_map(x, expert_map, batch_invariant)
+    check_tensor("logits", logits, (len(x), map_size(expert_map, len(experts.w_down))[1]), like=x)
     check_routing(logits, top_k, correction_bias, rule)
     result = make_result(x, residual, scale, norm_weight, norm_eps, norm_weight_offset)
     _moe_from_logits(x, logits, correction_bias, expert_map, top_k, *rule, *experts, *result)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.moe.arguments import map_size
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
@@ -33,17 +34,19 @@ class ExpertBlocks(NamedTuple):
 
 @triton.jit
 def expert_of_pairs(
-    ids_ptr, map_ptr, pair, pairs, experts, num_ids, stride_ids, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr
+    ids_ptr, map_ptr, pair, pairs, experts, num_ids, stride_ids, TOP_K: tl.constexpr, MAP_ROWS: tl.constexpr
 ):
     """The local expert of each pair; -1 beyond the pairs, for an id out of range and for an expert that is elsewhere.
 
-    ids_ptr: [T, TOP_K] with rows `stride_ids` apart; map_ptr: [num_ids] if HAS_MAP.
+    ids_ptr: [T, TOP_K] with rows `stride_ids` apart; map_ptr: [MAP_ROWS, num_ids], of which token t reads row
+    t % MAP_ROWS; MAP_ROWS 0: ids are local experts.
     """
     p_ids = ids_ptr + (pair // TOP_K).to(tl.int64) * stride_ids + pair % TOP_K
     b_id = tl.load(p_ids, mask=pair < pairs, other=-1)
     known = (b_id >= 0) & (b_id < num_ids)
-    if HAS_MAP:
-        b_id = tl.load(map_ptr + b_id, mask=known, other=-1)
+    if MAP_ROWS > 0:
+        b_row = pair // TOP_K % MAP_ROWS
+        b_id = tl.load(map_ptr + b_row.to(tl.int64) * num_ids + b_id, mask=known, other=-1)
     return tl.where(known & (b_id >= 0) & (b_id < experts), b_id, -1).to(tl.int32)
 
 
@@ -57,7 +60,7 @@ def _count_kernel(
     num_ids,
     stride_ids,
     TOP_K: tl.constexpr,
-    HAS_MAP: tl.constexpr,
+    MAP_ROWS: tl.constexpr,
     E_BLOCK: tl.constexpr,  # power of two, >= experts
     PDL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -66,7 +69,7 @@ def _count_kernel(
     let_next_start(PDL)
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    b_expert = expert_of_pairs(ids_ptr, map_ptr, pair, pairs, experts, num_ids, stride_ids, TOP_K, HAS_MAP)
+    b_expert = expert_of_pairs(ids_ptr, map_ptr, pair, pairs, experts, num_ids, stride_ids, TOP_K, MAP_ROWS)
     b_count = tl.histogram(tl.maximum(b_expert, 0), E_BLOCK, mask=b_expert >= 0)
     tl.store(counts_ptr + chunk * E_BLOCK + tl.arange(0, E_BLOCK), b_count)
 
@@ -87,7 +90,7 @@ def _place_kernel(
     unit,  # divides block_m
     GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_MAP: tl.constexpr,
+    MAP_ROWS: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
     E_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -99,7 +102,7 @@ def _place_kernel(
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    b_expert = expert_of_pairs(ids_ptr, map_ptr, pair, pairs, experts, num_ids, stride_ids, TOP_K, HAS_MAP)
+    b_expert = expert_of_pairs(ids_ptr, map_ptr, pair, pairs, experts, num_ids, stride_ids, TOP_K, MAP_ROWS)
     b_count = tl.histogram(tl.maximum(b_expert, 0), E_BLOCK, mask=b_expert >= 0)
     b_total = b_count  # pairs of each expert
     b_before = tl.zeros([E_BLOCK], tl.int32)  # those in chunks before this one
@@ -171,7 +174,8 @@ def group_by_expert(
         ids: ``[T, k]`` int32 or int64 expert ids, at least one; one out of range has no expert.
         experts: experts that live here.
         block_m: rows of a block.
-        expert_map: ``[E]`` int32 from an id to an expert here, or -1; by default ids are experts.
+        expert_map: ``[E]`` or ``[R, E]`` int32 from an id to an expert here, or -1, as of
+            :func:`tritonllm.kernels.fused_moe`; by default ids are experts.
         unit: divides ``block_m``; all blocks but an expert's last hold a multiple of it. Default ``block_m``: all but
             the last are full.
     """
@@ -184,9 +188,9 @@ def group_by_expert(
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     table = torch.empty(5 * num_blocks + 1, dtype=torch.int32, device=ids.device)[: 3 * num_blocks].view(3, num_blocks)
     map_or_ids = ids if expert_map is None else expert_map
-    num_ids = experts if expert_map is None else expert_map.shape[0]
+    map_rows, num_ids = map_size(expert_map, experts)
     arguments = (pairs, experts, num_ids, ids.stride(0))
-    flags = {"TOP_K": top_k, "HAS_MAP": expert_map is not None, "E_BLOCK": e_block, **dependent_launch(ids.device)}
+    flags = {"TOP_K": top_k, "MAP_ROWS": map_rows, "E_BLOCK": e_block, **dependent_launch(ids.device)}
     counts = order  # not read if one chunk holds all pairs
     if chunks > 1:
         counts = torch.empty((chunks, e_block), dtype=torch.int32, device=ids.device)

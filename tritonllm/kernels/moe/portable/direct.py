@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tritonllm.kernels.dense import load_tile, tile_at
 from tritonllm.kernels.elementwise import gated
-from tritonllm.kernels.moe.arguments import Choice, Experts, Result
+from tritonllm.kernels.moe.arguments import Choice, Experts, Result, map_size
 from tritonllm.kernels.moe.grouping import expert_of_pairs
 from tritonllm.kernels.moe.route import choose_experts, weigh_experts
 from tritonllm.kernels.runtime import tuning
@@ -88,7 +88,7 @@ def _direct_gate_up_kernel(
     stride_ids,
     N: tl.constexpr,  # so that the loop is unrolled
     TOP_K: tl.constexpr,
-    HAS_MAP: tl.constexpr,
+    MAP_ROWS: tl.constexpr,
     ROUTING: tl.constexpr,  # None: ids and weights are given
     COPIES: tl.constexpr,  # of the logits: one for each warp
     ACT: tl.constexpr,
@@ -102,7 +102,7 @@ def _direct_gate_up_kernel(
     pair = tl.program_id(1)
     token = (pair // TOP_K).to(tl.int64)
     if ROUTING is None:
-        expert = expert_of_pairs(ids_ptr, map_ptr, pair, pairs, experts, num_ids, stride_ids, TOP_K, HAS_MAP)
+        expert = expert_of_pairs(ids_ptr, map_ptr, pair, pairs, experts, num_ids, stride_ids, TOP_K, MAP_ROWS)
         if expert < 0:
             return
     else:
@@ -171,7 +171,7 @@ def _direct_down_kernel(
     stride_out,
     I: tl.constexpr,
     TOP_K: tl.constexpr,
-    HAS_MAP: tl.constexpr,
+    MAP_ROWS: tl.constexpr,
     ROUTING: tl.constexpr,
     COPIES: tl.constexpr,
     ADD: tl.constexpr,
@@ -197,7 +197,7 @@ def _direct_down_kernel(
     for j in tl.static_range(TOP_K):
         if ROUTING is None:
             pair = token * TOP_K + j
-            expert = expert_of_pairs(ids_ptr, map_ptr, pair, pair + 1, experts, num_ids, stride_ids, TOP_K, HAS_MAP)
+            expert = expert_of_pairs(ids_ptr, map_ptr, pair, pair + 1, experts, num_ids, stride_ids, TOP_K, MAP_ROWS)
         else:
             expert = _where_first(b_rank == j, b_expert)
         here += (expert >= 0,)
@@ -274,17 +274,17 @@ def launch(x: torch.Tensor, experts: Experts, choice: Choice | Routing, result: 
     tokens, (count, n, i) = len(x), w_down.shape
     chooses = "yes" if isinstance(choice, Routing) else "no"
     if isinstance(choice, Routing):
-        top_k, num_ids, routing = choice.top_k, count, choice.constants
+        top_k, map_rows, num_ids, routing = choice.top_k, 0, count, choice.constants
         weights = ids = map_or_ids = choice.logits
         correction, routing_scale = choice.bias, choice.scale
     else:
         weights, ids, expert_map = choice
         top_k, routing, correction, routing_scale = ids.shape[1], None, None, 1.0
         map_or_ids = ids if expert_map is None else expert_map
-        num_ids = count if expert_map is None else expert_map.shape[0]
+        map_rows, num_ids = map_size(expert_map, count)
     pairs = tokens * top_k
     h = torch.empty((pairs, i), dtype=x.dtype, device=x.device)
-    flags = {"TOP_K": top_k, "HAS_MAP": map_or_ids is not ids, "ROUTING": routing}
+    flags = {"TOP_K": top_k, "MAP_ROWS": map_rows, "ROUTING": routing}
     config = tuning.get_config("moe_direct_up", x.device, default_up_config, pairs=pairs, n=i, k=n, chooses=chooses)
     stride_bias = 0 if gate_up_bias is None else gate_up_bias.stride(0)
     strides = (x.stride(0), *w_gate_up.stride()[:2], stride_bias, weights.stride(0), ids.stride(0))
