@@ -4,9 +4,8 @@ from functools import cache
 
 import pytest
 import torch
-from e2e.test_eagle3 import likely_pair, random_head, reference
-from support.eagle3_heads import circular_model, knowing_head, some_tokens
-from support.eagle_heads import COURSES, ENGINES, FAMILIES, KINDS, PROMPTS, texts
+from support.eagle3_heads import circular_model, knowing_head, likely_pair, random_head, reference, some_tokens
+from support.eagle_heads import COURSES, ENGINES, FAMILIES, KINDS, PROMPTS, certain_pair, texts
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -67,6 +66,17 @@ def test_a_draft_models_tree(ahead):
     assert texts(llm.generate(PROMPTS, KINDS, use_tqdm=False)) == expected
     stats = llm.engine.stats
     assert 0.05 * stats.num_draft_tokens < stats.num_accepted_tokens
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_an_eagle_heads_tree():
+    """One that takes the model's last states alone."""
+    model, head = certain_pair()
+    expected = texts(tiny_llm(model).generate(PROMPTS, KINDS, use_tqdm=False))
+    llm = with_tree(model, head, method="eagle", async_scheduling=True, num_blocks=40)
+    assert texts(llm.generate(PROMPTS, KINDS, use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    assert 0.05 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_free_blocks == stats.num_blocks
 
 

@@ -1,9 +1,6 @@
 """EAGLE heads: the drafts are those of a plain computation of the published method, and no token changes."""
 
 import json
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -14,50 +11,19 @@ from support.eagle_heads import (
     FAMILIES,
     KINDS,
     PROMPTS,
-    certain_model,
+    certain_pair,
     check_drafts,
+    eagle_tensors,
     head_config,
-    layer_tensors,
+    random_eagle_head,
     texts,
     with_head,
 )
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
-from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel
 
 from tritonllm.models.checkpoint import read_config
 from tritonllm.models.eagle_files import write_eagle_head
-
-
-def head_tensors(config, scale=0.3, seed=0):
-    """Under published names."""
-    hidden, generator = config["hidden_size"], torch.Generator().manual_seed(seed)
-    tensors = layer_tensors(config, generator, scale)
-    tensors["layers.0.post_attention_layernorm.weight"] = 1 + 0.2 * torch.randn(hidden, generator=generator)
-    tensors["fc.weight"] = scale * torch.randn(hidden, 2 * hidden, generator=generator)
-    return tensors
-
-
-@cache
-def random_head(family="llama"):
-    folder = Path(mkdtemp(prefix="eagle-"))
-    config = head_config(tiny_checkpoint(family))
-    write_eagle_head(folder, config, head_tensors(config))
-    return folder
-
-
-@cache
-def certain_pair():
-    """A model in which a token decides the next one by far, and a head that mostly knows it: ``fc`` passes the
-    embedding on, with some of the states, and its layer adds a little."""
-    embed = torch.randn(VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(1))
-    model, head = certain_model(embed), Path(mkdtemp(prefix="eagle-"))
-    config = head_config(model)
-    parts = head_tensors(config, scale=0.12)
-    hidden = config["hidden_size"]
-    parts["fc.weight"][:, :hidden] += torch.eye(hidden)
-    write_eagle_head(head, config, {**parts, "embed_tokens.weight": embed})
-    return model, head
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -65,7 +31,7 @@ def certain_pair():
 def test_greedy_text_is_that_of_plain_decoding(family, ahead):
     folder = tiny_checkpoint(family)
     expected = texts(tiny_llm(folder).generate(PROMPTS, greedy(24)))
-    llm = with_head(folder, random_head(family), async_scheduling=ahead)
+    llm = with_head(folder, random_eagle_head(family), async_scheduling=ahead)
     assert texts(llm.generate(PROMPTS, greedy(24))) == expected
     stats = llm.engine.stats
     assert stats.num_draft_tokens > stats.num_accepted_tokens
@@ -135,7 +101,7 @@ def test_heads_that_do_not_fit_are_named(tmp_path, case):
 def test_bad_tensors_are_named(tmp_path):
     folder = tiny_checkpoint("llama")
     config = head_config(folder)
-    whole = head_tensors(config)
+    whole = eagle_tensors(config)
     name = "layers.0.mlp.up_proj.weight"
     bad = {
         "tensor .*up_proj.weight is missing": {n: t for n, t in whole.items() if n != name},
@@ -153,7 +119,7 @@ def test_bad_tensors_are_named(tmp_path):
 def test_a_bias_and_a_file_in_vllms_layout(tmp_path):
     folder = tiny_checkpoint("llama")
     config = head_config(folder)
-    tensors = {**head_tensors(config), "fc.bias": 0.5 * torch.ones(config["hidden_size"])}
+    tensors = {**eagle_tensors(config), "fc.bias": 0.5 * torch.ones(config["hidden_size"])}
     write_eagle_head(tmp_path, {"model_type": "eagle", "model": config}, {f"model.{n}": t for n, t in tensors.items()})
     llm = with_head(folder, tmp_path)
     assert torch.equal(llm.engine._runner.drafter.model.fc.bias, tensors["fc.bias"])

@@ -2,90 +2,32 @@
 
 import json
 import shutil
-from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from support.eagle3_heads import circular_model, config_of, head_tensors, knowing_head, some_tokens, write
+from support.eagle3_heads import (
+    READS,
+    circular_model,
+    config_of,
+    head_tensors,
+    knowing_head,
+    likely_pair,
+    random_head,
+    reference,
+    some_tokens,
+    write,
+)
 from support.eagle_heads import COURSES, ENGINES, FAMILIES, KINDS, PROMPTS, STEP, check_drafts, texts, with_head
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.fusion import set_fusion
 from support.tiny_models import tiny_config
 from support.tiny_tokenizer import VOCAB_SIZE
-from transformers import AutoModelForCausalLM
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.config import EngineConfig
 from tritonllm.layers.fusion import Limits
 from tritonllm.models.checkpoint import read_config
-
-READS = (2, 1, 0)  # the published choice for 3 layers: 2, L // 2, L - 3
-
-
-@cache
-def random_head(family="llama", **changes):
-    config = config_of(tiny_checkpoint(family), **changes)
-    return write(config, head_tensors(config))
-
-
-@cache
-def likely_pair():
-    """A model of which much is known, and a head that knows much of that, though not all tokens."""
-    model = circular_model(sharpness=0.4)
-    return model, knowing_head(model, some_tokens(), by_token=True, noise=0.09)
-
-
-def reference(model, head, tokens, count, reads=READS, forced=()):
-    """What a head drafts behind ``tokens`` and from which logits over its tokens, computed anew from the beginning in
-    plain torch: pairs of each token and the feature of the place before, zeros for the first. Its first drafts are
-    ``forced``."""
-    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    config, parts = read_config(head), load_file(head / "model.safetensors")
-    if "transformer_layer_config" in config:
-        config = {"norm_before_residual": True, **config["transformer_layer_config"]}
-    parts = {n.removeprefix("model.").replace("layers.0.", "midlayer."): tensor for n, tensor in parts.items()}
-    table = parts.get("embed_tokens.weight", target.get_input_embeddings().weight)
-    layer = {name.removeprefix("midlayer."): t for name, t in parts.items() if name.startswith("midlayer.")}
-    size, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
-
-    def norm(x, weight):
-        return weight * x * (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt()
-
-    def attend(x):
-        place = torch.arange(len(x))
-        angles = place[:, None] / 10000.0 ** (torch.arange(0, size, 2) / size)
-        cos, sin = (torch.cat([f, f], -1)[:, None] for f in (angles.cos(), angles.sin()))
-        q, k, v = (F.linear(x, layer[f"self_attn.{n}_proj.weight"]).unflatten(-1, (-1, size)) for n in "qkv")
-        q, k = (y * cos + torch.cat([-y[..., size // 2 :], y[..., : size // 2]], -1) * sin for y in (q, k))
-        k, v = (y.repeat_interleave(heads // kv_heads, 1) for y in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * size**-0.5
-        weights = scores.masked_fill(place > place[:, None], -torch.inf).softmax(-1)
-        return F.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), layer["self_attn.o_proj.weight"])
-
-    def run(embedded, features):
-        normed = norm(features, layer["hidden_norm.weight"])
-        residual = normed if config.get("norm_before_residual") else features
-        x = residual + attend(torch.cat([norm(embedded, layer["input_layernorm.weight"]), normed], -1))
-        y = norm(x, layer["post_attention_layernorm.weight"])
-        gate, up = F.linear(y, layer["mlp.gate_proj.weight"]), F.linear(y, layer["mlp.up_proj.weight"])
-        return x + F.linear(F.silu(gate) * up, layer["mlp.down_proj.weight"])
-
-    known, logits = list(tokens), []
-    with torch.no_grad():
-        features = torch.zeros(1, config["hidden_size"])
-        if len(tokens) > 1:
-            states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-            seen = F.linear(torch.cat([states[place][0] for place in reads], -1), parts["fc.weight"])
-            features = torch.cat([features, seen])
-        for place in range(count):
-            features = torch.cat([features, run(table[torch.tensor(known)], features)[-1:]])
-            logits.append(F.linear(norm(features[-1], parts["norm.weight"]), parts["lm_head.weight"]))
-            best = int(logits[-1].argmax())
-            drafted = best + int(parts["d2t"][best]) if "d2t" in parts else best
-            known.append(forced[place] if place < len(forced) else drafted)
-    return known[len(tokens) :], logits
 
 
 def eagle3(model, head, drafts=3, most=None, **kwargs):
@@ -304,7 +246,7 @@ def test_models_that_do_not_fit_are_named(tmp_path, family, changes, message):
 
 def test_what_else_does_not_go_together_is_named():
     config = {"method": "eagle3", "model": "m", "num_speculative_tokens": 3}
-    with pytest.raises(ValueError, match="method='eagle3' runs on one GPU so far: leave tensor_parallel_size out"):
+    with pytest.raises(ValueError, match="method='eagle3' runs on one GPU so far: leave out tensor_parallel_size=2"):
         EngineConfig.from_kwargs(model="m", speculative_config=config, tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"compilation_config: .* which method='eagle3' reads: leave it off"):
         EngineConfig.from_kwargs(model="m", speculative_config=config, compilation_config=3)

@@ -57,15 +57,18 @@ def test_mechanisms(name):
     assert "speculative_config" not in options or stats.num_draft_tokens > 0
 
 
-def test_a_draft_model(alone):
-    """It is whole on every rank."""
+@pytest.mark.parametrize("tree", [None, "[(0,), (1,), (0, 0)]"])
+def test_a_draft_model(alone, tree):
+    """It is whole on every rank; of a tree all of them get the path that the first one accepts."""
     draft = {"method": "draft_model", "model": str(tiny_checkpoint()), "num_speculative_tokens": 3, "adaptive": False}
+    draft["speculative_token_tree"] = tree
     prompts = prompts_of([3, 26, 7])
     llm = tiny_llm(**SIZES, speculative_config=draft, tensor_parallel_size=2)
     found = generate(llm, prompts, WISHES[:3])
     assert_same(found, generate(alone, prompts, WISHES[:3]))
     stats = llm.engine.stats
-    assert stats.num_accepted_tokens > stats.num_draft_tokens // 2 > 0  # the same model but for its last bits
+    right = 2 if tree is None else 3  # the same model but for its last bits; of a tree one child of a node is right
+    assert stats.num_accepted_tokens > stats.num_draft_tokens // right > 0
 
 
 def test_grammars():

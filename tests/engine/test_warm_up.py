@@ -196,14 +196,18 @@ def few_layers(model):
         ("NVIDIA H200", 600, 3, "eagle"),
         ("NVIDIA H200", 600, 3, "eagle3"),
         (None, 600, 2, "eagle3"),
+        ("NVIDIA H200", 600, "[(0,), (1,), (0, 0), (0, 1)]", "draft_model"),
+        ("NVIDIA H200", 600, "[(0,), (1,), (0, 0), (0, 1)]", "eagle3"),
     ],
 )
 @pytest.mark.parametrize("model", VARIED)
 def test_no_step_with_drafts_launches_what_the_start_has_not(tmp_path, model, length, drafts, gpu, draft):
-    """Any number of sequences with drafts, of n-grams, a draft model or a head, and plain steps of an engine that has
-    some."""
-    seats = 64
+    """Any number of sequences with drafts (or a tree of them), of n-grams, a draft model or a head, and plain steps of
+    an engine that has some."""
+    tree = drafts if isinstance(drafts, str) else None
+    seats, drafts = 64, drafts if tree is None else tree.count("(")
     speculative = {"method": draft or "ngram", "num_speculative_tokens": drafts, "model": "small" if draft else None}
+    speculative["speculative_token_tree"] = tree
     config = EngineConfig.from_kwargs(
         model="m",
         max_num_seqs=seats,
@@ -222,7 +226,7 @@ def test_no_step_with_drafts_launches_what_the_start_has_not(tmp_path, model, le
             runner.warm_up().run()
             loaded = {described(kernel) for kernel in found}
             names = {kernel.name for kernel in found}
-            assert {"_chain_kernel", "_advance_seats_kernel"} < names
+            assert {"_chain_kernel" if tree is None else "_tree_kernel", "_advance_seats_kernel"} < names
             assert ("_ngram_kernel" in names) == (draft is None)
 
             @settings(max_examples=30, deadline=None)

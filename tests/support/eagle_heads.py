@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from shutil import copytree
 from tempfile import mkdtemp
@@ -16,6 +17,7 @@ from support.tiny_tokenizer import VOCAB_SIZE
 from tritonllm import LLM, SamplingParams
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.models.checkpoint import read_config
+from tritonllm.models.eagle_files import write_eagle_head
 
 FAMILIES = ["llama", "gemma2", "gpt2", "qwen3_moe"]
 STEP = 7  # from a token to the one that follows it, in a model of one text
@@ -136,3 +138,34 @@ def check_drafts(
             assert wanted in [reference(tokens[: end + 1], len(wanted)) for tokens in mine]
             checked += 1
     assert checked >= 12
+
+
+def eagle_tensors(config: dict[str, Any], scale: float = 0.3, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Under published names."""
+    hidden, generator = config["hidden_size"], torch.Generator().manual_seed(seed)
+    tensors = layer_tensors(config, generator, scale)
+    tensors["layers.0.post_attention_layernorm.weight"] = 1 + 0.2 * torch.randn(hidden, generator=generator)
+    tensors["fc.weight"] = scale * torch.randn(hidden, 2 * hidden, generator=generator)
+    return tensors
+
+
+@cache
+def random_eagle_head(family: str = "llama") -> Path:
+    folder = Path(mkdtemp(prefix="eagle-"))
+    config = head_config(tiny_checkpoint(family))
+    write_eagle_head(folder, config, eagle_tensors(config))
+    return folder
+
+
+@cache
+def certain_pair() -> tuple[Path, Path]:
+    """A model in which a token decides the next one by far, and a head that mostly knows it: ``fc`` passes the
+    embedding on, with some of the states, and its layer adds a little."""
+    embed = torch.randn(VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(1))
+    model, head = certain_model(embed), Path(mkdtemp(prefix="eagle-"))
+    config = head_config(model)
+    parts = eagle_tensors(config, scale=0.12)
+    hidden = config["hidden_size"]
+    parts["fc.weight"][:, :hidden] += torch.eye(hidden)
+    write_eagle_head(head, config, {**parts, "embed_tokens.weight": embed})
+    return model, head
