@@ -78,5 +78,5 @@ def make(max_model_len: int, vocab_size: int, device: torch.device) -> KnownText
 
 def drafter_of(llm: Any) -> KnownTexts:
     """Of an ``LLM`` that was made with it."""
-    drafter: KnownTexts = llm.engine._runner.drafter
+    drafter: KnownTexts = llm.engine._runner.drafts.drafter
     return drafter

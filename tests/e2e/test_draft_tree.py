@@ -86,7 +86,7 @@ def test_children_are_the_likeliest_behind_their_parent(most, twice, engine):
     keys, values and states were moved."""
     model, head = likely_pair()
     llm = with_tree(model, head, MIXED, most=most, async_scheduling=True, **engine)
-    drafter = llm.engine._runner.drafter
+    drafter = llm.engine._runner.drafts.drafter
     propose, follow, seen = drafter.propose, drafter.follow, []
 
     def noting(step):
@@ -142,7 +142,7 @@ def chain_config(head, drafts):
 def test_a_chain_written_as_a_tree_is_a_chain():
     model, head = likely_pair()
     llm = with_tree(model, head, "[(0,), (0, 0), (0, 0, 0)]")
-    assert llm.engine._runner._tree is None
+    assert llm.engine._runner.drafts.tree is None
     chain = tiny_llm(model, speculative_config=chain_config(head, 3))
     for one in (llm, chain):
         assert texts(one.generate(PROMPTS, KINDS, use_tqdm=False)) == expected_texts()

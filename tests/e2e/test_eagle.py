@@ -122,7 +122,7 @@ def test_a_bias_and_a_file_in_vllms_layout(tmp_path):
     tensors = {**eagle_tensors(config), "fc.bias": 0.5 * torch.ones(config["hidden_size"])}
     write_eagle_head(tmp_path, {"model_type": "eagle", "model": config}, {f"model.{n}": t for n, t in tensors.items()})
     llm = with_head(folder, tmp_path)
-    assert torch.equal(llm.engine._runner.drafter.model.fc.bias, tensors["fc.bias"])
+    assert torch.equal(llm.engine._runner.drafts.drafter.model.fc.bias, tensors["fc.bias"])
     expected = token_ids(tiny_llm(folder).generate(PROMPTS, greedy(12)))
     assert token_ids(llm.generate(PROMPTS, greedy(12))) == expected
 
@@ -132,7 +132,7 @@ def test_a_head_sleeps_with_its_model():
     llm = with_head(model, head, enable_sleep_mode=True)
     before = texts(llm.generate(PROMPTS, greedy(12)))
     accepted = llm.engine.stats.num_accepted_tokens
-    own = sum(p.numel() for p in llm.engine._runner.drafter.model.parameters())
+    own = sum(p.numel() for p in llm.engine._runner.drafts.drafter.model.parameters())
     assert own == sum(t.numel() for n, t in load_file(head / "model.safetensors").items() if n != "embed_tokens.weight")
     llm.sleep(1)
     llm.wake_up()

@@ -82,7 +82,7 @@ def test_fused_steps_draft_the_same(monkeypatch, limits):
     """On a GPU steps of some sizes are fused; here all models are made to."""
     model, head = likely_pair()
     llm = eagle3(model, head, drafts=4)
-    for one in (llm.engine._runner.model, llm.engine._runner.drafter.model):
+    for one in (llm.engine._runner.model, llm.engine._runner.drafts.drafter.model):
         set_fusion(monkeypatch, one, limits)
     check_drafts(llm, [PROMPTS[2], PROMPTS[0]], False, lambda *args: reference(model, head, *args)[0])
 
@@ -137,7 +137,7 @@ def test_logits_and_drafts_of_every_layout(layout, kv_heads):
     others = torch.ones(VOCAB_SIZE, dtype=torch.bool).index_fill_(0, some_tokens(), False)
     for prompt in ([9], PROMPTS[4]):
         llm, found = eagle3(model, head, drafts=4), []
-        note_logits(llm.engine._runner.drafter.model, found)
+        note_logits(llm.engine._runner.drafts.drafter.model, found)
         first = token_ids(llm.generate([prompt], greedy(6)))[0][0]
         drafts, logits = reference(model, head, [*prompt, first], 4, reads)
         for (mine, *_), draft, want in zip(found, drafts, logits, strict=False):
@@ -286,7 +286,7 @@ def test_a_table_like_the_models_is_shared():
     table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     for embed, own in ((table, False), (table + 1, True)):
         llm = eagle3(folder, write(config, {**head_tensors(config), "embed_tokens.weight": embed}))
-        head, model = llm.engine._runner.drafter.model, llm.engine._runner.model
+        head, model = llm.engine._runner.drafts.drafter.model, llm.engine._runner.model
         assert (head.embed is not model.embed) == own == ("embed.weight" in dict(head.named_parameters()))
         assert torch.equal(head.embed.weight, embed)
 
@@ -302,7 +302,7 @@ def test_a_pytorch_file_without_a_map(tmp_path):
     for head in (tmp_path, write(config, tensors)):
         llm = eagle3(folder, head)
         llm.generate(PROMPTS, greedy(12))
-        targets = llm.engine._runner.drafter.model.targets
+        targets = llm.engine._runner.drafts.drafter.model.targets
         assert torch.equal(targets, torch.arange(VOCAB_SIZE))
         drafted.append((llm.engine.stats.num_draft_tokens, llm.engine.stats.num_accepted_tokens))
     assert drafted[0] == drafted[1]
@@ -313,7 +313,7 @@ def test_a_head_sleeps_with_its_model():
     llm = eagle3(model, head, enable_sleep_mode=True)
     before = texts(llm.generate(PROMPTS, greedy(12)))
     accepted = llm.engine.stats.num_accepted_tokens
-    own = sum(p.numel() for p in llm.engine._runner.drafter.model.parameters())
+    own = sum(p.numel() for p in llm.engine._runner.drafts.drafter.model.parameters())
     files = load_file(head / "model.safetensors")
     assert own == sum(t.numel() for name, t in files.items() if name not in ("d2t", "t2d"))
     llm.sleep(1)

@@ -60,7 +60,7 @@ class Knowing:
 def know(llm, prompts, outputs, errs=0.3):
     """Let the engine's drafts be what it once generated, with errors."""
     texts = [(*prompt, *ids) for prompt, ids in zip(prompts, token_ids(outputs), strict=True)]
-    llm.engine._runner.drafter = Knowing(texts, errs)
+    llm.engine._runner.drafts.drafter = Knowing(texts, errs)
 
 
 def prompts_of(prompts):
@@ -270,7 +270,7 @@ def test_sampled_tokens_have_the_models_distribution():
             step.drafts[torch.arange(guesses.shape[1]) >= step.counts.cpu()[:, None]] = -1
             step.ids[:, 1:] = step.drafts.clamp_min(0)
 
-    llm.engine._runner.drafter = Guessing()
+    llm.engine._runner.drafts.drafter = Guessing()
     outputs = llm.generate(prompts_of([[5, 6, 7]] * count), params, use_tqdm=False)
     assert llm.engine.stats.num_accepted_tokens > 100
     probabilities = _distribution(llm, [5, 6, 7], allowed)
@@ -323,7 +323,7 @@ def test_the_demo_model_copies():
     config = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
     plain, llm = LLM(model, dtype="float32"), LLM(model, dtype="float32", speculative_config=config)
     expected = plain.generate([story], greedy(60))
-    assert isinstance(llm.engine._runner.drafter, NgramDrafter)
+    assert isinstance(llm.engine._runner.drafts.drafter, NgramDrafter)
     found = llm.generate([story], greedy(60))
     assert_same(found, expected)
     assert llm.engine.stats.num_accepted_tokens > 0 and llm.engine.stats.steps < plain.engine.stats.steps

@@ -112,7 +112,7 @@ def check_drafts(
         twice: each step runs again, as one that is captured in service.
         reference: so many drafts behind tokens.
     """
-    drafter: Any = llm.engine._runner.drafter
+    drafter: Any = llm.engine._runner.drafts.drafter
     propose, follow = drafter.propose, drafter.follow
     seen: list[tuple[int, int, list[int]]] = []
 

@@ -11,7 +11,9 @@ import torch
 from tritonllm.dist.group import Group
 from tritonllm.engine.device_seats import TIMES, DeviceSeats
 from tritonllm.engine.draft_tree import DraftTree
+from tritonllm.engine.graphs import graph_sizes, padded
 from tritonllm.engine.inputs import Batch, upload
+from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.step import FREE, Restrictions, Step
@@ -23,16 +25,17 @@ PROMPT_LOGPROB_ROWS = 256
 WHOLE_LOGPROB_ROWS = 32  # where all of the vocabulary is reported: 28 bytes a token and row
 
 
-class ComputedStep(NamedTuple):
-    """A step that runs up to what its tokens are drawn from.
+class LaunchedStep(NamedTuple):
+    """A step whose layers were launched, on this rank.
 
     Attributes:
         step: which.
         batch: the same on the device.
-        hidden: of the rows that are sampled from, and of padding.
+        hidden: what came of it, ``[T, hidden]``, or with ``narrowed`` ``[R, hidden]``.
         tokens: what a graph has drawn, if it has.
         drafted: the drafts that it verifies (:meth:`DeviceSeats.drafted`); ``None`` if it verifies none.
-        prompt_logprobs, pooled: see :class:`~tritonllm.engine.results.RunningStep`.
+        narrowed: only the rows that are sampled from are wanted.
+        captured: it was a graph: there may be padding.
     """
 
     step: Step
@@ -40,6 +43,19 @@ class ComputedStep(NamedTuple):
     hidden: torch.Tensor
     tokens: torch.Tensor | None
     drafted: torch.Tensor | None
+    narrowed: bool
+    captured: bool
+
+
+class Outcome(NamedTuple):
+    """What a step's tokens are drawn from, and what is made of its other hidden states.
+
+    Attributes:
+        hidden: of the rows that are sampled from, and of padding.
+        prompt_logprobs, pooled: see :class:`~tritonllm.engine.results.RunningStep`.
+    """
+
+    hidden: torch.Tensor
     prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]]
     pooled: Sequence[PooledRows]
 
@@ -51,7 +67,8 @@ class Drawing:
         model: computes the logits.
         seats: hold what is drawn, for the next step.
         sampler: draws.
-        group: the ranks that share the model.
+        pooler: of prompts that are not continued.
+        group: the ranks that share the model, or its first stage.
         device: where all of this is.
         tree: that drafts form; ``None`` for a chain.
     """
@@ -61,11 +78,13 @@ class Drawing:
         model: CausalLM,
         seats: DeviceSeats,
         sampler: Sampler,
+        pooler: Pooler,
         group: Group,
         device: torch.device,
         tree: DraftTree | None = None,
     ) -> None:
-        self._tree = tree
+        self._tree, self._pooler = tree, pooler
+        self._sampled = graph_sizes(len(seats.drawn))
         self._model, self._seats, self._sampler = model, seats, sampler
         self._group, self._device = group, device
 
@@ -93,7 +112,28 @@ class Drawing:
                 self._sampler.draw(logits, batch.sampling(rows))
         return self._share_drawn(rows, verify.sequences > 0)
 
-    def finish(self, computed: ComputedStep, late: Restrictions = FREE) -> tuple[RunningStep, torch.Tensor | None]:
+    def rows_of(self, step: Step) -> int:
+        """Room for the rows that a step is sampled from."""
+        return step.num_rows if step.segments.verify.sequences else padded(step.num_rows, self._sampled)
+
+    def _outcome(self, launched: LaunchedStep) -> Outcome:
+        step, rows = launched.step, launched.batch.inputs.logit_rows
+        hidden = everything = launched.hidden
+        verifies = step.segments.verify.sequences > 0
+        prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
+        if launched.captured:
+            everything = hidden = hidden if verifies else hidden[: self.rows_of(step)]
+        elif step.wants_all:
+            prompt_logprobs = self.prompt_logprobs(step, everything)
+            hidden = everything[rows]
+        elif not (launched.narrowed or verifies or step.all_sampled):
+            hidden = everything[rows]
+        pooled: Sequence[PooledRows] = ()
+        if step.pooled and self._group.leads:
+            pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None)
+        return Outcome(hidden, prompt_logprobs, pooled)
+
+    def finish(self, launched: LaunchedStep, late: Restrictions = FREE) -> tuple[RunningStep, torch.Tensor | None]:
         """Start what is left of a step.
 
         Args:
@@ -102,7 +142,8 @@ class Drawing:
         Returns:
             The step, and its tokens on the device, if there are some.
         """
-        step, batch, hidden, tokens, drafted, prompt_logprobs, pooled = computed
+        step, batch, _, tokens, drafted, *_ = launched
+        hidden, prompt_logprobs, pooled = self._outcome(launched)
         logprobs = errors = None
         whole: Iterable[tuple[int, LogprobTensors]] = ()
         rows, drafts = step.num_rows, None

@@ -17,32 +17,10 @@ import torch
 from tritonllm.dist.pipeline import Pipeline
 from tritonllm.engine.agreement import Evidence, Witness
 from tritonllm.engine.device_seats import DeviceSeats
+from tritonllm.engine.drawing import LaunchedStep
 from tritonllm.engine.inputs import Batch, upload
-from tritonllm.engine.step import Step
 from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.models.decoder import Decoder
-
-
-class LaunchedStep(NamedTuple):
-    """A step whose layers were launched, on this rank.
-
-    Attributes:
-        step: which.
-        batch: the same on the device.
-        hidden: what came of it, ``[T, hidden]``, or with ``narrowed`` ``[R, hidden]``.
-        tokens: what a graph has drawn, if it has.
-        drafted: the drafts that it verifies (:meth:`DeviceSeats.drafted`); ``None`` if it verifies none.
-        narrowed: only the rows that are sampled from are wanted.
-        captured: it was a graph: there may be padding.
-    """
-
-    step: Step
-    batch: Batch
-    hidden: torch.Tensor
-    tokens: torch.Tensor | None
-    drafted: torch.Tensor | None
-    narrowed: bool
-    captured: bool
 
 
 class Passed(NamedTuple):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from weakref import WeakMethod
@@ -15,29 +15,25 @@ from tritonllm.engine.agreement import Evidence, Witness
 from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
-from tritonllm.engine.draft_model import draft_cost
-from tritonllm.engine.draft_tree import DraftTree
-from tritonllm.engine.drafters import Drafter, make_drafter
-from tritonllm.engine.drawing import ComputedStep, Drawing
-from tritonllm.engine.eagle import make_draft
-from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, padded, token_sizes
+from tritonllm.engine.drawing import Drawing, LaunchedStep
+from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, token_sizes
 from tritonllm.engine.host_copies import HostCopies, staging_bytes
 from tritonllm.engine.host_memory import slots_for
-from tritonllm.engine.inputs import Batch, reserve_pinned, upload, upload_step
+from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
 from tritonllm.engine.launch_policy import host_bound_tokens
-from tritonllm.engine.passing import LaunchedStep, Passing
+from tritonllm.engine.memory_fit import blocks_that_fit, peak_bytes
+from tritonllm.engine.passing import Passing
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.processors import BatchProcessors
-from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
+from tritonllm.engine.results import RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.sleep import EngineMemory
-from tritonllm.engine.speculation import most_verified
-from tritonllm.engine.step import FREE, Restrictions, SeatTokens, Step
+from tritonllm.engine.step import FREE, Restrictions, Step
+from tritonllm.engine.step_drafts import StepDrafts
 from tritonllm.engine.warm_up import Forward, Limits, WarmUp, Work
-from tritonllm.kernels.speculative.clock import note_time
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
@@ -75,8 +71,7 @@ class ModelRunner:
             tokens.
 
     Attributes:
-        drafter: proposes tokens that steps verify; ``None`` for one token a step.
-        draft_cost: of a decode step of the draft model, in those of the model; 0 without one.
+        drafts: tokens that are proposed, which steps verify.
         host: the cache's second tier; ``None`` without one, and before the start.
     """
 
@@ -105,32 +100,21 @@ class ModelRunner:
         self._undrawn: deque[LaunchedStep] = deque()
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
-        self._sampled = graph_sizes(seats)
-        speculative = config.speculative_config
-        self._drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        self._verified = most_verified(speculative, config.scheduler)
-        self._tree: DraftTree | None = None
-        if speculative is not None and speculative.tree is not None:
-            self._tree = DraftTree(speculative.tree, seats, device)
-        self._draft = make_draft(draft, seats, self._drafts, device, self._tree)
-        self.draft_cost = 0.0 if draft is None else draft_cost(draft, model)
-        self.drafter: Drafter | None = self._draft
-        if draft is None and self._pipe.first:
-            self.drafter = make_drafter(speculative, max_model_len, model.spec.vocab_size, device)
-        history = max_model_len if self._looks_back else 0
-        self._seats = DeviceSeats(seats, self._block_size, device, drafts=self._drafts, history=history)
+        self.drafts = StepDrafts(config, model, draft, max_model_len, device, proposes=self._pipe.first)
+        history = max_model_len if self.drafts.look_back else 0
+        self._seats = DeviceSeats(seats, self._block_size, device, drafts=self.drafts.most, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
         if config.logits_processors and team.leads:
             self._processors = BatchProcessors(config.logits_processors, seats, vocab, device)
-        sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict, self._tree)
-        self._drawing = Drawing(model, self._seats, sampler, self._group, device, self._tree)
+        tree, pooler = self.drafts.tree, pooler or Pooler(seats, model.spec.hidden_size, device)
+        sampler = Sampler(self._seats.drawn, vocab, self._processors, self._seats.verdict, tree)
+        self._drawing = Drawing(model, self._seats, sampler, pooler, self._group, device, tree)
         self._witness = Witness(team.size)
         self._passing: Passing | None = None
         if isinstance(model, Decoder) and self._pipe.stages > 1:
             self._passing = Passing(self._pipe, model, self._seats, team.size, device)
         self._host_bound = self._pipe.least(host_bound_tokens(model.work))  # steps have equally many tokens everywhere
-        self._pooler = pooler or Pooler(seats, model.spec.hidden_size, device)
         self._planner: CascadePlanner | None = None
         shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
@@ -161,7 +145,7 @@ class ModelRunner:
     @property
     def _max_blocks(self) -> int:
         """Of a sequence, with what drafts behind its last token read."""
-        return -(-(self._max_model_len + self._drafts) // self._block_size)
+        return -(-(self._max_model_len + self.drafts.most) // self._block_size)
 
     @property
     def _regimes(self) -> Regimes:
@@ -170,25 +154,21 @@ class ModelRunner:
     @property
     def _models(self) -> list[CausalLM]:
         """Those that a step runs."""
-        return [self._model] if self._draft is None else [self._model, self._draft.model]
+        draft = self.drafts.model
+        return [self._model] if draft is None else [self._model, draft.model]
 
     @property
     def _most_tokens(self) -> int:
         """Of a step, padding included."""
         scheduler = self._config.scheduler
         captured = max(self._captured_tokens(), default=0)
-        verified = self._verified * (1 + self._drafts)
+        verified = self.drafts.verified * (1 + self.drafts.most)
         return max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs + captured, verified)
-
-    @property
-    def _looks_back(self) -> bool:
-        """The drafter wants all tokens of the sequences."""
-        return self._drafts > 0 and self._draft is None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
-        extra = 0 if self._draft is None else self._draft.extra_bytes
+        extra = 0 if self.drafts.model is None else self.drafts.model.extra_bytes
         return extra + sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
 
     @property
@@ -217,21 +197,16 @@ class ModelRunner:
         captured = 0
         if self._model.supports_graphs and not self._config.enforce_eager:  # two kinds, each with memory of its own
             sizes = (0, *self._captured_tokens()[-1:])
-            peaks = [self._peak(partial(warm_up.prefill_step, scheduler.max_num_seqs + tokens)) for tokens in sizes]
-            if self._verified:  # in the memory of steps without prompts
-                width = -(-(1 + self._drafts) // self._block_size)
-                peaks[0] = max(peaks[0], self._peak(partial(warm_up.verify_step, self._verified, width)))
+            steps = [partial(warm_up.prefill_step, scheduler.max_num_seqs + tokens) for tokens in sizes]
+            peaks = [peak_bytes(step, self._device) for step in steps]
+            if self.drafts.verified:  # in the memory of steps without prompts
+                width = -(-(1 + self.drafts.most) // self._block_size)
+                verify = partial(warm_up.verify_step, self.drafts.verified, width)
+                peaks[0] = max(peaks[0], peak_bytes(verify, self._device))
             captured = sum(peaks)
         self._forget_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        granted = int(total * cache.gpu_memory_utilization) - (total - free) - captured
-        granted -= staging_bytes(self.block_bytes, self.host_slots) + self._passed_bytes
-        if granted < self.block_bytes:
-            raise ValueError(
-                f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves {granted / 1e9:.2f} GB for the KV "
-                f"cache, less than a block ({self.block_bytes / 1e9:.3f} GB): raise it, or lower max_num_batched_tokens"
-            )
-        return granted // self.block_bytes
+        reserved = captured + staging_bytes(self.block_bytes, self.host_slots) + self._passed_bytes
+        return blocks_that_fit(cache, self.block_bytes, reserved, self._device)
 
     def _captured_tokens(self) -> list[int]:
         """Room for prompt tokens in captured steps."""
@@ -239,25 +214,18 @@ class ModelRunner:
             return []
         return token_sizes(self._config.scheduler.max_num_batched_tokens, self._host_bound)
 
-    def _peak(self, step: Callable[[], None]) -> int:
-        """Bytes that a step needs for itself."""
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        step()
-        return torch.cuda.max_memory_allocated(self._device) - before
-
     def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
         """Blocks of the same numbers for each model, from ``memory``."""
         sizes = self._dtype, num_blocks, self._block_size, self._device, memory
         made = [make_cache(model.spec, *sizes) for model in self._models]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
-        if self._draft is not None:
-            self._draft.take_cache(made[1][0])
+        if self.drafts.model is not None:
+            self.drafts.model.take_cache(made[1][0])
 
     def _forget_cache(self) -> None:
         self._cache, self._copies = [], []
-        if self._draft is not None:
-            self._draft.take_cache([])
+        if self.drafts.model is not None:
+            self.drafts.model.take_cache([])
 
     def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of these tokens ``[R]``, or of all."""
@@ -266,10 +234,10 @@ class ModelRunner:
 
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
-        tell, drafts = self._processors is not None, self._drafts
-        sizes = seats, self._max_blocks, self._block_size
-        wants = {"tell_tokens": self._looks_back, "tell_past": self.drafter is not None and self.drafter.remembers}
-        return StepBuilder(*sizes, self._planner, tell_admitted=tell, drafts=drafts, **wants)
+        sizes, drafts = (seats, self._max_blocks, self._block_size), self.drafts
+        wants = {"tell_tokens": drafts.look_back, "tell_past": drafts.remember}
+        tell = self._processors is not None
+        return StepBuilder(*sizes, self._planner, tell_admitted=tell, drafts=drafts.most, **wants)
 
     def warm_up(self) -> WarmUp:
         """The steps that are run before the first request."""
@@ -280,8 +248,8 @@ class ModelRunner:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             padded=[scheduler.max_num_seqs + tokens for tokens in self._captured_tokens()],
-            drafts=self._drafts,
-            verified=self._verified,
+            drafts=self.drafts.most,
+            verified=self.drafts.verified,
         )
         work = Work(*self._rehearsed, self._warm_up_copies, self._may_share)
         return WarmUp(work, limits, self._regimes, self._device)
@@ -303,8 +271,8 @@ class ModelRunner:
             self._passing.warm_up()
         for copies in self._copies:
             copies.warm_up()
-            if self._tree is not None:
-                copies.move_slots(self._tree.no_moves())
+            if self.drafts.tree is not None:
+                copies.move_slots(self.drafts.tree.no_moves())
         if self.host is not None:
             self.host.warm_up()
 
@@ -332,9 +300,8 @@ class ModelRunner:
             self.warm_up().run()
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
-            limits = GraphLimits(
-                *(seats, self._captured_tokens(), self._max_blocks, self._block_size, self._drafts, self._verified)
-            )
+            drafts = self.drafts.most, self.drafts.verified
+            limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size, *drafts)
             rehearsal = partial(rehearsal_of, self._models)
             capture = GraphCapture(rehearsal, self._device, threads=self._team.size > 1)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
@@ -432,28 +399,8 @@ class ModelRunner:
         return launched if self._passing is None else self._passing.pass_on(launched)
 
     def _upload(self, step: Step) -> Batch:
-        rows = step.num_rows
-        if not step.segments.verify.sequences:
-            rows = padded(rows, self._sampled)
         bound = self._regimes.bound(step.segments, step.longest)
-        return upload_step(step, rows, self._block_size, self._device, bound)
-
-    def _outcome(self, launched: LaunchedStep) -> ComputedStep:
-        """What of a step's hidden states its tokens are drawn from, and what is made of the others."""
-        step, batch, hidden, tokens, drafted, narrowed, captured = launched
-        everything, verifies = hidden, step.segments.verify.sequences > 0
-        prompt_logprobs: Iterable[tuple[str, int, LogprobTensors]] = ()
-        if captured:
-            everything = hidden = hidden if verifies else hidden[: padded(step.num_rows, self._sampled)]
-        elif step.wants_all:
-            prompt_logprobs = self._drawing.prompt_logprobs(step, everything)
-            hidden = everything[batch.inputs.logit_rows]
-        elif not (narrowed or verifies or step.all_sampled):
-            hidden = everything[batch.inputs.logit_rows]
-        pooled: Sequence[PooledRows] = ()
-        if step.pooled and self._team.leads:
-            pooled = self._pooler.pool(step.pooled, hidden, everything if step.wants_all else None)
-        return ComputedStep(step, batch, hidden, tokens, drafted, prompt_logprobs, pooled)
+        return upload_step(step, self._drawing.rows_of(step), self._block_size, self._device, bound)
 
     @torch.inference_mode()
     def finish(self, launched: LaunchedStep, late: Restrictions = FREE) -> RunningStep:
@@ -464,37 +411,16 @@ class ModelRunner:
         """
         if self._passing is not None:
             launched = self._passing.take_back(launched)
-        computed = self._outcome(launched)
-        running, tokens = self._drawing.finish(computed, late)
+        running, tokens = self._drawing.finish(launched, late)
+        step, batch = launched.step, launched.batch
         if self._passing is None:
-            running.evidence = self._witness.of(computed.step, computed.batch, tokens)
+            running.evidence = self._witness.of(step, batch, tokens)
         else:
             running.evidence = self._passing.settle()
-        if self._tree is not None and computed.step.segments.verify.sequences:
-            self._settle(self._tree, computed)
-        if computed.step.tokens:
-            self._tell_tokens(computed.step.tokens)
+        self.drafts.settle(batch, step.num_rows, self._copies)
+        if step.tokens:
+            self.drafts.tell_tokens(step.tokens, self._seats)
         return running
-
-    def _settle(self, tree: DraftTree, computed: ComputedStep) -> None:
-        """Leave behind a verdict on trees what one on chains would have. Outside of captured steps, whose verdict may
-        not be the last one, and before anything reads or copies a block of these sequences."""
-        rows, metadata = computed.step.num_rows, computed.batch.metadata
-        moves = tree.moves(metadata.slot_mapping.view(metadata.segments.verify.sequences, -1)[:rows])
-        for copies in self._copies:
-            copies.move_slots(moves)
-        assert self._draft is not None  # it has drafted them
-        self._draft.settle(computed.batch, rows)
-
-    def _tell_tokens(self, new: Sequence[SeatTokens]) -> None:
-        """In one copy: each takes a block of pinned memory, and a step may admit hundreds of requests."""
-        past = [request.past for request in new if request.past is not None]
-        there = upload([*(request.token_ids for request in new), *past], self._device)
-        for request, tokens in zip(new, there, strict=False):
-            self._seats.tell_tokens(request.seat, tokens)
-        for output in there[len(new) :]:
-            assert self.drafter is not None  # it remembers them
-            self.drafter.remember(output)
 
     def _advance(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
         """:meth:`_forward` from the state of the seats that the step before has left; behind the first stage they are
@@ -502,19 +428,8 @@ class ModelRunner:
         if not self._pipe.first:
             return self._forward(batch, rows)
         self._seats.advance(batch)
-        count = batch.metadata.segments.verify.sequences
-        if self._tree is not None and count:
-            batch = self._tree.lay_out(batch)
-        if self.drafter is not None and count:
-            note_time(self._seats.times, end=False)
-            drafting = self._seats.draft_step(batch)
-            self.drafter.propose(drafting)
-            self._group.broadcast(drafting.drafts)  # also of a draft model whose last bits differ between GPUs
-            self._group.broadcast(drafting.ids)
-            note_time(self._seats.times, end=True)
-        if self._draft is None:
-            return self._forward(batch, rows)
-        return self._draft.advance(self._model, self._cache, batch, rows)
+        batch, draft = self.drafts.propose(batch, self._seats, self._group), self.drafts.model
+        return self._forward(batch, rows) if draft is None else draft.advance(self._model, self._cache, batch, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a graph holds of a step: of decodes alone all of it, from the last tokens to the next ones."""

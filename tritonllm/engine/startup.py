@@ -383,7 +383,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
         executor = ranks.lead(runner)
     assert config.cache.num_blocks is not None and config.model.max_model_len is not None
     limits = config.cache.num_blocks, config.model.max_model_len
-    drafting = drafting_of(config, runner.draft_cost)
+    drafting = drafting_of(config, runner.drafts.cost)
     tier, stages = tier_of(config, runner), team.pipe.stages
     scheduler = Scheduler(config.scheduler, config.cache, *limits, drafting, tier, stages)
     identity = checkpoint.read_config(folder), origin.limit, (dtype, config.cache.block_size, runner.block_bytes)
