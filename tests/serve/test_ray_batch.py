@@ -49,7 +49,7 @@ def test_an_engine_dies_and_no_request_is_lost(cluster, tmp_path, llm):
     write_requests(tmp_path / "in.jsonl")
     out = tmp_path / "out.jsonl"
     process = begin(cluster, tmp_path, 2)
-    eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 6, 120)
+    eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 6, 300)
     workers = actors("BatchEngine")
     assert len(workers) == 2
     os.kill(workers[0].pid, signal.SIGKILL)
