@@ -23,6 +23,13 @@ LONG = WIDTH * BLOCK
 REGIMES = Regimes(lambda sequences: 10 if sequences <= 4 else 0, LONG)
 
 
+def run(graphs, step, key):
+    """Load a step and replay its graph, as the runner does."""
+    captured = graphs.load(step, key)
+    captured.graph.replay()
+    return captured
+
+
 @pytest.mark.parametrize(("seats", "sizes"), [(1, [1]), (8, [8]), (9, [8, 9]), (256, [8, 64, 256])])
 def test_decode_sizes(seats, sizes):
     assert decode_sizes(seats, 1024) == sizes
@@ -195,7 +202,7 @@ def test_replays_of_decodes_equal_steps_without_graphs():
         assert (key.tokens, key.shared) == (0, blocks > 0)
         assert key.max_decode_len == (10 if step.longest <= 10 and key.decodes <= 4 else LONG)
         model.see(step)
-        captured = graphs.run(step, key)
+        captured = run(graphs, step, key)
         hidden, tokens = captured.hidden.clone(), captured.tokens.clone()
         metadata = captured.batch.metadata
         assert (metadata.cascade is not None) == (blocks > 0)
@@ -230,7 +237,7 @@ def test_replays_equal_steps_without_graphs(shared_graphs, lengths, chunks, fork
         assert key is None
         return
     model.see(step)
-    captured = graphs.run(step, key)
+    captured = run(graphs, step, key)
     wanted, (batch, padded) = captured.hidden.clone(), model.calls[-1]
     metadata = batch.metadata
     assert metadata.segments.decode == decodes(key.decodes) and metadata.segments.chunk.tokens == key.tokens
@@ -284,7 +291,7 @@ def test_replays_with_drafts_equal_steps_without_graphs():
         n, key = len(lengths), graphs.key_for(step)
         assert key == GraphKey({6: 6, 3: 4, 1: 1}[n], 0, LONG, drafts=2)
         model.see(step)
-        captured = graphs.run(step, key)
+        captured = run(graphs, step, key)
         hidden, tokens, batch = captured.hidden.clone(), captured.tokens.clone(), captured.batch
         assert hidden.isfinite().all() and len(hidden) == 3 * key.decodes
         assert batch.metadata.verify_starts.tolist() == list(range(0, 3 * key.decodes + 1, 3))
@@ -297,7 +304,7 @@ def test_replays_with_drafts_equal_steps_without_graphs():
         assert torch.equal(stored, eager.inputs.drafts)
         plain = step_of([4, -7, 3], seed=seed)
         model.see(plain)
-        hidden = graphs.run(plain, graphs.key_for(plain)).hidden[:3].clone()
+        hidden = run(graphs, plain, graphs.key_for(plain)).hidden[:3].clone()
         torch.testing.assert_close(hidden, eagerly(model, plain)[1])
 
 
@@ -343,7 +350,7 @@ def test_what_is_captured_when():
     for calls in (2, 1):  # the first time a capture; then replays
         before = len(model.calls)
         step = sharing(18, 4, list(range(18)))
-        graphs.run(step, graphs.key_for(step))
+        run(graphs, step, graphs.key_for(step))
         sizes = [(len(b.metadata.seq_lens), b.metadata.cascade is not None) for b, _ in model.calls[before:]]
         assert sizes == [(20, True)] * calls
 
@@ -359,11 +366,11 @@ def test_late_steps_have_graphs_of_their_own():
         key = graphs.key_for(step)
         assert (key.late, key.decodes, key.tokens, key.drafts) == (True, room, 0, 0)
         model.see(step)
-        late = graphs.run(step, key)
+        late = run(graphs, step, key)
         assert late.tokens is None
         hidden = late.hidden[:n].clone()
         model.see(plain)
-        expected = graphs.run(plain, graphs.key_for(plain)).hidden[:n]
+        expected = run(graphs, plain, graphs.key_for(plain)).hidden[:n]
         torch.testing.assert_close(hidden, expected, rtol=1e-6, atol=1e-6)  # 3 rows of 20 and of 4: other roundings
     assert len(graphs) == captured
     with_prompt = dataclasses.replace(step_of([3], [(0, 8)]), late=True)
@@ -373,13 +380,13 @@ def test_late_steps_have_graphs_of_their_own():
 def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):
     model = Model()
     graphs, steps = make_graphs(model), [sharing(5, 0, [], seed) for seed in (1, 2)]
-    graphs.run(steps[0], GraphKey(8, 0, LONG))
+    run(graphs, steps[0], GraphKey(8, 0, LONG))
     with monkeypatch.context() as patch:
         patch.setattr(module, "upload", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            graphs.run(steps[1], GraphKey(8, 0, LONG))
+            run(graphs, steps[1], GraphKey(8, 0, LONG))
     model.see(steps[1])
-    captured = graphs.run(steps[1], GraphKey(8, 0, LONG))
+    captured = run(graphs, steps[1], GraphKey(8, 0, LONG))
     torch.testing.assert_close(captured.hidden[:5], eagerly(model, steps[1])[1])
 
 
@@ -389,7 +396,7 @@ def test_tables_go_to_the_device_only_when_they_have_changed(monkeypatch):
     monkeypatch.setattr(module, "upload", lambda arrays, device: sent.append(len(arrays)) or upload(arrays, device))
     step, mixed = sharing(5, 0, []), step_of([3], [(0, 8)])
     for next_step, count in ((step, 1), (step, 1), (mixed, 2), (step, 3), (step, 3)):
-        graphs.run(next_step, graphs.key_for(next_step))
+        run(graphs, next_step, graphs.key_for(next_step))
         assert len(sent) == count
     model.see(step)
-    torch.testing.assert_close(graphs.run(step, graphs.key_for(step)).hidden[:5], eagerly(model, step)[1])
+    torch.testing.assert_close(run(graphs, step, graphs.key_for(step)).hidden[:5], eagerly(model, step)[1])
