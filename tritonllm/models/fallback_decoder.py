@@ -102,10 +102,12 @@ class TransformersDecoder(nn.Module):
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | Recording) -> torch.Tensor:
         """``[T, hidden]`` of all tokens; ``step`` is what attention gets."""
-        output = self.base(
+        return self._base_output(input_ids, positions, step).last_hidden_state[0]
+
+    def _base_output(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PagedStep | Recording) -> Any:
+        return self.base(
             input_ids=input_ids.long()[None], position_ids=positions[None], use_cache=False, paged_step=step
         )
-        return output.last_hidden_state[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32."""
@@ -129,7 +131,7 @@ class TransformersDecoder(nn.Module):
         ids = (torch.arange(2 * tokens, device=device) * 7 % spec.vocab_size).view(2, tokens)
         lm.set_attn_implementation(PROBE)
         recording = Recording()
-        self.run(ids[0], torch.arange(tokens, device=device), recording)
+        output = self._base_output(ids[0], torch.arange(tokens, device=device), recording)
         heads, head_size = common_shape(recording.calls, spec.num_layers)
         masks = {call.layer: call.mask for call in recording.calls}
         windows = {mask: mask.window(max_model_len, device) for mask in set(masks.values())}
@@ -141,7 +143,7 @@ class TransformersDecoder(nn.Module):
             raise ValueError(f"it has {expected.shape[-1]} logits for a vocabulary of {spec.vocab_size}")
 
         lm.set_attn_implementation(PAGED)
-        setattr(lm, lm.base_model_prefix, _Given())
+        setattr(lm, lm.base_model_prefix, _Given(type(output)))
         shape = (spec.num_layers, 2, 2, 16, heads, head_size)
         cache = [KVCacheView(*layer) for layer in torch.zeros(shape, dtype=self.dtype, device=device)]
         spans = (range(1), range(1, tokens - 1), range(tokens - 1, tokens))
@@ -205,26 +207,19 @@ def _probe_step(span: range, device: torch.device, decode: bool) -> tuple[torch.
     return positions.repeat(2), metadata
 
 
-@dataclasses.dataclass
-class _Output:
-    """A base model's output, of which only the hidden states are there."""
-
-    last_hidden_state: torch.Tensor
-    past_key_values: None = None
-    hidden_states: None = None
-    attentions: None = None
-    cross_attentions: None = None
-    router_logits: None = None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return (self.last_hidden_state,)[index]
-
-
 class _Given(nn.Module):
-    """Stands where the base model was, so that the language model's ``forward`` goes on from given hidden states."""
+    """Stands where the base model was, so that the language model's ``forward`` goes on from given hidden states.
 
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _Output:
-        return _Output(inputs_embeds)
+    ``output`` is the class that the base model returns. Its other fields are None, as they are in what a base model
+    returns that caches and collects nothing; their names are of the model and of the release of transformers.
+    """
+
+    def __init__(self, output: type) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> Any:
+        return self.output(last_hidden_state=inputs_embeds)
 
 
 def common_shape(calls: Sequence[LayerCall], num_layers: int) -> tuple[int, int]:
