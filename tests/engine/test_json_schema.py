@@ -1,11 +1,12 @@
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from support.schemas import SCHEMAS
 
 from tritonllm.engine.grammar import parse
-from tritonllm.engine.json_schema import unsupported
+from tritonllm.engine.json_schema import MOST_BRANCHES, MOST_DEPTH, MOST_GROUPS, malformed, unsupported
 from tritonllm.sampling_params import StructuredOutputsParams
 
 WRONG = {"not": {"type": "null"}}
@@ -13,7 +14,7 @@ WRONG = {"not": {"type": "null"}}
 
 @given(SCHEMAS)
 def test_ordinary_schemas_are_taken(schema):
-    assert unsupported(schema) is None
+    assert malformed(schema) is None and unsupported(schema) is None
     assert parse(StructuredOutputsParams(json=schema)) is not None
 
 
@@ -57,3 +58,76 @@ def test_deep_nesting_is_no_recursion():
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
     assert unsupported(schema) == "'not'"
+
+
+WRONG_VALUES = [None, True, 0, 1.5, "", "x", [], [None], ["x"], [1], {}, {"a": 1}, {"a": None}, [{}], [{"type": "x"}]]
+KEYWORDS = (
+    *(
+        "properties",
+        "required",
+        "enum",
+        "const",
+        "anyOf",
+        "allOf",
+        "oneOf",
+        "items",
+        "prefixItems",
+        "pattern",
+        "format",
+    ),
+    *("additionalProperties", "patternProperties", "propertyNames", "minItems", "maxLength", "minimum", "multipleOf"),
+    *("$ref", "$defs", "type", "description"),
+)
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_wrong_value_of_a_keyword_is_an_error_and_no_crash(keyword):
+    """Strangers send these to servers."""
+    for value in WRONG_VALUES:
+        for kind in ({"type": "object"}, {"type": "string"}, {}):
+            for schema in (kind | {keyword: value}, {"type": "array", "items": kind | {keyword: value}}):
+                try:
+                    parse(StructuredOutputsParams(json=schema))
+                except ValueError as error:
+                    assert str(error).startswith("structured_outputs: json ")
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ([], "it must be an object, got \\[\\]"),
+        ({"type": "object", "properties": None}, "'properties' must be an object, got None"),
+        ({"type": "object", "properties": {"a": {"type": "object", "required": [1]}}}, "'required' must be a list of"),
+        ({"type": "object", "required": "a"}, "'required' must be a list of strings, got 'a'"),
+        ({"allOf": 3}, "'allOf' must be a list of schemas, got 3"),
+        ({"anyOf": []}, "'anyOf' must be a list of schemas, got"),
+        ({"type": "string", "format": ["date"]}, "'format' must be a string"),
+    ],
+)
+def test_what_is_malformed_is_named(schema, message):
+    with pytest.raises(ValueError, match=f"^structured_outputs: json is not a JSON schema .*: {message}"):
+        parse(StructuredOutputsParams(json=json.dumps(schema)))
+
+
+def chain(length):
+    names = [f"a{i}" for i in range(length)]
+    definitions = {name: {"$ref": f"#/$defs/{following}"} for name, following in pairwise(names)}
+    return {"$ref": "#/$defs/a0", "$defs": definitions | {names[-1]: {"type": "string"}}}
+
+
+def test_what_would_overflow_the_stack_of_native_code_is_refused():
+    deep = {"type": "string"}
+    for _ in range(MOST_DEPTH + 1):
+        deep = {"type": "object", "properties": {"a": deep}}
+    groups = "(" * (MOST_GROUPS + 1) + "a" + ")" * (MOST_GROUPS + 1)
+    too_large = {
+        f"more than {MOST_DEPTH} deep": deep,
+        f"more than {MOST_BRANCHES} schemas": chain(20_000),
+        f"more than {MOST_GROUPS} groups": {"type": "string", "pattern": groups},
+    }
+    for message, schema in too_large.items():
+        with pytest.raises(ValueError, match=message):
+            parse(StructuredOutputsParams(json=json.dumps(schema)))
+    allowed = [deep["properties"]["a"], chain(MOST_BRANCHES - 2), {"type": "string", "pattern": groups[1:-1]}]
+    for schema in allowed:
+        assert parse(StructuredOutputsParams(json=json.dumps(schema))) is not None

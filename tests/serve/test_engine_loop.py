@@ -87,6 +87,24 @@ def test_what_the_engine_refuses_ends_that_request_only():
     assert last_of(socket.updates(), "good").finished
 
 
+def test_a_fault_while_a_request_is_taken_ends_that_request_only(monkeypatch):
+    engine = tiny_llm().engine
+    take = engine.inputs.take_params
+
+    def broken(params):
+        if params.max_tokens == 3:
+            raise TypeError("a fault of ours")
+        return take(params)
+
+    monkeypatch.setattr(engine.inputs, "take_params", broken)
+    socket = Socket((MINE, add("a")), None, (MINE, add("bad", 3)), (MINE, add("b", 4)))
+    EngineLoop(engine, socket).run()
+    (bad,) = [update for update in socket.updates() if update.request_id == "bad"]
+    assert bad.finished and bad.error == "TypeError: a fault of ours"
+    assert [last_of(socket.updates(), one).outputs[0].finish_reason for one in "ab"] == ["length", "length"]
+    assert everything_is_free(engine)
+
+
 def failing(engine, monkeypatch, errors):
     """The engine, whose next launches raise these; ``None`` lets one through."""
     launch, coming = engine._runner.launch, deque(errors)

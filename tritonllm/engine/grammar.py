@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
-from tritonllm.engine.json_schema import unsupported
+from tritonllm.engine.json_schema import malformed, unsupported
 from tritonllm.sampling_params import StructuredOutputsParams
 
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
@@ -72,6 +72,9 @@ def _parse_schema(grammar: Any, wish: StructuredOutputsParams) -> Any:
         schema = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"structured_outputs: json is not a JSON schema: {error}") from error
+    wrong = malformed(schema)
+    if wrong is not None:
+        raise ValueError(f"structured_outputs: json is not a JSON schema that can be followed: {wrong}")
     ignored = unsupported(schema)
     if ignored is not None:
         raise ValueError(f"structured_outputs: json has {ignored}, which a grammar cannot keep an output to: drop it")
@@ -113,7 +116,10 @@ class Grammars:
         Raises:
             ValueError: see :func:`parse`.
         """
-        key = wish.key
+        try:
+            key = wish.key
+        except RecursionError as error:
+            raise ValueError("structured_outputs: json is not a JSON schema: it is nested too deep") from error
         found = self._kept.get(key)
         if found is None or (found.done() and found.exception() is not None):
             grammar, compiler = parse(wish), self._compiler

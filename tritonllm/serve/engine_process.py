@@ -315,6 +315,12 @@ class EngineLoop:
             refused = Update(message.request_id, [], True, refused=str(error), asleep=isinstance(error, AsleepError))
             self._socket.send_multipart([client, self._encode(News([refused], stats_of(self._engine)))])
             return []
+        except Exception as error:  # what one request brings out must not end the others'
+            logger.exception("request %s could not be taken", message.request_id)
+            self._engine.abort_request(message.request_id)
+            failed = Update(message.request_id, [], True, error=f"{type(error).__name__}: {error}")
+            self._socket.send_multipart([client, self._encode(News([failed], stats_of(self._engine)))])
+            return []
         self._owner[message.request_id] = client
         return []
 
