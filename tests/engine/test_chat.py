@@ -32,6 +32,15 @@ def test_variables_reach_the_template(tokenizer):
     )
 
 
+def test_a_template_that_joins_texts_may_be_given_none(tokenizer):
+    """The message of a client that says nothing but a call; other templates see what there is."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    joins = "{% for m in messages %}{{ '<' + m.role + ':' + m.content + '>' }}{% endfor %}"
+    for message in (call, {key: value for key, value in call.items() if key != "content"}):
+        assert text(tokenizer, USER, message, template=joins) == "<user:the cat><assistant:>"
+        assert text(tokenizer, message, template="{{ messages[0].content is string }}") == "False"
+
+
 def test_the_last_message_is_continued(tokenizer):
     last = {"role": "assistant", "content": "It is"}
     options = {"add_generation_prompt": False, "continue_final_message": True}
@@ -75,6 +84,8 @@ def test_arguments_of_a_call_are_decoded(tokenizer):
         (USER, {"chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict"),
         (USER, {"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ({"content": "a"}, {}, "messages must be dicts"),
+        ({"role": 3, "content": "a"}, {}, r"messages\[0\]\['role'\] must be a string, got 3"),
+        ({"role": "assistant", "tool_calls": True}, {}, r"messages\[0\]\['tool_calls'\] must be a list of calls"),
     ],
 )
 def test_errors(tokenizer, message, options, complaint):

@@ -12,6 +12,7 @@ from support.server import MODEL, ROOT, eventually, running_server
 
 STORY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 4, "temperature": 0}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
 JSON = {"Content-Type": "application/json"}
 
 
@@ -40,18 +41,24 @@ def error_of(response):
         ("completions", {**STORY, "logit_bias": {"x": 1.0}}, "logit_bias"),
         ("completions", {**STORY, "logit_bias": {str(i): 1.0 for i in range(1500)}}, "1024"),
         ("completions", {**STORY, "priority": 3}, "priority"),
-        ("completions", {**STORY, "priority": -(2**63) - 1}, "64 bits"),
+        ("completions", {**STORY, "priority": -(2**63) - 1}, "priority: Input should be greater"),
+        ("completions", {**STORY, "max_tokens": 10**30}, "max_tokens: Input should be less"),
         ("completions", {**STORY, "temprature": 1}, "unknown field 'temprature'"),
         ("completions", {**STORY, "\ud800": 1}, "unicode string"),
         ("completions", {**STORY, "response_format": {"type": "xml"}}, "response_format"),
         ("completions", {**STORY, "structured_outputs": {"jason": "{}"}}, "structured_outputs"),
         ("completions", {**STORY, "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ("completions", {**STORY, "structured_outputs": {}}, "structured_outputs: give exactly one of"),
+        ("completions", {**STORY, "structured_outputs": {"json": {"type": "object", "required": 3}}}, "'required'"),
         ("completions", {**STORY, "stream_options": {"usage": True}}, "unknown field 'stream_options.usage'"),
         ("completions", {"model": MODEL}, "prompt: Field required"),
         ("chat/completions", {"model": MODEL, "messages": []}, "messages"),
         ("chat/completions", {"model": MODEL, "messages": [{"content": "x"}]}, "role"),
         ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\udfff"}]}, "Unicode"),
         ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": 5}]}, "content"),
+        ("chat/completions", {"model": MODEL, "messages": [{"role": 5, "content": ""}]}, "messages[0]['role']"),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 0}, "max_completion_tokens: "),
+        ("responses", {"model": MODEL, "input": "x", "max_output_tokens": -1}, "max_output_tokens: "),
         (
             "chat/completions",
             {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"},
@@ -70,6 +77,83 @@ def test_a_bad_body_is_400_and_names_the_fault(server, path, body, message, stre
     response = server.client.post(f"/v1/{path}", content=text, headers=JSON)
     assert response.status_code == 400, response.text
     assert message in error_of(response)["message"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "enum": [1, 2]}, "b": {"type": "array", "items": {"$ref": "#/$defs/x"}}},
+    "required": ["a"],
+    "$defs": {"x": {"type": "string", "maxLength": 3}},
+}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"name": "f", "description": "d", "parameters": SCHEMA}
+SAID = [
+    {"role": "system", "content": [{"type": "text", "text": "s"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "t"},
+    {"role": "tool", "tool_call_id": "1", "content": "r"},
+]
+ITEMS = [
+    {"role": "system", "content": "s"},
+    {"role": "developer", "content": [{"type": "input_text", "text": "d"}]},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "x"},
+]
+BLOCKS = [
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "z"}]}],
+    },
+]
+FORM = {"type": "json_schema", "schema": SCHEMA}
+RICH = {  # what has as many places as can be for a wrong value
+    "/v1/chat/completions": [
+        {"messages": SAID, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
+        {"messages": SAID[:1], "response_format": {"type": "json_schema", "json_schema": {"name": "n", **FORM}}},
+    ],
+    "/v1/responses": [
+        {"input": ITEMS, "tools": [{"type": "function", **TOOL}], "tool_choice": {"type": "function", "name": "f"}},
+        {"input": "x", "reasoning": {"effort": "low"}, "text": {"format": {"name": "n", **FORM}}},
+    ],
+    "/v1/messages/count_tokens": [
+        {
+            "messages": BLOCKS,
+            "system": [{"type": "text", "text": "s"}],
+            "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "tool", "name": "f"},
+            "thinking": {"type": "enabled", "budget_tokens": 9},
+        },
+    ],
+    "/v1/messages": [{"messages": BLOCKS, "max_tokens": 1, "output_config": {"effort": "low", "format": FORM}}],
+}
+
+
+def places(value, path=()):
+    """The keys that lead to each value within."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield (*path, key)
+        yield from places(one, (*path, key))
+
+
+@pytest.mark.parametrize(("path", "number"), [(path, i) for path, bodies in RICH.items() for i in range(len(bodies))])
+def test_no_wrong_value_anywhere_is_our_fault(server, path, number):
+    """Each place of a body, with a value of each kind: an answer or a complaint, and the server goes on."""
+    limit = {"/v1/responses": {"max_output_tokens": 1}, "/v1/chat/completions": {"max_tokens": 1}}.get(path, {})
+    body = {"model": MODEL, **limit, **RICH[path][number]}
+    assert server.client.post(path, json=body).status_code == 200
+    for place in places(RICH[path][number]):
+        for value in (None, True, 7, "\ud800", [7], {"type": ["x"]}):
+            changed = json.loads(json.dumps(body))
+            within = changed
+            for key in place[:-1]:
+                within = within[key]
+            within[place[-1]] = value
+            response = server.client.post(path, content=json.dumps(changed), headers=JSON)
+            assert response.status_code in (200, 400), (place, value, response.text)
+            assert response.status_code == 200 or response.json()["error"]["message"]
+    assert server.client.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 90_000, b"null", b'"text"', b"[]", b"\x00"])
@@ -135,7 +219,9 @@ def test_tokenize_and_detokenize(server, llm):
     answer = server.client.post("/tokenize", json={"messages": messages}).json()
     assert answer["tokens"] == llm.render_chat(messages)["prompt_token_ids"]
     assert server.client.post("/tokenize", json={"prompt": text, "messages": messages}).status_code == 400
-    assert server.client.post("/detokenize", json={"tokens": [-1]}).status_code == 400
+    assert "tokens must be" in error_of(server.client.post("/detokenize", json={"tokens": [-1]}))["message"]
+    wrong = server.client.post("/tokenize", json={"messages": messages, "tools": [{}]})
+    assert error_of(wrong)["message"].startswith("tools[0] must be")
 
 
 def test_status_pages(server):

@@ -114,6 +114,10 @@ def test_items_become_messages(client, tools_server):
     ]
     expected = tools_server.client.post("/tokenize", json={"messages": messages}).json()["count"]
     items = [{"role": "developer", "content": "Be kind."}, *items]
+    parts = [{"role": "system", "content": [{"type": "input_text", "text": "Be"}]}, {"role": "system", "content": "it"}]
+    cost = client.responses.create(model=MODEL, input=[*parts, *MESSAGES], max_output_tokens=1).usage.input_tokens
+    same = [{"role": "system", "content": "Be"}, {"role": "system", "content": "it"}, *MESSAGES]
+    assert cost == tools_server.client.post("/tokenize", json={"messages": same}).json()["count"]
     reply = client.responses.create(model=MODEL, instructions="Be brief.", input=items, max_output_tokens=1)
     assert reply.usage.input_tokens == expected
 

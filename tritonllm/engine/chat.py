@@ -81,7 +81,14 @@ def render(tokenizer: Any, conversation: Sequence[Message], options: ChatOptions
     if options.chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("the model's tokenizer has no chat template: pass chat_template, or use generate")
     messages = [_plain(index, message) for index, message in enumerate(conversation)]
-    text = render_template(tokenizer, messages, **options.variables())
+    try:
+        text = render_template(tokenizer, messages, **options.variables())
+    except ValueError:
+        filled = [{**message, "content": message.get("content") or ""} for message in messages]
+        if filled == messages:
+            raise
+        # simple templates join texts, but an assistant that calls a tool says nothing
+        text = render_template(tokenizer, filled, **options.variables())
     check_text("messages", text)
     # the template writes the special tokens itself
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
@@ -90,6 +97,8 @@ def render(tokenizer: Any, conversation: Sequence[Message], options: ChatOptions
 def _plain(index: int, message: Message) -> dict[str, Any]:
     """The message as templates expect it: content is text, and what a tool is called with a dict."""
     plain = dict(message)
+    if not isinstance(message["role"], str):
+        raise ValueError(f"messages[{index}]['role'] must be a string, got {message['role']!r}")
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         plain["content"] = "\n".join(_text(f"messages[{index}]", part) for part in content)
@@ -101,6 +110,9 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
     if message.get("tool_calls"):
         if thought is not None and not message.get("content"):
             plain["thinking"] = thought  # gpt-oss's template
+        if not isinstance(message["tool_calls"], list | tuple):
+            given = type(message["tool_calls"]).__name__
+            raise ValueError(f"messages[{index}]['tool_calls'] must be a list of calls, got {given}")
         plain["tool_calls"] = [_call(f"messages[{index}]", call) for call in message["tool_calls"]]
     return plain
 

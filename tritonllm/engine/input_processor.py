@@ -156,13 +156,13 @@ class InputProcessor:
             pair["token_type_ids"] = encoded["token_type_ids"]
         return pair
 
-    def check_ids(self, ids: list[int]) -> None:
+    def check_ids(self, ids: list[int], name: str = "prompt_token_ids") -> None:
         """Raises:
         ValueError: one is not of the vocabulary.
         """
         if ids and not _all_below(ids, self.vocab_size):
             wrong = next(i for i in ids if not _all_below([i], self.vocab_size))
-            raise ValueError(f"prompt_token_ids must be integers from 0 to {self.vocab_size - 1}, got {wrong!r}")
+            raise ValueError(f"{name} must be integers from 0 to {self.vocab_size - 1}, got {wrong!r}")
 
     @staticmethod
     def _split_types(prompt: Mapping[str, Any]) -> tuple[Prompt, list[int]]:

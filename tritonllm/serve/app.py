@@ -177,5 +177,5 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
         tokenizer = require_tokenizer()
-        llm.inputs.check_ids(body.tokens)
+        llm.inputs.check_ids(body.tokens, "tokens")
         return JSONResponse({"prompt": await llm.in_tokenizer_thread(tokenizer.decode, body.tokens)})

@@ -11,7 +11,7 @@ from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
 from tritonllm.serve.beam_search import with_logprobs
 from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, Content, Piece, Reader, Reasoning, read
-from tritonllm.serve.protocol import ChatRequest, TokenizeRequest
+from tritonllm.serve.protocol import ChatRequest, TokenizeRequest, chat_request
 from tritonllm.serve.replies import Usage, chat_logprobs, ending, event, now, prompt_logprobs, transfer
 from tritonllm.serve.turn import Turn, prepare
 
@@ -169,12 +169,7 @@ def _first(body: ChatRequest, output: RequestOutput) -> list[dict[str, Any]]:
 async def tokens_of_chat(service: Service, body: TokenizeRequest) -> list[int]:
     """Token ids of a conversation's prompt."""
     assert body.messages is not None
-    chat_body = ChatRequest(
-        messages=body.messages,
-        tools=body.tools,
-        chat_template_kwargs=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )
+    same = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+    chat_body = chat_request({name: getattr(body, name) for name in same})
     prompt: Any = await service.llm.render_chat(body.messages, chat_body.options(service.config.chat_template, False))
     return prompt["prompt_token_ids"]

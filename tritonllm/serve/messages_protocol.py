@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tritonllm.serve.protocol import Body, ChatRequest, chat_request
+from tritonllm.serve.protocol import Body, ChatRequest, Word, chat_request
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKING = ("enabled", "adaptive", "disabled")
@@ -62,7 +62,7 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest):
     """``POST /v1/messages``."""
 
-    max_tokens: int
+    max_tokens: Word
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -88,6 +88,8 @@ class MessagesRequest(CountRequest):
         fields["include_reasoning"] = self.thinks
         form = (self.output_config or {}).get("format")
         if form is not None:
+            if not isinstance(form, Mapping):
+                raise ValueError(f"output_config.format must be an object, got {form!r}")
             fields["response_format"] = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
         most = (self.thinking or {}).get("budget_tokens")
         if most is not None and budget and self.thinks and form is None and self.structured_outputs is None:
@@ -108,7 +110,7 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
     if kind == "tool":
         chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in CHOICES:
+    elif isinstance(kind, str) and kind in CHOICES:
         chosen = CHOICES[kind]
     else:
         raise ValueError(f"tool_choice.type must be auto, any, tool or none, got {kind!r}")
@@ -142,6 +144,8 @@ def messages_of(
 def _text(where: str, content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise ValueError(f"{where} must be text or a list of blocks, got {content!r}")
     texts = []
     for block in content:
         if block.get("type") != "text" or not isinstance(block.get("text"), str):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -33,6 +33,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
+Word = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the message to the engine holds
+TokenCount = Annotated[int, Field(ge=1, lt=2**63)]
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
@@ -70,7 +72,10 @@ def _structured(given: dict[str, Any]) -> StructuredOutputsParams:
     known = [field.name for field in fields(StructuredOutputsParams)]
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"structured_outputs must have some of {', '.join(known)}, got {unknown[0]!r}")
-    return StructuredOutputsParams(**given)
+    try:
+        return StructuredOutputsParams(**given)
+    except ValueError as error:
+        raise ValueError(f"structured_outputs: {error}") from error
 
 
 class StreamOptions(Body):
@@ -84,7 +89,7 @@ class SamplingBody(Body):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: Word | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_N)
     temperature: float | None = None
     top_p: float | None = None
@@ -112,7 +117,7 @@ class SamplingBody(Body):
     use_beam_search: bool | None = False
     length_penalty: float | None = None
     return_token_ids: bool | None = None
-    priority: int = 0
+    priority: Word = 0
     cache_salt: str | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     kv_transfer_params: dict[str, Any] | None = None
@@ -196,7 +201,7 @@ class CompletionRequest(SamplingBody):
     """``POST /v1/completions``."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = 16
+    max_tokens: Word | None = 16
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = False
     add_special_tokens: bool = True
@@ -222,7 +227,7 @@ class ChatRequest(SamplingBody):
     """``POST /v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
@@ -259,6 +264,9 @@ class ChatRequest(SamplingBody):
                 )
             if not isinstance(function.get("name"), str) or not function["name"]:
                 raise ValueError(f"tools[{index}]: function.name must be a string that is not empty")
+            if not isinstance(function.get("parameters"), dict | None):
+                given = type(function["parameters"]).__name__
+                raise ValueError(f"tools[{index}]: function.parameters must be a JSON schema, an object, got {given}")
             functions[function["name"]] = function
         if self.forced and not functions:
             raise ValueError("tool_choice asks for a call, but there are no tools: add tools, or leave it out")

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tritonllm.serve.protocol import Body, ChatRequest, chat_request
+from tritonllm.serve.protocol import Body, ChatRequest, TokenCount, Word, chat_request
 
 STATELESS = "this server keeps no responses: send the whole conversation in input"
 SAME = (  # in chat completions
@@ -20,7 +20,7 @@ class ResponsesRequest(Body):
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: TokenCount | None = None
     temperature: float | None = None
     top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
@@ -47,7 +47,7 @@ class ResponsesRequest(Body):
     ignore_eos: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int = 0
+    priority: Word = 0
     cache_salt: str | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
@@ -128,8 +128,7 @@ def messages_of(instructions: str | None, given: str | list[dict[str, Any]]) -> 
         if kind == "message":
             _add_message(messages, index, item)
         elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            _assistant(messages)["reasoning_content"] = "\n".join(str(part.get("text", "")) for part in parts)
+            _assistant(messages)["reasoning_content"] = _thought(index, item)
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -143,6 +142,13 @@ def messages_of(instructions: str | None, given: str | list[dict[str, Any]]) -> 
     return messages
 
 
+def _thought(index: int, item: Mapping[str, Any]) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        raise ValueError(f"input[{index}]: the content of a reasoning item must be a list of parts, got {parts!r}")
+    return "\n".join(str(part.get("text", "")) for part in parts)
+
+
 def _add_message(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) -> None:
     role, content = item.get("role"), item.get("content")
     if not isinstance(role, str):
@@ -151,10 +157,19 @@ def _add_message(messages: list[dict[str, Any]], index: int, item: Mapping[str, 
         role = "system"
     if role == "assistant":
         _assistant(messages)["content"] = content
-    elif role == "system" and messages and messages[-1]["role"] == "system" and isinstance(content, str):
+    elif (
+        role == "system"
+        and messages
+        and messages[-1]["role"] == "system"
+        and _are_text(messages[-1]["content"], content)
+    ):
         messages[-1]["content"] += f"\n\n{content}"
     else:
         messages.append({"role": role, "content": content})
+
+
+def _are_text(*contents: Any) -> bool:
+    return all(isinstance(content, str) for content in contents)
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -122,7 +122,10 @@ def _list_of_calls(functions: Mapping[str, Schema], most: int | None) -> dict[st
     for name, function in functions.items():
         parameters = dict(function.get("parameters") or _ANYTHING)
         for key, known in definitions.items():  # references begin at the root, so the definitions must be there
-            for own, schema in parameters.pop(key, {}).items():
+            own_definitions = parameters.pop(key, {})
+            if not isinstance(own_definitions, dict):
+                raise ValueError(f"tools: {key} in the parameters of {name!r} must be an object")
+            for own, schema in own_definitions.items():
                 if known.setdefault(own, schema) != schema:
                     raise ValueError(f"tools: two functions have different schemas {key}/{own}: rename one of them")
         call = {
