@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from tritonllm.vllm_arguments import SAMPLING_DEFAULTS, VllmSampling, is_neutral, refuse
@@ -14,6 +15,11 @@ MAX_LOGPROBS = 1024
 ALL = -1  # as a number of log-probabilities: those of the whole vocabulary
 MAX_N = 16384
 _NEUTRAL_NAMES = {name for name, _ in SAMPLING_DEFAULTS}
+_NUMBERS = (
+    *("n", "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+    "thinking_token_budget",
+)
 INT32_MAX = 2**31 - 1  # the largest number that the kernels' parameters hold
 
 
@@ -34,6 +40,15 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         limits = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be an integer {limits}, got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers, and others that register as numbers, as Python's own; anything else as it is."""
+    if isinstance(value, bool) or type(value) in (int, float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def _plain_bias(token: Any, bias: Any) -> tuple[Any, Any]:
@@ -219,6 +234,8 @@ class SamplingParams(VllmSampling):
     extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            setattr(self, name, _plain(getattr(self, name)))
         _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 1e6, "a number of at least 0")
         _integer("top_k", self.top_k, -1, INT32_MAX)
@@ -310,12 +327,15 @@ class SamplingParams(VllmSampling):
             raise ValueError(f"bad_words must be strings, none of them empty, got {self.bad_words!r}")
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
+            if ids is not None or name == "stop_token_ids":
+                ids = [_plain(i) for i in (() if ids is None else ids)]
+                setattr(self, name, ids)
             for i in ids or ():
                 _integer(f"{name} entries", i, 0)
-            if ids is not None or name == "stop_token_ids":
-                setattr(self, name, list(ids or ()))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty; leave it out to allow all tokens")
+        if self.logit_bias:
+            self.logit_bias = {_plain(token): _plain(bias) for token, bias in self.logit_bias.items()}
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias keys", token, 0)
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0, "in [-100, 100]")

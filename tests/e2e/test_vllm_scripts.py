@@ -148,6 +148,7 @@ def test_token_prompts(llm):
         TokensPrompt(prompt_token_ids=token_ids),
         inputs.TokensPrompt(prompt_token_ids=array),
         {"prompt_token_ids": torch.tensor(token_ids, dtype=torch.int32)},
+        {"prompt": PROMPTS[1], "multi_modal_data": None, "mm_processor_kwargs": {}},
         array.astype(np.uint16),
         list(array),
     ]
@@ -158,6 +159,8 @@ def test_token_prompts(llm):
     for one in (array, torch.tensor(token_ids), list(array)):
         (output,) = llm.generate(one, greedy(), use_tqdm=False)
         assert output.prompt_token_ids == token_ids and type(output.prompt_token_ids[0]) is int
+    with pytest.raises(ValueError, match=r"got a dict with .*multi_modal_data"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": "x"}}, greedy(), use_tqdm=False)
     with pytest.raises(ValueError, match="one dimension"):
         llm.generate([np.zeros((2, 2), dtype=np.int64)], greedy())
     with pytest.raises(ValueError, match="must be integers"):

@@ -5,6 +5,9 @@ from transformers import AutoTokenizer
 from tritonllm.engine.chat import ChatOptions, render
 
 USER = {"role": "user", "content": "the cat"}
+DEEP: list = []
+for _ in range(5000):
+    DEEP = [DEEP]
 SHOW = (
     "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
     "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}{% if enable_thinking is false %}<think/>{% endif %}"
@@ -84,6 +87,8 @@ def test_arguments_of_a_call_are_decoded(tokenizer):
         (USER, {"chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict"),
         (USER, {"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ({"content": "a"}, {}, "messages must be dicts"),
+        ({"role": "user", "content": "a", "more": DEEP}, {}, "nested too deep"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 90_000}}]}, {}, "not valid JSON"),
         ({"role": 3, "content": "a"}, {}, r"messages\[0\]\['role'\] must be a string, got 3"),
         ({"role": "assistant", "tool_calls": True}, {}, r"messages\[0\]\['tool_calls'\] must be a list of calls"),
     ],

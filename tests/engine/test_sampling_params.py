@@ -1,8 +1,11 @@
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.sampling_params import MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
+from tritonllm.serve.messages import pack_params
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -242,3 +245,24 @@ def test_repetition_detection_may_be_a_dict_and_off():
     params = SamplingParams(repetition_detection={"max_pattern_size": 2, "min_count": 3})
     assert params.repetition_detection == RepetitionDetectionParams(max_pattern_size=2, min_count=3)
     assert not RepetitionDetectionParams().found([1, 1, 1, 1], 4)
+
+
+def test_numbers_of_numpy_become_pythons():
+    """A seed is often drawn, and a temperature taken from a range; another process gets both as messages."""
+    params = SamplingParams(
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.25),
+        seed=np.int64(3),
+        max_tokens=np.int32(5),
+        stop_token_ids=np.array([1, 2]),
+        allowed_token_ids=np.array([3, 4]),
+        logit_bias={np.int64(3): np.float32(1.5)},
+    )
+    numbers = [params.n, params.temperature, params.top_p, params.seed, params.max_tokens]
+    assert numbers == [2, 0.5, 0.25, 3, 5] and [type(one) for one in numbers] == [int, float, float, int, int]
+    assert (params.stop_token_ids, params.allowed_token_ids, params.logit_bias) == ([1, 2], [3, 4], {3: 1.5})
+    assert msgspec.msgpack.encode(pack_params(params))
+    for name in ("n", "max_tokens", "seed", "top_k"):
+        with pytest.raises(ValueError, match=f"{name} must be an integer"):
+            SamplingParams(**{name: np.float64(2.5)})

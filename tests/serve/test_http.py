@@ -156,6 +156,26 @@ def test_no_wrong_value_anywhere_is_our_fault(server, path, number):
     assert server.client.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("depth", [400, 900, 5000])
+def test_deep_nesting_is_400(server, depth):
+    """Where the parser of JSON lets it through, templates, grammars and messages to the engine must not break."""
+    deep, objects = "[" * depth + "]" * depth, '{"items":' * depth + "{}" + "}" * depth
+    ask = '"messages": [{"role": "user", "content": "x"}], "max_tokens": 1'
+    tools = f'"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {objects}}}}}]'
+    for path, body in (
+        ("/v1/chat/completions", f"{{{ask}, {tools}}}"),
+        ("/v1/chat/completions", f'{{{ask}, {tools}, "tool_choice": "required"}}'),
+        ("/v1/chat/completions", f'{{"messages": [{{"role": "user", "content": "x", "more": {deep}}}]}}'),
+        ("/v1/chat/completions", f'{{{ask}, "structured_outputs": {{"json": {objects}}}}}'),
+        ("/v1/responses", f'{{"input": [{{"role": "user", "content": {deep}}}]}}'),
+        ("/v1/messages", f'{{"model": "{MODEL}", {ask}, "output_config": {{"format": {objects}}}}}'),
+        ("/tokenize", f'{{"messages": [{{"role": "user", "content": "x", "more": {deep}}}]}}'),
+    ):
+        response = server.client.post(path, content=body, headers=JSON)
+        assert response.status_code == 400 or (response.status_code == 200 and depth == 400), (body[:99], response.text)
+    assert server.client.get("/health").status_code == 200
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 90_000, b"null", b'"text"', b"[]", b"\x00"])
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_no_object_is_400(server, path, body):

@@ -136,6 +136,6 @@ def _call(where: str, call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} calls a tool with arguments that are not valid JSON: {error}") from error
     return {**call, "function": {**function, "arguments": arguments}}

@@ -26,6 +26,9 @@ class TokenizedPrompt:
     token_types: list[int] | None = None  # as many
 
 
+NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")  # vLLM's; they may be there, and empty
+
+
 def derive_seed(seed: int, index: int) -> int:
     """A seed for the ``index``-th member of a family, unlike its neighbours' (splitmix64, Steele et al. 2014)."""
     mask = (1 << 64) - 1
@@ -178,6 +181,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             parts: dict[str, Any] = dict(prompt)
             text, ids, salt = (parts.pop(key, None) for key in ("prompt", "prompt_token_ids", "cache_salt"))
+            parts = {key: value for key, value in parts.items() if value or key not in NO_MEDIA}
             if parts or (text is None and ids is None):
                 raise ValueError(f"prompt must be {KNOWN_FORMS}, got a dict with {sorted(prompt)}")
             if text is not None and not isinstance(text, str):

@@ -43,6 +43,8 @@ def render_template(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], *
         return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     except TemplateSyntaxError as error:
         raise ValueError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
+    except RecursionError as error:
+        raise ValueError("the chat template cannot render these messages: they are nested too deep") from error
     # a template is a program: what it does with a message that it does not expect can be any of these
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"the chat template cannot render these messages: {error}") from error

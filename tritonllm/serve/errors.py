@@ -45,6 +45,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(503, str(error), code="failed")
     if isinstance(error, ValueError):
         return APIError(400, str(error))
+    if isinstance(error, RecursionError):  # only what a request brings is nested as deep as that
+        return APIError(400, "a field of the request is nested too deep")
     return APIError(500, "the server failed to answer this request", code="internal_error")
 
 
@@ -93,6 +95,8 @@ def validation_error(error: RequestValidationError) -> APIError:
     """The first thing that pydantic found wrong with a body, with the field's name."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "function-")))
+    if first["type"] == "missing" and not place:
+        return APIError(400, "the body is missing: send a JSON object")
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if first["type"] == "extra_forbidden":
