@@ -120,6 +120,28 @@ def test_no_tokenizer(folder):
     assert LLM(str(folder), skip_tokenizer_init=True).get_tokenizer() is None
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "null"),
+        ("tokenizer_config.json", '{"extra_special_tokens": 7}'),
+    ],
+)
+def test_a_damaged_tokenizer(folder, file, text):
+    (folder / file).write_text(text)
+    refuse(folder, r"tokenizer: none could be loaded from .*skip_tokenizer_init=True")
+
+
+def test_a_tokenizer_that_the_tokenizers_package_refuses(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "decoder": {"type": "x"}}))
+    refuse(folder, r"tokenizer: none could be loaded from .*Decoder")
+
+
 def test_dtype_that_the_device_lacks():
     half, brain = torch.float16, torch.bfloat16
     with pytest.raises(ValueError, match=r"dtype='bfloat16' needs a GPU of compute capability 8\.0"):

@@ -6,6 +6,7 @@ from typing import Any
 
 # One of these holds the tokens; without any, transformers makes an empty tokenizer and says nothing.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
 WAY_OUT = "Pass tokenizer= with a folder that has one, or skip_tokenizer_init=True to work with token ids"
 
 
@@ -20,9 +21,12 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         raise ValueError(f"tokenizer: {name!r} has none of {', '.join(VOCABULARY_FILES)}. {WAY_OUT}")
     from transformers import AutoTokenizer  # a second of import time that token-id mode does not need
 
+    # of a damaged file transformers may ask for anything, and the package tokenizers has no class of errors of its own
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, DAMAGED):
+            raise
         raise ValueError(
             f"tokenizer: none could be loaded from {name!r} ({type(error).__name__}: {error}). {WAY_OUT}"
         ) from error
