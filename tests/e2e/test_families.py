@@ -8,7 +8,7 @@ import torch
 from support.engines import greedy
 from support.tiny_models import ALL_FAMILIES, random_tokens, reference_logits, tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tritonllm import LLM
 
@@ -43,10 +43,22 @@ def test_family(tmp_path, family):
         check(tmp_path, theirs)
 
 
-def test_any_other_architecture(tmp_path):
-    """Starcoder2 has no family here; transformers computes it, with one warning."""
+OTHERS = {
+    "starcoder2": "Starcoder2ForCausalLM is not a native family",
+    # computed as an architecture that has a family, but with files of their own
+    "exaone": "LlamaForCausalLM of model_type='exaone' is not a native family",
+    "sarvam_moe": "Glm4MoeForCausalLM of model_type='sarvam_moe' is not a native family",
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OTHERS if kind in CONFIG_MAPPING])
+def test_any_other_architecture(tmp_path, kind):
+    """There is no family here; transformers computes it, with one warning."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    groups = {"n_group": 1, "topk_group": 1, "head_dim": 16}
     config = AutoConfig.for_model(
-        "starcoder2",
+        kind,
+        **({**experts, **groups} if kind == "sarvam_moe" else {}),
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=96,
@@ -60,6 +72,6 @@ def test_any_other_architecture(tmp_path):
     for p in theirs.parameters():
         p.data.normal_(0, 0.2)
     theirs.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="Starcoder2ForCausalLM is not a native family") as warned:
+    with pytest.warns(UserWarning, match=OTHERS[kind]) as warned:
         check(tmp_path, theirs)
     assert len([w for w in warned if "native family" in str(w.message)]) == 1

@@ -38,6 +38,9 @@ _ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family
 _GENERATES = ("ForCausalLM", "LMHeadModel")  # ends of their names
 _CLASSIFIES = "ForSequenceClassification"
 
+# Types that transformers 5.24 computes as a family's architecture, which it writes as theirs, but whose files have
+# other names and layouts of tensors. transformers reads them.
+OTHER_FILES = ("exaone", "sarvam_moe")
 
 # Fields that some architectures compute with, and the values at which they do nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -96,6 +99,8 @@ def is_supported(config: Config) -> bool:
 
 
 def _known(config: Config) -> str | None:
+    if config.get("model_type") in OTHER_FILES:
+        return None
     named = config.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")
     ]
