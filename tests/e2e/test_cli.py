@@ -584,6 +584,14 @@ def test_odd_terminals(line, tmp_path):
     assert says in done.stderr and "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+def test_a_bad_variable_is_one_line():
+    """It is read when the package is imported, before any command."""
+    done = run("info", env={**os.environ, "TRITONLLM_CPU_BACKEND": "fast"})
+    assert (done.returncode, done.stdout) == (1, "")
+    expected = "error: TRITONLLM_CPU_BACKEND='fast': expected torch, reference, interpret or compile\n"
+    assert done.stderr == expected
+
+
 def test_ctrl_c_while_generating(tmp_path):
     """A model with no end in sight, interrupted after its first words."""
     length = 1 << 20

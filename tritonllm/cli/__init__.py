@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+try:
+    from tritonllm import env as env  # reads the variables; a bad one is no traceback
+except ValueError as error:
+    sys.exit(f"error: {error}")
 from tritonllm.cli import (
     batch,
     bench,
