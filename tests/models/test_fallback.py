@@ -13,6 +13,7 @@ from support.engines import greedy
 from support.tiny_models import (
     PagedRunner,
     PagedSequence,
+    build_reference,
     random_tokens,
     reference_logits,
     reference_model,
@@ -166,6 +167,19 @@ def test_greedy(models):
     theirs, ours = models
     tokens = random_tokens(11, 101, seed=8)
     got = PagedRunner(ours).greedy(tokens, 32)
+    assert got == reference_logits(theirs, tokens + got).argmax(-1).tolist()[len(tokens) - 1 : -1]
+
+
+def test_the_embedding_of_a_padding_token_may_be_zero(tmp_path):
+    """As transformers initialises it. Where nothing comes before it its logits are zero, too: 0 / 0 is no difference."""
+    config = config_of("olmo", pad_token_id=0)
+    torch.manual_seed(0)
+    theirs = build_reference(config)
+    assert not theirs.get_input_embeddings().weight[0].any()
+    assert not reference_logits(theirs, [0]).any()
+    theirs.save_pretrained(tmp_path)
+    tokens = random_tokens(11, 101, seed=8)
+    got = PagedRunner(load(tmp_path)).greedy(tokens, 8)
     assert got == reference_logits(theirs, tokens + got).argmax(-1).tolist()[len(tokens) - 1 : -1]
 
 
