@@ -171,7 +171,7 @@ def test_greedy(models):
 
 
 def test_the_embedding_of_a_padding_token_may_be_zero(tmp_path):
-    """As transformers initialises it. Where nothing comes before it its logits are zero, too: 0 / 0 is no difference."""
+    """As transformers initialises it. Where nothing comes before it, its logits are zero, too, and that is no error."""
     config = config_of("olmo", pad_token_id=0)
     torch.manual_seed(0)
     theirs = build_reference(config)

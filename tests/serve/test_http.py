@@ -10,6 +10,11 @@ import psutil
 import pytest
 from support.server import MODEL, ROOT, eventually, running_server
 
+from tritonllm.serve.messages_protocol import MessagesRequest
+from tritonllm.serve.pooling_protocol import EmbeddingRequest, RerankRequest
+from tritonllm.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from tritonllm.serve.responses_protocol import ResponsesRequest
+
 STORY = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 4, "temperature": 0}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
@@ -52,6 +57,8 @@ def error_of(response):
         ("completions", {**STORY, "structured_outputs": {"json": {"type": "object", "required": 3}}}, "'required'"),
         ("completions", {**STORY, "stream_options": {"usage": True}}, "unknown field 'stream_options.usage'"),
         ("completions", {"model": MODEL}, "prompt: Field required"),
+        ("completions", {**STORY, "prompt": None}, "prompt: Input should be"),
+        ("completions", {**STORY, "prompt": 5}, "prompt: Input should be"),
         ("chat/completions", {"model": MODEL, "messages": []}, "messages"),
         ("chat/completions", {"model": MODEL, "messages": [{"content": "x"}]}, "role"),
         ("chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "\udfff"}]}, "Unicode"),
@@ -182,6 +189,23 @@ def test_what_is_no_object_is_400(server, path, body):
     response = server.client.post(path, content=body, headers=JSON)
     assert response.status_code == 400, response.text
     error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body"),
+    [
+        ("/v1/completions", CompletionRequest, {**STORY, "max_tokens": 1}),
+        ("/v1/chat/completions", ChatRequest, {**CHAT, "max_tokens": 1}),
+        ("/v1/responses", ResponsesRequest, {"input": "x", "max_output_tokens": 1}),
+        ("/v1/messages", MessagesRequest, {**CHAT, "max_tokens": 1}),
+        ("/v1/embeddings", EmbeddingRequest, {"input": "x"}),
+        ("/rerank", RerankRequest, {"query": "x", "documents": ["y"]}),
+        ("/tokenize", TokenizeRequest, {"prompt": "x"}),
+    ],
+)
+def test_null_is_the_default_of_every_field(server, path, kind, body):
+    nothing = dict.fromkeys(name for name, field in kind.model_fields.items() if not field.is_required())
+    assert server.client.post(path, json={**nothing, **body}).status_code == 200
 
 
 def test_a_long_body_is_413(server):

@@ -95,6 +95,7 @@ def validation_error(error: RequestValidationError) -> APIError:
     """The first thing that pydantic found wrong with a body, with the field's name."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "function-")))
+    place = place.removesuffix(".str")  # a kind that the field may be, too, as lists are
     if first["type"] == "missing" and not place:
         return APIError(400, "the body is missing: send a JSON object")
     if first["type"] == "json_invalid":

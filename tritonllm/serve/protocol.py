@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -48,6 +49,12 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
+    @classmethod
+    def _null_is_default(cls, name: str) -> bool:
+        """Clients send ``null`` for what they do not set; where that is no value of the field, it means the default."""
+        field = cls.model_fields.get(name)
+        return field is not None and not field.is_required() and NoneType not in get_args(field.annotation)
+
     @model_validator(mode="before")
     @classmethod
     def _leave_out_neutral(cls, data: Any) -> Any:
@@ -58,7 +65,7 @@ class Body(BaseModel):
         """
         if not isinstance(data, dict):
             return data
-        kept = dict(data)
+        kept = {name: value for name, value in data.items() if value is not None or not cls._null_is_default(name)}
         for name in kept.keys() & NEUTRAL.keys() - cls.model_fields.keys():
             value = kept.pop(name)
             if value not in NEUTRAL[name]:
