@@ -71,6 +71,15 @@ def test_outputs_are_those_of_the_offline_engine(llm, loop):
     assert lengths[0] < 12, "the first output is not the last"
 
 
+def test_a_prompt_is_truncated_before_its_length_is_checked(llm, loop):
+    ids = list(range(5, 25)) * 100
+    for most, kept in ((7, 7), (-1, llm.max_model_len - 1)):
+        more = {"truncate_prompt_tokens": most, "max_tokens": 1}
+        output = loop.run(collected(llm, f"truncated-{most}", prompt={"prompt_token_ids": ids}, **more))[-1]
+        assert list(output.prompt_token_ids) == ids[-kept:]
+        assert len(output.outputs[0].token_ids) == 1
+
+
 def test_drafts_in_the_engines_process(llm, loop):
     """The second time another request's output is what follows; a step may bring a reader several tokens."""
     config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 4.0}

@@ -341,6 +341,19 @@ def chat_body(**more):
     return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **more}
 
 
+def test_a_prompt_can_be_truncated(server, llm):
+    ids = llm.get_tokenizer().encode(STORY["prompt"])
+    body = {**STORY, "truncate_prompt_tokens": 3}
+    answer = server.client.post("/v1/completions", json=body).json()
+    assert answer["usage"]["prompt_tokens"] == 3
+    expected = server.client.post("/v1/completions", json={**STORY, "prompt": ids[-3:]}).json()
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    answer = server.client.post("/v1/chat/completions", json=chat_body(max_tokens=1, truncate_prompt_tokens=4)).json()
+    assert answer["usage"]["prompt_tokens"] == 4
+    wrong = server.client.post("/v1/completions", json={**STORY, "truncate_prompt_tokens": 0})
+    assert "truncate_prompt_tokens must be" in error_of(wrong)["message"]
+
+
 def test_a_repetition_ends_an_answer(server):
     often = {"max_pattern_size": 2, "min_count": 3}
     body = {**STORY, "max_tokens": 100, "repetition_detection": often, "structured_outputs": {"regex": "(ab){20}"}}

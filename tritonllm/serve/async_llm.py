@@ -194,7 +194,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
         self.attach()
         params = self.inputs.take_params(sampling_params)
         self._check_room(params.n)
-        tokenized = await self.in_tokenizer_thread(self.inputs.tokenize, prompt)
+        tokenized = await self.in_tokenizer_thread(self.inputs.tokenize, prompt, params.truncate_prompt_tokens)
         collector = self._add(request_id, tokenized, params, priority)
         finished = False
         try:

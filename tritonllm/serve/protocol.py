@@ -30,7 +30,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "suffix": (None, ""),
-    "truncate_prompt_tokens": (None,),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
@@ -40,7 +39,7 @@ SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
-    "thinking_token_budget",
+    *("thinking_token_budget", "truncate_prompt_tokens"),
 )
 
 
@@ -118,6 +117,7 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     thinking_token_budget: int | None = None
+    truncate_prompt_tokens: int | None = None
     repetition_detection: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
