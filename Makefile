@@ -74,6 +74,8 @@ test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled fo
 test-kernels test-engine test-serve test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
 # On the CPU a second thread costs more than it brings to tensors as small as these: on a busy machine, 20 times more.
 demo test-kernels test-engine test-serve test-aot test-newest test-real: export OMP_NUM_THREADS = 1
+# Tests start hundreds of processes; where bytecode is not written, each compiles the package anew, 0.35 s.
+test-kernels test-engine test-serve test-aot test-newest test-real: export PYTHONDONTWRITEBYTECODE =
 
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu
