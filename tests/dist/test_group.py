@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from tritonllm.dist.group import ALONE, Group
+from tritonllm.dist.group import ALONE, Group, share_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -26,6 +26,20 @@ def test_all_gather_puts_columns_side_by_side(columns):
 
     for found in run_ranks(3, gather):
         assert torch.equal(found, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_stack(dtype):
+    x = torch.arange(10).view(5, 2).to(dtype)
+    for found in run_ranks(3, lambda group: group.stack(x + group.rank)):
+        assert torch.equal(found, torch.stack([x, x + 1, x + 2]))
+    assert torch.equal(ALONE.stack(x), x[None])
+    assert Group(0, 4).stack(x).shape == (4, 5, 2)
+
+
+@pytest.mark.parametrize(("count", "size", "each"), [(151936, 2, 76032), (128256, 4, 32128), (300, 2, 256), (101, 2, 56)])
+def test_shares_of_a_vocabulary_are_whole_groups_of_a_draw_where_all_ranks_then_have_some(count, size, each):
+    assert share_of(count, size) == each
 
 
 def test_broadcast_and_least():

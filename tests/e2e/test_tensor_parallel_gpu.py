@@ -64,6 +64,17 @@ def test_tokens_are_those_of_one_gpu(folder, expected, options):
     assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
 
 
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"num_blocks": 130}])
+def test_ranks_draw_from_their_own_logits(folder, options):
+    """Steps whose rows want no more than a temperature, alone and between others."""
+    free = [SamplingParams(temperature=t, seed=i, max_tokens=40, ignore_eos=True) for i, t in enumerate((0, 0.6, 1, 2))]
+    one, two = make(folder), make(folder, tensor_parallel_size=2, **options)
+    for wishes in (free * 2, [*free, *KINDS]):
+        expected = token_ids(one.generate(PROMPTS, wishes, use_tqdm=False))
+        assert token_ids(two.generate(PROMPTS, wishes, use_tqdm=False)) == expected
+    assert two.engine.stats.compilations_after_ready == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"enforce_eager": True}, {"speculative_config": NGRAMS}, {"num_blocks": 130}, {"async_scheduling": False}],

@@ -101,7 +101,8 @@ def steps(draw, seats, budget, longest, may_share):
     step = dummy_step(n, chunks, rows=rows, width=-(-keys // 16), shared=shared, longest=longest)
     step.inputs.logit_rows[n:] = np.maximum(n + np.cumsum(chunks)[: rows - n] - 1, 0)
     copies = draw(st.integers(0, seats))
-    return dataclasses.replace(step, copies=np.zeros((copies, 2), dtype=np.int64) if copies else None)
+    pairs = np.zeros((copies, 2), dtype=np.int64) if copies else None
+    return dataclasses.replace(step, copies=pairs, limited=draw(st.booleans()))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,8 @@ def check_launches(model, length, gpu, deterministic=False, ranks=1, pipe=UNDIVI
         with decoder.rehearsal():
             runner.warm_up().run()
             loaded = {described(kernel) for kernel in found}
-            assert ("_count_experts_kernel" in {kernel.name for kernel in found}) == (ranks > 1)
+            for name in ("_count_experts_kernel", "_shard_kernel"):
+                assert (name in {kernel.name for kernel in found}) == (ranks > 1)
 
             @settings(max_examples=50, deadline=None)
             @given(step=steps(seats, budget, length, runner._may_share))

@@ -73,6 +73,10 @@ class Group:
             return x
         return x.new_empty(x.shape[0], columns)
 
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, contiguous and of one shape everywhere, of every rank -> ``[size, *x.shape]``."""
+        return x.new_empty(self.size, *x.shape) if self.size > 1 else x[None]
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's ``x``, in its place and returned."""
         return x
@@ -114,10 +118,12 @@ class ConnectedGroup(Group):
     def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         each = share_of(columns, self.size)
         mine = x.contiguous() if x.shape[1] == each else F.pad(x, (0, each - x.shape[1]))
-        everything = mine.new_empty(self.size * len(x), each)
-        _wait(self._backend._allgather_base(everything, mine, self._options[1]))
-        side_by_side = everything.view(self.size, len(x), each).transpose(0, 1).reshape(len(x), -1)
-        return side_by_side[:, :columns].contiguous()
+        return torch.cat([part[:, : columns - place * each] for place, part in enumerate(self.stack(mine))], 1)
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        everything = x.new_empty(self.size, *x.shape)
+        _wait(self._backend._allgather_base(everything.flatten(0, 1), x, self._options[1]))
+        return everything
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         _wait(self._backend.broadcast([x], self._options[2]))
@@ -159,5 +165,13 @@ def _wait(work: Any) -> None:
 
 
 def share_of(count: int, size: int) -> int:
-    """How many of ``count`` rows of a vocabulary every rank but the last ones has: a multiple of 8, for aligned rows."""
-    return -(-count // (8 * size)) * 8
+    """How many of ``count`` rows of a vocabulary every rank but the last ones has.
+
+    A multiple of 128, so that each rank has whole groups of a draw (``kernels/sampling/shard.py``), or of 8, for aligned
+    rows, where with 128 the last ones would have none.
+    """
+    for unit in (128, 8):
+        each = -(-count // (unit * size)) * unit
+        if each * (size - 1) < count:
+            break
+    return each

@@ -301,7 +301,8 @@ class ModelRunner:
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             drafts = self.drafts.most, self.drafts.verified
-            limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size, *drafts)
+            drawn = *drafts, self._drawing.by_shards and self._pipe.stages == 1
+            limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size, *drawn)
             rehearsal = partial(rehearsal_of, self._models)
             capture = GraphCapture(rehearsal, self._device, threads=self._team.size > 1)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tritonllm.dist.group import ALONE, Group
-from tritonllm.kernels import cap_logits, decode_short_keys
+from tritonllm.dist.group import ALONE, Group, share_of
+from tritonllm.kernels import SHARD_UNIT, cap_logits, decode_short_keys
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.expert_counts import ExpertCounts, Tally
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner, LayerPlan, LayerTraits
@@ -184,6 +184,13 @@ class Decoder(nn.Module):
         self.expert_counts = _expert_counts(self.spec, device) if counts_experts else None
         self._tables, self._table_of_layer = _rope_tables(self.spec, max_model_len, device)
         self._running: range | tuple[int, ...] = range(self.spec.num_layers)
+
+    @property
+    def first_own_logit(self) -> int | None:
+        """The token of the first column of :meth:`compute_own_logits`, where a draw can begin with the ranks' parts:
+        there are several ranks, and each has whole groups of :func:`~tritonllm.kernels.sample_shard`."""
+        own, each = self._own_logits, share_of(self.spec.vocab_size, self.group.size)
+        return None if own is None or not self.spec.logits or each % SHARD_UNIT else own.start
 
     @property
     def _own_logits(self) -> range | None:
@@ -365,11 +372,15 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32, if the model has ``logits``."""
+        return self.group.all_gather(self.compute_own_logits(hidden), self.spec.vocab_size)
+
+    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The columns of :meth:`compute_logits` that this rank multiplies for, contiguous."""
         if self.project_out is not None:
             hidden = self.project_out(hidden)
-        logits = self.group.all_gather(self.lm_head.logits(hidden), self.spec.vocab_size)
+        logits, own = self.lm_head.logits(hidden), self._own_logits
         if self.logit_bias is not None:
-            logits += self.logit_bias
+            logits += self.logit_bias if own is None else self.logit_bias[own.start : own.stop]
         if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
             cap_logits(logits, scale=self.spec.logit_scale, softcap=self.spec.logit_softcap)
         return logits
