@@ -233,7 +233,10 @@ def invariant_attention(
             cu = of_segment()
             assert cu is not None
             batch = metadata.block_tables[sequences], cu, metadata.seq_lens[sequences]
-            limits: dict[str, Any] = {"max_seqlen_k": metadata.max_decode_len, "max_seqlen_q": segment.longest}
+            most_keys = metadata.max_decode_len
+            if segment is verify and most_keys is not None:  # the last drafts may stand behind the longest sequence
+                most_keys += segment.longest - 1
+            limits: dict[str, Any] = {"max_seqlen_k": most_keys, "max_seqlen_q": segment.longest}
             if segment is decode:
                 limits["order"] = metadata.decode_order
             elif segment is chunk:  # of prompts any number: what a step launches must not depend on theirs
