@@ -107,6 +107,7 @@ class ConnectedGroup(Group):
         super().__init__(backend.rank(), backend.size())
         self._backend = backend
         self._device = device
+        self._is_shut = False
         self._options = dist.AllreduceOptions(), AllgatherOptions(), dist.BroadcastOptions()
         for options in self._options:
             options.asyncOp = False  # NCCL then launches on the current stream, and no event is waited for
@@ -138,6 +139,20 @@ class ConnectedGroup(Group):
         """Fill ``x``, contiguous, with what a rank sends; a GPU's later work waits for it, and on the CPU the host."""
         _wait(self._backend.recv([x], source, 0))
 
+    def introduce(self, sender: int, receiver: int) -> None:
+        """The first message from one rank to another, which waits for both.
+
+        NCCL connects them in it: the host of the sender then waits until the receiver's has called. In the middle of a
+        step that would be for ever if the receiver waits for the sender elsewhere.
+        """
+        x = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        if self.rank == sender:
+            _wait(self.send(x, receiver))
+        else:
+            self.receive(x, sender)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+
     def least(self, value: int) -> int:
         return min(value for (value,) in self.exchange([value]))
 
@@ -154,7 +169,8 @@ class ConnectedGroup(Group):
 
     def shut(self) -> None:
         abort = getattr(self._backend, "abort", None)  # NCCL's: a collective that waits for a dead rank never ends
-        if self._device.type == "cuda" and abort is not None:
+        if self._device.type == "cuda" and abort is not None and not self._is_shut:
+            self._is_shut = True
             abort()
 
 

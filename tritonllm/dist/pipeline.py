@@ -5,6 +5,8 @@ that what goes one way never waits for what goes another: with several steps in 
 while the last one sends step 1 back, and neither has begun to receive yet.
 """
 
+import threading
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from tritonllm.parallel_config import ParallelConfig
 
 CPU = torch.device("cpu")
 SENDER, RECEIVER = 0, 1  # ranks of a way
+PATIENCE = 10.0  # seconds that leaving the groups may take
 
 
 class Pipeline:
@@ -41,6 +44,12 @@ class Pipeline:
     def last(self) -> bool:
         return self.stage == self.stages - 1
 
+    @property
+    def most_kept(self) -> int:
+        """How many steps' streams a stage keeps at most, because they may still be on their way. Those of steps that are
+        older than all in flight have arrived: to wait for them takes no time."""
+        return 2 * self.stages
+
     def send(self, x: torch.Tensor) -> None:
         """Send a copy of ``x`` to the next stage, of the last one to the first, without waiting for it."""
 
@@ -55,8 +64,10 @@ class Pipeline:
     def limit(self, seconds: float) -> None:
         """As :meth:`Group.limit`."""
 
-    def shut(self) -> None:
-        """As :meth:`Group.shut`."""
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """That connect it to others."""
+        return ()
 
 
 UNDIVIDED = Pipeline()
@@ -77,8 +88,7 @@ class ConnectedPipeline(Pipeline):
         super().__init__(stage, stages)
         self._before, self._behind, self._everyone = before, behind, everyone
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
-        # A step is two of them. One that is older than all steps in flight has arrived: to wait for it takes no time.
-        self._most = 4 * stages
+        self._most = self.most_kept if self.last else 2 * self.most_kept  # a step is its inputs and its stream
 
     def send(self, x: torch.Tensor) -> None:
         if not x.numel():
@@ -97,12 +107,12 @@ class ConnectedPipeline(Pipeline):
         return self._everyone.least(value)
 
     def limit(self, seconds: float) -> None:
-        for group in (self._before, self._behind, self._everyone):
+        for group in self.groups:
             group.limit(seconds)
 
-    def shut(self) -> None:
-        for group in (self._before, self._behind, self._everyone):
-            group.shut()
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self._before, self._behind, self._everyone
 
 
 class Team(NamedTuple):
@@ -136,9 +146,21 @@ class Team(NamedTuple):
         self.pipe.limit(seconds)
 
     def shut(self) -> None:
-        """As :meth:`Group.shut`."""
-        self.group.shut()
-        self.pipe.shut()
+        """As :meth:`Group.shut`, of all groups at once.
+
+        NCCL's abort may wait for the device, and so for what waits in a group that is not aborted yet: one after the
+        other they would never end.
+        """
+        groups = self.group, *self.pipe.groups
+        if len(groups) == 1:
+            self.group.shut()
+            return
+        threads = [threading.Thread(target=group.shut, daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + PATIENCE
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 ALONE = Team()
@@ -170,5 +192,6 @@ def meet(
         end = SENDER if way == stage else RECEIVER
         connected = connect(dist.PrefixStore(f"way-{column}-{way}", store), end, 2, device, peers=False, **how)
         assert isinstance(connected, ConnectedGroup)  # of two ranks
+        connected.introduce(SENDER, RECEIVER)
         ways[way] = connected
     return Team(group, ConnectedPipeline(stage, stages, ways[(stage - 1) % stages], ways[stage], everyone))
