@@ -16,7 +16,7 @@ from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.drawing import Drawing, LaunchedStep
-from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, token_sizes
+from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, token_sizes
 from tritonllm.engine.host_copies import HostCopies, staging_bytes
 from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
@@ -101,7 +101,7 @@ class ModelRunner:
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self.drafts = StepDrafts(config, model, draft, max_model_len, device, proposes=self._pipe.first)
-        history = max_model_len if self.drafts.look_back else 0
+        history = max_model_len if self.drafts.look_back and self._pipe.first else 0
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self.drafts.most, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
@@ -149,6 +149,8 @@ class ModelRunner:
 
     @property
     def _regimes(self) -> Regimes:
+        if self._config.deterministic and self.drafts.most:  # its attention wants a bound that the device cannot pass
+            return Regimes(lambda sequences: 0, self._max_model_len)
         return Regimes(self._model.short_keys, self._max_model_len)
 
     @property
@@ -163,7 +165,8 @@ class ModelRunner:
         scheduler = self._config.scheduler
         captured = max(self._captured_tokens(), default=0)
         verified = self.drafts.verified * (1 + self.drafts.most)
-        return max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs + captured, verified)
+        padded = scheduler.max_num_seqs + max(captured, 1)  # 1: the warm-up has a prompt's token beside all decodes
+        return max(scheduler.max_num_batched_tokens, padded, verified)
 
     @property
     def block_bytes(self) -> int:
@@ -194,11 +197,16 @@ class ModelRunner:
         self._allocate(1)
         warm_up, scheduler = self.warm_up(), self._config.scheduler
         warm_up.prefill_step(scheduler.max_num_batched_tokens)  # its memory stays with the allocator, for later steps
+        decodes = partial(warm_up.decode_step, scheduler.max_num_seqs, longest=self._max_model_len)
+        if self._config.deterministic:  # keeps sums of segments, of each sequence as many as the longest has
+            decodes()
         captured = 0
         if self._model.supports_graphs and not self._config.enforce_eager:  # two kinds, each with memory of its own
             sizes = (0, *self._captured_tokens()[-1:])
             steps = [partial(warm_up.prefill_step, scheduler.max_num_seqs + tokens) for tokens in sizes]
             peaks = [peak_bytes(step, self._device) for step in steps]
+            if self._config.deterministic:
+                peaks[0] = max(peaks[0], peak_bytes(decodes, self._device))
             if self.drafts.verified:  # in the memory of steps without prompts
                 width = -(-(1 + self.drafts.most) // self._block_size)
                 verify = partial(warm_up.verify_step, self.drafts.verified, width)
@@ -298,6 +306,12 @@ class ModelRunner:
         reserve_pinned()
         with rehearsal_of(self._models):
             self.warm_up().run()
+            if self.stages > 1 and self._pipe.first:  # it draws outside of graphs, which visit these sizes elsewhere
+                hidden = torch.zeros(
+                    self._most_tokens, self._model.spec.hidden_size, dtype=self._dtype, device=self._device
+                )
+                for rows in graph_sizes(self._config.scheduler.max_num_seqs):
+                    self._drawing.warm_up(hidden[:rows])
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             drafts = self.drafts.most, self.drafts.verified
