@@ -63,8 +63,8 @@ endif
 # A sample: each kind of kernel compiled for Hopper, where the releases differ most, and one of each wing interpreted.
 SAMPLE := elementwise/test_norm.py attention/test_merge.py moe/test_direct.py sampling/test_truncation.py
 # Whether each kernel compiles, not what its machine code is like: test-aot looks at that. (One of those others took more
-# than five minutes in Triton 3.9's ptxas.)
-EACH_KERNEL := (compile and (90 or hopper)) or test_hopper
+# than five minutes in Triton 3.9's ptxas.) So each with one activation: another is the same kernel with other terms.
+EACH_KERNEL := ((compile and (90 or hopper)) or test_hopper) and not (gelu or options)
 test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled for sm_90, a sample interpreted
 	$(NEWEST_PY) -m pytest tests/engine/test_releases.py tests/engine/test_compilation.py tests/engine/test_precompile.py
 	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest $(addprefix tests/kernels/,$(SAMPLE))
