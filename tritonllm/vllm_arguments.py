@@ -40,7 +40,6 @@ class VllmEngine:
 
     # tensor, pipeline and data parallelism alone
     prefill_context_parallel_size: Any = 1
-    decode_context_parallel_size: Any = 1
     nnodes: Any = 1
     node_rank: Any = 0
     enable_eplb: Any = False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.nn import functional as F
 
 if TYPE_CHECKING:  # kernels are imported where there is a GPU
@@ -77,6 +77,11 @@ class Group:
         """``x``, contiguous and of one shape everywhere, of every rank -> ``[size, *x.shape]``."""
         return x.new_empty(self.size, *x.shape) if self.size > 1 else x[None]
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """``x[size, ...]``, contiguous, of which row i goes to rank i -> a tensor of this shape, of which row i is from
+        rank i."""
+        return x
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's ``x``, in its place and returned."""
         return x
@@ -108,7 +113,7 @@ class ConnectedGroup(Group):
         self._backend = backend
         self._device = device
         self._is_shut = False
-        self._options = dist.AllreduceOptions(), AllgatherOptions(), dist.BroadcastOptions()
+        self._options = dist.AllreduceOptions(), AllgatherOptions(), dist.BroadcastOptions(), AllToAllOptions()
         for options in self._options:
             options.asyncOp = False  # NCCL then launches on the current stream, and no event is waited for
 
@@ -125,6 +130,11 @@ class ConnectedGroup(Group):
         everything = x.new_empty(self.size, *x.shape)
         _wait(self._backend._allgather_base(everything.flatten(0, 1), x, self._options[1]))
         return everything
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(x)
+        _wait(self._backend.alltoall_base(received, x, [], [], self._options[3]))
+        return received
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         _wait(self._backend.broadcast([x], self._options[2]))
@@ -150,6 +160,12 @@ class ConnectedGroup(Group):
             _wait(self.send(x, receiver))
         else:
             self.receive(x, sender)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+
+    def introduce_all(self) -> None:
+        """The first :meth:`all_to_all`, which waits for all: NCCL connects each rank to each in it, as above."""
+        x = self.all_to_all(torch.zeros(self.size, dtype=torch.uint8, device=self._device))
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
 

@@ -121,10 +121,12 @@ class Team(NamedTuple):
     Attributes:
         group: those of its stage.
         pipe: the other stages.
+        context: those of its stage with which it splits the keys of each sequence: they have the same key head.
     """
 
     group: Group = ONE_RANK
     pipe: Pipeline = UNDIVIDED
+    context: Group = ONE_RANK
 
     @property
     def leads(self) -> bool:
@@ -144,6 +146,7 @@ class Team(NamedTuple):
         """As :meth:`Group.limit`."""
         self.group.limit(seconds)
         self.pipe.limit(seconds)
+        self.context.limit(seconds)
 
     def shut(self) -> None:
         """As :meth:`Group.shut`, of all groups at once.
@@ -151,7 +154,7 @@ class Team(NamedTuple):
         NCCL's abort may wait for the device, and so for what waits in a group that is not aborted yet: one after the
         other they would never end.
         """
-        groups = self.group, *self.pipe.groups
+        groups = self.group, *self.pipe.groups, *([self.context] if self.context.size > 1 else [])
         if len(groups) == 1:
             self.group.shut()
             return
@@ -182,10 +185,22 @@ def meet(
     size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     how: dict[str, Any] = {"timeout": timeout, "local": local}
     peers = not parallel.disable_custom_all_reduce
-    if stages == 1:
-        return Team(connect(store, rank, size, device, peers=peers, **how))
     stage, column = divmod(rank, size)
+    each = parallel.decode_context_parallel_size
+    which, place = divmod(column, each)
+
+    def split_context() -> Group:
+        group = connect(
+            dist.PrefixStore(f"context-{stage}-{which}", store), place, each, device, peers=False, **how
+        )
+        if isinstance(group, ConnectedGroup):
+            group.introduce_all()
+        return group
+
+    if stages == 1:
+        return Team(connect(store, rank, size, device, peers=peers, **how), context=split_context())
     group = connect(dist.PrefixStore(f"stage-{stage}", store), column, size, device, peers=peers, **how)
+    context = split_context()
     everyone = connect(dist.PrefixStore("everyone", store), rank, size * stages, CPU, **how)
     ways: dict[int, ConnectedGroup] = {}
     for way in sorted({(stage - 1) % stages, stage}):  # in one order everywhere: to make one waits for the other end
@@ -194,4 +209,5 @@ def meet(
         assert isinstance(connected, ConnectedGroup)  # of two ranks
         connected.introduce(SENDER, RECEIVER)
         ways[way] = connected
-    return Team(group, ConnectedPipeline(stage, stages, ways[(stage - 1) % stages], ways[stage], everyone))
+    pipe = ConnectedPipeline(stage, stages, ways[(stage - 1) % stages], ways[stage], everyone)
+    return Team(group, pipe, context)

@@ -91,7 +91,7 @@ class ModelRunner:
         self._dtype = model.dtype
         self._config = config
         self._device = device
-        self._block_size = config.cache.block_size
+        self._block_size = config.block_tokens
         self._memory = memory
         self._cache: list[KVCacheView] = []
         self._copies: list[BlockCopies] = []
@@ -117,6 +117,7 @@ class ModelRunner:
         self._host_bound = self._pipe.least(host_bound_tokens(model.work))  # steps have equally many tokens everywhere
         self._planner: CascadePlanner | None = None
         shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
+        shares = shares and team.context.size == 1  # whose ranks merge theirs
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
             each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
             self._planner = CascadePlanner(self._block_size, each)
@@ -172,7 +173,13 @@ class ModelRunner:
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
         extra = 0 if self.drafts.model is None else self.drafts.model.extra_bytes
-        return extra + sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
+        sizes = zip(self._models, self._block_sizes, strict=False)
+        return extra + sum(block_bytes(model.spec, self._dtype, size) for model, size in sizes)
+
+    @property
+    def _block_sizes(self) -> tuple[int, int]:
+        """Keys of a block here, of the model and of a draft model: that one is whole on every rank."""
+        return self._config.cache.block_size, self._block_size
 
     @property
     def host_slots(self) -> int:
@@ -224,8 +231,9 @@ class ModelRunner:
 
     def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
         """Blocks of the same numbers for each model, from ``memory``."""
-        sizes = self._dtype, num_blocks, self._block_size, self._device, memory
-        made = [make_cache(model.spec, *sizes) for model in self._models]
+        where = self._device, memory
+        sizes = zip(self._models, self._block_sizes, strict=False)
+        made = [make_cache(model.spec, self._dtype, num_blocks, size, *where) for model, size in sizes]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self.drafts.model is not None:
             self.drafts.model.take_cache(made[1][0])
