@@ -42,6 +42,14 @@ def test_shares_of_a_vocabulary_are_whole_groups_of_a_draw_where_all_ranks_then_
     assert share_of(count, size) == each
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_all(size):
+    """Row i of what rank r gets is row r of what rank i sent."""
+    rows = torch.arange(size * size * 10, dtype=torch.int32).view(size, size, 5, 2)
+    found = run_ranks(size, lambda group: group.all_to_all(rows[group.rank]))
+    assert all(torch.equal(got, rows[:, rank]) for rank, got in enumerate(found))
+
+
 def test_broadcast_and_least():
     found = run_ranks(
         3, lambda group: (int(group.broadcast(torch.tensor([7 + group.rank]))), group.least(9 - group.rank))
@@ -52,6 +60,7 @@ def test_broadcast_and_least():
 def test_a_group_of_one_gives_back_what_it_gets():
     x = torch.ones(2, 3)
     assert ALONE.all_reduce(x) is x and ALONE.all_gather(x, 3) is x and ALONE.broadcast(x) is x and ALONE.least(5) == 5
+    assert ALONE.all_to_all(x) is x
     assert ALONE.leads and not Group(1, 2).leads
 
 

@@ -46,7 +46,7 @@ def test_requests_of_all_kinds_together(alone, two, seed):
         assert_same(generate(two, prompts, WISHES), expected)
     stats = two.engine.stats
     assert stats.preemptions > before.preemptions
-    assert stats.prefix_cache_hits > before.prefix_cache_hits
+    assert stats.prefix_cache_hit_tokens > before.prefix_cache_hit_tokens
     assert stats.num_free_blocks == stats.num_blocks == 15
 
 
@@ -71,8 +71,7 @@ MECHANISMS = {  # family, key heads, ranks, of which so many split keys, and the
         ("llama", 2, 4, 2),
         {"speculative_config": NGRAMS, "async_scheduling": True},
     ),
-    "whole experts, all ranks": (("qwen2_moe", 1, 4, 4), {"enable_expert_parallel": True, "block_size": 1}),
-    "a norm over all heads, copies of split keys": (("olmo2", 1, 4, 2), {"enable_prefix_caching": False}),
+    "whole experts, all ranks": (("glm4_moe", 1, 4, 4), {"enable_expert_parallel": True, "block_size": 1}),
     "two stages": (("llama", 1, 2, 2), {"pipeline_parallel_size": 2}),
 }
 
@@ -102,14 +101,7 @@ def test_a_draft_model(alone):
     assert stats.num_accepted_tokens > stats.num_draft_tokens // 2 > 0
 
 
-def test_the_cache_grows_with_the_ranks():
-    """A rank's memory holds as many blocks as before, of twice as many tokens; with copies as many as on one rank."""
-    memory = {"num_blocks": None, "cpu_cache_bytes": 1 << 20}
-    room = {}
-    for name, ranks in {"copies": {"tensor_parallel_size": 2}, "split": TWO}.items():
-        scheduler = tiny_llm(checkpoint(), **{**SIZES, **memory, **ranks}).engine._scheduler
-        room[name] = scheduler.pool.num_blocks * scheduler.block_size
-    assert room["split"] == 2 * room["copies"]
+TREE = {"method": "draft_model", "model": "m", "num_speculative_tokens": 2, "speculative_token_tree": "[(0,), (1,)]"}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +118,7 @@ def test_the_cache_grows_with_the_ranks():
         (
             "qwen3",
             1,
-            {**TWO, "speculative_config": {"method": "draft_model", "model": "m", "speculative_token_tree": "[(0,)]"}},
+            {**TWO, "speculative_config": TREE},
             "speculative_token_tree does not go with decode_context_parallel_size",
         ),
     ],
