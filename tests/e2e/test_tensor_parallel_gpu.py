@@ -89,6 +89,29 @@ def test_stages_give_the_tokens_of_one_gpu(folder, expected, options):
     assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
 
 
+@pytest.fixture(scope="module")
+def one_key_head(tmp_path_factory):
+    """A folder, and the tokens of one GPU."""
+    folder = tmp_path_factory.mktemp("one-key-head")
+    (folder / "config.json").write_text(json.dumps(QWEN3_0_6B | {"num_key_value_heads": 1}))
+    return str(folder), token_ids(make(str(folder)).generate(PROMPTS, KINDS * 2, use_tqdm=False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enforce_eager": True}, {"speculative_config": NGRAMS}, {"num_blocks": 65}, {"async_scheduling": False}],
+)
+def test_split_keys_give_the_tokens_of_one_gpu(one_key_head, options):
+    folder, expected = one_key_head
+    llm = make(folder, tensor_parallel_size=2, decode_context_parallel_size=2, **options)
+    for _ in range(2):  # the second time from the prefix cache
+        assert token_ids(llm.generate(PROMPTS, KINDS * 2, use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    assert stats.compilations_after_ready == 0
+    assert stats.num_free_blocks == stats.num_blocks
+    assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
+
+
 def test_whole_experts(tmp_path):
     """Two layers of Qwen3-30B-A3B's shape: 64 of its 128 experts on each GPU."""
     (tmp_path / "config.json").write_text(json.dumps(MECHANISMS["qwen3-30b-a3b (128 experts, q/k norm)"]))

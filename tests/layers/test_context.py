@@ -14,7 +14,7 @@ from tritonllm.dist.group import Group
 from tritonllm.kernels import merge_attention_states
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.context import attend, exchange, with_local_keys
-from tritonllm.layers.local_keys import keys_seen, local_chunks, local_slots
+from tritonllm.layers.local_keys import keys_of, local_chunks, local_slots
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.segments import Segment, Segments, decodes, verified
 
@@ -38,7 +38,7 @@ def test_each_key_is_in_one_place(size, block_size, blocks, keys):
         index = torch.arange(int(here.sum()))
         assert mine[:-1][here].tolist() == [blocks[i // block_size] * block_size + i % block_size for i in index]
         for length in {0, len(position) // 2, len(position)}:
-            assert int(keys_seen(torch.tensor(length - 1), rank, size)) == int(here[:length].sum())
+            assert int(keys_of(torch.tensor(length), rank, size)) == int(here[:length].sum())
     assert (held == 1).all()
 
 
@@ -62,7 +62,7 @@ def test_lanes_see_what_their_tokens_see(size, given_chunks):
             assert end - begin <= lanes.longest
             assert (of_chunk[tokens] == int(lanes.block_tables[lane, 0])).all()
             seen = int(lanes.seq_lens[lane]) - torch.arange(end - begin).flip(0)
-            assert seen.clamp_min(0).tolist() == keys_seen(positions[tokens], rank, size).tolist()
+            assert seen.clamp_min(0).tolist() == keys_of(positions[tokens] + 1, rank, size).tolist()
 
 
 def step_of(decoded, drafted, drafts, chunks, block_size, generator):

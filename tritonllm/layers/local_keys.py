@@ -4,7 +4,7 @@ Of r ranks, rank i has the keys at positions ``i, i + r, i + 2 r, ...`` of every
 ``r S`` tokens, S on each rank, so block ids and tables are the same everywhere, and slot s of the whole block becomes
 slot ``s // r`` of rank ``s % r``. What is left to derive are slots, and how many keys a query sees here.
 
-A query at position p sees ``(p - i) // r + 1`` of rank i's keys. Neighbouring tokens of a prompt's chunk do not see one
+Of a sequence's first n keys rank i has ``(n + r - 1 - i) // r``. Neighbouring tokens of a prompt's chunk do not see one
 more each, as attention's kernels expect of a sequence's tokens; but those that are r apart do. So a chunk is attended
 to as r sequences, its lanes: lane k has the tokens k, k + r, k + 2 r, ... of the chunk.
 """
@@ -64,9 +64,9 @@ def local_slots(slot_mapping: torch.Tensor, rank: int, size: int) -> torch.Tenso
     return torch.where(slot_mapping % size == rank, slot_mapping // size, -1)  # -1 // size is -1
 
 
-def keys_seen(positions: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """How many of the rank's keys queries at these positions see, themselves included; of position -1 none."""
-    return (positions - rank) // size + 1
+def keys_of(lengths: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """How many of a sequence's first keys, so many, are the rank's."""
+    return (lengths + (size - 1 - rank)) // size
 
 
 def local_lens(
@@ -80,13 +80,13 @@ def local_lens(
     """
     decode, verify, _ = segments
     n, size = decode.sequences, ranks.stop
-    tables, lens = block_tables[:n], seq_lens[:n] - 1  # of padding -1
+    tables, lens = block_tables[:n], seq_lens[:n]
     if verify.tokens:  # each draft is a sequence of its own: what it sees here does not grow from one to the next
         each = verify.tokens // verify.sequences
         drafted = block_tables[n : n + verify.sequences].repeat_interleave(each, dim=0)
         tables = torch.cat((tables, drafted))
-        lens = torch.cat((lens, positions[n : n + verify.tokens].int()))
-    return tables, keys_seen(lens, ranks.start, size)
+        lens = torch.cat((lens, positions[n : n + verify.tokens].int() + 1))
+    return tables, keys_of(lens, ranks.start, size)
 
 
 def local_chunks(
@@ -106,8 +106,8 @@ def local_chunks(
     counts, lane = starts[1:] - starts[:-1], torch.arange(size, dtype=torch.int32, device=device)
     each = (counts[:, None] + (size - 1 - lane)) // size  # [C, size]: tokens of each lane
     lane_starts = F.pad(each.flatten().cumsum(0), (1, 0))  # int64
-    last = (seq_lens - counts)[:, None] + lane + (each - 1) * size  # the position of a lane's last token
-    lens = keys_seen(last, ranks.start, size).clamp_min(0)
+    ends = (seq_lens - counts)[:, None] + lane + (each - 1) * size + 1  # behind a lane's last token
+    lens = keys_of(ends, ranks.start, size).clamp_min(0)  # of a lane without tokens it is nobody's
     token = torch.arange(tokens, dtype=torch.int32, device=device)
     chunk = torch.searchsorted(starts[1:], token, right=True)
     inside = token - starts[chunk]
