@@ -288,6 +288,8 @@ class Decoder(nn.Module):
         Raises:
             ValueError: another number of caches than of layers, or a layer that is not there.
         """
+        if self.context.size > 1:  # before the embedding, behind whose end attention's kernels take slots as settled
+            metadata = with_local_keys(metadata, positions, self.context)
         plan = self.plan(len(positions), None if rows is None else len(rows), positions.device)
         return self.run(plan, self.begin(input_ids, positions), positions, metadata, kv_cache, rows, before)
 
@@ -311,8 +313,6 @@ class Decoder(nn.Module):
                 f"kv_cache must have one view for each of {self.spec.num_layers} layers, got {len(kv_cache)}"
             )
         before = self._readable(before)
-        if self.context.size > 1:
-            metadata = with_local_keys(metadata, positions, self.context)
         states: dict[int, torch.Tensor] = {}
         for place, after, how in zip(self._running, [*self._running[1:], None], plan.layers, strict=True):
             wanted, following = (rows, None) if after is None else (None, self.layers[after].attention_norm)
