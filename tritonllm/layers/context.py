@@ -69,9 +69,8 @@ def split_attention(
         ``[T, H, D]``.
     """
     tokens, heads, head_size = q.shape
-    everyone = context.all_gather(q.flatten(1), context.size * heads * head_size)
-    q = everyone.view(tokens, context.size * heads, head_size)
-    out, lse = attend(q, keys, kv_cache, scale=scale, softcap=softcap)
+    everyone = context.stack(q.contiguous()).transpose(0, 1).reshape(tokens, context.size * heads, head_size)
+    out, lse = attend(everyone, keys, kv_cache, scale=scale, softcap=softcap)
     parts, part_lses = exchange(out, lse, context)
     return merge_attention_states(parts[1:], part_lses[1:], parts[0], part_lses[0])
 
