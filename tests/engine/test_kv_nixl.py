@@ -19,6 +19,7 @@ from tritonllm.engine.kv_nixl import Reads
 from tritonllm.engine.kv_peer import Peer
 from tritonllm.engine.kv_plane import Frames
 from tritonllm.engine.kv_start import make_connector
+from tritonllm.engine.kv_wire import Place
 from tritonllm.kv_transfer_config import KVTransferConfig
 
 SLOTS = 7
@@ -224,6 +225,13 @@ def test_harm_on_the_way_never_gives_a_wrong_block(engines, kind, place):
                 assert all((part[number] == number).all() for part in there)
         consumer.close()
         producer.close()
+
+
+def test_an_address_that_is_none_is_refused(engines, monkeypatch, caplog):
+    monkeypatch.setattr(kv_nixl, "Place", lambda head, address: Place(head, 1 << 63))
+    producer, consumer = engines("kv_producer"), engines("kv_consumer")
+    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
+    assert "no block can lie at such an address" in caplog.text
 
 
 def test_closing_ends_what_is_under_way(network, engines):

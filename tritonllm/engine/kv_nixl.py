@@ -105,6 +105,8 @@ class Reads:
         damaged = 0
         for at, key in enumerate(wanted.keys):
             place = channel.read_place(key, deadline)
+            if place is not None and place.address >> 63:
+                raise WireError("no block can lie at such an address")
             if place is not None:
                 places[at] = place
             full = (len(places) + 1) * self._size > BATCH_BYTES

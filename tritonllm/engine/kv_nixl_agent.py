@@ -86,7 +86,8 @@ class NixlAgent:
 
     def __init__(self, nixl: Any) -> None:
         own = (one for one in vars(nixl).values() if isinstance(one, type) and issubclass(one, Exception))
-        self._nixl, self._errors = nixl, (*own, RuntimeError)
+        self._errors: tuple[type[Exception], ...] = (*own, RuntimeError)
+        self._nixl = nixl
         settings = nixl.nixlAgentConfig()
         settings.useProgThread, settings.pthrDelay = True, PROGRESS
         self._agent = self._call(nixl.nixlAgent, uuid4().hex, settings)  # the same name would be the same agent
