@@ -6,10 +6,10 @@ connection where they lie, and reads them into its own slots, which it has regis
 nothing for that, and does not wait for it either. So a place may be given to another block meanwhile: what was read is
 a block only if it has the checksum that came with the place.
 
-Blocks are read in batches, so that those before a failure count, and so that one is checked while few are waited for.
+Blocks are read in batches, so that those before a failure count, and so that each is checked while it is in the
+processor's cache still.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -24,7 +24,6 @@ from tritonllm.engine.kv_plane import QUICK, Copy, Frames, Wanted, views
 from tritonllm.engine.kv_wire import Channel, Kind, Place, Question, WireError, frame, head_of, place_frame, question
 from tritonllm.kv_transfer_config import KVTransferConfig
 
-logger = logging.getLogger(__name__)
 BATCH_BYTES = 32 << 20  # of one read
 TOGETHER = 1024  # places in one go
 

@@ -4,7 +4,8 @@ on with them. No torch.
 Who saves keeps copies of its blocks in memory (:mod:`tritonllm.engine.kv_kept`) and serves them
 (:mod:`tritonllm.engine.kv_peer_server`). Who loads asks the engine that the request names
 (:mod:`tritonllm.engine.kv_peer_client`), in threads; each block is read into its slot and checked there. Whatever goes
-wrong is logged, and is a miss.
+wrong is logged, and is a miss. How the contents of blocks travel is a plane's (:mod:`tritonllm.engine.kv_plane`): over
+the same connection, or by reads out of the other engine's memory.
 
 A request names its engine with ``remote_host`` and ``remote_port``, as the answer of that engine says them
 (:meth:`Peer.offer`). Blocks may be late: the last ones of a prompt are saved some milliseconds after its answer, so a
