@@ -16,15 +16,17 @@ def test_all_reduce_gives_all_ranks_the_same_bits(size, dtype):
     torch.testing.assert_close(found[0].double(), sum(p.double() for p in parts), rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize("columns", [16, 21, 24, 101])
-def test_all_gather_puts_columns_side_by_side(columns):
+@pytest.mark.parametrize(
+    ("columns", "size"), [(16, 3), (21, 3), (24, 3), (101, 3), (10, 4), (20, 4), (300, 2), (1000, 3)]
+)
+def test_all_gather_puts_columns_side_by_side(columns, size):
     rows = torch.arange(3 * columns, dtype=torch.float32).view(3, columns)
 
     def gather(group: Group) -> torch.Tensor:
-        each = -(-columns // (8 * group.size)) * 8
+        each = share_of(columns, size)
         return group.all_gather(rows[:, group.rank * each : (group.rank + 1) * each], columns)
 
-    for found in run_ranks(3, gather):
+    for found in run_ranks(size, gather):
         assert torch.equal(found, rows)
 
 

@@ -124,7 +124,8 @@ class ConnectedGroup(Group):
     def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         each = share_of(columns, self.size)
         mine = x.contiguous() if x.shape[1] == each else F.pad(x, (0, each - x.shape[1]))
-        return torch.cat([part[:, : columns - place * each] for place, part in enumerate(self.stack(mine))], 1)
+        parts = enumerate(self.stack(mine))  # of few columns the last ranks have none
+        return torch.cat([part[:, : max(0, columns - place * each)] for place, part in parts], 1)
 
     def stack(self, x: torch.Tensor) -> torch.Tensor:
         everything = x.new_empty(self.size, *x.shape)

@@ -292,6 +292,16 @@ class ModelRunner:
         if self.host is not None:
             self.host.warm_up()
 
+    def _warm_up_draws(self) -> None:
+        """The first of several stages draws outside of graphs, which visit these sizes elsewhere."""
+        seats, each = self._config.scheduler.max_num_seqs, 1 + self.drafts.most
+        size = max(seats, self.drafts.verified * each), self._model.spec.hidden_size
+        hidden = torch.zeros(size, dtype=self._dtype, device=self._device)
+        for rows in graph_sizes(seats):
+            self._drawing.warm_up(hidden[:rows])
+        for sequences in graph_sizes(self.drafts.verified) if self.drafts.most else []:
+            self._drawing.warm_up_drafts(hidden[: sequences * each])
+
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
         return self._planner is not None and self._planner.may_plan(sequences, self._max_model_len)
@@ -314,12 +324,8 @@ class ModelRunner:
         reserve_pinned()
         with rehearsal_of(self._models):
             self.warm_up().run()
-            if self.stages > 1 and self._pipe.first:  # it draws outside of graphs, which visit these sizes elsewhere
-                hidden = torch.zeros(
-                    self._most_tokens, self._model.spec.hidden_size, dtype=self._dtype, device=self._device
-                )
-                for rows in graph_sizes(self._config.scheduler.max_num_seqs):
-                    self._drawing.warm_up(hidden[:rows])
+            if self.stages > 1 and self._pipe.first:
+                self._warm_up_draws()
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             drafts = self.drafts.most, self.drafts.verified

@@ -58,6 +58,7 @@ _HELPERS = {  # what arguments of these operations are made of, or with; no kern
     "DecodeStep": "attention.bound",
     "Entry": "sampling.edits",
     "LogitEdits": "sampling.edits",
+    "ROW_UNIT": "sampling.shard",
     "SHARD_UNIT": "sampling.shard",
     "TokenMasks": "sampling.masks",
     "Unnormed": "dense.medium",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tritonllm.dist.group import ALONE, Group, share_of
-from tritonllm.kernels import SHARD_UNIT, cap_logits, decode_short_keys
+from tritonllm.kernels import ROW_UNIT, SHARD_UNIT, cap_logits, decode_short_keys
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.context import with_local_keys
 from tritonllm.layers.expert_counts import ExpertCounts, Tally
@@ -201,9 +201,12 @@ class Decoder(nn.Module):
     @property
     def first_own_logit(self) -> int | None:
         """The token of the first column of :meth:`compute_own_logits`, where a draw can begin with the ranks' parts:
-        there are several ranks, and each has whole groups of :func:`~tritonllm.kernels.sample_shard`."""
-        own, each = self._own_logits, share_of(self.spec.vocab_size, self.group.size)
-        return None if own is None or not self.spec.logits or each % SHARD_UNIT else own.start
+        there are several ranks, each has whole groups of :func:`~tritonllm.kernels.sample_shard`, and their sums have
+        the bits that one rank's would have."""
+        vocab, own = self.spec.vocab_size, self._own_logits
+        if own is None or not self.spec.logits or vocab % ROW_UNIT or share_of(vocab, self.group.size) % SHARD_UNIT:
+            return None
+        return own.start
 
     @property
     def _own_logits(self) -> range | None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.compare import FLOATS, poisoned, with_row_padding
 
 from tritonllm.kernels import SHARD_UNIT, best_of_shards, best_of_shards_ref, sample, sample_shard, sample_shard_ref
+from tritonllm.kernels.sampling.common import scan
 
 TEMPERATURES = [0.0, 1e-6, 0.4, 1.0, 30.0, torch.inf, torch.nan]
 
@@ -128,11 +129,15 @@ def test_bad_drawn(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shards", [2, 3, 4, 8])
-@pytest.mark.parametrize("vocab", [32000, 128256, 151936, 262145])
+@pytest.mark.parametrize("vocab", [32000, 128256, 151936, 262144])
 def test_real_sizes(device, vocab, shards):
-    """Bit for bit: the groups' sums are those of the draw from all columns."""
+    """Bit for bit: the groups' sums are those of the draw from all columns, also of shards with rows of their own."""
     each = -(-vocab // (SHARD_UNIT * shards)) * SHARD_UNIT
     logits, noise = make_case(256, vocab, 3.0, 0.0, vocab + shards, device)
+    whole = scan(logits.unsqueeze(1), noise[0])
+    parts = [scan(part.contiguous().unsqueeze(1), noise[0]) for part in logits.split(each, 1)]
+    for found, wanted in zip(map(torch.cat, zip(*parts, strict=True), [1, 1]), whole, strict=True):
+        assert torch.equal(found, wanted)
     temperature, seeds, steps = noise
     wanted = sample(logits, temperature, None, None, None, seeds, steps)
     assert torch.equal(draw(sample_shard, best_of_shards, logits, noise, range(each, vocab, each)), wanted)

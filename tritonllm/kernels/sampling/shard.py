@@ -7,6 +7,10 @@ to each rank, where its logits are 4 a token.
 
 This is for rows with a temperature and nothing else. What `top_k`, `top_p` and `min_p` leave is a matter of the whole
 row.
+
+The bits of a group's sum are the same in both if the rows of the whole vocabulary and those of the shards begin at
+multiples of 16 columns. Otherwise Triton gives the group's columns to other threads (8 with 4 of each 32, or 32 with
+one), and sums have another order: of 9,600 draws none was another token, but one can be.
 """
 
 import torch
@@ -32,6 +36,7 @@ from tritonllm.kernels.sampling.common import (
 from tritonllm.kernels.sampling.draw import draw_of_group, group_score
 
 SHARD_UNIT = GROUP.value  # tokens: a shard begins at a multiple of it
+ROW_UNIT = 16  # columns: Triton deals a group out to other threads where rows do not begin at multiples of it
 SCORE, TOKEN = 0, 1  # columns of what a shard draws
 
 
@@ -157,7 +162,8 @@ def sample_shard(
     first: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw from some columns of rows of logits, so that the best of all columns' draws is :func:`sample`'s.
+    """Draw from some columns of rows of logits, so that the best of all columns' draws is :func:`sample`'s (where all
+    rows are aligned to ``ROW_UNIT``, to the last bit of a score).
 
     Values out of range, NaN and infinite logits count as in :func:`sample`.
 
