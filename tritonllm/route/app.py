@@ -19,6 +19,7 @@ from tritonllm.route.pool import Pool
 from tritonllm.route.probe import Prober
 from tritonllm.route.proxy import Proxy
 from tritonllm.route.reply import Receive, Reply, Send, end_to_end
+from tritonllm.route.sockets import connecting
 from tritonllm.route.upstream import DROPPED
 from tritonllm.version import __version__
 
@@ -48,7 +49,9 @@ class Router:
     async def start(self) -> None:
         """Connect to nothing yet, but ask each backend once whether it lives."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE, socket_factory=connecting(lambda: self.config.host_timeout)
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=BUFFER,
