@@ -76,8 +76,17 @@ def address_of(store: Any) -> tuple[str, int] | None:
 
 
 def _own_address(host: str, port: int) -> str:
-    """That from which this machine reaches another. A datagram socket is connected without a packet."""
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    """That from which this machine reaches another. A datagram socket is connected without a packet.
+
+    Raises:
+        OSError: it reaches none of the other's addresses.
+    """
+    errors: list[OSError] = []
+    for family, kind, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:  # of IPv6, on a machine without it
+            errors.append(error)
+    raise OSError(f"this machine does not reach {host}, where the ranks meet ({errors[-1]}): check MASTER_ADDR")
