@@ -15,7 +15,7 @@ PROMPTS = [f"{name} was a fox who" for name in ("Anna", "Bert", "Carl", "Dora", 
 TOKENS = 300
 PORT = "8000"
 OPTIONS = [
-    *("--health-interval", "0.5", "--connect-timeout", "2", "--host-timeout", "6"),
+    *("--health-interval", "0.5", "--health-timeout", "4", "--connect-timeout", "2", "--host-timeout", "6"),
     *("--sticky-chars", "64", "--balance-min-tokens", "0"),
 ]
 

@@ -121,9 +121,23 @@ def _why_not() -> str | None:
         if shutil.which(program) is None:
             return f"hosts are network namespaces, which need the program {program} (iproute2)"
     try:
-        os.close(_in_thread(_new_namespace))
+        problem = _in_thread(_try)
     except OSError as error:
         return f"hosts are network namespaces, which this process may not make ({error.strerror}): run as root"
+    return problem and f"hosts need a bridge, veth and tbf of the kernel: {problem}"
+
+
+def _try() -> str | None:
+    """What this machine refuses of what hosts are made of. The namespace ends with the thread."""
+    os.close(_new_namespace())
+    for command in (
+        "ip link add bridge0 type bridge",
+        "ip link add port0 type veth peer name eth0",
+        "tc qdisc add dev port0 root tbf rate 8kbit burst 4kb latency 1s",
+    ):
+        done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"{command}: {done.stderr.strip()}"
     return None
 
 
