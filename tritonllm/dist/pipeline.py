@@ -144,7 +144,9 @@ class Team(NamedTuple):
 ALONE = Team()
 
 
-def meet(store: Any, rank: int, parallel: ParallelConfig, device: torch.device, *, timeout: float, local: bool) -> Team:
+def meet(
+    store: Any, rank: int, parallel: ParallelConfig, device: torch.device, *, timeout: float, local: bool
+) -> Team:
     """Meet the other ranks of an engine.
 
     Args:
