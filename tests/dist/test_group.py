@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from tritonllm.dist.group import ALONE, Group
+from tritonllm.dist.group import ALONE, Group, share_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -28,6 +28,28 @@ def test_all_gather_puts_columns_side_by_side(columns):
         assert torch.equal(found, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_stack(dtype):
+    x = torch.arange(10).view(5, 2).to(dtype)
+    for found in run_ranks(3, lambda group: group.stack(x + group.rank)):
+        assert torch.equal(found, torch.stack([x, x + 1, x + 2]))
+    assert torch.equal(ALONE.stack(x), x[None])
+    assert Group(0, 4).stack(x).shape == (4, 5, 2)
+
+
+@pytest.mark.parametrize(("count", "size", "each"), [(151936, 2, 76032), (128256, 4, 32128), (300, 2, 256), (101, 2, 56)])
+def test_shares_of_a_vocabulary_are_whole_groups_of_a_draw_where_all_ranks_then_have_some(count, size, each):
+    assert share_of(count, size) == each
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_all(size):
+    """Row i of what rank r gets is row r of what rank i sent."""
+    rows = torch.arange(size * size * 10, dtype=torch.int32).view(size, size, 5, 2)
+    found = run_ranks(size, lambda group: group.all_to_all(rows[group.rank]))
+    assert all(torch.equal(got, rows[:, rank]) for rank, got in enumerate(found))
+
+
 def test_broadcast_and_least():
     found = run_ranks(
         3, lambda group: (int(group.broadcast(torch.tensor([7 + group.rank]))), group.least(9 - group.rank))
@@ -38,6 +60,7 @@ def test_broadcast_and_least():
 def test_a_group_of_one_gives_back_what_it_gets():
     x = torch.ones(2, 3)
     assert ALONE.all_reduce(x) is x and ALONE.all_gather(x, 3) is x and ALONE.broadcast(x) is x and ALONE.least(5) == 5
+    assert ALONE.all_to_all(x) is x
     assert ALONE.leads and not Group(1, 2).leads
 
 
