@@ -12,6 +12,8 @@
 ``TRITONLLM_BACKEND_API_KEY``
     What ``tritonllm route --backend URL`` sends to the backends in place of the client's key. A configuration file
     names a variable for each backend (``api_key_env``).
+``GLOO_SOCKET_IFNAME``
+    torch's own: the network device (``eth0``) by which ranks on other machines reach this one, where several might.
 ``XDG_STATE_HOME``
     Where programs keep what outlasts a run: the tutorial's progress.
 """
@@ -36,6 +38,11 @@ def launched() -> Launched | None:
         return None
     rank = os.environ["RANK"]
     return Launched(int(rank), int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
+
+
+def gloo_interface() -> str | None:
+    """The network device that ``GLOO_SOCKET_IFNAME`` names, the first one if it lists several; ``None`` without it."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip() or None
 
 
 def index_of_device(name: str) -> int:
