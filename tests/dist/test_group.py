@@ -39,7 +39,9 @@ def test_stack(dtype):
     assert Group(0, 4).stack(x).shape == (4, 5, 2)
 
 
-@pytest.mark.parametrize(("count", "size", "each"), [(151936, 2, 76032), (128256, 4, 32128), (300, 2, 256), (101, 2, 56)])
+@pytest.mark.parametrize(
+    ("count", "size", "each"), [(151936, 2, 76032), (128256, 4, 32128), (300, 2, 256), (101, 2, 56)]
+)
 def test_shares_of_a_vocabulary_are_whole_groups_of_a_draw_where_all_ranks_then_have_some(count, size, each):
     assert share_of(count, size) == each
 

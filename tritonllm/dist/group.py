@@ -142,8 +142,8 @@ class ConnectedGroup(Group):
         return x
 
     def send(self, x: torch.Tensor, to: int) -> Any:
-        """Send ``x``, contiguous, to a rank without waiting. Returns what can be waited for; ``x`` must not change or go
-        before."""
+        """Send ``x``, contiguous, to a rank without waiting. Returns what can be waited for; ``x`` must not change or
+        go before."""
         return self._backend.send([x], to, 0)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
@@ -200,8 +200,8 @@ def _wait(work: Any) -> None:
 def share_of(count: int, size: int) -> int:
     """How many of ``count`` rows of a vocabulary every rank but the last ones has.
 
-    A multiple of 128, so that each rank has whole groups of a draw (``kernels/sampling/shard.py``), or of 8, for aligned
-    rows, where with 128 the last ones would have none.
+    A multiple of 128, so that each rank has whole groups of a draw (``kernels/sampling/shard.py``), or of 8, for
+    aligned rows, where with 128 the last ones would have none.
     """
     for unit in (128, 8):
         each = -(-count // (unit * size)) * unit

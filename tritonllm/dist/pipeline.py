@@ -46,8 +46,8 @@ class Pipeline:
 
     @property
     def most_kept(self) -> int:
-        """How many steps' streams a stage keeps at most, because they may still be on their way. Those of steps that are
-        older than all in flight have arrived: to wait for them takes no time."""
+        """How many steps' streams a stage keeps at most, because they may still be on their way. Those of steps that
+        are older than all in flight have arrived: to wait for them takes no time."""
         return 2 * self.stages
 
     def send(self, x: torch.Tensor) -> None:
@@ -169,9 +169,7 @@ class Team(NamedTuple):
 ALONE = Team()
 
 
-def meet(
-    store: Any, rank: int, parallel: ParallelConfig, device: torch.device, *, timeout: float, local: bool
-) -> Team:
+def meet(store: Any, rank: int, parallel: ParallelConfig, device: torch.device, *, timeout: float, local: bool) -> Team:
     """Meet the other ranks of an engine.
 
     Args:
@@ -190,9 +188,7 @@ def meet(
     which, place = divmod(column, each)
 
     def split_context() -> Group:
-        group = connect(
-            dist.PrefixStore(f"context-{stage}-{which}", store), place, each, device, peers=False, **how
-        )
+        group = connect(dist.PrefixStore(f"context-{stage}-{which}", store), place, each, device, peers=False, **how)
         if isinstance(group, ConnectedGroup):
             group.introduce_all()
         return group

@@ -132,7 +132,7 @@ class Watch:
         self._coming: set[int] = set()
         self._ready: set[int] = set()
         self._stopping = False
-        self._seen = {rank: (0, 0) for rank in processes}  # beats and acts
+        self._seen = dict.fromkeys(processes, (0, 0))  # beats and acts
         self._silent = dict.fromkeys(processes, 0.0)
         self._slow = dict.fromkeys(processes, 0.0)
         self._thread = threading.Thread(target=self._run, name="tritonllm-watch", daemon=True)
