@@ -63,8 +63,8 @@ endif
 # A sample: each kind of kernel compiled for Hopper, where the releases differ most, and one of each wing interpreted.
 SAMPLE := elementwise/test_norm.py attention/test_merge.py moe/test_direct.py sampling/test_truncation.py
 # Whether each kernel compiles, not what its machine code is like: test-aot looks at that. (One of those others took more
-# than five minutes in Triton 3.9's ptxas.)
-EACH_KERNEL := (compile and (90 or hopper)) or test_hopper
+# than five minutes in Triton 3.9's ptxas.) So each with one activation: another is the same kernel with other terms.
+EACH_KERNEL := ((compile and (90 or hopper)) or test_hopper) and not (gelu or options)
 test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled for sm_90, a sample interpreted
 	$(NEWEST_PY) -m pytest tests/engine/test_releases.py tests/engine/test_compilation.py tests/engine/test_precompile.py
 	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest $(addprefix tests/kernels/,$(SAMPLE))
@@ -74,6 +74,8 @@ test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled fo
 test-kernels test-engine test-serve test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
 # On the CPU a second thread costs more than it brings to tensors as small as these: on a busy machine, 20 times more.
 demo test-kernels test-engine test-serve test-aot test-newest test-real: export OMP_NUM_THREADS = 1
+# Tests start hundreds of processes; where bytecode is not written, each compiles the package anew, 0.35 s.
+test-kernels test-engine test-serve test-aot test-newest test-real: export PYTHONDONTWRITEBYTECODE =
 
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu

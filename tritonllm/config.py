@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tritonllm.config_checks import at_least, is_a, names_code, one_of
 from tritonllm.kv_transfer_config import KVTransferConfig as KVTransferConfig
 from tritonllm.parallel_config import EXECUTORS as EXECUTORS
+from tritonllm.parallel_config import MOST_BLOCK_TOKENS
 from tritonllm.parallel_config import ParallelConfig as ParallelConfig
 from tritonllm.pooling_params import PoolerConfig
 from tritonllm.speculative_config import OF_HEADS
@@ -128,8 +129,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
-        if self.block_size > 256:
-            raise ValueError(f"block_size must be at most 256, got {self.block_size}")
+        if self.block_size > MOST_BLOCK_TOKENS:
+            raise ValueError(f"block_size must be at most {MOST_BLOCK_TOKENS}, got {self.block_size}")
         at_least("num_blocks", self.num_blocks, 1)
         at_least("cpu_cache_bytes", self.cpu_cache_bytes, 1)
         fraction = self.gpu_memory_utilization
@@ -284,6 +285,7 @@ class EngineConfig:
         self.parallel.check_device(self.model.device)
         if self.parallel.world_size > 1:
             self._check_ranks()
+        self.parallel.check_block(self.cache.block_size)
         if self.speculative_config is not None:
             is_a("speculative_config", self.speculative_config, SpeculativeConfig)
             self._check_speculation(self.speculative_config)
@@ -298,6 +300,11 @@ class EngineConfig:
         seconds = self.step_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
             raise ValueError(f"step_timeout must be a number of seconds greater than 0, got {seconds!r}")
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, over all ranks that have some of its keys: what a scheduler counts with."""
+        return self.cache.block_size * self.parallel.decode_context_parallel_size
 
     def _check_ranks(self) -> None:
         sizes, stages = self.parallel.sizes, self.parallel.pipeline_parallel_size
@@ -345,6 +352,7 @@ class EngineConfig:
             "deterministic": self.deterministic,
             "compilation_config": self.compilation_config.mode,
             "pipeline_parallel_size": self.parallel.pipeline_parallel_size > 1,
+            "decode_context_parallel_size": self.parallel.decode_context_parallel_size > 1,
         }
         other = next((name for name, given in others.items() if given), None)
         if speculative.tree is not None and other is not None:

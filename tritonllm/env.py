@@ -12,6 +12,8 @@
 ``TRITONLLM_BACKEND_API_KEY``
     What ``tritonllm route --backend URL`` sends to the backends in place of the client's key. A configuration file
     names a variable for each backend (``api_key_env``).
+``GLOO_SOCKET_IFNAME``
+    torch's own: the network device (``eth0``) by which ranks on other machines reach this one, where several might.
 ``XDG_STATE_HOME``
     Where programs keep what outlasts a run: the tutorial's progress.
 """
@@ -38,6 +40,11 @@ def launched() -> Launched | None:
     return Launched(int(rank), int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
 
 
+def gloo_interface() -> str | None:
+    """The network device that ``GLOO_SOCKET_IFNAME`` names, the first one if it lists several; ``None`` without it."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip() or None
+
+
 def index_of_device(name: str) -> int:
     """The number that torch knows a GPU by, of the name that ``CUDA_VISIBLE_DEVICES`` has for it.
 
@@ -56,6 +63,8 @@ def index_of_device(name: str) -> int:
 def leave_nccl_errors_to_us() -> None:
     """Without this torch ends a process whose peer has died, and no request would learn why."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # A warning of every rank that two ranks' messages go one after the other, as those of one way are to
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
 
 
 def share_metrics(folder: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tritonllm.config_checks import names_code, one_of
 
-CONNECTORS = ("FileStore", "Peer")
+CONNECTORS = ("FileStore", "Peer", "Nixl")
 TIMEOUT = 10.0
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
@@ -19,7 +19,7 @@ class KVTransferConfig:
 
     Args:
         kv_connector: ``FileStore`` keeps blocks as files of a folder; ``Peer`` brings them from the engine that a
-            request names; ``"module:name"`` makes a connector of your own
+            request names, ``Nixl`` by reads out of its memory; ``"module:name"`` makes a connector of your own
             (:class:`tritonllm.engine.kv_connector.KVConnector`).
         kv_role: ``kv_producer`` saves blocks, ``kv_consumer`` loads them, ``kv_both`` does both.
         kv_connector_extra_config: the connector's own settings; of any connector ``timeout``, the seconds that a

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tritonllm.config_checks import at_least, is_a, one_of
 
+MOST_BLOCK_TOKENS = 256  # that kernels take
 EXECUTORS = ("uni", "mp", "external_launcher", "ray")
 
 
@@ -18,6 +19,8 @@ class ParallelConfig:
         enable_expert_parallel: ranks have whole experts, each equally many of them, instead of a part of each.
         expert_placement: a file of ``tritonllm rebalance-experts``: which rank has which experts, with
             ``enable_expert_parallel``. ``None``: in their order, one of each.
+        decode_context_parallel_size: of the ranks that share a key head, so many have the keys of different tokens in
+            the place of copies (docs/distributed.md). 1: each has all of them.
         data_parallel_size: engines with the whole model each, on GPUs of their own, among which requests are dealt out
             (:class:`~tritonllm.LLM`, :class:`~tritonllm.AsyncLLM` and ``tritonllm serve``).
         distributed_executor_backend: ``uni`` runs in this process; ``mp`` spawns a process for each other rank; with
@@ -32,6 +35,7 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     expert_placement: str | None = None
+    decode_context_parallel_size: int = 1
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     worker_timeout: float = 10.0
@@ -40,7 +44,13 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        at_least("decode_context_parallel_size", self.decode_context_parallel_size, 1)
         at_least("data_parallel_size", self.data_parallel_size, 1)
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ValueError(
+                f"decode_context_parallel_size={self.decode_context_parallel_size} must divide tensor_parallel_size="
+                f"{self.tensor_parallel_size}: it takes no ranks of its own"
+            )
         backend = self.distributed_executor_backend
         if backend is not None:
             one_of("distributed_executor_backend", backend, EXECUTORS)
@@ -86,6 +96,17 @@ class ParallelConfig:
     def is_local(self) -> bool:
         """All ranks are on this machine."""
         return self.distributed_executor_backend not in ("external_launcher", "ray")
+
+    def check_block(self, block_size: int) -> None:
+        """Raises:
+        ValueError: a block has too many tokens, over all ranks that have some of its keys.
+        """
+        size = self.decode_context_parallel_size
+        if size * block_size > MOST_BLOCK_TOKENS:
+            raise ValueError(
+                f"decode_context_parallel_size={size} times block_size={block_size} are {size * block_size} tokens of "
+                f"a block, and there can be {MOST_BLOCK_TOKENS}: lower one of them"
+            )
 
     def check_device(self, device: str) -> None:
         """Raises:

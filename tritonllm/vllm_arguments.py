@@ -40,7 +40,8 @@ class VllmEngine:
 
     # tensor, pipeline and data parallelism alone
     prefill_context_parallel_size: Any = 1
-    decode_context_parallel_size: Any = 1
+    cp_kv_cache_interleave_size: Any = 1
+    dcp_kv_cache_interleave_size: Any = 1
     nnodes: Any = 1
     node_rank: Any = 0
     enable_eplb: Any = False

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from tritonllm.dist.group import ALONE, Group
+from tritonllm.dist.group import ALONE, Group, share_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -16,16 +16,42 @@ def test_all_reduce_gives_all_ranks_the_same_bits(size, dtype):
     torch.testing.assert_close(found[0].double(), sum(p.double() for p in parts), rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize("columns", [16, 21, 24, 101])
-def test_all_gather_puts_columns_side_by_side(columns):
+@pytest.mark.parametrize(
+    ("columns", "size"), [(16, 3), (21, 3), (24, 3), (101, 3), (10, 4), (20, 4), (300, 2), (1000, 3)]
+)
+def test_all_gather_puts_columns_side_by_side(columns, size):
     rows = torch.arange(3 * columns, dtype=torch.float32).view(3, columns)
 
     def gather(group: Group) -> torch.Tensor:
-        each = -(-columns // (8 * group.size)) * 8
+        each = share_of(columns, size)
         return group.all_gather(rows[:, group.rank * each : (group.rank + 1) * each], columns)
 
-    for found in run_ranks(3, gather):
+    for found in run_ranks(size, gather):
         assert torch.equal(found, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_stack(dtype):
+    x = torch.arange(10).view(5, 2).to(dtype)
+    for found in run_ranks(3, lambda group: group.stack(x + group.rank)):
+        assert torch.equal(found, torch.stack([x, x + 1, x + 2]))
+    assert torch.equal(ALONE.stack(x), x[None])
+    assert Group(0, 4).stack(x).shape == (4, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "each"), [(151936, 2, 76032), (128256, 4, 32128), (300, 2, 256), (101, 2, 56)]
+)
+def test_shares_of_a_vocabulary_are_whole_groups_of_a_draw_where_all_ranks_then_have_some(count, size, each):
+    assert share_of(count, size) == each
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_all(size):
+    """Row i of what rank r gets is row r of what rank i sent."""
+    rows = torch.arange(size * size * 10, dtype=torch.int32).view(size, size, 5, 2)
+    found = run_ranks(size, lambda group: group.all_to_all(rows[group.rank]))
+    assert all(torch.equal(got, rows[:, rank]) for rank, got in enumerate(found))
 
 
 def test_broadcast_and_least():
@@ -38,6 +64,7 @@ def test_broadcast_and_least():
 def test_a_group_of_one_gives_back_what_it_gets():
     x = torch.ones(2, 3)
     assert ALONE.all_reduce(x) is x and ALONE.all_gather(x, 3) is x and ALONE.broadcast(x) is x and ALONE.least(5) == 5
+    assert ALONE.all_to_all(x) is x
     assert ALONE.leads and not Group(1, 2).leads
 
 

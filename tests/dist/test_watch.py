@@ -1,11 +1,15 @@
-"""Why a group has failed: who waits for it, and who is told."""
+"""Why a group has failed: who waits for it, and who is told. Whether another host is lost."""
 
+import queue
+import socket
+import struct
 import threading
 
 import pytest
+from support.server import eventually
 
 from tritonllm.dist import watch
-from tritonllm.dist.watch import GroupFailure, WorkerError
+from tritonllm.dist.watch import GroupFailure, WorkerError, host_watch
 
 
 def test_a_failure_is_told_once_it_is_known():
@@ -52,3 +56,39 @@ def test_what_is_waited_for_comes_or_never_will():
     in_a_moment(failure.tell, "rank 1 failed", False)
     with pytest.raises(WorkerError):
         failure.wait_for(lambda: False)
+
+
+def listening():
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def test_a_host_that_begins_anew_is_lost():
+    errors = queue.SimpleQueue()
+    with listening() as server:
+        host_watch(*server.getsockname(), 60.0, errors.put)
+        taken, _ = server.accept()
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        taken.close()
+        assert isinstance(errors.get(timeout=60), ConnectionResetError)
+
+
+@pytest.mark.parametrize("by_whom", ["the watch is ended", "the other side ends"])
+def test_a_host_is_not_lost_when_a_connection_ends(by_whom):
+    errors = queue.SimpleQueue()
+    with listening() as server:
+        stop = host_watch(*server.getsockname(), 60.0, errors.put)
+        taken, _ = server.accept()
+        with taken:
+            if by_whom == "the watch is ended":
+                stop()
+                assert taken.recv(1) == b""
+        eventually(lambda: not any(thread.name == "tritonllm-host" for thread in threading.enumerate()))
+        stop()
+    assert errors.empty()
+
+
+def test_a_host_that_is_not_there():
+    with listening() as server:
+        address = server.getsockname()
+    with pytest.raises(ConnectionRefusedError):
+        host_watch(*address, 60.0, lambda error: None)

@@ -1,14 +1,10 @@
 """One engine computes prompts, another goes on with them: tokens stay what they are, whatever happens on the way."""
 
-import threading
-
 import pytest
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.fault_proxy import fault_proxy
-from support.kv_sharing import FULL, PROMPTS, all_slots_are_back, computed_alone, connected_llm, run_prompts
+from support.kv_sharing import FULL, PROMPTS, computed_alone, decode, peer_engines, prefill, wish
 from support.server import eventually
-
-from tritonllm import LLM, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -19,38 +15,8 @@ def alone() -> list[list[int]]:
 @pytest.fixture
 def engines():
     """``engines(role)`` makes one; when their connectors are closed, all slots are back and no thread is left."""
-    before, made = set(threading.enumerate()), []
-
-    def start(role, checkpoint=None, timeout=20.0, **extra) -> LLM:
-        settings = {"peers": ["127.0.0.1"], "timeout": timeout, "wait": 5.0, **extra}
-        made.append(connected_llm("Peer", role, settings, checkpoint))
-        return made[-1]
-
-    yield start
-    for llm in made:
-        transfer = llm.engine._transfer
-        transfer.connector.close()
-        assert all_slots_are_back(llm) and not transfer._asking
-        stats = llm.engine.stats
-        assert stats.num_free_blocks == stats.num_blocks
-    for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("kv-peer"):
-            thread.join(10)
-            assert not thread.is_alive(), thread
-
-
-def wish(max_tokens, **params) -> SamplingParams:
-    return greedy(max_tokens, extra_args={"kv_transfer_params": params})
-
-
-def prefill(llm: LLM):
-    """What a prefill server's answers say, for each prompt."""
-    outputs = llm.generate(PROMPTS, wish(1, do_remote_decode=True), use_tqdm=False)
-    return [output.kv_transfer_params for output in outputs]
-
-
-def decode(llm: LLM, offers):
-    return run_prompts(llm, [wish(16, **offer) for offer in offers])
+    with peer_engines() as start:
+        yield start
 
 
 def test_decode_goes_on_where_prefill_ended(alone, engines):

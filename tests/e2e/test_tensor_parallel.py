@@ -3,10 +3,14 @@
 import pytest
 import torch
 from support.engines import tiny_checkpoint, tiny_llm
+from support.tiny_tokenizer import VOCAB_SIZE
 from support.wishes import GRAMMAR_PROMPTS, GRAMMAR_WISHES, SIZES, WISHES, assert_same, generate, prompts_of
 
-from tritonllm import LLM, BeamSearchParams
+from tritonllm import LLM, BeamSearchParams, SamplingParams
 from tritonllm.demo import model_path
+from tritonllm.dist.group import share_of
+from tritonllm.engine import drawing
+from tritonllm.kernels import sample_shard
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +29,36 @@ def test_requests_of_all_kinds_together(alone, two, seed):
     before = two.engine.stats.preemptions
     assert_same(generate(two, prompts, WISHES), generate(alone, prompts, WISHES))
     assert two.engine.stats.preemptions > before
+
+
+UNLIMITED = [
+    SamplingParams(temperature=temperature, seed=seed, max_tokens=12, n=n, ignore_eos=True)
+    for seed, (temperature, n) in enumerate([(1.0, 1), (0.0, 1), (0.6, 3), (2.0, 1), (1.0, 2)])
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"pipeline_parallel_size": 2}])
+def test_ranks_draw_from_their_own_logits(alone, monkeypatch, options):
+    """If no row of a step wants more than a temperature; the others are gathered, and both may follow each other."""
+    drawn = []
+
+    def counted(logits, *arguments, **kwargs):
+        drawn.append(logits.shape)
+        return sample_shard(logits, *arguments, **kwargs)
+
+    monkeypatch.setattr(drawing, "sample_shard", counted)
+    llm = tiny_llm(**SIZES, **options, tensor_parallel_size=2)
+    prompts = prompts_of([3, 26, 7, 18, 40])
+    assert_same(generate(llm, prompts, UNLIMITED), generate(alone, prompts, UNLIMITED))
+    assert drawn and {columns for _, columns in drawn} == {share_of(VOCAB_SIZE, 2)}
+    limited = [wish.clone() for wish in UNLIMITED]
+    for wish in limited:
+        wish.top_p, wish.temperature = 0.9, 1.0
+    drawn.clear()
+    assert_same(generate(llm, prompts, limited), generate(alone, prompts, limited))
+    assert not drawn
+    mixed = [*UNLIMITED[:2], *limited[2:]]
+    assert_same(generate(llm, prompts, mixed), generate(alone, prompts, mixed))
 
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}

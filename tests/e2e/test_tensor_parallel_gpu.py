@@ -64,6 +64,17 @@ def test_tokens_are_those_of_one_gpu(folder, expected, options):
     assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
 
 
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"num_blocks": 130}])
+def test_ranks_draw_from_their_own_logits(folder, options):
+    """Steps whose rows want no more than a temperature, alone and between others."""
+    free = [SamplingParams(temperature=t, seed=i, max_tokens=40, ignore_eos=True) for i, t in enumerate((0, 0.6, 1, 2))]
+    one, two = make(folder), make(folder, tensor_parallel_size=2, **options)
+    for wishes in (free * 2, [*free, *KINDS]):
+        expected = token_ids(one.generate(PROMPTS, wishes, use_tqdm=False))
+        assert token_ids(two.generate(PROMPTS, wishes, use_tqdm=False)) == expected
+    assert two.engine.stats.compilations_after_ready == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"enforce_eager": True}, {"speculative_config": NGRAMS}, {"num_blocks": 130}, {"async_scheduling": False}],
@@ -71,6 +82,29 @@ def test_tokens_are_those_of_one_gpu(folder, expected, options):
 def test_stages_give_the_tokens_of_one_gpu(folder, expected, options):
     llm = make(folder, pipeline_parallel_size=2, **options)
     for _ in range(2):
+        assert token_ids(llm.generate(PROMPTS, KINDS * 2, use_tqdm=False)) == expected
+    stats = llm.engine.stats
+    assert stats.compilations_after_ready == 0
+    assert stats.num_free_blocks == stats.num_blocks
+    assert (llm.engine._runner._runner.num_graphs > 0) == ("enforce_eager" not in options)
+
+
+@pytest.fixture(scope="module")
+def one_key_head(tmp_path_factory):
+    """A folder, and the tokens of one GPU."""
+    folder = tmp_path_factory.mktemp("one-key-head")
+    (folder / "config.json").write_text(json.dumps(QWEN3_0_6B | {"num_key_value_heads": 1}))
+    return str(folder), token_ids(make(str(folder)).generate(PROMPTS, KINDS * 2, use_tqdm=False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enforce_eager": True}, {"speculative_config": NGRAMS}, {"num_blocks": 65}, {"async_scheduling": False}],
+)
+def test_split_keys_give_the_tokens_of_one_gpu(one_key_head, options):
+    folder, expected = one_key_head
+    llm = make(folder, tensor_parallel_size=2, decode_context_parallel_size=2, **options)
+    for _ in range(2):  # the second time from the prefix cache
         assert token_ids(llm.generate(PROMPTS, KINDS * 2, use_tqdm=False)) == expected
     stats = llm.engine.stats
     assert stats.compilations_after_ready == 0

@@ -96,3 +96,16 @@ def test_nobody_waits_for_one_that_is_closed():
     for thread in threads:
         thread.join(30)
     assert sorted(found, key=repr) == [0, None] and not put(kept, 3) and kept.num_bytes == 0
+
+
+def test_whoever_gave_a_place_hears_that_it_is_free():
+    gone = []
+    kept = KeptBlocks(8, None, lambda one: gone.append(one.place))
+    for number in (0, 1, 2):
+        assert kept.put(KEYS[number], b"head", b"1234", place=10 + number)
+    assert gone == [10]  # there was no room for it
+    assert not kept.put(KEYS[1], b"head", b"1234", place=13) and not kept.put(KEYS[5], b"head", b"123456789", place=14)
+    assert gone == [10, 13, 14]  # not taken
+    assert kept.get(KEYS[1], 0.0).place == 11
+    kept.close()
+    assert sorted(gone) == [10, 11, 12, 13, 14] and kept.num_bytes == 0

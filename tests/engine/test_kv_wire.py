@@ -13,16 +13,19 @@ from tritonllm.engine import kv_wire
 from tritonllm.engine.kv_wire import (
     MAGIC,
     MOST_KEYS,
-    QUESTIONS,
+    QUESTION_BYTES,
     Channel,
     Kind,
+    Place,
     WireError,
     count_frame,
     frame,
     head_of,
+    place_frame,
     question,
 )
 
+KINDS = (Kind.LOOKUP, Kind.LOAD, Kind.WHERE)  # of questions
 KEYS = [bytes([n]) * 16 for n in range(4)]
 SIZES = (24, 5)
 CONTENTS = [bytes(range(n, n + sum(SIZES))) for n in range(4)]
@@ -104,18 +107,18 @@ def test_other_bytes_are_no_frame(data):
     got, error = read_all(data)
     assert got == [] and error is not None
     with Pair(data) as channel, pytest.raises((OSError, WireError)):
-        channel.read_question(soon(), 5.0)
+        channel.read_question(KINDS, soon(), 5.0)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.sampled_from([Kind.LOOKUP, Kind.LOAD]),
+    st.sampled_from(KINDS),
     st.lists(st.binary(min_size=16, max_size=16), min_size=1),
     st.floats(0, 99),
 )
 def test_questions_arrive(kind, keys, wait):
     with Pair(question(kind, keys, wait)) as channel:
-        asked = channel.read_question(soon(), 5.0)
+        asked = channel.read_question(KINDS, soon(), 5.0)
     assert (asked.kind, asked.keys) == (kind, keys) and abs(asked.wait - wait) <= 1e-3
 
 
@@ -125,7 +128,7 @@ def test_a_changed_question_is_refused(at, change):
     data = bytearray(question(Kind.LOAD, KEYS[:3], 1.0))
     data[at] ^= change
     with Pair(bytes(data)) as channel, pytest.raises((OSError, WireError)):
-        channel.read_question(soon(), 5.0)
+        channel.read_question(KINDS, soon(), 5.0)
 
 
 def head(kind, size, magic=MAGIC, version=kv_wire.VERSION):
@@ -153,8 +156,43 @@ def test_what_is_no_question_is_refused_before_its_payload_is_read(data, message
         Channel, "read", lambda self, count, deadline: sizes.append(count) or read(self, count, deadline)
     )
     with Pair(data, hang_up=False) as channel, pytest.raises(WireError, match=message):
-        channel.read_question(soon(), 5.0)
+        channel.read_question(KINDS, soon(), 5.0)
     assert max(sizes) <= len(data)
+
+
+def test_a_question_that_is_not_answered_here_is_refused():
+    with Pair(question(Kind.WHERE, KEYS, 0.0)) as channel, pytest.raises(WireError, match="cannot be here"):
+        channel.read_question((Kind.LOOKUP, Kind.LOAD), soon(), 5.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(address=st.integers(0, 2**64 - 1), at=st.none() | st.integers(0, 2 * (32 + 16 + 32 + 8) - 1))
+def test_places_arrive_as_they_were_sent_or_not_at_all(address, at):
+    places = [Place(head_of(Kind.BLOCK, (key,)), address) for key in KEYS[:2]]
+    data = bytearray(b"".join(place_frame(key, place) for key, place in zip(KEYS, places, strict=False)))
+    if at is not None:
+        data[at] ^= 1
+    got = []
+    with Pair(bytes(data) + frame(Kind.MISS, KEYS[2])) as channel:
+        try:
+            for key in KEYS[:3]:
+                got.append(channel.read_place(key, soon()))
+        except WireError:
+            assert at is not None
+    assert got == ([*places, None] if at is None else places[: at // (len(data) // 2)])
+
+
+def test_a_place_of_another_block_is_refused():
+    other = place_frame(KEYS[1], Place(head_of(Kind.BLOCK, ()), 7))
+    with Pair(other) as channel, pytest.raises(WireError, match="about another block"):
+        channel.read_place(KEYS[0], soon())
+
+
+def test_what_an_agent_says_of_itself_arrives():
+    with Pair(frame(Kind.AGENT, b"somebody")) as channel:
+        assert channel.read_agent(soon()) == b"somebody"
+    with Pair(head(Kind.AGENT, kv_wire.MOST_AGENT_BYTES + 1)) as channel, pytest.raises(WireError, match="cannot be"):
+        channel.read_agent(soon())
 
 
 def test_counts():
@@ -183,7 +221,7 @@ def test_bytes_that_come_one_by_one_do_not_extend_the_deadline():
     thread = threading.Thread(target=drip)
     thread.start()
     with pytest.raises(TimeoutError):
-        channel.read_head(QUESTIONS | {Kind.BLOCK: (0, 999)}, soon(0.1))
+        channel.read_head({Kind.LOAD: QUESTION_BYTES, Kind.BLOCK: (0, 999)}, soon(0.1))
     stop.set()
     thread.join(10)
     sender.close()

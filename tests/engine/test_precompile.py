@@ -195,6 +195,21 @@ def test_lists_the_kernels_of_ranks(family):
     assert {repr(kernel) for kernel in ranks} != {repr(kernel) for kernel in alone}
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_stages_start_where_a_step_has_no_more_tokens_than_sequences(eager):
+    """The start then has steps of one token more, and what comes from the stage before needs room for it."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 4, "enforce_eager": eager, "pipeline_parallel_size": 2}
+    assert kernels_of(spec_from_config(tiny_config("qwen3")), config(**sizes), TARGET)
+
+
+def test_lists_the_kernels_of_split_keys():
+    """Each rank attends to its part, and merges what it gets of its heads."""
+    spec = spec_from_config(tiny_config("llama", num_key_value_heads=1))
+    split = config(tensor_parallel_size=2, decode_context_parallel_size=2)
+    copies, parts = ({kernel.name for kernel in kernels_of(spec, c, TARGET)} for c in (config(), split))
+    assert "_merge_states_kernel" in parts - copies
+
+
 def test_too_many_ranks_are_refused():
     with pytest.raises(ValueError, match="tensor_parallel_size=8 must divide the number of attention heads"):
         kernels_of(spec_from_config(tiny_config("llama")), config(tensor_parallel_size=8), TARGET)

@@ -7,6 +7,8 @@ from support.tiny_models import load_decoder
 
 from tritonllm import SamplingParams
 from tritonllm.config import EngineConfig
+from tritonllm.dist.group import Group
+from tritonllm.dist.pipeline import Team
 from tritonllm.engine import shared_prefix
 from tritonllm.engine.graphs import graph_sizes, padded
 from tritonllm.engine.plan import describe
@@ -14,6 +16,7 @@ from tritonllm.engine.results import StepTimeoutError
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.warm_up import warm_up_sizes
 from tritonllm.layers import attention
+from tritonllm.models.decoder import Decoder
 
 CPU = torch.device("cpu")
 
@@ -71,6 +74,27 @@ def test_block_bytes_and_the_blocks_that_fit():
     assert runner.block_bytes == 2 * 3 * 4 * 2 * 16 * 4
     assert runner.fit_num_blocks() == 100_000 // runner.block_bytes
     assert make_runner(num_blocks=11).fit_num_blocks() == 11
+
+
+def test_split_keys_leave_room_for_more_tokens():
+    """As many blocks fit into a rank's memory; each has its tokens of both ranks, of a draft model of all."""
+    room = {}
+    for context in (1, 2):
+        sizes = {"tensor_parallel_size": 4, "decode_context_parallel_size": context, "num_blocks": None}
+        config = EngineConfig.from_kwargs(model="m", block_size=4, cpu_cache_bytes=100_000, **sizes)
+        team = Team(Group(0, 4), context=Group(0, context))
+        where = {"dtype": torch.float32, "device": torch.device("meta"), "max_model_len": 64}
+        model = Decoder(load_decoder(tiny_checkpoint()).spec, **where, group=team.group, context=team.context)
+        runner = ModelRunner(model, config, CPU, max_model_len=64, team=team)
+        assert runner.block_bytes == 2 * 3 * 4 * 1 * 16 * 4
+        room[context] = runner.fit_num_blocks() * config.block_tokens
+        assert [cache.k.shape[1] for cache in started(runner)._cache] == [4, 4, 4]
+    assert room[2] == 2 * room[1]
+
+
+def started(runner):
+    runner.start(num_blocks=3, max_model_len=64)
+    return runner
 
 
 class NeverDone:

@@ -13,7 +13,7 @@ from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 
 from tritonllm.config import EngineConfig
-from tritonllm.dist.group import Group
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.dist.pipeline import UNDIVIDED, Pipeline, Team
 from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.dummy_step import dummy_step
@@ -34,9 +34,10 @@ from tritonllm.speculative_config import OF_HEADS
 MODELS = {"qwen3-0.6b": QWEN3_0_6B, "llama-3.1-8b": LLAMA_3_1_8B, **MECHANISMS}
 LENGTH = 2304
 MODELS["llama-3.2-1b"] = LLAMA_3_1_8B | {"head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192}
+MODELS["llama, 2 key heads"] = LLAMA_3_1_8B | {"num_key_value_heads": 2}
 CHOSEN = ("gemma-3-1b", "gpt-oss-20b", "falcon-7b", "phi-2")
 DRAFT = "llama-3.2-1b"
-VARIED = [name for name in MODELS if name.startswith((*CHOSEN, "qwen3-0.6b", "llama"))]
+VARIED = [name for name in MODELS if name.startswith((*CHOSEN, "qwen3-0.6b", "llama-"))]
 
 
 def described(kernel: Specialization) -> str:
@@ -83,7 +84,7 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
 
 
 @st.composite
-def steps(draw, seats, budget, longest, may_share):
+def steps(draw, seats, budget, longest, may_share, block=16):
     """Any step that a scheduler may plan: decodes beside chunks of prompts that may have a past, and continuations that
     share a chunk's last row; copies of blocks."""
     chunks = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, budget)), max_size=8))
@@ -98,10 +99,11 @@ def steps(draw, seats, budget, longest, may_share):
     shared = may_share(n) and draw(st.booleans())
     longest = draw(st.integers(1, keys))
     chunks = [*chunks, *[0] * forks]
-    step = dummy_step(n, chunks, rows=rows, width=-(-keys // 16), shared=shared, longest=longest)
+    step = dummy_step(n, chunks, rows=rows, width=-(-keys // block), shared=shared, longest=longest)
     step.inputs.logit_rows[n:] = np.maximum(n + np.cumsum(chunks)[: rows - n] - 1, 0)
     copies = draw(st.integers(0, seats))
-    return dataclasses.replace(step, copies=np.zeros((copies, 2), dtype=np.int64) if copies else None)
+    pairs = np.zeros((copies, 2), dtype=np.int64) if copies else None
+    return dataclasses.replace(step, copies=pairs, limited=draw(st.booleans()))
 
 
 @pytest.mark.parametrize(
@@ -135,12 +137,18 @@ def test_no_step_of_a_stage_launches_what_the_start_has_not(model, stage):
     check_launches(model, 6144, "NVIDIA H200", pipe=Pipeline(stage, 3))
 
 
-def check_launches(model, length, gpu, deterministic=False, ranks=1, pipe=UNDIVIDED):
+@pytest.mark.parametrize(("size", "length"), [(2, 6144), (8, 131072)])
+def test_no_step_with_split_keys_launches_what_the_start_has_not(size, length):
+    check_launches("llama, 2 key heads", length, "NVIDIA H200", ranks=2 * size, context=Group(size - 1, size))
+
+
+def check_launches(model, length, gpu, deterministic=False, ranks=1, pipe=UNDIVIDED, context=ALONE):
     """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
     spec = spec_from_config(MODELS[model])
     spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
-    how = {"batch_invariant": deterministic, "group": Group(0, ranks), "counts_experts": ranks > 1}
-    spec = placed(spec, ranks) if ranks > 1 else spec
+    counts = ranks > 1 and context.size == 1
+    how = {"batch_invariant": deterministic, "group": Group(0, ranks), "counts_experts": counts, "context": context}
+    spec = placed(spec, ranks) if counts else spec
     seats, budget = (256, 3000) if deterministic else (64, 512)
     config = EngineConfig.from_kwargs(
         model="m",
@@ -148,20 +156,23 @@ def check_launches(model, length, gpu, deterministic=False, ranks=1, pipe=UNDIVI
         max_num_batched_tokens=budget,
         max_model_len=length,
         deterministic=deterministic,
+        tensor_parallel_size=ranks,
+        decode_context_parallel_size=context.size,
     )
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
         stage = Stage(pipe.stage, range(spec.num_layers), first=pipe.first, last=pipe.last)
         sizes = {"dtype": torch.bfloat16, "device": META, "max_model_len": length}
         decoder = Decoder(spec, **sizes, stage=stage, **how)
-        runner = ModelRunner(decoder, config, META, length, team=Team(how["group"], pipe))
+        runner = ModelRunner(decoder, config, META, length, team=Team(how["group"], pipe, context))
         runner.start(NUM_BLOCKS, length)
         with decoder.rehearsal():
             runner.warm_up().run()
             loaded = {described(kernel) for kernel in found}
-            assert ("_count_experts_kernel" in {kernel.name for kernel in found}) == (ranks > 1)
+            names = {kernel.name for kernel in found}
+            assert ("_count_experts_kernel" in names, "_shard_kernel" in names) == (counts, ranks > 1)
 
             @settings(max_examples=50, deadline=None)
-            @given(step=steps(seats, budget, length, runner._may_share))
+            @given(step=steps(seats, budget, length, runner._may_share, config.block_tokens))
             def launches_nothing_else(step):
                 found.clear()
                 runner.follow(step)
@@ -204,6 +215,15 @@ def few_layers(model):
 def test_no_step_with_drafts_launches_what_the_start_has_not(tmp_path, model, length, drafts, gpu, draft):
     """Any number of sequences with drafts (or a tree of them), of n-grams, a draft model or a head, and plain steps of
     an engine that has some."""
+    check_drafts(tmp_path, model, length, drafts, gpu, draft)
+
+
+def test_no_step_with_drafts_and_split_keys_launches_what_the_start_has_not(tmp_path):
+    model, ranks = "llama, 2 key heads", {"ranks": 4, "context": Group(1, 2)}
+    check_drafts(tmp_path, model, 600, 3, "NVIDIA H200", "draft_model", **ranks)
+
+
+def check_drafts(folder, model, length, drafts, gpu, draft, ranks=1, context=ALONE):
     tree = drafts if isinstance(drafts, str) else None
     seats, drafts = 64, drafts if tree is None else tree.count("(")
     speculative = {"method": draft or "ngram", "num_speculative_tokens": drafts, "model": "small" if draft else None}
@@ -214,13 +234,18 @@ def test_no_step_with_drafts_launches_what_the_start_has_not(tmp_path, model, le
         max_num_batched_tokens=512,
         max_model_len=length,
         speculative_config=speculative,
+        tensor_parallel_size=ranks,
+        decode_context_parallel_size=context.size,
     )
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
         models = [few_layers(model), *([few_layers(DRAFT)] if draft == "draft_model" else [])]
-        decoders = [Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=length) for spec in models]
+        sizes, team = {"dtype": torch.bfloat16, "device": META, "max_model_len": length}, Team(Group(0, ranks))
+        parts = [{"group": team.group, "context": context}, {}]  # a draft model is whole
+        decoders = [Decoder(spec, **sizes, **part) for spec, part in zip(models, parts, strict=False)]
         if draft in OF_HEADS:
-            decoders.append(head_of(tmp_path, draft, decoders[0], length))
-        runner = ModelRunner(decoders[0], config, META, length, draft=decoders[1] if draft else None)
+            decoders.append(head_of(folder, draft, decoders[0], length))
+        team = team._replace(context=context)
+        runner = ModelRunner(decoders[0], config, META, length, draft=decoders[1] if draft else None, team=team)
         runner.start(NUM_BLOCKS, length)
         with rehearsal_of(decoders):
             runner.warm_up().run()
@@ -241,7 +266,7 @@ def test_no_step_with_drafts_launches_what_the_start_has_not(tmp_path, model, le
                 found.clear()
                 verify = {"drafts": drafts} if kind == "verify" else {}
                 chunks = [5] if kind == "mixed" and n < seats else []
-                width = -(-max(keys, 5) // 16) + 1
+                width = -(-max(keys, 5) // config.block_tokens) + 1
                 step = dummy_step(n, chunks, rows=n, width=width, longest=keys, **verify)
                 edits = np.arange(n, dtype=np.int32) if edited else None
                 runner.run(dataclasses.replace(step, logprobs=logprobs, edited=edits))

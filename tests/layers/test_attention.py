@@ -12,7 +12,7 @@ from tritonllm.layers.attention import Attention, AttentionSpec
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.norm import BlockInput, NormSpec
 from tritonllm.layers.rope import RopeSpec
-from tritonllm.layers.segments import Segment, Segments, decodes
+from tritonllm.layers.segments import Segment, Segments, decodes, verified
 
 HEADS, HEAD, BLOCK = 2, 16, 4
 
@@ -163,6 +163,26 @@ def test_a_shared_prefix_changes_only_who_reads_it(device, options, shared):
         got = attention.paged_attention(q, replace(metadata, cascade=plan), cache, **options)
     assert cascade.called == shared
     torch.testing.assert_close(got, want)
+
+
+def test_batch_invariant_attention_is_told_how_long_drafts_make_a_sequence(device, monkeypatch):
+    """Those behind the last token of the longest sequence are computed, too, though nobody may take them."""
+    told = []
+
+    def noted(q, *tensors, max_seqlen_q, max_seqlen_k, out, **options):
+        told.append((max_seqlen_q, max_seqlen_k))
+
+    monkeypatch.setattr(attention, "batch_invariant_attention", noted)
+    starts = torch.tensor([0, 6], dtype=torch.int32, device=device)
+    segments = Segments(decodes(2), verified(1, 6), Segment(1, 3, 3))
+    numbers = torch.zeros(11, dtype=torch.int64, device=device)
+    tables, lens = torch.zeros(4, 1, dtype=torch.int32, device=device), torch.ones(4, dtype=torch.int32, device=device)
+    chunk = torch.tensor([0, 3], dtype=torch.int32, device=device)
+    more = {"cu_seqlens_q": chunk, "verify_starts": starts, "decode_order": lens[:2], "max_decode_len": 4096}
+    metadata = AttentionMetadata(segments=segments, slot_mapping=numbers, block_tables=tables, seq_lens=lens, **more)
+    cache = torch.zeros(1, 16, 1, 16, device=device)
+    attention.invariant_attention(torch.zeros(11, 1, 16, device=device), metadata, KVCacheView(cache, cache))
+    assert told == [(1, 4096), (6, 4101), (None, 4096)]
 
 
 def test_padding_of_a_captured_batch(device):

@@ -13,7 +13,17 @@ from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.families import spec_from_config, weight_map
-from tritonllm.models.shards import Once, Section, Split, by_expert, cuts, local_shape, local_spec, splits
+from tritonllm.models.shards import (
+    Once,
+    Section,
+    Split,
+    by_expert,
+    check_context,
+    cuts,
+    local_shape,
+    local_spec,
+    splits,
+)
 from tritonllm.models.slots import parameter_shape
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -163,6 +173,40 @@ def test_parts_of_any_heads(family, kv_heads, group, size):
 def test_uneven_sizes_are_refused(changes, size, message):
     with pytest.raises(ValueError, match=message):
         local_spec(spec_of("llama", **changes), 0, size)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "size", "context", "message"),
+    [
+        (
+            "llama",
+            {},
+            2,
+            2,
+            "ranks that share a key head, which is 1 in layer 0 .tensor_parallel_size=2, 2 key/value heads",
+        ),
+        ("llama", {}, 8, 3, "share a key head, which is 4 in layer 0"),
+        ("mistral", {"sliding_window": 8, "num_key_value_heads": 1}, 2, 2, "layer 0 has a sliding window"),
+        ("bloom", {"num_key_value_heads": 1}, 8, 2, "layer 0 has ALiBi"),
+    ],
+)
+def test_keys_that_cannot_be_split_are_refused(family, changes, size, context, message):
+    with pytest.raises(ValueError, match=f"decode_context_parallel_size={context}.*{message}"):
+        check_context(spec_of(family, **changes), size, context)
+
+
+def test_keys_of_an_encoder_are_not_split():
+    spec = spec_of("llama")
+    (first, *others) = spec.layers
+    last = dataclasses.replace(first, attention=dataclasses.replace(first.attention, causal=False))
+    spec = dataclasses.replace(spec, layers=(first, *others[:-1], last))
+    with pytest.raises(ValueError, match=f"layer {len(spec.layers) - 1} has tokens that see those behind them"):
+        check_context(spec, 4, 2)
+
+
+@pytest.mark.parametrize(("size", "context"), [(1, 1), (2, 1), (4, 2), (8, 2), (8, 4)])
+def test_ranks_with_the_same_key_head_split_its_keys(size, context):
+    check_context(spec_of("llama"), size, context)
 
 
 def test_other_layers_and_experts_are_checked():

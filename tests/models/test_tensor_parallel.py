@@ -17,14 +17,14 @@ from support.tiny_models import (
     write_checkpoint,
 )
 
-from tritonllm.dist.group import Group
+from tritonllm.dist.group import ALONE, Group
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.placement import ExpertPlacement
 from tritonllm.experts.rebalance import rebalance
 from tritonllm.models import checkpoint, weights
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
-from tritonllm.models.shards import Split, by_expert, splits
+from tritonllm.models.shards import Split, by_expert, check_context, splits
 from tritonllm.models.tensor_files import read
 from tritonllm.models.weights import dummy_weights, load_weights
 
@@ -39,12 +39,18 @@ def logits_of(model: Decoder, tokens: list[int]) -> torch.Tensor:
 
 
 def load_rank(
-    folder: Path, group: Group, *, whole_experts: bool = False, placement: ExpertPlacement | None = None
+    folder: Path,
+    group: Group,
+    *,
+    whole_experts: bool = False,
+    placement: ExpertPlacement | None = None,
+    context: Group = ALONE,
 ) -> Decoder:
     spec = spec_from_config(checkpoint.read_config(folder))
     spec = by_expert(spec, placement) if whole_experts or placement is not None else spec
     length = spec.max_position_embeddings
-    model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length, group=group)
+    sizes = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": length}
+    model = Decoder(spec, **sizes, group=group, context=context)
     for parameter in model.parameters():
         parameter.fill_(float("nan"))  # what the files do not fill shows
     load_weights(model, folder)
@@ -63,6 +69,33 @@ def test_ranks_compute_what_one_does(tmp_path, family):
         found = run_ranks(size, lambda group: logits_of(load_rank(tmp_path, group), tokens))
         assert all(torch.equal(found[0], other) for other in found[1:])
         assert relative_error(found[0], expected) < LIMIT
+
+
+def config_with_one_key_head(family: str) -> dict | None:
+    """``None`` if there is none, or if the layers ask for more than split keys can do."""
+    config = tiny_config(family, num_key_value_heads=1)
+    try:
+        check_context(spec_from_config(config), 4, 4)
+    except ValueError:
+        return None
+    return config
+
+
+@pytest.mark.parametrize("family", list(filter(config_with_one_key_head, ALL_FAMILIES)))
+def test_ranks_that_split_keys_compute_what_one_does(tmp_path, family):
+    write_checkpoint(tmp_path, config_with_one_key_head(family), seed=1)
+    alone = load_decoder(tmp_path)
+    tokens = random_tokens(23, alone.spec.vocab_size, seed=2)
+    with torch.inference_mode():
+        expected = logits_of(alone, tokens)
+    found = run_ranks(4, lambda group: logits_of(load_rank(tmp_path, group, context=group), tokens))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert relative_error(found[0], expected) < LIMIT
+
+
+def test_most_families_can_split_keys():
+    found = list(filter(config_with_one_key_head, ALL_FAMILIES))
+    assert len(found) > 15 and {"llama", "qwen3", "qwen3_moe", "glm4_moe"} < set(found)
 
 
 EXPERTS = {  # of each family so many that 4 ranks have equally many

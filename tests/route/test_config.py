@@ -52,6 +52,7 @@ BACKEND = '[[backends]]\nurl = "http://a"\n'
         ("port = true\n" + BACKEND, "port must be an integer"),
         ("health_timeout = 'x'\n" + BACKEND, "health_timeout must be a number"),
         ("health_timeout = 0\n" + BACKEND, "health_timeout must be greater than 0"),
+        ("host_timeout = 0\n" + BACKEND, "host_timeout must be greater than 0"),
         ("health_timeout = nan\n" + BACKEND, "health_timeout must be greater than 0"),
         ("api_keys = 'x'\n" + BACKEND, "api_keys must be a list of strings"),
         ("api_keys = ['']\n" + BACKEND, "api_keys must not hold an empty key"),

@@ -1,15 +1,14 @@
 """Two real servers of the demonstration model behind a router: what clients get is what the offline engine computes."""
 
 import asyncio
-import json
 import os
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
+from support.routed_streams import Streams, count_whole
 from support.router import RouterProcess
 from support.server import MODEL, RunningServer, eventually
 
@@ -39,6 +38,11 @@ def expected():
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
     return {prompt: (list(out.token_ids), out.text) for prompt, out in zip(PROMPTS, outputs, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def tokens(expected):
+    return {prompt: ids for prompt, (ids, _) in expected.items()}
 
 
 @pytest.fixture(scope="module")
@@ -94,63 +98,16 @@ def test_the_asynchronous_client(router, servers, expected):
     assert all(server.metric("vllm:request_success_total") > 0 for server in servers)
 
 
-class Streams:
-    """Streamed completions that threads read: ``(token ids, errors, times [DONE] came)`` of each."""
-
-    def __init__(self, router, prompts):
-        self.begun = 0
-        self.ends = []
-        self._threads = [threading.Thread(target=self._read, args=(router.client, prompt)) for prompt in prompts]
-        for thread in self._threads:
-            thread.start()
-
-    def _read(self, client, prompt):
-        body = greedy(prompt=prompt, stream=True, ignore_eos=True, return_token_ids=True)
-        tokens, errors, done = [], [], 0
-        with client.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                errors.append(json.loads(answer.read())["error"])
-            for line in [] if errors else answer.iter_lines():
-                content = line.removeprefix("data: ")
-                if content == "[DONE]":
-                    done += 1
-                elif content and "error" in (event := json.loads(content)):
-                    errors.append(event["error"])
-                elif content:
-                    self.begun += not tokens
-                    tokens += event["choices"][0]["token_ids"]
-        self.ends.append((prompt, tokens, errors, done))
-
-    def end(self):
-        for thread in self._threads:
-            thread.join(90)
-            assert not thread.is_alive(), "a stream hangs"
-        return self.ends
-
-
-def count_whole(ends, expected):
-    whole = 0
-    for prompt, tokens, errors, done in ends:
-        ids = expected[prompt][0]
-        if errors:
-            assert len(errors) == 1 and done == 0
-            assert tokens == ids[: len(tokens)], "a token is missing, wrong, or came twice"
-        else:
-            assert (tokens, done) == (ids, 1)
-            whole += 1
-    return whole
-
-
-def test_a_stopped_server_goes_on(router, servers, expected):
+def test_a_stopped_server_goes_on(router, servers, tokens):
     """For less than the limit between bytes: every stream is whole."""
-    streams = Streams(router, PROMPTS)
+    streams = Streams(router.client, PROMPTS, TOKENS)
     eventually(lambda: streams.begun >= 3)
     for process in (servers[0].process.pid, servers[0].engine().pid):
         os.kill(process, signal.SIGSTOP)
     eventually(lambda: streams.begun >= 5 or len(streams.ends) >= 3)
     for process in (servers[0].engine().pid, servers[0].process.pid):
         os.kill(process, signal.SIGCONT)
-    assert count_whole(streams.end(), expected) == len(PROMPTS)
+    assert count_whole(streams.end(), tokens) == len(PROMPTS)
 
 
 def test_a_client_that_leaves_frees_the_engine(router, servers):
@@ -162,13 +119,13 @@ def test_a_client_that_leaves_frees_the_engine(router, servers):
     assert all(backend["in_flight"] == 0 for backend in statuses(router))
 
 
-def test_a_server_is_killed_under_100_streams(router, servers, expected):
+def test_a_server_is_killed_under_100_streams(router, servers, tokens):
     """The last test of this file: afterwards there is one server."""
-    streams = Streams(router, PROMPTS * 10)
+    streams = Streams(router.client, PROMPTS * 10, TOKENS)
     eventually(lambda: streams.begun >= 30)
     os.kill(servers[1].process.pid, signal.SIGKILL)
     ends = streams.end()
-    whole = count_whole(ends, expected)
+    whole = count_whole(ends, tokens)
     assert len(ends) == 100 and 30 <= whole < 100
     eventually(lambda: [backend["alive"] for backend in statuses(router)] == [True, False])
-    assert count_whole(Streams(router, PROMPTS).end(), expected) == len(PROMPTS)
+    assert count_whole(Streams(router.client, PROMPTS, TOKENS).end(), tokens) == len(PROMPTS)

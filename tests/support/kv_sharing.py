@@ -1,5 +1,8 @@
 """Engines that share blocks of the cache by a connector, and prompts whose tokens need not be computed twice."""
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,3 +43,42 @@ def all_slots_are_back(llm: LLM) -> bool:
     transfer = llm.engine._transfer
     transfer.follow(0.0)
     return not llm.engine._scheduler.tier._lent
+
+
+@contextmanager
+def peer_engines() -> Iterator[Callable[..., LLM]]:
+    """``start(role)`` makes an engine with a :class:`~tritonllm.engine.kv_peer.Peer`, whose settings it takes by name;
+    when all are closed, all slots are back and no thread is left."""
+    before, made = set(threading.enumerate()), []
+
+    def start(role: str, checkpoint: Path | None = None, timeout: float = 20.0, **extra: Any) -> LLM:
+        settings = {"peers": ["127.0.0.1"], "timeout": timeout, "wait": 5.0, **extra}
+        made.append(connected_llm("Peer", role, settings, checkpoint))
+        return made[-1]
+
+    yield start
+    for llm in made:
+        transfer = llm.engine._transfer
+        transfer.connector.close()
+        assert all_slots_are_back(llm) and not transfer._asking
+        stats = llm.engine.stats
+        assert stats.num_free_blocks == stats.num_blocks
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("kv-peer"):
+            thread.join(10)
+            assert not thread.is_alive(), thread
+
+
+def wish(max_tokens: int, **params: Any) -> SamplingParams:
+    return greedy(max_tokens, extra_args={"kv_transfer_params": params})
+
+
+def prefill(llm: LLM) -> list[dict[str, Any]]:
+    """What a prefill server's answers say, for each of ``PROMPTS``."""
+    outputs = llm.generate(PROMPTS, wish(1, do_remote_decode=True), use_tqdm=False)
+    return [output.kv_transfer_params for output in outputs]
+
+
+def decode(llm: LLM, offers: Sequence[dict[str, Any]]) -> tuple[Any, list[int | None]]:
+    """As :func:`run_prompts`, by an engine that may bring their blocks from there."""
+    return run_prompts(llm, [wish(16, **offer) for offer in offers])

@@ -147,7 +147,8 @@ class PagedRunner:
         self, model: Decoder | TransformersDecoder, *, block_size: int = 4, num_blocks: int = 128, seed: int = 0
     ) -> None:
         spec, device = model.spec, next(model.parameters()).device
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        context = model.context.size if isinstance(model, Decoder) else 1  # ranks have a part of each block's keys
+        shape = (num_blocks, block_size // context, spec.num_kv_heads, spec.head_size)
         self.model = model
         self.device = device
         self.block_size = block_size

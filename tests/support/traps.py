@@ -56,17 +56,20 @@ class OtherTokens(NgramDrafter):
 
 def draw_otherwise(steps=3):
     """From now on this process has other tokens than rank 0, but not in the first ``steps`` steps."""
-    share = Drawing._share_drawn
 
-    def shared(self, rows, verified):
-        nonlocal steps
-        tokens = share(self, rows, verified)
-        steps -= 1
-        if steps < 0:
-            tokens[0] = (tokens[0] + 1).clamp_max(9)
-        return tokens
+    def other(draw):
+        def drawn(self, *arguments):
+            nonlocal steps
+            tokens = draw(self, *arguments)
+            steps -= 1
+            if steps < 0:
+                tokens[0] = (tokens[0] + 1).clamp_max(9)
+            return tokens
 
-    Drawing._share_drawn = shared
+        return drawn
+
+    Drawing._share_drawn = other(Drawing._share_drawn)
+    Drawing._draw_by_shards = other(Drawing._draw_by_shards)
 
 
 class NeverMade(Trap):

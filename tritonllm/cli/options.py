@@ -79,6 +79,13 @@ ENGINE: dict[str, dict[str, Any]] = {
         "metavar": "FILE",
         "help": "which process has which experts: what `tritonllm rebalance-experts` wrote",
     },
+    "decode-context-parallel-size": {
+        "short": "-dcp",
+        "type": int,
+        "metavar": "N",
+        "help": "of the GPUs that share a key head, so many split the keys of a sequence in the place of copies "
+        "(default: 1)",
+    },
     "distributed-executor-backend": {
         "choices": EXECUTORS,
         "help": "who starts those processes (default: mp, this one), see docs/distributed.md",

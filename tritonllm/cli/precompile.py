@@ -30,6 +30,7 @@ OPTIONS = (
     "pipeline-parallel-size",
     "enable-expert-parallel",
     "expert-placement",
+    "decode-context-parallel-size",
     "count-expert-load",
     "no-prefix-caching",
     "speculative",

@@ -53,6 +53,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "connect-timeout": {"type": float, "metavar": "S", "help": "seconds for a connection (default: 5)"},
     "first-byte-timeout": {"type": float, "metavar": "S", "help": "until an answer begins (default: 600)"},
     "between-bytes-timeout": {"type": float, "metavar": "S", "help": "that an answer may stand still (default: 120)"},
+    "host-timeout": {
+        "type": float,
+        "metavar": "S",
+        "help": "that a backend's host may give no sign of life (default: 30)",
+    },
     "health-interval": {"type": float, "metavar": "S", "help": "seconds between two probes (default: 5)"},
     "health-timeout": {"type": float, "metavar": "S", "help": "that a probe may take (default: 2)"},
     "unhealthy-threshold": {"type": int, "metavar": "N", "help": "failed probes until a backend is down (default: 2)"},

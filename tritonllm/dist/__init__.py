@@ -1,1 +1,1 @@
-"""Several processes that compute one model: their collectives, and what joins and watches them (docs/distributed.md)."""
+"""Several processes that compute one model: their collectives, and what joins and watches them."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.nn import functional as F
 
 if TYPE_CHECKING:  # kernels are imported where there is a GPU
@@ -73,6 +73,15 @@ class Group:
             return x
         return x.new_empty(x.shape[0], columns)
 
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, contiguous and of one shape everywhere, of every rank -> ``[size, *x.shape]``."""
+        return x.new_empty(self.size, *x.shape) if self.size > 1 else x[None]
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """``x[size, ...]``, contiguous, of which row i goes to rank i -> a tensor of this shape, of which row i is from
+        rank i."""
+        return x
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's ``x``, in its place and returned."""
         return x
@@ -103,7 +112,8 @@ class ConnectedGroup(Group):
         super().__init__(backend.rank(), backend.size())
         self._backend = backend
         self._device = device
-        self._options = dist.AllreduceOptions(), AllgatherOptions(), dist.BroadcastOptions()
+        self._is_shut = False
+        self._options = dist.AllreduceOptions(), AllgatherOptions(), dist.BroadcastOptions(), AllToAllOptions()
         for options in self._options:
             options.asyncOp = False  # NCCL then launches on the current stream, and no event is waited for
 
@@ -114,23 +124,51 @@ class ConnectedGroup(Group):
     def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         each = share_of(columns, self.size)
         mine = x.contiguous() if x.shape[1] == each else F.pad(x, (0, each - x.shape[1]))
-        everything = mine.new_empty(self.size * len(x), each)
-        _wait(self._backend._allgather_base(everything, mine, self._options[1]))
-        side_by_side = everything.view(self.size, len(x), each).transpose(0, 1).reshape(len(x), -1)
-        return side_by_side[:, :columns].contiguous()
+        parts = enumerate(self.stack(mine))  # of few columns the last ranks have none
+        return torch.cat([part[:, : max(0, columns - place * each)] for place, part in parts], 1)
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        everything = x.new_empty(self.size, *x.shape)
+        _wait(self._backend._allgather_base(everything.flatten(0, 1), x, self._options[1]))
+        return everything
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(x)
+        _wait(self._backend.alltoall_base(received, x, [], [], self._options[3]))
+        return received
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         _wait(self._backend.broadcast([x], self._options[2]))
         return x
 
     def send(self, x: torch.Tensor, to: int) -> Any:
-        """Send ``x``, contiguous, to a rank without waiting. Returns what can be waited for; ``x`` must not change or go
-        before."""
+        """Send ``x``, contiguous, to a rank without waiting. Returns what can be waited for; ``x`` must not change or
+        go before."""
         return self._backend.send([x], to, 0)
 
     def receive(self, x: torch.Tensor, source: int) -> None:
         """Fill ``x``, contiguous, with what a rank sends; a GPU's later work waits for it, and on the CPU the host."""
         _wait(self._backend.recv([x], source, 0))
+
+    def introduce(self, sender: int, receiver: int) -> None:
+        """The first message from one rank to another, which waits for both.
+
+        NCCL connects them in it: the host of the sender then waits until the receiver's has called. In the middle of a
+        step that would be for ever if the receiver waits for the sender elsewhere.
+        """
+        x = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        if self.rank == sender:
+            _wait(self.send(x, receiver))
+        else:
+            self.receive(x, sender)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+
+    def introduce_all(self) -> None:
+        """The first :meth:`all_to_all`, which waits for all: NCCL connects each rank to each in it, as above."""
+        x = self.all_to_all(torch.zeros(self.size, dtype=torch.uint8, device=self._device))
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
 
     def least(self, value: int) -> int:
         return min(value for (value,) in self.exchange([value]))
@@ -148,7 +186,8 @@ class ConnectedGroup(Group):
 
     def shut(self) -> None:
         abort = getattr(self._backend, "abort", None)  # NCCL's: a collective that waits for a dead rank never ends
-        if self._device.type == "cuda" and abort is not None:
+        if self._device.type == "cuda" and abort is not None and not self._is_shut:
+            self._is_shut = True
             abort()
 
 
@@ -159,5 +198,13 @@ def _wait(work: Any) -> None:
 
 
 def share_of(count: int, size: int) -> int:
-    """How many of ``count`` rows of a vocabulary every rank but the last ones has: a multiple of 8, for aligned rows."""
-    return -(-count // (8 * size)) * 8
+    """How many of ``count`` rows of a vocabulary every rank but the last ones has.
+
+    A multiple of 128, so that each rank has whole groups of a draw (``kernels/sampling/shard.py``), or of 8, for
+    aligned rows, where with 128 the last ones would have none.
+    """
+    for unit in (128, 8):
+        each = -(-count // (unit * size)) * unit
+        if each * (size - 1) < count:
+            break
+    return each

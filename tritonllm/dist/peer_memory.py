@@ -43,7 +43,7 @@ class Driver(Protocol):
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]  # noqa: RUF012 (as ctypes wants it)
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
 class CudaDriver:

@@ -5,6 +5,8 @@ that what goes one way never waits for what goes another: with several steps in 
 while the last one sends step 1 back, and neither has begun to receive yet.
 """
 
+import threading
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from tritonllm.parallel_config import ParallelConfig
 
 CPU = torch.device("cpu")
 SENDER, RECEIVER = 0, 1  # ranks of a way
+PATIENCE = 10.0  # seconds that leaving the groups may take
 
 
 class Pipeline:
@@ -41,6 +44,12 @@ class Pipeline:
     def last(self) -> bool:
         return self.stage == self.stages - 1
 
+    @property
+    def most_kept(self) -> int:
+        """How many steps' streams a stage keeps at most, because they may still be on their way. Those of steps that
+        are older than all in flight have arrived: to wait for them takes no time."""
+        return 2 * self.stages
+
     def send(self, x: torch.Tensor) -> None:
         """Send a copy of ``x`` to the next stage, of the last one to the first, without waiting for it."""
 
@@ -55,8 +64,10 @@ class Pipeline:
     def limit(self, seconds: float) -> None:
         """As :meth:`Group.limit`."""
 
-    def shut(self) -> None:
-        """As :meth:`Group.shut`."""
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """That connect it to others."""
+        return ()
 
 
 UNDIVIDED = Pipeline()
@@ -77,8 +88,7 @@ class ConnectedPipeline(Pipeline):
         super().__init__(stage, stages)
         self._before, self._behind, self._everyone = before, behind, everyone
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
-        # A step is two of them. One that is older than all steps in flight has arrived: to wait for it takes no time.
-        self._most = 4 * stages
+        self._most = self.most_kept if self.last else 2 * self.most_kept  # a step is its inputs and its stream
 
     def send(self, x: torch.Tensor) -> None:
         if not x.numel():
@@ -97,12 +107,12 @@ class ConnectedPipeline(Pipeline):
         return self._everyone.least(value)
 
     def limit(self, seconds: float) -> None:
-        for group in (self._before, self._behind, self._everyone):
+        for group in self.groups:
             group.limit(seconds)
 
-    def shut(self) -> None:
-        for group in (self._before, self._behind, self._everyone):
-            group.shut()
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self._before, self._behind, self._everyone
 
 
 class Team(NamedTuple):
@@ -111,10 +121,12 @@ class Team(NamedTuple):
     Attributes:
         group: those of its stage.
         pipe: the other stages.
+        context: those of its stage with which it splits the keys of each sequence: they have the same key head.
     """
 
     group: Group = ONE_RANK
     pipe: Pipeline = UNDIVIDED
+    context: Group = ONE_RANK
 
     @property
     def leads(self) -> bool:
@@ -134,19 +146,30 @@ class Team(NamedTuple):
         """As :meth:`Group.limit`."""
         self.group.limit(seconds)
         self.pipe.limit(seconds)
+        self.context.limit(seconds)
 
     def shut(self) -> None:
-        """As :meth:`Group.shut`."""
-        self.group.shut()
-        self.pipe.shut()
+        """As :meth:`Group.shut`, of all groups at once.
+
+        NCCL's abort may wait for the device, and so for what waits in a group that is not aborted yet: one after the
+        other they would never end.
+        """
+        groups = self.group, *self.pipe.groups, *([self.context] if self.context.size > 1 else [])
+        if len(groups) == 1:
+            self.group.shut()
+            return
+        threads = [threading.Thread(target=group.shut, daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + PATIENCE
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 ALONE = Team()
 
 
-def meet(
-    store: Any, rank: int, parallel: ParallelConfig, device: torch.device, *, timeout: float, local: bool
-) -> Team:
+def meet(store: Any, rank: int, parallel: ParallelConfig, device: torch.device, *, timeout: float, local: bool) -> Team:
     """Meet the other ranks of an engine.
 
     Args:
@@ -160,15 +183,27 @@ def meet(
     size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     how: dict[str, Any] = {"timeout": timeout, "local": local}
     peers = not parallel.disable_custom_all_reduce
-    if stages == 1:
-        return Team(connect(store, rank, size, device, peers=peers, **how))
     stage, column = divmod(rank, size)
+    each = parallel.decode_context_parallel_size
+    which, place = divmod(column, each)
+
+    def split_context() -> Group:
+        group = connect(dist.PrefixStore(f"context-{stage}-{which}", store), place, each, device, peers=False, **how)
+        if isinstance(group, ConnectedGroup):
+            group.introduce_all()
+        return group
+
+    if stages == 1:
+        return Team(connect(store, rank, size, device, peers=peers, **how), context=split_context())
     group = connect(dist.PrefixStore(f"stage-{stage}", store), column, size, device, peers=peers, **how)
+    context = split_context()
     everyone = connect(dist.PrefixStore("everyone", store), rank, size * stages, CPU, **how)
     ways: dict[int, ConnectedGroup] = {}
     for way in sorted({(stage - 1) % stages, stage}):  # in one order everywhere: to make one waits for the other end
         end = SENDER if way == stage else RECEIVER
         connected = connect(dist.PrefixStore(f"way-{column}-{way}", store), end, 2, device, peers=False, **how)
         assert isinstance(connected, ConnectedGroup)  # of two ranks
+        connected.introduce(SENDER, RECEIVER)
         ways[way] = connected
-    return Team(group, ConnectedPipeline(stage, stages, ways[(stage - 1) % stages], ways[stage], everyone))
+    pipe = ConnectedPipeline(stage, stages, ways[(stage - 1) % stages], ways[stage], everyone)
+    return Team(group, pipe, context)

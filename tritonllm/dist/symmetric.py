@@ -40,7 +40,7 @@ class Reach(NamedTuple):
 
 
 # By number of ranks; python -m bench.all_reduce measures them. Nobody sums up in two shots before that way has been
-# measured on more than two GPUs: on two H200s it stood still for 2.5 ms between 1 and 2 MiB, and nothing explains it yet.
+# measured on more than two GPUs: on two H200s it stood still for 2.5 ms between 1 and 2 MiB, and nothing explains it.
 REACH = {2: Reach(one_shot=8 << 20)}
 FURTHER = Reach(one_shot=256 << 10)
 

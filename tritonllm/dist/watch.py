@@ -2,15 +2,18 @@
 
 import logging
 import multiprocessing
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from tritonllm.dist.mailbox import Mailbox
+from tritonllm.lost_hosts import end_when_silent
 
 logger = logging.getLogger(__name__)
 TICK = 0.2  # seconds between beats, and between looks at them
@@ -129,7 +132,7 @@ class Watch:
         self._coming: set[int] = set()
         self._ready: set[int] = set()
         self._stopping = False
-        self._seen = {rank: (0, 0) for rank in processes}  # beats and acts
+        self._seen = dict.fromkeys(processes, (0, 0))  # beats and acts
         self._silent = dict.fromkeys(processes, 0.0)
         self._slow = dict.fromkeys(processes, 0.0)
         self._thread = threading.Thread(target=self._run, name="tritonllm-watch", daemon=True)
@@ -220,6 +223,39 @@ def kill(process: BaseProcess) -> None:
     """End a process at once, also one that is stopped."""
     if process.is_alive():
         process.kill()
+
+
+def host_watch(host: str, port: int, seconds: float, action: Callable[[OSError], None]) -> Callable[[], None]:
+    """Call ``action`` in a thread when another host has given no sign of life for so long, or has begun anew. That what
+    listens there ends is not noticed.
+
+    Args:
+        port: where somebody listens who takes a connection that says nothing.
+        action: gets the error with which that connection ended.
+
+    Returns:
+        What ends the watch.
+
+    Raises:
+        OSError: nobody can be reached there.
+    """
+    connected = socket.create_connection((host, port), seconds)
+    end_when_silent(connected, seconds)
+    connected.settimeout(None)
+
+    def watch() -> None:
+        with connected:
+            try:
+                connected.recv(1)
+            except OSError as error:
+                action(error)
+
+    def stop() -> None:
+        with suppress(OSError):  # it has ended
+            connected.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=watch, name="tritonllm-host", daemon=True).start()
+    return stop
 
 
 def parent_watch(action: Callable[[], None]) -> None:

@@ -50,6 +50,7 @@ class EngineArgs(VllmEngine):
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     expert_placement: str | None = None
+    decode_context_parallel_size: int = 1
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     worker_timeout: float | None = None

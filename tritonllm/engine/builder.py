@@ -104,6 +104,7 @@ class StepBuilder:
             copies=np.array(plan.copies, dtype=np.int64) if plan.copies else None,
             tokens=tuple(map(self._tokens, admitted)) if self._tell_tokens else (),
             transfers=plan.transfers,
+            limited=bool(seats.limited[rows].any()),
         )
 
     def _tokens(self, request: Request) -> SeatTokens:

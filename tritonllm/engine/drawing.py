@@ -1,6 +1,9 @@
 """From hidden states to tokens: what of a step comes behind the model.
 
-On several ranks all compute the logits, rank 0 draws, and the others get its tokens.
+On several ranks each computes its columns of the logits. If no row wants more than a temperature, each draws from its
+columns, and all take the best of these draws (:func:`~tritonllm.kernels.sample_shard`). Otherwise the logits are
+gathered, rank 0 draws, and the others get its tokens. Of two ranks with Llama-3.1-8B's vocabulary 256 rows gather
+131 MB.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +20,9 @@ from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.step import FREE, Restrictions, Step
-from tritonllm.kernels import token_logprobs
+from tritonllm.kernels import best_of_shards, sample_shard, token_logprobs
+from tritonllm.kernels.sampling.seats import SamplingRows
+from tritonllm.models.decoder import Decoder
 from tritonllm.models.interface import CausalLM
 from tritonllm.sampling_params import ALL
 
@@ -71,6 +76,9 @@ class Drawing:
         group: the ranks that share the model, or its first stage.
         device: where all of this is.
         tree: that drafts form; ``None`` for a chain.
+
+    Attributes:
+        by_shards: the ranks can draw from their own columns.
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class Drawing:
         self._sampled = graph_sizes(len(seats.drawn))
         self._model, self._seats, self._sampler = model, seats, sampler
         self._group, self._device = group, device
+        self.by_shards = isinstance(model, Decoder) and model.first_own_logit is not None
 
     def warm_up(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
@@ -94,6 +103,10 @@ class Drawing:
             logits = self._model.compute_logits(hidden)
             if self._group.leads:
                 self._sampler.warm_up(logits)
+            if self.by_shards:
+                numbers = torch.zeros(len(hidden), dtype=torch.int64, device=self._device)
+                ones = torch.ones(len(hidden), dtype=torch.float32, device=self._device)
+                self._draw_by_shards(hidden, SamplingRows(ones, numbers.int(), ones, ones, numbers, numbers), numbers)
 
     def warm_up_drafts(self, hidden: torch.Tensor) -> None:
         """The same of ``hidden[R (G + 1), hidden]``, of R sequences with G drafts each."""
@@ -104,6 +117,8 @@ class Drawing:
     def draw_captured(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The tokens of a captured step of decodes, or of drafts to verify, with the hidden states ``[R, hidden]``."""
         verify = batch.metadata.segments.verify
+        if batch.by_shards:
+            return self._draw_by_shards(hidden, batch.sampling(len(hidden)), self._seats.drawn[: len(hidden)])
         logits, rows = self._model.compute_logits(hidden), verify.sequences or len(hidden)
         if self._group.leads:
             if verify.sequences:
@@ -151,6 +166,8 @@ class Drawing:
             drafts = drafted[TIMES:].view(rows, -1)
         if rows and not step.draws:
             tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # nobody reads them
+        elif rows and tokens is None and self.by_shards and step.by_shards:
+            tokens = self._draw_by_shards(hidden, batch.sampling(rows), self._seats.drawn[:rows])
         elif rows and (tokens is None or step.late or not step.plain):
             logits = self._model.compute_logits(hidden)[: rows if drafts is None else step.segments.tokens]
             if self._group.leads:
@@ -166,6 +183,21 @@ class Drawing:
         scores = logprobs, prompt_logprobs
         running = RunningStep(step.samples, tokens, *scores, self._device, whole, errors, pooled, drafted)
         return running, tokens
+
+    def _draw_by_shards(self, hidden: torch.Tensor, sampling: SamplingRows, out: torch.Tensor) -> torch.Tensor:
+        """The tokens of rows without limits, on every rank.
+
+        Args:
+            hidden: ``[R, hidden]``, and perhaps padding.
+            sampling: of the R rows.
+            out: ``[R]`` int64, where they are written; returned.
+        """
+        assert isinstance(self._model, Decoder)  # its logits lie on several ranks
+        first = self._model.first_own_logit
+        assert first is not None  # in whole groups
+        logits = self._model.compute_own_logits(hidden)[: len(out)]
+        drawn = sample_shard(logits, sampling.temperature, sampling.seeds, sampling.steps, first=first)
+        return best_of_shards(self._group.stack(drawn), out=out)
 
     def _share_drawn(self, rows: int, verified: bool) -> torch.Tensor:
         """What rank 0 has drawn of so many rows, on every rank: the next step reads it there.

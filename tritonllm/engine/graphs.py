@@ -20,7 +20,7 @@ Kinds of rooms, of which those with prompts and those without have memory of the
   the two large ones of Qwen3-0.6B take 0.07 s, which the first long prompts would wait for.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -95,7 +95,7 @@ class GraphLimits:
         block_size: tokens of a block.
         drafts: of each sequence in a step that verifies some.
         verified: most sequences of such a step.
-        vocab: size of the vocabulary that masks are of; 0 if steps draw with masks outside of graphs.
+        by_shards: ranks can draw from their parts of the logits; steps of decodes alone do, if their rows allow it.
     """
 
     max_num_seqs: int
@@ -104,6 +104,7 @@ class GraphLimits:
     block_size: int
     drafts: int = 0
     verified: int = 0
+    by_shards: bool = False
 
 
 class GraphKey(NamedTuple):
@@ -116,6 +117,7 @@ class GraphKey(NamedTuple):
         shared: some decodes share a prefix.
         drafts: to verify, of each of them.
         late: it ends with the hidden states, and is drawn when the host has had its say.
+        by_shards: each rank draws from its part of the logits.
     """
 
     decodes: int
@@ -124,6 +126,7 @@ class GraphKey(NamedTuple):
     shared: bool = False
     drafts: int = 0
     late: bool = False
+    by_shards: bool = False
 
     @property
     def room(self) -> "RoomKey":
@@ -242,13 +245,21 @@ class StepGraphs:
         nothing = dummy_step(0, [], rows=0, width=0)
         for kind in (with_drafts, alone, late, self._beside):
             for room in reversed(kind):  # the largest first: the others then fit into its memory
-                for bound in regimes.bounds(self._rooms[room].segments):
-                    key = GraphKey(room.decodes, room.tokens, bound, drafts=room.drafts, late=kind is late)
+                for key in self._keys(room, kind is late):
                     self._load(nothing, key)
                     self._graphs[key] = self._capture(key)
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def _keys(self, room: RoomKey, late: bool) -> Iterator[GraphKey]:
+        """Of the graphs of a room that are captured at the start."""
+        alone = not (room.tokens or room.drafts or late)
+        for bound in self._regimes.bounds(self._rooms[room].segments):
+            key = GraphKey(room.decodes, room.tokens, bound, drafts=room.drafts, late=late)
+            yield key
+            if alone and self._limits.by_shards:
+                yield key._replace(by_shards=True)
 
     def _room(self, sequences: int, tokens: int, drafts: int) -> Room:
         if drafts:
@@ -288,7 +299,7 @@ class StepGraphs:
         room = self._rooms[key.room]
         tables = self._tables[: room.segments.sequences]
         plan = self._plans[key.decodes] if key.shared else None
-        batch = make_batch(self._memory, room, tables, key.max_decode_len, plan, not key.late)
+        batch = make_batch(self._memory, room, tables, key.max_decode_len, plan, not key.late, key.by_shards)
         graph, (hidden, tokens) = self._capture_graph(lambda: self._work(batch), key.tokens > 0)
         return Captured(graph, batch, hidden, tokens)
 
@@ -315,8 +326,10 @@ class StepGraphs:
 
     def _key(self, room: RoomKey, step: Step) -> GraphKey:
         bound = self._regimes.bound(self._rooms[room].segments, step.longest)
-        late = step.late and step.segments.only_decodes
-        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts, late)
+        alone = step.segments.only_decodes
+        by_shards = alone and step.by_shards and self._limits.by_shards
+        shared, late = step.shared is not None, alone and step.late
+        return GraphKey(room.decodes, room.tokens, bound, shared, room.drafts, late, by_shards)
 
     def load(self, step: Step, key: GraphKey) -> Captured:
         """Fill the buffers for a graph, which is captured if it is new. What its replay writes is valid until the next

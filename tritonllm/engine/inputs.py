@@ -39,6 +39,7 @@ class Batch:
         rows: what sampling wants, of each sequence that is sampled from; made from the seats.
         metadata: what attention reads of the arrays.
         draws: a captured step of decodes alone goes on to the tokens.
+        by_shards: each rank draws from its part of the logits (:class:`~tritonllm.engine.drawing.Drawing`).
     """
 
     inputs: StepInputs[torch.Tensor]
@@ -46,6 +47,7 @@ class Batch:
     rows: SamplingRows
     metadata: AttentionMetadata
     draws: bool = True
+    by_shards: bool = False
 
     def sampling(self, rows: int) -> SamplingRows:
         """Of the first ``rows`` sequences that are sampled from."""
@@ -59,6 +61,7 @@ def make_batch(
     max_decode_len: int | None,
     cascade: CascadePlan | None,
     draws: bool = True,
+    by_shards: bool = False,
 ) -> Batch:
     """The one place where a step's arrays, in ``memory`` uint8, become attention's metadata."""
     layout = layout_of(room)
@@ -75,7 +78,7 @@ def make_batch(
         max_decode_len=max_decode_len,
         row_marks=inputs.seats,
     )
-    return Batch(inputs, memory[: layout.sent], SamplingRows(**views(memory, layout.rows)), metadata, draws)
+    return Batch(inputs, memory[: layout.sent], SamplingRows(**views(memory, layout.rows)), metadata, draws, by_shards)
 
 
 def views(memory: torch.Tensor, spans: Mapping[str, Span]) -> dict[str, torch.Tensor]:

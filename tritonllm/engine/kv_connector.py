@@ -5,7 +5,7 @@ A connector sees numbered slots of memory that the engine hands it once, and key
 tensors or the device. Here the slots are those of the cache's tier in the host's memory
 (:mod:`tritonllm.engine.host_tier`), which has the copies to the device and back already. (For a connector between
 devices they could as well be the blocks of the cache itself: registering memory once and naming places in it is what
-NIXL and CUDA IPC ask for.)
+CUDA IPC asks for, as NIXL does.)
 
 A key names the contents of a block: the tokens up to its end, and the model that computed them
 (:mod:`tritonllm.engine.kv_transfer`). So equal keys mean equal bytes, whoever saved them, and in whatever order.

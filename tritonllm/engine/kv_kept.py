@@ -4,15 +4,17 @@ torch."""
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
 class Kept(NamedTuple):
-    """A block: the head of the frame that it is sent in, its contents, and when it was used last."""
+    """A block: the head of the frame that it is sent in, its contents, the number of its place if it has one
+    (:mod:`tritonllm.engine.kv_nixl`), and when it was used last."""
 
     head: bytes
-    contents: bytes
+    contents: bytes | memoryview
+    place: int
     used: float
 
 
@@ -22,10 +24,14 @@ class KeptBlocks:
     Args:
         max_bytes: of all contents.
         max_age: seconds after its last use that a block is kept; ``None`` as long as there is room.
+        gone: is told of each block that is kept no more, or was not taken; it must not ask this one.
     """
 
-    def __init__(self, max_bytes: int, max_age: float | None = None) -> None:
+    def __init__(
+        self, max_bytes: int, max_age: float | None = None, gone: Callable[[Kept], None] = lambda kept: None
+    ) -> None:
         self.max_bytes, self.max_age = max_bytes, max_age
+        self._gone = gone
         self._blocks: OrderedDict[bytes, Kept] = OrderedDict()  # the most recently used one is the last
         self._bytes = 0
         self._changed = threading.Condition()
@@ -43,14 +49,16 @@ class KeptBlocks:
         with self._changed:
             return self._use(key) is not None
 
-    def put(self, key: bytes, head: bytes, contents: bytes) -> bool:
+    def put(self, key: bytes, head: bytes, contents: bytes | memoryview, place: int = 0) -> bool:
         """Keep a block; false if it was there, or is longer than all may be."""
+        kept = Kept(head, contents, place, time.monotonic())
         with self._changed:
             if self._closed or len(contents) > self.max_bytes or self._use(key) is not None:
+                self._gone(kept)
                 return False
             while self._bytes + len(contents) > self.max_bytes:
                 self._remove(next(iter(self._blocks)))
-            self._blocks[key] = Kept(head, contents, time.monotonic())
+            self._blocks[key] = kept
             self._bytes += len(contents)
             self._changed.notify_all()
             return True
@@ -79,8 +87,8 @@ class KeptBlocks:
         """Forget all, and let nobody wait."""
         with self._changed:
             self._closed = True
-            self._blocks.clear()
-            self._bytes = 0
+            while self._blocks:
+                self._remove(next(iter(self._blocks)))
             self._changed.notify_all()
 
     def _wait(self, until: float) -> bool:
@@ -105,4 +113,6 @@ class KeptBlocks:
         return kept_one
 
     def _remove(self, key: bytes) -> None:
-        self._bytes -= len(self._blocks.pop(key).contents)
+        kept = self._blocks.pop(key)
+        self._bytes -= len(kept.contents)
+        self._gone(kept)

@@ -4,7 +4,8 @@ on with them. No torch.
 Who saves keeps copies of its blocks in memory (:mod:`tritonllm.engine.kv_kept`) and serves them
 (:mod:`tritonllm.engine.kv_peer_server`). Who loads asks the engine that the request names
 (:mod:`tritonllm.engine.kv_peer_client`), in threads; each block is read into its slot and checked there. Whatever goes
-wrong is logged, and is a miss.
+wrong is logged, and is a miss. How the contents of blocks travel is a plane's (:mod:`tritonllm.engine.kv_plane`): over
+the same connection, or by reads out of the other engine's memory.
 
 A request names its engine with ``remote_host`` and ``remote_port``, as the answer of that engine says them
 (:meth:`Peer.offer`). Blocks may be late: the last ones of a prompt are saved some milliseconds after its answer, so a
@@ -28,6 +29,7 @@ from tritonllm.engine.kv_connector import Params
 from tritonllm.engine.kv_kept import KeptBlocks
 from tritonllm.engine.kv_peer_client import Address, LeftAloneError, Peers
 from tritonllm.engine.kv_peer_server import PeerServer
+from tritonllm.engine.kv_plane import Frames, Plane, Wanted, views
 from tritonllm.engine.kv_wire import MOST_KEYS, Kind, WireError, head_of, question
 from tritonllm.kv_transfer_config import KVTransferConfig
 
@@ -55,6 +57,7 @@ class Peer:
         max_age: seconds after its last use that a block is kept; ``None`` as long as there is room.
         wait: seconds that a lookup waits for blocks that are not there yet.
         threads: requests whose blocks are brought at once.
+        plane: how blocks go from engine to engine; by default in frames of the connection that asks for them.
 
     Raises:
         ValueError: a bad value, or it cannot listen there.
@@ -73,6 +76,7 @@ class Peer:
         max_age: float | None = None,
         wait: float = WAIT,
         threads: int = THREADS,
+        plane: Plane | None = None,
     ) -> None:
         name = "kv_transfer_config: kv_connector_extra_config: "
         _check_address(name, config, host, port, advertised_host)
@@ -83,7 +87,8 @@ class Peer:
             raise ValueError(f"{name}max_age must be a number of seconds above 0, got {max_age!r}")
         if not (_is_number(wait) and wait >= 0):
             raise ValueError(f"{name}wait must be a number of seconds of at least 0, got {wait!r}")
-        self.kept = KeptBlocks(max_bytes, max_age)
+        self._config, self._plane = config, plane or Frames()
+        self.kept = KeptBlocks(max_bytes, max_age, self._plane.gone)
         self._timeout, self._wait, self._allowed = config.timeout, wait, frozenset(peers)
         self._host = advertised_host or host
         self._peers = Peers()
@@ -91,7 +96,7 @@ class Peer:
         self._server: PeerServer | None = None
         if config.saves:
             try:
-                self._server = PeerServer(self.kept, host, port)
+                self._server = PeerServer(self.kept, self._plane, host, port)
             except (OSError, UnicodeError) as error:
                 raise ValueError(f"{name}host={host!r}, port={port}: cannot listen there ({error})") from error
         self._readers = ThreadPoolExecutor(threads, "kv-peer-load")
@@ -101,12 +106,13 @@ class Peer:
         size = sum(part.shape[1] for part in memory)
         name = "kv_transfer_config: kv_connector_extra_config: "
         if size > MOST_BLOCK_BYTES:
-            raise ValueError(f"{name}Peer cannot send blocks of {size} bytes: lower block_size")
+            raise ValueError(f"kv_transfer_config: blocks of {size} bytes cannot be sent: lower block_size")
         if self._server is not None and 2 * size > self.kept.max_bytes:
             raise ValueError(
                 f"{name}max_bytes={self.kept.max_bytes} holds not even two blocks of {size} bytes: raise it"
             )
         self._memory = memory
+        self._plane.register(memory, self._config, self.kept.max_bytes)
         if self._server is not None:
             self._server.start()
             logger.info("blocks of the cache are served at %s:%d", self._host, self._server.port)
@@ -148,6 +154,7 @@ class Peer:
     def close(self) -> None:
         self._peers.close()
         self.kept.close()
+        self._plane.close(CLOSING)
         self._readers.shutdown(cancel_futures=True)
         self._saver.shutdown()
         if self._server is not None:
@@ -195,9 +202,8 @@ class Peer:
             return there
         try:
             with self._peers.channel(address, deadline) as channel:
-                channel.send(question(Kind.LOAD, keys, WAITING_PART * left if pending else 0.0), deadline)
-                for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
-                    there[at] = channel.read_block(key, self._views(slot), deadline)
+                wait = WAITING_PART * left if pending else 0.0
+                self._plane.bring(channel, Wanted(keys, slots, there), wait, deadline)
         except (OSError, WireError) as error:
             _log(address, error)
         return there
@@ -205,11 +211,8 @@ class Peer:
     def _keep(self, key: bytes, slot: int) -> bool:
         if self.kept.has(key):
             return False
-        contents = b"".join(self._views(slot))
-        return self.kept.put(key, head_of(Kind.BLOCK, (key, contents)), contents)
-
-    def _views(self, slot: int) -> list[memoryview]:
-        return [memoryview(part[slot]) for part in self._memory]
+        contents, place = self._plane.copy(views(self._memory, slot))
+        return self.kept.put(key, head_of(Kind.BLOCK, (key, contents)), contents, place)
 
 
 def _check_address(name: str, config: KVTransferConfig, host: object, port: object, advertised_host: object) -> None:

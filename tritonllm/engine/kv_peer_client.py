@@ -1,6 +1,7 @@
 """Connections to other engines, to ask them for blocks (:mod:`tritonllm.engine.kv_wire`). No torch.
 
-A connection is used again after an answer that was whole, and closed after any other. A peer that fails ``FAILURES``
+A connection is used again after an answer that was whole, if the next question comes soon, and closed after any other:
+one that was idle for long may lead to a host that is gone, which nobody has told. A peer that fails ``FAILURES``
 times in a row is left alone for ``REST`` seconds, so that requests do not wait for it one after the other; then it is
 tried again, and left alone again after the first failure.
 """
@@ -19,6 +20,7 @@ FAILURES = 3
 REST = 5.0
 CONNECTING = 3.0  # seconds, at most
 MOST_IDLE = 4  # connections that are kept for one peer
+FRESH = 2.0  # seconds that one is kept: no host is replaced by another in less
 MOST_PEERS = 256  # that are remembered
 
 Address = tuple[str, int]
@@ -26,7 +28,7 @@ Address = tuple[str, int]
 
 @dataclass(eq=False)
 class _Peer:
-    idle: list[Channel] = field(default_factory=list)
+    idle: list[tuple[Channel, float]] = field(default_factory=list)  # until when it is used again, the last one longest
     failures: int = 0
     rests_until: float = 0.0
 
@@ -70,8 +72,7 @@ class Peers:
         peer = self._peers.setdefault(address, _Peer())
         self._peers.move_to_end(address)
         while len(self._peers) > MOST_PEERS:
-            for channel in self._peers.popitem(last=False)[1].idle:
-                self._drop(channel)
+            self._drop_idle(self._peers.popitem(last=False)[1])
         return peer
 
     def _take(self, address: Address) -> Channel | None:
@@ -87,8 +88,8 @@ class Peers:
             if time.monotonic() < peer.rests_until:
                 raise LeftAloneError(f"it failed {peer.failures} times, and is left alone for some seconds")
             while peer.idle:
-                channel = peer.idle.pop()
-                if channel.is_quiet:
+                channel, until = peer.idle.pop()
+                if time.monotonic() < until and channel.is_quiet:
                     return channel
                 self._drop(channel)
         return None
@@ -117,8 +118,7 @@ class Peers:
                 peer.failures += 1
                 if peer.failures >= FAILURES:
                     peer.rests_until = time.monotonic() + REST
-                    while peer.idle:
-                        self._drop(peer.idle.pop())
+                    self._drop_idle(peer)
 
     def _succeeded(self, address: Address, channel: Channel) -> None:
         with self._lock:
@@ -127,9 +127,13 @@ class Peers:
             peer = self._peer(address)
             peer.failures, peer.rests_until = 0, 0.0
             if len(peer.idle) < MOST_IDLE:
-                peer.idle.append(channel)
+                peer.idle.append((channel, time.monotonic() + FRESH))
             else:
                 self._drop(channel)
+
+    def _drop_idle(self, peer: _Peer) -> None:
+        while peer.idle:
+            self._drop(peer.idle.pop()[0])
 
     def _drop(self, channel: Channel) -> None:
         self._open.discard(channel)

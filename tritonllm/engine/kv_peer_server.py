@@ -12,12 +12,12 @@ import time
 from contextlib import suppress
 
 from tritonllm.engine.kv_kept import KeptBlocks
-from tritonllm.engine.kv_wire import Channel, Kind, Question, WireError, count_frame, frame
+from tritonllm.engine.kv_plane import QUICK, Plane
+from tritonllm.engine.kv_wire import Channel, Kind, Question, WireError, count_frame
 
 logger = logging.getLogger(__name__)
 MOST_CONNECTIONS = 64
 IDLE = 60.0  # seconds that a connection is kept between questions
-QUICK = 10.0  # seconds in which a frame that has begun must be through
 LONGEST_WAIT = 60.0  # seconds that a question may wait for blocks
 
 
@@ -26,6 +26,7 @@ class PeerServer:
 
     Args:
         kept: what there is.
+        plane: how blocks go to who asks for them.
         host, port: where to listen; port 0 takes a free one.
 
     Attributes:
@@ -35,8 +36,8 @@ class PeerServer:
         OSError: it cannot listen there.
     """
 
-    def __init__(self, kept: KeptBlocks, host: str, port: int) -> None:
-        self._kept = kept
+    def __init__(self, kept: KeptBlocks, plane: Plane, host: str, port: int) -> None:
+        self._kept, self._plane = kept, plane
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._listening = socket.create_server(address[:2], family=family)
         self.port: int = self._listening.getsockname()[1]
@@ -91,7 +92,8 @@ class PeerServer:
     def _serve(self, channel: Channel) -> None:
         try:
             while not self._closed:
-                self._answer(channel, channel.read_question(time.monotonic() + IDLE, QUICK))
+                kinds = (Kind.LOOKUP, *self._plane.questions)
+                self._answer(channel, channel.read_question(kinds, time.monotonic() + IDLE, QUICK))
         except OSError as error:  # it has hung up, mostly
             logger.debug("a peer is served no more: %s", error)
         except WireError as error:
@@ -105,11 +107,5 @@ class PeerServer:
         until = time.monotonic() + min(asked.wait, LONGEST_WAIT)
         if asked.kind is Kind.LOOKUP:
             channel.send(count_frame(self._kept.count(asked.keys, until)), time.monotonic() + QUICK)
-            return
-        for key in asked.keys:
-            kept = self._kept.get(key, until)
-            if kept is None:
-                channel.send(frame(Kind.MISS, key), time.monotonic() + QUICK)
-            else:
-                channel.send(kept.head + key, time.monotonic() + QUICK)
-                channel.send(kept.contents, time.monotonic() + QUICK)
+        else:
+            self._plane.answer(channel, asked, self._kept, until)

@@ -8,6 +8,8 @@ import numpy as np
 
 from tritonllm.engine.kv_connector import KVConnector
 from tritonllm.engine.kv_file_store import FileStore
+from tritonllm.engine.kv_nixl import Reads
+from tritonllm.engine.kv_nixl_agent import load_nixl
 from tritonllm.engine.kv_peer import Peer
 from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.scheduler import Scheduler
@@ -18,7 +20,7 @@ def make_connector(config: KVTransferConfig) -> KVConnector:
     """The connector that a configuration names.
 
     Raises:
-        ValueError: there is no such one, or its own settings are bad.
+        ValueError: there is no such one, its package is not installed, or its own settings are bad.
     """
     name, extra = config.kv_connector, dict(config.kv_connector_extra_config)
     extra.pop("timeout", None)
@@ -26,6 +28,8 @@ def make_connector(config: KVTransferConfig) -> KVConnector:
         return FileStore(**checked_settings(extra, FileStore.SETTINGS, name))
     if name == "Peer":
         return Peer(config, **checked_settings(extra, Peer.SETTINGS, name))
+    if name == "Nixl":
+        return Peer(config, **checked_settings(extra, Peer.SETTINGS, name), plane=Reads(load_nixl()))
     module, _, attribute = name.partition(":")
     try:
         make = getattr(import_module(module), attribute)

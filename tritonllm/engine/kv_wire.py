@@ -4,15 +4,19 @@ stream of bytes. No torch.
 A frame is a head and a payload. The head has what the protocol is, its version, the kind of the frame, the bytes of the
 payload, and a checksum (xxh3, 128 bits) of all of these and the payload. Numbers are little-endian.
 
-================ ================= =====================================================================
+================ ================= ===================================================================================
 kind             who sends it      payload
-================ ================= =====================================================================
+================ ================= ===================================================================================
 ``LOOKUP``       who wants blocks  milliseconds to wait (4 bytes), keys (16 bytes each)
 ``COUNT``        who has them      of how many leading keys the blocks are there (4 bytes)
 ``LOAD``         who wants blocks  as ``LOOKUP``; for each key in order the answer is one of these:
 ``BLOCK``        who has them      the key, and the block's contents
 ``MISS``         who has them      the key
-================ ================= =====================================================================
+``WHERE``        who wants blocks  as ``LOOKUP``; the answer is ``AGENT``, and for each key in order one of the others:
+``AGENT``        who has them      what the reader's library must know of the memory (:mod:`tritonllm.engine.kv_nixl`)
+``PLACE``        who has them      the key, the head of the block's ``BLOCK`` frame, and its address (8 bytes)
+``MISS``         who has them      the key
+================ ================= ===================================================================================
 
 A reader says before it reads which kinds may come now, and how long each may be: a frame that is neither is refused
 before memory is taken for it. Whoever reads a frame that is not right hangs up, since nobody knows where the next one
@@ -25,7 +29,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -38,6 +42,9 @@ MOST_KEYS = 1 << 16  # of a question: a million tokens at 16 a block
 _FACTS = struct.Struct("<8sHHI")  # magic, version, kind, bytes of the payload
 _HEAD_BYTES = _FACTS.size + 16
 _NUMBER = struct.Struct("<I")
+_ADDRESS = struct.Struct("<Q")
+_PLACE_BYTES = KEY_BYTES + _HEAD_BYTES + _ADDRESS.size
+MOST_AGENT_BYTES = 1 << 20
 QUESTION_BYTES = (_NUMBER.size + KEY_BYTES, _NUMBER.size + KEY_BYTES * MOST_KEYS)
 
 
@@ -49,10 +56,12 @@ class Kind(enum.IntEnum):
     LOAD = 3
     BLOCK = 4
     MISS = 5
+    WHERE = 6
+    AGENT = 7
+    PLACE = 8
 
 
 Sizes = Mapping[Kind, tuple[int, int]]  # which frames may come, with the least and the most bytes of their payloads
-QUESTIONS: Sizes = {Kind.LOOKUP: QUESTION_BYTES, Kind.LOAD: QUESTION_BYTES}
 
 
 class WireError(Exception):
@@ -67,8 +76,15 @@ class Head(NamedTuple):
     checksum: bytes
 
 
+class Place(NamedTuple):
+    """Where a block lies in the other engine's memory: the head that its frame would have, and the address."""
+
+    head: bytes
+    address: int
+
+
 class Question(NamedTuple):
-    """``LOOKUP`` or ``LOAD``: seconds to wait for blocks that are not there yet, and the keys."""
+    """``LOOKUP``, ``LOAD`` or ``WHERE``: seconds to wait for blocks that are not there yet, and the keys."""
 
     kind: Kind
     wait: float
@@ -102,6 +118,10 @@ def question(kind: Kind, keys: Sequence[bytes], wait: float) -> bytes:
 
 def count_frame(count: int) -> bytes:
     return frame(Kind.COUNT, _NUMBER.pack(count))
+
+
+def place_frame(key: bytes, place: Place) -> bytes:
+    return frame(Kind.PLACE, key, place.head, _ADDRESS.pack(place.address))
 
 
 def _checksum(facts: bytes, payload: Sequence[bytes | memoryview]) -> bytes:
@@ -139,7 +159,7 @@ class Channel:
         except (OSError, ValueError):  # it was closed here
             return False
 
-    def send(self, data: bytes, deadline: float) -> None:
+    def send(self, data: bytes | memoryview, deadline: float) -> None:
         self._socket.settimeout(_left(deadline))
         self._socket.sendall(data)
 
@@ -167,14 +187,15 @@ class Channel:
             raise WireError(f"a frame of kind {kind} and {size} bytes came, which cannot be here")
         return Head(Kind(kind), size, data[_FACTS.size :])
 
-    def read_question(self, idle: float, within: float) -> Question:
+    def read_question(self, kinds: Collection[Kind], idle: float, within: float) -> Question:
         """The next one.
 
         Args:
+            kinds: that may come.
             idle: until when it must have begun.
             within: seconds in which the rest must follow.
         """
-        head = self.read_head(QUESTIONS, idle)
+        head = self.read_head(dict.fromkeys(kinds, QUESTION_BYTES), idle)
         payload = self._read_payload(head, time.monotonic() + within)
         (wait,) = _NUMBER.unpack_from(payload)
         keys, rest = divmod(len(payload) - _NUMBER.size, KEY_BYTES)
@@ -204,6 +225,21 @@ class Channel:
             self.read_into(part, deadline)
         self._check(head, (named, *contents))
         return head.kind is Kind.BLOCK
+
+    def read_agent(self, deadline: float) -> bytes:
+        """The first answer to ``WHERE``."""
+        return self._read_payload(self.read_head({Kind.AGENT: (1, MOST_AGENT_BYTES)}, deadline), deadline)
+
+    def read_place(self, key: bytes, deadline: float) -> Place | None:
+        """One of the other answers to ``WHERE``; ``None`` if the other side does not have the block."""
+        sizes = {Kind.PLACE: (_PLACE_BYTES, _PLACE_BYTES), Kind.MISS: (KEY_BYTES, KEY_BYTES)}
+        head = self.read_head(sizes, deadline)
+        payload = self._read_payload(head, deadline)
+        if payload[:KEY_BYTES] != key:
+            raise WireError("the answer is about another block")
+        if head.kind is Kind.MISS:
+            return None
+        return Place(payload[KEY_BYTES : -_ADDRESS.size], *_ADDRESS.unpack(payload[-_ADDRESS.size :]))
 
     def _read_payload(self, head: Head, deadline: float) -> bytes:
         payload = self.read(head.size, deadline)

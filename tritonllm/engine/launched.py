@@ -5,13 +5,16 @@ of rank 0 until that one's engine ends, and then ends the process. So only rank 
 which rank it is.
 
 Ranks may be on several machines, so a step goes to them by a broadcast (gloo), and not through shared memory. The
-launcher watches the processes, and ends all when one ends.
+launcher watches the processes, and ends all when one ends. A rank that waits for a step sees itself that the host of
+rank 0 is lost, of which nobody else may be left to tell it.
 """
 
 import logging
 import multiprocessing.util
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +22,10 @@ import torch.distributed as dist
 
 from tritonllm import env
 from tritonllm.config import EngineConfig
-from tritonllm.dist.connect import connect
+from tritonllm.dist.connect import address_of, connect
 from tritonllm.dist.group import Group
 from tritonllm.dist.pipeline import Team, meet
-from tritonllm.dist.watch import WorkerError
+from tritonllm.dist.watch import WorkerError, host_watch
 from tritonllm.engine.executor import GroupExecutor
 from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.runner import ModelRunner
@@ -128,10 +131,25 @@ class LaunchedRanks(Ranks):
         team.limit(self._patience)
         MONITOR.serving = True
         started()
-        following = Following(runner)
+        following, watching_ends = Following(runner), self._watch_the_first()
         while message := self.wire.receive():
             following.run(message)
+        watching_ends()
         team.shut()
+
+    def _watch_the_first(self) -> Callable[[], None]:
+        """End this process when the host of the store is lost, which is that of rank 0: no step would ever come."""
+        address = address_of(self._store)
+        if address is None:
+            return lambda: None
+        return host_watch(*address, self._patience, partial(_end_alone, address[0]))
+
+
+def _end_alone(host: str, error: OSError) -> None:
+    """As an error that nobody catches would. It cannot be raised where this rank waits, in gloo's code."""
+    lost = WorkerError(f"the host of rank 0, {host}, is lost ({error}): this rank ends")
+    sys.excepthook(WorkerError, lost, None)
+    os._exit(1)
 
 
 def _end(wire: Wire, team: Team, owner: int) -> None:

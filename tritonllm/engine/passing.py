@@ -61,7 +61,7 @@ class Passing:
         if not self._pipe.first and (model.incoming is None or len(model.incoming) < tokens):
             size = tokens, model.spec.hidden_size
             model.incoming = torch.zeros(size, dtype=model.dtype, device=self._device)
-        return self._pipe.stages * tokens * model.spec.hidden_size * model.dtype.itemsize
+        return self._pipe.most_kept * tokens * model.spec.hidden_size * model.dtype.itemsize
 
     def take_over(self, batch: Batch) -> None:
         """Behind what the host has sent of a step, before its layers: what the stage before has made of it."""
@@ -89,6 +89,7 @@ class Passing:
         self._seats.set_aside()
         drafted = launched.drafted
         return launched._replace(
+            hidden=launched.hidden.new_empty(0),  # the last stage's comes back
             batch=replace(batch, rows=SamplingRows(*(column.clone() for column in batch.rows))),
             drafted=None if drafted is None else drafted.clone(),
         )

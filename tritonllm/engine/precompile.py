@@ -62,11 +62,11 @@ def kernels_of(
         draft: the configuration's draft model.
     """
     parallel = config.parallel
-    group = Group(0, parallel.tensor_parallel_size)
+    group, context = Group(0, parallel.tensor_parallel_size), Group(0, parallel.decode_context_parallel_size)
     spec = dealt_out(spec, parallel)
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
         for stage in range(parallel.pipeline_parallel_size):
-            team = Team(group, Pipeline(stage, parallel.pipeline_parallel_size))
+            team = Team(group, Pipeline(stage, parallel.pipeline_parallel_size), context)
             _launch_all(spec, config, target, draft if stage == 0 else None, team)
     return found
 
@@ -93,7 +93,7 @@ def _without_repeats(spec: ModelSpec, target: Target, team: Team, **how: Any) ->
     begin = 0 if pipe.first or count == 1 else 1  # the first layer of all, which may differ, is the first stage's
     stage = Stage(pipe.stage, range(begin, count), first=pipe.first, last=pipe.last)
     sizes: dict[str, Any] = {"dtype": target.dtype, "device": META, "max_model_len": target.max_model_len}
-    return Decoder(small, **sizes, group=team.group, stage=stage, **how)
+    return Decoder(small, **sizes, group=team.group, context=team.context, stage=stage, **how)
 
 
 def compile_kernels_of(

@@ -86,13 +86,13 @@ def length_that_fits(config: EngineConfig, limit: int, num_blocks: int) -> int:
     Raises:
         ValueError: the user's own ``max_model_len`` does not fit.
     """
-    room = num_blocks * config.cache.block_size
+    room = num_blocks * config.block_tokens
     if room >= limit:
         return limit
     if config.model.max_model_len is not None:
-        needed = -(-limit // config.cache.block_size)
+        needed = -(-limit // config.block_tokens)
         raise ValueError(
-            f"max_model_len={limit} needs {needed} cache blocks of {config.cache.block_size} tokens, but there are "
+            f"max_model_len={limit} needs {needed} cache blocks of {config.block_tokens} tokens, but there are "
             f"{num_blocks}: lower max_model_len to {room}, or raise num_blocks (or the memory that decides it)"
         )
     if room < 2:
@@ -125,7 +125,7 @@ def most_blocks(config: EngineConfig, spec: ModelFacts) -> int:
     """Of which the cache makes use. An encoder's prompt has blocks for one step only, and two steps are in flight."""
     if spec.causal or config.cache.num_blocks is not None:
         return sys.maxsize
-    scheduler, size = config.scheduler, config.cache.block_size
+    scheduler, size = config.scheduler, config.block_tokens
     return 2 * (-(-scheduler.max_num_batched_tokens // size) + scheduler.max_num_seqs) + scheduler.max_num_seqs
 
 

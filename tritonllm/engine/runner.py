@@ -16,7 +16,7 @@ from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.drawing import Drawing, LaunchedStep
-from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, token_sizes
+from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, token_sizes
 from tritonllm.engine.host_copies import HostCopies, staging_bytes
 from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
@@ -91,7 +91,7 @@ class ModelRunner:
         self._dtype = model.dtype
         self._config = config
         self._device = device
-        self._block_size = config.cache.block_size
+        self._block_size = config.block_tokens
         self._memory = memory
         self._cache: list[KVCacheView] = []
         self._copies: list[BlockCopies] = []
@@ -101,7 +101,7 @@ class ModelRunner:
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self.drafts = StepDrafts(config, model, draft, max_model_len, device, proposes=self._pipe.first)
-        history = max_model_len if self.drafts.look_back else 0
+        history = max_model_len if self.drafts.look_back and self._pipe.first else 0
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self.drafts.most, history=history)
         vocab = model.spec.vocab_size
         self._processors: BatchProcessors | None = None
@@ -117,6 +117,7 @@ class ModelRunner:
         self._host_bound = self._pipe.least(host_bound_tokens(model.work))  # steps have equally many tokens everywhere
         self._planner: CascadePlanner | None = None
         shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
+        shares = shares and team.context.size == 1  # whose ranks merge theirs
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
             each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
             self._planner = CascadePlanner(self._block_size, each)
@@ -149,6 +150,8 @@ class ModelRunner:
 
     @property
     def _regimes(self) -> Regimes:
+        if self._config.deterministic and self.drafts.most:  # its attention wants a bound that the device cannot pass
+            return Regimes(lambda sequences: 0, self._max_model_len)
         return Regimes(self._model.short_keys, self._max_model_len)
 
     @property
@@ -163,13 +166,20 @@ class ModelRunner:
         scheduler = self._config.scheduler
         captured = max(self._captured_tokens(), default=0)
         verified = self.drafts.verified * (1 + self.drafts.most)
-        return max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs + captured, verified)
+        padded = scheduler.max_num_seqs + max(captured, 1)  # 1: the warm-up has a prompt's token beside all decodes
+        return max(scheduler.max_num_batched_tokens, padded, verified)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values, the draft model's included."""
         extra = 0 if self.drafts.model is None else self.drafts.model.extra_bytes
-        return extra + sum(block_bytes(model.spec, self._dtype, self._block_size) for model in self._models)
+        sizes = zip(self._models, self._block_sizes, strict=False)
+        return extra + sum(block_bytes(model.spec, self._dtype, size) for model, size in sizes)
+
+    @property
+    def _block_sizes(self) -> tuple[int, int]:
+        """Keys of a block here, of the model and of a draft model: that one is whole on every rank."""
+        return self._config.cache.block_size, self._block_size
 
     @property
     def host_slots(self) -> int:
@@ -194,11 +204,16 @@ class ModelRunner:
         self._allocate(1)
         warm_up, scheduler = self.warm_up(), self._config.scheduler
         warm_up.prefill_step(scheduler.max_num_batched_tokens)  # its memory stays with the allocator, for later steps
+        decodes = partial(warm_up.decode_step, scheduler.max_num_seqs, longest=self._max_model_len)
+        if self._config.deterministic:  # keeps sums of segments, of each sequence as many as the longest has
+            decodes()
         captured = 0
         if self._model.supports_graphs and not self._config.enforce_eager:  # two kinds, each with memory of its own
             sizes = (0, *self._captured_tokens()[-1:])
             steps = [partial(warm_up.prefill_step, scheduler.max_num_seqs + tokens) for tokens in sizes]
             peaks = [peak_bytes(step, self._device) for step in steps]
+            if self._config.deterministic:
+                peaks[0] = max(peaks[0], peak_bytes(decodes, self._device))
             if self.drafts.verified:  # in the memory of steps without prompts
                 width = -(-(1 + self.drafts.most) // self._block_size)
                 verify = partial(warm_up.verify_step, self.drafts.verified, width)
@@ -216,8 +231,9 @@ class ModelRunner:
 
     def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
         """Blocks of the same numbers for each model, from ``memory``."""
-        sizes = self._dtype, num_blocks, self._block_size, self._device, memory
-        made = [make_cache(model.spec, *sizes) for model in self._models]
+        where = self._device, memory
+        sizes = zip(self._models, self._block_sizes, strict=False)
+        made = [make_cache(model.spec, self._dtype, num_blocks, size, *where) for model, size in sizes]
         self._cache, self._copies = made[0][0], [copies for _, copies in made]
         if self.drafts.model is not None:
             self.drafts.model.take_cache(made[1][0])
@@ -276,6 +292,16 @@ class ModelRunner:
         if self.host is not None:
             self.host.warm_up()
 
+    def _warm_up_draws(self) -> None:
+        """The first of several stages draws outside of graphs, which visit these sizes elsewhere."""
+        seats, each = self._config.scheduler.max_num_seqs, 1 + self.drafts.most
+        size = max(seats, self.drafts.verified * each), self._model.spec.hidden_size
+        hidden = torch.zeros(size, dtype=self._dtype, device=self._device)
+        for rows in graph_sizes(seats):
+            self._drawing.warm_up(hidden[:rows])
+        for sequences in graph_sizes(self.drafts.verified) if self.drafts.most else []:
+            self._drawing.warm_up_drafts(hidden[: sequences * each])
+
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
         return self._planner is not None and self._planner.may_plan(sequences, self._max_model_len)
@@ -298,10 +324,13 @@ class ModelRunner:
         reserve_pinned()
         with rehearsal_of(self._models):
             self.warm_up().run()
+            if self.stages > 1 and self._pipe.first:
+                self._warm_up_draws()
         if self._model.supports_graphs and not self._config.enforce_eager:
             seats = self._config.scheduler.max_num_seqs
             drafts = self.drafts.most, self.drafts.verified
-            limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size, *drafts)
+            drawn = *drafts, self._drawing.by_shards and self._pipe.stages == 1
+            limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size, *drawn)
             rehearsal = partial(rehearsal_of, self._models)
             capture = GraphCapture(rehearsal, self._device, threads=self._team.size > 1)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it

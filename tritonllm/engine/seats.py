@@ -25,6 +25,7 @@ class SeatTable:
         parameters: what sampling wants, each ``[seats]``.
         limits: ``[seats]`` int32: how many tokens of a sequence may have their keys and values stored.
         changed: some of it since :meth:`take_parameters`.
+        limited: ``[seats]`` bool: ``top_k``, ``top_p`` or ``min_p`` leave a part of the vocabulary.
         edits: ``[seats]`` bool: logits are edited at every token.
         edited_lens: ``[seats]`` int64: they are edited while the sequence is shorter.
         edits_told: ``[seats]`` bool: the device has been told how.
@@ -42,7 +43,7 @@ class SeatTable:
         self.limits = np.ones(seats, dtype=np.int32)
         self.edited_lens = np.zeros(seats, dtype=np.int64)
         self.logprobs = np.full(seats, -1, dtype=np.int64)
-        self.edits, self.edits_told = np.zeros((2, seats), dtype=bool)
+        self.limited, self.edits, self.edits_told = np.zeros((3, seats), dtype=bool)
         self.whole_logprobs: set[int] = set()
         self.controlled: set[int] = set()
         self.pooled: set[int] = set()
@@ -87,6 +88,7 @@ class SeatTable:
         mine.top_k[seat] = max(params.top_k, 0)
         mine.top_p[seat] = params.top_p
         mine.min_p[seat] = params.min_p
+        self.limited[seat] = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         mine.seeds[seat] = request.seed
         mine.steps[seat] = -len(request.prompt_token_ids)
         self.logprobs[seat] = -1 if params.logprobs is None else max(params.logprobs, 0)

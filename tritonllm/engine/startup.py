@@ -53,7 +53,7 @@ from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.invariance import check_invariance
 from tritonllm.models.loading import load_model, read_spec
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
-from tritonllm.models.shards import check
+from tritonllm.models.shards import check, check_context
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import stages_of
 from tritonllm.models.weights import parameter_shapes
@@ -149,7 +149,7 @@ def log_ready(
         name,
         time.monotonic() - begin,
         cache.num_blocks,
-        cache.block_size,
+        config.block_tokens,
         cache.num_blocks * runner.block_bytes / 1e9,
         runner.num_graphs,
         config.scheduler.max_num_seqs,
@@ -172,7 +172,7 @@ def tier_of(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
     """What the scheduler is told of the cache's second tier, if there is one."""
     if runner.host is None:
         return None
-    return HostTier(runner.host_slots, Rates(runner.block_bytes, config.cache.block_size, runner.host.measure()))
+    return HostTier(runner.host_slots, Rates(runner.block_bytes, config.block_tokens, runner.host.measure()))
 
 
 class Parts(NamedTuple):
@@ -225,6 +225,7 @@ def read_origin(config: EngineConfig) -> Origin:
     if isinstance(spec, ModelSpec):
         spec = dealt_out(spec, parallel)
         check(spec, size)
+        check_context(spec, size, parallel.decode_context_parallel_size)
         stages_of(spec, parameter_shapes(spec), parallel.pipeline_parallel_size)
     if config.count_expert_load:
         check_counted(spec)
@@ -284,6 +285,7 @@ def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM,
             trust_remote_code=model.trust_remote_code,
             allow_nan=model.allow_nan,
             group=team.group,
+            context=team.context,
             stage=stage,
             batch_invariant=prepared.config.deterministic,
             counts_experts=prepared.config.count_expert_load,
@@ -385,8 +387,9 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     limits = config.cache.num_blocks, config.model.max_model_len
     drafting = drafting_of(config, runner.drafts.cost)
     tier, stages = tier_of(config, runner), team.pipe.stages
-    scheduler = Scheduler(config.scheduler, config.cache, *limits, drafting, tier, stages)
-    identity = checkpoint.read_config(folder), origin.limit, (dtype, config.cache.block_size, runner.block_bytes)
+    cache = dataclasses.replace(config.cache, block_size=config.block_tokens)
+    scheduler = Scheduler(config.scheduler, cache, *limits, drafting, tier, stages)
+    identity = checkpoint.read_config(folder), origin.limit, (dtype, config.block_tokens, runner.block_bytes)
     fingerprint = model_fingerprint([model for model in models if model is not None], *identity)
     memory_of_host = [] if runner.host is None else runner.host.memory
     transfer = make_transfer(config.kv_transfer_config, connector, scheduler, memory_of_host, fingerprint)

@@ -308,6 +308,7 @@ class Step:
             none.
         tokens: of requests that are new to their seats, if a drafter wants to know.
         transfers: between the cache and the host's memory, before anything else; ``None`` for none.
+        limited: some rows draw from a part of the vocabulary only (``top_k``, ``top_p``, ``min_p``), or may.
         redrawn: what a captured step draws does not hold, for a reason that the step does not hold: processors of whole
             batches, or what only rank 0 is told.
     """
@@ -330,6 +331,7 @@ class Step:
     copies: np.ndarray | None = None
     tokens: tuple[SeatTokens, ...] = ()
     transfers: Transfers | None = None
+    limited: bool = True
     redrawn: bool = False
 
     def for_followers(self) -> "Step":
@@ -362,6 +364,12 @@ class Step:
     def plain(self) -> bool:
         """The draw alone serves all of them: logits are neither edited nor reported."""
         return self.edited is None and self.logprobs is None and not self.redrawn
+
+    @property
+    def by_shards(self) -> bool:
+        """Each rank's part of the logits suffices for its part of the draw: no row asks for more than a temperature,
+        and the tokens are not known to be restricted."""
+        return self.plain and not (self.limited or self.late or self.segments.verify.sequences)
 
 
 def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:

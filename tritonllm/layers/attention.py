@@ -18,6 +18,7 @@ from tritonllm.kernels import (
     qk_norm_rope_store,
     varlen_prefill_attention,
 )
+from tritonllm.layers.context import split_attention
 from tritonllm.layers.fusion import decodes_at_once, normalises_heads
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
@@ -89,6 +90,7 @@ class Attention(nn.Module):
     Args:
         group: the ranks among which the heads are dealt out; ``spec`` says what this one has of them. Its result is
             then a part of a sum.
+        context: those of them that split the keys of each sequence.
     """
 
     alibi_slopes: torch.Tensor | None
@@ -102,10 +104,11 @@ class Attention(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         group: Group = ALONE,
+        context: Group = ALONE,
     ) -> None:
         super().__init__()
         self.spec = spec
-        self._group = group
+        self._group, self._context = group, context
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         q_size = spec.num_heads * spec.head_size
         columns = sum(self.heads) * spec.head_size
@@ -164,13 +167,18 @@ class Attention(nn.Module):
             cos_sin_cache = None
         if not self._normed_with_rope:
             self._normalize_heads(qkv)
-        if not self.batch_invariant and decodes_at_once(metadata):
+        local = metadata.local
+        if local is None and not self.batch_invariant and decodes_at_once(metadata):
             layer = self._bind(cos_sin_cache, kv_cache)
             return metadata.decode_step(positions).attend(qkv, layer).flatten(1)
         turned = None if cos_sin_cache is None else positions
         heads = {**self._heads(cos_sin_cache), "constant_weight": self._normed_with_rope}
         heads["batch_invariant"] = self.batch_invariant
-        q = qk_norm_rope_store(qkv, kv_cache.k, kv_cache.v, metadata.slot_mapping, turned, **heads)
+        slots = metadata.slot_mapping if local is None else local.slot_mapping
+        q = qk_norm_rope_store(qkv, kv_cache.k, kv_cache.v, slots, turned, **heads)
+        if local is not None:
+            scale, softcap = self.spec.scale, self.spec.softcap
+            return split_attention(q, local, kv_cache, self._context, scale=scale, softcap=softcap).flatten(1)
         if self.batch_invariant:
             return invariant_attention(q, metadata, kv_cache, **self._options()).flatten(1)
         return paged_attention(q, metadata, kv_cache, causal=self.spec.causal, **self._options()).flatten(1)
@@ -233,7 +241,10 @@ def invariant_attention(
             cu = of_segment()
             assert cu is not None
             batch = metadata.block_tables[sequences], cu, metadata.seq_lens[sequences]
-            limits: dict[str, Any] = {"max_seqlen_k": metadata.max_decode_len, "max_seqlen_q": segment.longest}
+            most_keys = metadata.max_decode_len
+            if segment is verify and most_keys is not None:  # the last drafts may stand behind the longest sequence
+                most_keys += segment.longest - 1
+            limits: dict[str, Any] = {"max_seqlen_k": most_keys, "max_seqlen_q": segment.longest}
             if segment is decode:
                 limits["order"] = metadata.decode_order
             elif segment is chunk:  # of prompts any number: what a step launches must not depend on theirs

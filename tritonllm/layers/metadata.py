@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tritonllm.kernels import CascadePlan, DecodeStep
+from tritonllm.layers.local_keys import LocalKeys
 from tritonllm.layers.segments import Segments
 
 
@@ -31,6 +32,7 @@ class AttentionMetadata:
             tokens (:mod:`tritonllm.layers.expert_counts`).
         max_decode_len: a bound of the decodes' keys, which chooses kernels (:mod:`tritonllm.layers.regime`); ``None``:
             what the tables have room for.
+        local: which keys are this rank's, where ranks split them (:mod:`tritonllm.layers.context`); ``None``: all.
     """
 
     segments: Segments
@@ -44,6 +46,7 @@ class AttentionMetadata:
     cascade: CascadePlan | None = None
     max_decode_len: int | None = None
     row_marks: torch.Tensor | None = None
+    local: LocalKeys | None = None
     _starts: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
     _bound: list[DecodeStep] = field(default_factory=list, init=False, repr=False, compare=False)
 

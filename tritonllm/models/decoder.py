@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from tritonllm.dist.group import ALONE, Group
-from tritonllm.kernels import cap_logits, decode_short_keys
+from tritonllm.dist.group import ALONE, Group, share_of
+from tritonllm.kernels import ROW_UNIT, SHARD_UNIT, cap_logits, decode_short_keys
 from tritonllm.layers.attention import Attention
+from tritonllm.layers.context import with_local_keys
 from tritonllm.layers.expert_counts import ExpertCounts, Tally
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner, LayerPlan, LayerTraits
 from tritonllm.layers.head import Head
@@ -31,7 +33,14 @@ class DecoderLayer(nn.Module):
     """Attention and MLP around a residual stream; with a ``group``, a rank's part of both."""
 
     def __init__(
-        self, spec: ModelSpec, index: int, *, dtype: torch.dtype, device: torch.device, group: Group = ALONE
+        self,
+        spec: ModelSpec,
+        index: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group = ALONE,
+        context: Group = ALONE,
     ) -> None:
         super().__init__()
         layer = spec.layers[index]
@@ -46,7 +55,8 @@ class DecoderLayer(nn.Module):
         # with norms of the stream, the one after a layer's MLP is where the next layer enters
         first = index == 0
         self.attention_norm = norm((before and (spec.first_norm or not first)) or (of_stream and not first))
-        self.attention = Attention(spec.hidden_size, layer.attention, dtype=dtype, device=device, group=group)
+        how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.attention = Attention(spec.hidden_size, layer.attention, group=group, context=context, **how)
         self.attention_post_norm = norm(after)
         self.mlp_norm = norm((before or of_stream) and not self.one_norm)
         self.mlp: MLP | MoE
@@ -121,6 +131,7 @@ class Decoder(nn.Module):
         device: where the weights are.
         max_model_len: positions go from 0 to ``max_model_len - 1``.
         group: the ranks that share the model, or the stage (:mod:`tritonllm.models.shards`).
+        context: those of them that split the keys of each sequence (:mod:`tritonllm.layers.context`).
         stage: which layers are here (:mod:`tritonllm.models.stages`); all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step (:mod:`tritonllm.layers.invariance`).
         counts_experts: steps count which experts tokens choose.
@@ -128,7 +139,7 @@ class Decoder(nn.Module):
     Attributes:
         spec: what this rank computes.
         whole: what all ranks compute together.
-        group, stage: see above.
+        group, context, stage: see above.
         incoming: ``[tokens, hidden]``, where a stage behind the first finds what the one before it has computed of a
             step's tokens. A step overwrites it.
         expert_counts: of all steps so far; ``None`` if they are not counted.
@@ -147,12 +158,13 @@ class Decoder(nn.Module):
         device: torch.device,
         max_model_len: int,
         group: Group = ALONE,
+        context: Group = ALONE,
         stage: Stage | None = None,
         batch_invariant: bool = False,
         counts_experts: bool = False,
     ) -> None:
         super().__init__()
-        self.whole, self.group, self.batch_invariant = spec, group, batch_invariant
+        self.whole, self.group, self.context, self.batch_invariant = spec, group, context, batch_invariant
         self.stage = stage or Stage.whole(spec)
         local = local_spec(spec, group.rank, group.size)
         self.spec = self.stage.of(local)
@@ -168,7 +180,8 @@ class Decoder(nn.Module):
         self.classifier: Head | None = None
         if self.stage.first:
             self._add_embeddings(local, dtype, device)
-        layers = [DecoderLayer(local, i, dtype=dtype, device=device, group=group) for i in self.stage.layers]
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "group": group, "context": context}
+        layers = [DecoderLayer(local, i, **how) for i in self.stage.layers]
         self.layers = nn.ModuleList(layers)
         if spec.final_norm and self.stage.last:
             self.norm = Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device)
@@ -184,6 +197,16 @@ class Decoder(nn.Module):
         self.expert_counts = _expert_counts(self.spec, device) if counts_experts else None
         self._tables, self._table_of_layer = _rope_tables(self.spec, max_model_len, device)
         self._running: range | tuple[int, ...] = range(self.spec.num_layers)
+
+    @property
+    def first_own_logit(self) -> int | None:
+        """The token of the first column of :meth:`compute_own_logits`, where a draw can begin with the ranks' parts:
+        there are several ranks, each has whole groups of :func:`~tritonllm.kernels.sample_shard`, and their sums have
+        the bits that one rank's would have."""
+        vocab, own = self.spec.vocab_size, self._own_logits
+        if own is None or not self.spec.logits or vocab % ROW_UNIT or share_of(vocab, self.group.size) % SHARD_UNIT:
+            return None
+        return own.start
 
     @property
     def _own_logits(self) -> range | None:
@@ -268,6 +291,8 @@ class Decoder(nn.Module):
         Raises:
             ValueError: another number of caches than of layers, or a layer that is not there.
         """
+        if self.context.size > 1:  # before the embedding, behind whose end attention's kernels take slots as settled
+            metadata = with_local_keys(metadata, positions, self.context)
         plan = self.plan(len(positions), None if rows is None else len(rows), positions.device)
         return self.run(plan, self.begin(input_ids, positions), positions, metadata, kv_cache, rows, before)
 
@@ -361,15 +386,20 @@ class Decoder(nn.Module):
 
     def short_keys(self, sequences: int) -> int:
         """Up to how many keys the attention of so many decodes is a matter of latency; 0: it never is."""
-        return max(decode_short_keys(*heads, self.dtype, sequences) for heads in self._heads)
+        each = self.context.size  # ranks attend with the heads of all of them, each to its part of the keys
+        return each * max(decode_short_keys(each * h, k, d, self.dtype, sequences) for h, k, d in self._heads)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32, if the model has ``logits``."""
+        return self.group.all_gather(self.compute_own_logits(hidden), self.spec.vocab_size)
+
+    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The columns of :meth:`compute_logits` that this rank multiplies for, contiguous."""
         if self.project_out is not None:
             hidden = self.project_out(hidden)
-        logits = self.group.all_gather(self.lm_head.logits(hidden), self.spec.vocab_size)
+        logits, own = self.lm_head.logits(hidden), self._own_logits
         if self.logit_bias is not None:
-            logits += self.logit_bias
+            logits += self.logit_bias if own is None else self.logit_bias[own.start : own.stop]
         if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
             cap_logits(logits, scale=self.spec.logit_scale, softcap=self.spec.logit_softcap)
         return logits

@@ -81,6 +81,7 @@ def load_model(
     trust_remote_code: bool = False,
     allow_nan: bool = False,
     group: Group = ALONE,
+    context: Group = ALONE,
     stage: Stage | None = None,
     batch_invariant: bool = False,
     counts_experts: bool = False,
@@ -95,6 +96,7 @@ def load_model(
         trust_remote_code: run Python code of the checkpoint, for architectures that transformers does not know.
         allow_nan: take weights that are NaN or infinite.
         group: the ranks that share the model, or the stage, of which this one gets its part; for one of our families.
+        context: those of the group that split the keys of each sequence.
         stage: which layers; all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step; for models that
             :func:`tritonllm.models.invariance.check_invariance` knows.
@@ -119,7 +121,7 @@ def load_model(
         )
     sizes: dict[str, Any] = {"dtype": dtype, "device": device, "max_model_len": max_model_len}
     how: dict[str, Any] = {"batch_invariant": batch_invariant, "counts_experts": counts_experts}
-    model = Decoder(spec, **sizes, group=group, stage=stage, **how)
+    model = Decoder(spec, **sizes, group=group, context=context, stage=stage, **how)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:

@@ -125,6 +125,35 @@ def check(spec: ModelSpec, size: int) -> None:
             )
 
 
+def check_context(spec: ModelSpec, size: int, context: int) -> None:
+    """Whether ``context`` of the ``size`` ranks can split the keys of each sequence (``decode_context_parallel_size``).
+
+    Raises:
+        ValueError: they do not share key heads, or a layer's attention asks for a key's place in the sequence.
+    """
+    if context == 1:
+        return
+    name = f"decode_context_parallel_size={context}"
+    for place, layer in enumerate(spec.layers):
+        attention = layer.attention
+        copies = max(1, size // attention.num_kv_heads)
+        if copies % context:
+            raise ValueError(
+                f"{name} must divide the number of ranks that share a key head, which is {copies} in layer {place} "
+                f"(tensor_parallel_size={size}, {attention.num_kv_heads} key/value heads): lower it, or raise "
+                "tensor_parallel_size"
+            )
+        lacks = {
+            "tokens that see those behind them": not attention.causal,
+            "a sliding window": attention.window is not None,
+            "ALiBi": attention.alibi_slopes is not None,
+            "attention sinks": attention.sinks,
+        }
+        lacking = next((what for what, there in lacks.items() if there), None)
+        if lacking is not None:
+            raise ValueError(f"{name}: layer {place} has {lacking}, which split keys cannot do yet: leave it out")
+
+
 def by_expert(spec: ModelSpec, placement: ExpertPlacement | None = None) -> ModelSpec:
     """The same model, whose experts are dealt out whole (``enable_expert_parallel``).
 

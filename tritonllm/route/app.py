@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -11,6 +12,7 @@ import aiohttp
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tritonllm.http_guard import Keys, RefusedError, receive_body, request_id_of
+from tritonllm.lost_hosts import end_when_silent
 from tritonllm.route.ask import Ask, header_of, read_fields
 from tritonllm.route.config import NEEDS_RESTART, RouterConfig
 from tritonllm.route.errors import RouteError
@@ -48,7 +50,7 @@ class Router:
     async def start(self) -> None:
         """Connect to nothing yet, but ask each backend once whether it lives."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE, socket_factory=self._new_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=BUFFER,
@@ -57,6 +59,13 @@ class Router:
         self._prober = Prober(self.pool, self._session, self._proxy.on_down)
         await self._prober.ask_once(self.pool.backends.values())
         self._prober.follow()
+
+    def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        """For a connection to a backend."""
+        family, kind, protocol, _, _ = address
+        made = socket.socket(family, kind, protocol)
+        end_when_silent(made, self.config.host_timeout)
+        return made
 
     async def close(self) -> None:
         await self._prober.stop()

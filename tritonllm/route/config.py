@@ -16,6 +16,7 @@ MORE_THAN_ZERO = (
     "connect_timeout",
     "first_byte_timeout",
     "between_bytes_timeout",
+    "host_timeout",
     "health_interval",
     "health_timeout",
     "backoff_seconds",
@@ -119,6 +120,7 @@ class RouterConfig:
         max_retries: other backends that a request may be sent to after the first one failed.
         retry_ratio, retry_reserve: retries of all requests together: this part of the requests, and this many more.
         connect_timeout, first_byte_timeout, between_bytes_timeout: seconds to wait for a backend.
+        host_timeout: seconds without any sign of its host after which a connection ends.
         health_interval, health_timeout: seconds between probes, and for one.
         unhealthy_threshold, healthy_threshold: probes in a row that change a backend's state.
         failure_threshold: failed requests in a row that open a backend's circuit.
@@ -150,6 +152,7 @@ class RouterConfig:
     connect_timeout: float = 5.0
     first_byte_timeout: float = 600.0
     between_bytes_timeout: float = 120.0
+    host_timeout: float = 30.0
     health_interval: float = 5.0
     health_timeout: float = 2.0
     unhealthy_threshold: int = 2

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from tritonllm.lost_hosts import end_when_clients_are_silent
 from tritonllm.route.app import Router
 from tritonllm.route.config import RouterConfig
 from tritonllm.route.reload import ConfigFile
@@ -70,6 +71,7 @@ def bind(config: RouterConfig) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end_when_clients_are_silent(sock)
     try:
         sock.bind((config.host, config.port))
     except OSError as error:

@@ -60,7 +60,7 @@ def start_engines(
             process.kill()
         raise
     restarts = Restarts(max_restarts, lambda number: StartingProcess(alone, log_level, devices(number), profiler))
-    return Replicas(links, config.cache.block_size, restarts)
+    return Replicas(links, config.block_tokens, restarts)
 
 
 def check_gpus(config: EngineConfig) -> None:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from tritonllm.config import EngineConfig
+from tritonllm.lost_hosts import end_when_clients_are_silent
 from tritonllm.serve.api_process import NEWS_OF_DEATH, StoppableServer, settings_of
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
@@ -63,6 +64,7 @@ def bind(config: ServerConfig) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end_when_clients_are_silent(sock)
         address: Any = (config.host, config.port)
     else:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

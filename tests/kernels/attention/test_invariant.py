@@ -124,6 +124,19 @@ def test_long_sequences_that_are_shared_out(device, lens, heads, window, more, p
     assert out[tokens:].isnan().all(), "padding tokens were written"
 
 
+@pytest.mark.parametrize("new", [1, 3])
+def test_a_wrong_bound_harms_its_own_sequence_alone(device, new):
+    """Sums of segments beyond the bound have no place, and must not take a neighbour's."""
+    lens = [200, 64, 150, 190]  # the last one would write behind the sums of all
+    shape = {"kv_heads": 1, "group": 2, "head_size": 16, "block_size": 32}
+    p = make_problem(device, [new] * 4, lens, dtype=torch.float32, **shape)
+    want = batch_invariant_attention_ref(*p.exact().prefill, **p.options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "SEGMENT_KEYS", 64)
+        got = batch_invariant_attention(*p.prefill, **p.options, max_seqlen_q=new, max_seqlen_k=150)
+    assert_close(got[new : 3 * new], want[new : 3 * new], torch.float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(

@@ -130,8 +130,8 @@ def batch_invariant_attention(
             sequence with one query, a draft one with a few.
         max_seqlen_q: no sequence has more new tokens; with 1 the tiles are those of decodes, and with few
             the processors share out long sequences. By default there may be any number. No bit depends on it.
-        max_seqlen_k: the most keys that are expected of a sequence; by default what the tables have room for. Decides
-            whether sequences are shared out, and no bit.
+        max_seqlen_k: no sequence has more keys; by default what the tables have room for. Decides whether sequences are
+            shared out, and no bit. A sequence that has more gets a wrong result; the others do not.
         order: ``[B]`` int32, the order in which decodes are begun (``max_seqlen_q`` 1): the longest first fill the
             processors most evenly. No bit depends on it.
 

@@ -230,25 +230,39 @@ def draw_ref(
     group_stream: torch.Tensor | int,
     token_stream: torch.Tensor | int,
 ) -> torch.Tensor:
+    """The token of :func:`scored_draw_ref` alone."""
+    return scored_draw_ref(log_weights, seeds, steps, group_stream, token_stream)[1]
+
+
+def scored_draw_ref(
+    log_weights: torch.Tensor,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+    group_stream: torch.Tensor | int,
+    token_stream: torch.Tensor | int,
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The two-level Gumbel-max draw in torch.
 
     Args:
         log_weights: ``[R, V]`` float32, log2 of unnormalised probabilities; -inf for what cannot be drawn.
         seeds, steps: ``[R]`` int64.
         group_stream, token_stream: the streams of the two noises, a number or ``[R, 1]``.
+        first: the token of the first column, a multiple of a group.
 
     Returns:
-        ``[R]`` int64.
+        ``[R]`` float32, log2 of the drawn group's weight plus its noise, and ``[R]`` int64, the token.
     """
     rows, vocab = log_weights.shape
     n_groups = -(-vocab // GROUP.value)
     groups = torch.nn.functional.pad(log_weights, (0, n_groups * GROUP.value - vocab), value=-torch.inf)
     groups = groups.view(rows, n_groups, GROUP.value)
     seeds, steps = seeds[:, None], steps[:, None]
-    group_ids = torch.arange(n_groups, device=groups.device)[None]
+    group_ids = torch.arange(n_groups, device=groups.device)[None] + first // GROUP.value
     score = torch.logsumexp(groups * LN2, -1) * LOG2E.value + gumbel_ref(group_ids, seeds, steps, group_stream)
     group = score.argmax(-1, keepdim=True)
-    token = group * GROUP.value + torch.arange(GROUP.value, device=groups.device)
+    token = first + group * GROUP.value + torch.arange(GROUP.value, device=groups.device)
+    best = score.gather(1, group)[:, 0]
     score = groups.gather(1, group[..., None].expand(-1, 1, GROUP.value))[:, 0]
     score = score + gumbel_ref(token, seeds, steps, token_stream)
-    return token.gather(1, score.argmax(-1, keepdim=True))[:, 0]
+    return best, token.gather(1, score.argmax(-1, keepdim=True))[:, 0]

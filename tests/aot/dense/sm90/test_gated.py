@@ -13,15 +13,18 @@ def call(m, i=3072, k=1024, dtype=torch.bfloat16, bias=None, activation="silu", 
     linear(x, weight, bias, activation=activation, gated=True, **options)
 
 
-@pytest.mark.parametrize("activation", GATED)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("activation", "bias"), [("silu", False), *((activation, True) for activation in GATED)])
 def test_compiles_for_hopper(activation, bias):
-    """Products on the matrix unit, copies by the bulk copy engine, and nothing beside the launch."""
+    """Products on the matrix unit, copies by the bulk copy engine, and nothing beside the launch.
+
+    Of functions that few models have only the form that needs most registers: a compilation takes 3 seconds.
+    """
+    dtypes = (torch.bfloat16, torch.float16) if activation == "silu" else (torch.bfloat16,)
     with compile_kernels(90, every=1) as kernels:
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in dtypes:
             for i in (3072, 6144):
                 call(1100, i, 1024, dtype, torch.empty(2 * i, dtype=dtype) if bias else None, activation)
-    assert [kernel.name for kernel in kernels] == [KERNEL] * 4
+    assert [kernel.name for kernel in kernels] == [KERNEL] * 2 * len(dtypes)
     assert_resources(kernels)
     assert_sass(kernels, "HGMMA", KERNEL)
     assert_sass(kernels, "UTMALDG", KERNEL)

@@ -248,6 +248,7 @@ def _segments_kernel(
         b_head = kv_head * GROUP + b_pair % GROUP
         _store((b_acc, b_m, b_l), outs, b_token, b_head, m_row, v_factor, heads, b_dim, HEAD_SIZE)
     else:
+        to_segment = tl.minimum(to_segment, from_segment + slots)  # a wrong bound harms its own sequence alone
         for segment in tl.range(from_segment + tl.program_id(2), to_segment, tl.num_programs(2), num_stages=1):
             b_acc, b_m, b_l = _segment(
                 *(tensors, numbers, strides, cached, b_pair, b_q, b_slope, scale, seq, kv_head, ranges),
@@ -299,7 +300,7 @@ def _fold_parts_kernel(
     q_len = tl.load(cu_ptr + seq + 1) - begin
     seq_len = tl.load(len_ptr + seq)
     first = tl.maximum(seq_len - q_len - window + 1, 0) if WINDOW else 0
-    count = tl.cdiv(seq_len, SEGMENT) - first // SEGMENT
+    count = tl.minimum(tl.cdiv(seq_len, SEGMENT) - first // SEGMENT, slots)
     if (count == 1) | (q_len == 0):  # the kernel before has written the result
         return
     b_pair = tl.arange(0, BLOCK_R)

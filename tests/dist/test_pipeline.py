@@ -1,0 +1,94 @@
+"""Stages that meet, send round and leave, as threads here."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tritonllm.dist.group import ConnectedGroup, Group
+from tritonllm.dist.pipeline import Pipeline, Team, meet
+from tritonllm.parallel_config import ParallelConfig
+
+CPU = torch.device("cpu")
+
+
+def run_stages(stages, ranks, work):
+    """What ``work`` returns on each rank of all stages."""
+    store, results, errors = dist.HashStore(), {}, []
+    parallel = ParallelConfig(tensor_parallel_size=ranks, pipeline_parallel_size=stages)
+
+    def run(rank):
+        try:
+            results[rank] = work(meet(store, rank, parallel, CPU, timeout=30.0, local=True))
+        except BaseException as error:  # raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(stages * ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    assert len(results) == stages * ranks, "some never came to an end"
+    return results
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (3, 1), (2, 2)])
+def test_what_is_sent_goes_round(stages, ranks):
+    def work(team):
+        pipe, x = team.pipe, torch.zeros(3, dtype=torch.int64)
+        for step in range(5 * stages):
+            if pipe.first:
+                pipe.send(x.fill_(step))
+                assert pipe.receive(x).tolist() == [step + stages - 1] * 3
+            else:
+                pipe.send(pipe.receive(x) + 1)
+        return team.pipe.stage
+
+    found = run_stages(stages, ranks, work)
+    assert [found[rank] for rank in sorted(found)] == [rank // ranks for rank in range(stages * ranks)]
+
+
+def test_first_messages_are_sent_before_the_first_step(monkeypatch):
+    """NCCL's first send waits until the other end receives. In a step the last stage's would wait for rank 0, which
+    receives only when it has told the last stage of the next step."""
+    sent, send = {}, ConnectedGroup.send
+
+    def noted_send(group, x, to):
+        sent.setdefault(threading.current_thread(), []).append(x.dtype)
+        return send(group, x, to)
+
+    monkeypatch.setattr(ConnectedGroup, "send", noted_send)
+
+    def work(team):
+        before = list(sent[threading.current_thread()])
+        team.pipe.send(torch.ones(2))
+        return before, sent[threading.current_thread()], team.pipe.receive(torch.zeros(2)).tolist()
+
+    for before, after, received in run_stages(3, 1, work).values():
+        assert before == [torch.uint8] and after == [torch.uint8, torch.float32] and received == [1.0, 1.0]
+
+
+def test_groups_are_left_at_once():
+    """An abort may wait for what waits in another group, which is not aborted yet."""
+    all_called = threading.Barrier(4)
+
+    class Waiting(Group):
+        def shut(self):
+            all_called.wait(30)
+
+    class Stage(Pipeline):
+        groups = (Waiting(), Waiting(), Waiting())
+
+    Team(Waiting(), Stage(0, 2)).shut()
+    assert not all_called.broken
+    left = []
+
+    class Noted(Group):
+        def shut(self):
+            left.append(threading.current_thread())
+
+    Team(Noted()).shut()
+    assert left == [threading.current_thread()]

@@ -1,0 +1,123 @@
+"""How the contents of blocks get from the copies that one engine keeps into the slots of another, once it is known who
+has them (:mod:`tritonllm.engine.kv_peer`). No torch.
+
+Questions and what is told of blocks always go over a connection (:mod:`tritonllm.engine.kv_wire`). :class:`Frames`
+sends the contents there as well; :mod:`tritonllm.engine.kv_nixl` reads them out of the other engine's memory.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from tritonllm.engine.kv_kept import Kept, KeptBlocks
+from tritonllm.engine.kv_wire import Channel, Kind, Question, frame, question
+from tritonllm.kv_transfer_config import KVTransferConfig
+
+QUICK = 10.0  # seconds in which a frame that has begun must be through
+
+
+class Wanted(NamedTuple):
+    """Blocks that are asked for: their keys, the slots that they go to, and whether they are there, which
+    :meth:`Plane.bring` says of each as soon as it is, so that those before a failure count."""
+
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+    there: list[bool]
+
+
+class Copy(NamedTuple):
+    """Of a block's contents, and the number of its place if copies have such."""
+
+    contents: bytes | memoryview
+    place: int = 0
+
+
+class Plane(Protocol):
+    """One engine's side. ``copy`` is for one thread, all else for any.
+
+    Attributes:
+        questions: that :meth:`answer` answers.
+    """
+
+    questions: Collection[Kind]
+
+    def register(self, memory: Sequence[np.ndarray], config: KVTransferConfig, max_bytes: int) -> None:
+        """Work on these slots from now on; called once, before all else.
+
+        Args:
+            memory: as in :meth:`tritonllm.engine.kv_connector.KVConnector.register`.
+            config: whether it will copy, and whether it will bring.
+            max_bytes: that all copies may have.
+
+        Raises:
+            ValueError: it cannot work.
+        """
+
+    def copy(self, parts: Sequence[memoryview]) -> Copy:
+        """Keep what is in a slot now."""
+
+    def gone(self, kept: Kept) -> None:
+        """A copy is of no more use."""
+
+    def answer(self, channel: Channel, asked: Question, kept: KeptBlocks, until: float) -> None:
+        """Answer a question for blocks, whose waiting ends at that time of ``time.monotonic``.
+
+        Raises:
+            OSError: whoever has asked is gone.
+        """
+
+    def bring(self, channel: Channel, wanted: Wanted, wait: float, deadline: float) -> None:
+        """Ask for blocks, and fill their slots. Once it is over, nothing is written there any more.
+
+        Args:
+            wait: seconds that the other side may wait for blocks that are not there yet.
+
+        Raises:
+            OSError: the other side is gone, or too late.
+            WireError: what came is not right.
+        """
+
+    def close(self, seconds: float) -> None:
+        """End what is under way, in so many seconds at most."""
+
+
+class Frames:
+    """Contents go in frames of the connection."""
+
+    questions: Collection[Kind] = (Kind.LOAD,)
+
+    def __init__(self) -> None:
+        self._memory: Sequence[np.ndarray] = ()
+
+    def register(self, memory: Sequence[np.ndarray], config: KVTransferConfig, max_bytes: int) -> None:
+        self._memory = memory
+
+    def copy(self, parts: Sequence[memoryview]) -> Copy:
+        return Copy(b"".join(parts))
+
+    def gone(self, kept: Kept) -> None:
+        pass
+
+    def answer(self, channel: Channel, asked: Question, kept: KeptBlocks, until: float) -> None:
+        for key in asked.keys:
+            one = kept.get(key, until)
+            if one is None:
+                channel.send(frame(Kind.MISS, key), time.monotonic() + QUICK)
+            else:
+                channel.send(one.head + key, time.monotonic() + QUICK)
+                channel.send(one.contents, time.monotonic() + QUICK)
+
+    def bring(self, channel: Channel, wanted: Wanted, wait: float, deadline: float) -> None:
+        channel.send(question(Kind.LOAD, wanted.keys, wait), deadline)
+        for at, (key, slot) in enumerate(zip(wanted.keys, wanted.slots, strict=True)):
+            wanted.there[at] = channel.read_block(key, views(self._memory, slot), deadline)
+
+    def close(self, seconds: float) -> None:
+        pass
+
+
+def views(memory: Sequence[np.ndarray], slot: int) -> list[memoryview]:
+    """The parts of a slot."""
+    return [memoryview(part[slot]) for part in memory]
