@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tritonllm.cli import main
-from tritonllm.cli.serve import check_tls
+from tritonllm.cli.serve import check_tls, origins_of
 from tritonllm.serve.template import read_template
 
 
@@ -93,3 +93,11 @@ def test_without_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve"]) == 1
     assert "pip install 'tritonllm[serve]'" in capsys.readouterr().err
+
+
+def test_origins_are_told_one_by_one_or_as_vllm_wants_them():
+    assert origins_of(["https://a.example", "http://localhost:3000"]) == ("https://a.example", "http://localhost:3000")
+    assert origins_of(['["https://a.example", "*"]']) == ("https://a.example", "*")
+    for bad in ('["https://a.example"', "[1]"):
+        with pytest.raises(ValueError, match="--allowed-origins"):
+            origins_of([bad])

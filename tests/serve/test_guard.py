@@ -112,6 +112,8 @@ def test_one_of_several_keys():
         ({"request_timeout": 0}, "--request-timeout"),
         ({"ssl_certfile": "x"}, "--ssl-keyfile"),
         ({"model_names": ()}, "--served-model-name"),
+        ({"allowed_origins": ("https://a.example/",)}, "--allowed-origins must be .* without a path"),
+        ({"allowed_origins": ("chat.example",)}, "--allowed-origins"),
     ],
 )
 def test_a_bad_option_is_named(values, message):

@@ -217,6 +217,13 @@ def test_a_long_body_is_413(server):
     assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
 
 
+def test_no_page_of_a_browser_may_ask_by_default(server):
+    headers = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    assert server.client.options("/v1/chat/completions", headers=headers).status_code == 405
+    answer = server.client.get("/v1/models", headers=headers)
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
 def test_other_statuses(server):
     assert server.client.post("/v1/completions", content="prompt=x").status_code == 415
     response = server.client.get("/v1/completions")
@@ -303,6 +310,7 @@ def test_keys_limits_and_a_unix_socket(tmp_path):
     template.write_text("{{ messages[0]['content'] }}")
     path = tmp_path / "socket"
     options = ["--uds", str(path), "--chat-template", str(template), "--max-num-seqs", "1", "--max-queue", "1"]
+    options += ["--allowed-origins", "https://chat.example", "http://localhost:3000"]
     with running_server(*options, environment={"TRITONLLM_API_KEY": "secret"}) as server:
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://server", timeout=60) as client:
@@ -316,6 +324,7 @@ def test_keys_limits_and_a_unix_socket(tmp_path):
             assert answer["error"]["type"] == "authentication_error"
             answer = client.post("/v1/messages/count_tokens", json=asked, headers={"X-Api-Key": "secret"}).json()
             assert answer["input_tokens"] > 0
+            check_browsers(client)
             client.headers["Authorization"] = "Bearer secret"
             long = {**STORY, "max_tokens": 2000, "ignore_eos": True, "stream": True}
             with client.stream("POST", "/v1/completions", json=long) as one:
@@ -335,6 +344,19 @@ def test_keys_limits_and_a_unix_socket(tmp_path):
         server.process.terminate()
         assert server.wait() == 0
     assert not path.exists()
+
+
+def check_browsers(client):
+    """Pages of the allowed origins may ask, and read why they were refused; a browser first asks without the key."""
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    for origin, allowed in (("https://chat.example", True), ("http://localhost:3000", True), ("https://b.org", False)):
+        headers = {"Origin": origin}
+        first = client.options("/v1/chat/completions", headers=headers | asks)
+        refused = client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+        assert (first.status_code, refused.status_code) == (200 if allowed else 400, 401)
+        for answer in (first, refused):
+            assert answer.headers.get("access-control-allow-origin") == (origin if allowed else None)
+        assert first.headers.get("access-control-allow-headers", "") != "" or not allowed
 
 
 def chat_body(**more):

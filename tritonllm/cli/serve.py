@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
+import json
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="what clients must send; repeatable (default: TRITONLLM_API_KEY, which other users of the machine cannot "
         "see in the list of processes)",
     )
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        help="whose pages in browsers may ask, as https://chat.example, or '*' (default: nobody's)",
+    )
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
     group.add_argument(
         "--max-queue", type=int, default=1024, metavar="N", help="most sequences that wait (default: 1024); then: 429"
@@ -161,6 +168,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     config = ServerConfig(
         model_names=tuple(args.served_model_name or [args.model]),
         api_keys=tuple(keys),
+        allowed_origins=origins_of(args.allowed_origins or ()),
         chat_template=template,
         profiler_config=profiler,
     )
@@ -173,6 +181,23 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any]:
     if config.ssl_certfile is not None and config.ssl_keyfile is not None:
         check_tls(config.ssl_certfile, config.ssl_keyfile)
     return engine, config
+
+
+def origins_of(given: Sequence[str]) -> tuple[str, ...]:
+    """Origins one by one, or as a list in JSON, which vLLM takes.
+
+    Raises:
+        ValueError: something that begins like such a list is none.
+    """
+    if len(given) != 1 or not given[0].startswith("["):
+        return tuple(given)
+    try:
+        origins = json.loads(given[0])
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--allowed-origins: {given[0]!r} is no JSON: {error}") from error
+    if not all(isinstance(origin, str) for origin in origins):
+        raise ValueError(f"--allowed-origins must be texts, got {given[0]}")
+    return tuple(origins)
 
 
 def check_tls(certfile: str, keyfile: str) -> None:

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -91,7 +92,18 @@ def make_app(
         return await count_tokens(service, body)
 
     app.add_middleware(Guard, config=config, running=running)
+    if config.allowed_origins:
+        _allow_origins(app, config.allowed_origins)
     return app
+
+
+def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Let pages of these origins ask, before all else: a browser's question whether it may ask brings no key, and the
+    answer to a request that was refused must be readable, too."""
+    readable = ["X-Request-Id", "Retry-After"]
+    app.add_middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=readable
+    )
 
 
 def _add_errors(app: FastAPI) -> None:

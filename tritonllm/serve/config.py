@@ -1,9 +1,12 @@
 """What an operator chooses about the server; the engine has its own configuration."""
 
+import re
 from dataclasses import dataclass
 
 from tritonllm.serve.parsing.choose import check_names
 from tritonllm.serve.profiling import ProfilerConfig
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#*]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class ServerConfig:
         profiler_config: clients may let the engine write traces, and where to.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span for each request.
         request_timeout: seconds that a request may take; ``None``: as many as it needs.
+        allowed_origins: of pages in browsers that may ask, as ``https://chat.example``; ``"*"`` is any, and none is the
+            default (CORS). Their requests need the key like others.
         restart: so often within ten minutes an engine that has died is started anew; then the server ends.
 
     Raises:
@@ -52,6 +57,7 @@ class ServerConfig:
     profiler_config: ProfilerConfig | None = None
     otlp_traces_endpoint: str | None = None
     request_timeout: float | None = None
+    allowed_origins: tuple[str, ...] = ()
     restart: int = 0
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -61,6 +67,12 @@ class ServerConfig:
             raise ValueError("--served-model-name must not be empty")
         if not all(self.api_keys):
             raise ValueError("--api-key must not be empty: leave it out to let everybody ask")
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    "--allowed-origins must be '*', or as a browser sends them, https://chat.example or "
+                    f"http://localhost:3000, without a path; got {origin!r}"
+                )
         check_names(self.tool_call_parser, self.reasoning_parser)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "restart": "Serve starts a replica anew whose engine has died",
     "drain_seconds": "set graceful_shutdown_timeout_s instead",
     "server_dev_mode": "what it allows would reach one replica of several",
+    "allowed_origins": "let what stands before Serve's proxies answer browsers",
     "profiler_config": "what it allows would reach one replica of several",
     "data_parallel_size": "set num_replicas or autoscaling_config instead",
 }
