@@ -81,6 +81,21 @@ def test_logprobs_and_echo_of_a_completion(client, llm):
     assert all(len(top) >= 2 for top in scores.top_logprobs[1:])
 
 
+def test_the_prompt_alone_can_be_scored(client):
+    """With max_tokens=0, as programs that evaluate models ask."""
+    longer = client.completions.create(model=MODEL, prompt=STORY, max_tokens=2, temperature=0, logprobs=2, echo=True)
+    reply = client.completions.create(model=MODEL, prompt=STORY, max_tokens=0, temperature=0, logprobs=2, echo=True)
+    count, scores = reply.usage.prompt_tokens, reply.choices[0].logprobs
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == (STORY, "length")
+    assert (reply.usage.completion_tokens, reply.usage.total_tokens) == (0, count)
+    assert len(scores.tokens) == len(scores.top_logprobs) == count
+    assert scores.token_logprobs[1:] == pytest.approx(longer.choices[0].logprobs.token_logprobs[1:count], abs=1e-4)
+    (last,) = client.completions.create(model=MODEL, prompt=STORY, max_tokens=0, echo=True, stream=True)
+    assert (last.choices[0].text, last.choices[0].finish_reason) == (STORY, "length")
+    with pytest.raises(openai.BadRequestError, match="or 0 with echo=true"):
+        client.completions.create(model=MODEL, prompt=STORY, max_tokens=0)
+
+
 def test_streamed_completion_is_the_whole_one(client, llm):
     params = {"max_tokens": 16, "n": 2, "seed": 9, "temperature": 1.0}
     texts, ends, usage = ["", ""], [None, None], None

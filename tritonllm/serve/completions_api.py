@@ -23,7 +23,9 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     """
     model = service.check_model(body.model)
     more = {}
-    max_tokens = body.max_tokens
+    max_tokens, scored = body.max_tokens, body.max_tokens == 0  # the prompt alone is wanted, with its log-probabilities
+    if scored:
+        max_tokens = 1  # the engine gives every request one
     if body.echo and body.logprobs is not None:
         more["prompt_logprobs"] = body.logprobs
     params: SamplingParams | BeamSearchParams
@@ -37,10 +39,24 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     head = {"id": name, "object": "text_completion", "created": now(), "model": model}
     if isinstance(params, BeamSearchParams):
         outputs = with_logprobs(outputs, body.logprobs)
+    if scored:
+        outputs = _without_tokens(outputs)
     build = _Choices(service, body, params.beam_width if isinstance(params, BeamSearchParams) else params.n)
     if body.stream:
         return await stream(request, _chunks(head, body, build, outputs))
     return await respond(request, _whole(head, body, build, outputs))
+
+
+async def _without_tokens(outputs: Outputs) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of requests for one token each, without it."""
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            for completion in output.outputs:
+                completion.text, completion.token_ids, completion.stop_reason = "", [], None
+                completion.logprobs = None if completion.logprobs is None else []
+                if completion.finish_reason in ("stop", "repetition"):
+                    completion.finish_reason = "length"
+            yield index, output
 
 
 async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[int]) -> Prompt:

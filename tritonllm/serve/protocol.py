@@ -217,6 +217,10 @@ class CompletionRequest(SamplingBody):
     def _check_prompts(self) -> Self:
         if not self.prompt:
             raise ValueError("prompt is empty: it needs at least one token")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, or 0 with echo=true, which answers with the prompt alone")
+        if self.max_tokens == 0 and self.use_beam_search:
+            raise ValueError("max_tokens must be at least 1 with use_beam_search, got 0")
         if self.echo and self.logprobs is not None and self.stream:
             raise ValueError("echo with logprobs cannot be streamed: leave out stream")
         if len(self.prompts()) > MAX_PROMPTS:
