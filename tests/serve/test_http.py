@@ -217,6 +217,26 @@ def test_a_long_body_is_413(server):
     assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2.0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"messages": [{"role": 3, "content": "Hi"}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ({"max_token": 3}, "max_token"),
+        ({"logit_bias": {"-4": 1.0}}, "logit_bias"),
+    ],
+)
+def test_an_error_says_which_field_it_is_about(server, wrong, param):
+    """As OpenAI's does, for programs: whoever has found it."""
+    answer = server.client.post("/v1/chat/completions", json=chat_body() | wrong)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param), answer.text
+
+
 def test_no_page_of_a_browser_may_ask_by_default(server):
     headers = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     assert server.client.options("/v1/chat/completions", headers=headers).status_code == 405

@@ -1,5 +1,6 @@
 """Errors as OpenAI's API reports them: a JSON object ``{"error": {message, type, param, code}}`` and a status."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from tritonllm.engine.sleep import AsleepError
 from tritonllm.serve.async_llm import QueueFullError
 from tritonllm.serve.engine_calls import CallFailedError
 from tritonllm.serve.engine_client import EngineDeadError
+from tritonllm.serve.protocol import ChatRequest, CompletionRequest
 
 TYPES = {
     400: "invalid_request_error",
@@ -20,6 +22,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+FIELDS = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
 RETRY_AFTER = 1  # seconds that a refused client should wait
 
 
@@ -44,10 +47,16 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, CallFailedError):
         return APIError(503, str(error), code="failed")
     if isinstance(error, ValueError):
-        return APIError(400, str(error))
+        return APIError(400, str(error), param=_field_of(str(error)))
     if isinstance(error, RecursionError):  # only what a request brings is nested as deep as that
         return APIError(400, "a field of the request is nested too deep")
     return APIError(500, "the server failed to answer this request", code="internal_error")
+
+
+def _field_of(message: str) -> str | None:
+    """The field with whose name a message begins, as all of them do that are about one."""
+    name = re.match(r"[a-z_]+(?![a-z_'’-])", message)
+    return name[0] if name and name[0] in FIELDS else None
 
 
 def error_body(error: APIError) -> dict[str, Any]:
@@ -103,4 +112,4 @@ def validation_error(error: RequestValidationError) -> APIError:
     if first["type"] == "extra_forbidden":
         return APIError(400, f"unknown field {place!r}: leave it out", param=place)
     message = first["msg"].removeprefix("Value error, ")
-    return APIError(400, f"{place}: {message}" if place else message, param=place or None)
+    return APIError(400, f"{place}: {message}" if place else message, param=place or _field_of(message))
