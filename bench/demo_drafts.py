@@ -2,9 +2,10 @@
 
 The demo model continues two kinds of prompts: ``copy`` tells a story twice and begins it a third time, so what comes
 stood there before; ``new`` begins stories. Greedy, in float32, on the GPU if there is one. No row without the plain
-engine's tokens. Reported of each method: tokens a step brings to a sequence, how many of 100 first, second, ... drafts
-were right (of those that were verified as a step's first ones), the part of the time that making them took, and how
-many times as fast as plain decoding it was. The models are so small that on a CPU the last two say little of others.
+engine's tokens, up to the first tie. Reported of each method: tokens a step brings to a sequence, how many of 100
+first, second, ... drafts were right (of those that were verified as a step's first ones), the part of the time that
+making them took, and how many times as fast as plain decoding it was. The models are so small that on a CPU the last
+two say little of others.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from tritonllm import LLM, SamplingParams
 from tritonllm.demo import draft_path, model_path
 
 DRAFTS, TOKENS = 4, 120
+TIE = 1e-4  # between log-probabilities: up to so much rounding decides
 STORY = (
     "Once upon a time there was a fox named Ben, who had a red hat. One day the wind took the hat. Ben ran after it, "
     "over the hill and down to the river. There a frog sat on a stone, and on the frog sat the hat. "
@@ -58,11 +60,24 @@ def generate(llm: LLM, prompts: list[str], tokens: int) -> tuple[list[list[int]]
     return [list(output.outputs[0].token_ids) for output in outputs], time.perf_counter() - begin
 
 
+def is_changed(plain: LLM, prompt: str, expected: list[int], found: list[int]) -> bool:
+    """Whether an output has other tokens than the plain one, and rounding does not explain it: of two tokens that are
+    equally likely up to that, processors with other instructions take the one or the other."""
+    if expected == found:
+        return False
+    place = next(i for i, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other)
+    so_far = {"prompt_token_ids": plain.get_tokenizer().encode(prompt) + expected[:place]}
+    (output,) = plain.generate(so_far, SamplingParams(temperature=0, max_tokens=1, logprobs=2), use_tqdm=False)
+    best = output.outputs[0].logprobs[0]
+    pair = [best[token].logprob for token in (expected[place], found[place]) if token in best]
+    return len(pair) < 2 or abs(pair[0] - pair[1]) > TIE
+
+
 def measure(text: str, method: str, tokens: int, device: str) -> Row:
     """One row.
 
     Raises:
-        RuntimeError: drafts have changed a token.
+        RuntimeError: drafts have changed a token that is no tie.
     """
     prompts, options = TEXTS[text], {"dtype": "float32", "max_num_seqs": 8, "device": device}
     plain = LLM(str(model_path()), **options, num_blocks=1024)
@@ -73,7 +88,7 @@ def measure(text: str, method: str, tokens: int, device: str) -> Row:
     expected, plain_seconds = generate(plain, prompts, tokens)
     before = llm.engine.stats
     found, seconds = generate(llm, prompts, tokens)
-    if found != expected:
+    if any(is_changed(plain, *of_one) for of_one in zip(prompts, expected, found, strict=False)):
         raise RuntimeError(f"{method} has changed a token: no result")
     after = llm.engine.stats
     drafts = max(1, after.num_drafts - before.num_drafts)

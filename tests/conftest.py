@@ -7,6 +7,7 @@ the other. `make test` runs one process for each; what a process cannot run is l
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from tritonllm import env
 # and another run on the same machine must not be taken for them.
 tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
 atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+
+# A shell starts what runs in its background with Ctrl-C ignored, and processes hand that on; some tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()

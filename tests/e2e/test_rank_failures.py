@@ -169,7 +169,7 @@ def test_a_step_that_fails_on_the_first_rank(monkeypatch):
     def broken(hidden):
         raise KeyError("no such step")
 
-    monkeypatch.setattr(llm.engine._runner._runner._model, "compute_logits", broken)
+    monkeypatch.setattr(llm.engine._runner._runner._model, "compute_own_logits", broken)
     with pytest.raises(KeyError, match="no such step"):
         llm.generate([[1, 2]], greedy(2), use_tqdm=False)
     assert_ended(processes)
@@ -182,7 +182,7 @@ def test_ctrl_c_leaves_the_ranks_whole(monkeypatch):
     llm, _ = start()
     expected = llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids
     model = llm.engine._runner._runner._model
-    logits, left = model.compute_logits, [2]
+    logits, left = model.compute_own_logits, [2]
 
     def interrupted(hidden):
         left[0] -= 1
@@ -190,7 +190,7 @@ def test_ctrl_c_leaves_the_ranks_whole(monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return logits(hidden)
 
-    monkeypatch.setattr(model, "compute_logits", interrupted)
+    monkeypatch.setattr(model, "compute_own_logits", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2]], greedy(20), use_tqdm=False)
     assert llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids == expected

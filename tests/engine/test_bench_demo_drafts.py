@@ -1,5 +1,7 @@
 """What the benchmark of real drafts reports, on few tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from bench import demo_drafts
@@ -16,7 +18,24 @@ def test_a_row_of_each_kind_of_text(capsys):
 
 
 def test_no_row_where_drafts_change_a_token(monkeypatch):
-    tokens = iter([[[1]], [[1]], [[1, 2]], [[1, 3]]])
-    monkeypatch.setattr(demo_drafts, "generate", lambda *args: (next(tokens), 1.0))
+    found = iter([[[1]], [[1]], [[1, 2]], [[1, 3]]])  # of which no two are equally likely
+    monkeypatch.setattr(demo_drafts, "generate", lambda *args: (next(found), 1.0))
     with pytest.raises(RuntimeError, match="ngram has changed a token"):
         demo_drafts.measure("copy", "ngram", 2, "cpu")
+
+
+def test_a_tie_is_no_change():
+    """What two processors with other instructions may decide differently; there is such a place in the demo model."""
+
+    class Plain:
+        def get_tokenizer(self):
+            return SimpleNamespace(encode=lambda prompt: [9])
+
+        def generate(self, prompt, params, use_tqdm):
+            assert prompt == {"prompt_token_ids": [9, 4]}
+            scores = {5: SimpleNamespace(logprob=-1.07597), 6: SimpleNamespace(logprob=-1.07598)}
+            return [SimpleNamespace(outputs=[SimpleNamespace(logprobs=[scores])])]
+
+    assert not demo_drafts.is_changed(Plain(), "p", [4, 5, 7], [4, 5, 7])
+    assert not demo_drafts.is_changed(Plain(), "p", [4, 5, 7], [4, 6, 8])
+    assert demo_drafts.is_changed(Plain(), "p", [4, 5, 7], [4, 3, 8])
