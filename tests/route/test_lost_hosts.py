@@ -12,7 +12,7 @@ from support.router import RouterProcess
 from support.server import MODEL, RunningServer, eventually
 
 PROMPTS = [f"{name} was a fox who" for name in ("Anna", "Bert", "Carl", "Dora", "Emil", "Fay", "Gus", "Hal")]
-TOKENS = 300
+TOKENS = 800  # of a stream: on a busy machine those of one server may begin seconds before those of the other
 PORT = "8000"
 OPTIONS = [
     *("--health-interval", "0.5", "--health-timeout", "4", "--connect-timeout", "2", "--host-timeout", "6"),
