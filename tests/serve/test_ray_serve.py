@@ -177,15 +177,15 @@ def test_a_client_that_leaves_ends_its_request(deployed):
     eventually(lambda: deployed.metric(aborted) == before + 2)
 
 
-async def stream(client, prompt, begun):
-    """How it ended, its text, and how many errors there were."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+async def stream(client, prompt, begun, tokens):
+    """How it ended, its text, and how many errors there were. ``begun`` gets the replica that has begun to answer."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
     lines = []
     async with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as answer:
         if answer.status_code != 200:
             return "refused", await answer.aread(), 1
         async for line in answer.aiter_lines():
-            begun[prompt] += 1
+            begun[prompt] = answer.headers["x-replica"]
             lines.append(line)
     *events, last = events_of(lines)
     errors = [event for event in [*events, last] if '"error"' in event]
@@ -196,24 +196,25 @@ async def stream(client, prompt, begun):
     return "done", text_of(events), 0
 
 
-async def streams_with(deployed, prompts, deed, late=()):
-    """Results of streams; the deed is done when half of the prompts have begun, and the late ones come meanwhile."""
-    begun = Counter()
+async def streams_with(deployed, prompts, deed, late=(), replicas=1, tokens=TOKENS):
+    """Results of streams; the deed is done when half of the prompts have begun, at so many replicas, and the late ones
+    come meanwhile."""
+    begun = {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=deployed.url, headers=deployed.headers, timeout=120, limits=limits) as client:
-        tasks = [asyncio.create_task(stream(client, prompt, begun)) for prompt in prompts]
-        while len(begun) < len(prompts) // 2:
+        tasks = [asyncio.create_task(stream(client, prompt, begun, tokens)) for prompt in prompts]
+        while len(begun) < len(prompts) // 2 or len(set(begun.values())) < replicas:
             await asyncio.sleep(0.01)
         doing = asyncio.create_task(asyncio.to_thread(deed))
         for prompt in late:
             await asyncio.sleep(0.5)
-            tasks.append(asyncio.create_task(stream(client, prompt, begun)))
+            tasks.append(asyncio.create_task(stream(client, prompt, begun, tokens)))
         await doing
         return await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize(("what", "count"), [("replica", STREAMS), ("engine", 24)])
-def test_what_dies_comes_back_and_each_stream_ends(deployed, llm, what, count):
+@pytest.mark.parametrize(("what", "count", "tokens"), [("replica", STREAMS, TOKENS), ("engine", 24, 400)])
+def test_what_dies_comes_back_and_each_stream_ends(deployed, llm, what, count, tokens):
     eventually(lambda: len(deployed.replicas()) == 2, 120)
     before = deployed.replicas()
     prompts = [f"{number} + {number} =" for number in range(count)]
@@ -224,8 +225,8 @@ def test_what_dies_comes_back_and_each_stream_ends(deployed, llm, what, count):
             victim = max(victim.children(), key=lambda child: child.memory_info().rss)
         os.kill(victim.pid, signal.SIGKILL)
 
-    results = asyncio.run(streams_with(deployed, prompts, kill))
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    results = asyncio.run(streams_with(deployed, prompts, kill, replicas=2, tokens=tokens))
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     expected = llm.generate(prompts, params, use_tqdm=False)
     for (how, text, errors), output in zip(results, expected, strict=True):
         whole = output.outputs[0].text
