@@ -5,13 +5,18 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-import torch
 from support.engines import tiny_llm
 from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
-from support.wishes import SIZES, WISHES, assert_same, generate, prompts_of
-
-from tritonllm import BeamSearchParams
+from support.wishes import (
+    SIZES,
+    WISHES,
+    assert_same,
+    assert_same_beams,
+    assert_same_embeddings,
+    generate,
+    prompts_of,
+)
 
 TWO = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 
@@ -51,18 +56,11 @@ def test_requests_of_all_kinds_together(alone, two, seed):
 
 
 def test_beams(alone, two):
-    wish, prompts = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True), prompts_of([5, 12])
-    found, expected = (
-        [[beam.tokens for beam in output.sequences] for output in llm.beam_search(tokens, wish)]
-        for llm, tokens in ((two, prompts), (alone, prompts))
-    )
-    assert found == expected
+    assert_same_beams(two, alone)
 
 
 def test_pooling(alone, two):
-    prompts = [{"prompt_token_ids": tokens} for tokens in prompts_of([5, 12, 40])]
-    found, expected = ([o.outputs.embedding for o in llm.embed(prompts, use_tqdm=False)] for llm in (two, alone))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=1e-4)
+    assert_same_embeddings(two, alone)
 
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}

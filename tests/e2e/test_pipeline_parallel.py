@@ -1,11 +1,20 @@
 """Stages, processes that meet by gloo, give the tokens of one process, whatever requests ask for."""
 
 import pytest
-import torch
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm
-from support.wishes import GRAMMAR_PROMPTS, GRAMMAR_WISHES, SIZES, WISHES, assert_same, generate, prompts_of
+from support.wishes import (
+    GRAMMAR_PROMPTS,
+    GRAMMAR_WISHES,
+    SIZES,
+    WISHES,
+    assert_same,
+    assert_same_beams,
+    assert_same_embeddings,
+    generate,
+    prompts_of,
+)
 
-from tritonllm import LLM, BeamSearchParams
+from tritonllm import LLM
 from tritonllm.demo import model_path
 
 
@@ -101,18 +110,11 @@ def test_grammars():
 
 
 def test_beams(alone, two):
-    wish, prompts = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True), prompts_of([5, 12])
-    found, expected = (
-        [[beam.tokens for beam in output.sequences] for output in llm.beam_search(tokens, wish)]
-        for llm, tokens in ((two, prompts), (alone, prompts))
-    )
-    assert found == expected
+    assert_same_beams(two, alone)
 
 
 def test_pooling(alone, two):
-    prompts = [{"prompt_token_ids": tokens} for tokens in prompts_of([5, 12, 40])]
-    found, expected = ([o.outputs.embedding for o in llm.embed(prompts, use_tqdm=False)] for llm in (two, alone))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=1e-4)
+    assert_same_embeddings(two, alone)
 
 
 def test_aborts_and_what_takes_their_seats(alone, two):

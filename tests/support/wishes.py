@@ -1,11 +1,12 @@
 """Requests of all kinds, and whether two engines gave the same answers to them."""
 
 import pytest
+import torch
 
 from support.engines import greedy, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
-from tritonllm import SamplingParams, StructuredOutputsParams
+from tritonllm import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 
 def prompts_of(lengths, seed=0):
@@ -53,6 +54,21 @@ def assert_same(found, expected):
         for ours, theirs in pairs:
             for mine, wanted in zip(values(ours), values(theirs), strict=True):
                 assert mine == pytest.approx(wanted, abs=1e-4)
+
+
+def assert_same_beams(llm, other):
+    wish, prompts = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True), prompts_of([5, 12])
+    found, expected = (
+        [[beam.tokens for beam in output.sequences] for output in one.beam_search(prompts, wish)]
+        for one in (llm, other)
+    )
+    assert found == expected
+
+
+def assert_same_embeddings(llm, other):
+    prompts = [{"prompt_token_ids": tokens} for tokens in prompts_of([5, 12, 40])]
+    found, expected = ([o.outputs.embedding for o in one.embed(prompts, use_tqdm=False)] for one in (llm, other))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=1e-4)
 
 
 AGE = StructuredOutputsParams(json={"type": "object", "properties": {"age": {"type": "integer"}}})
