@@ -165,6 +165,21 @@ def test_the_more_prompts_wait_the_more_a_step_takes_beside_decodes():
     assert all(plan["a"] == 1 for plan in more) and scheduler.num_waiting == 0
 
 
+def test_prompts_that_want_one_token_fill_every_step():
+    """Also while the tokens of those before are in flight: they are the last ones, and nobody waits for a step."""
+    scheduler = make_long()
+    for name in "abcdefgh":
+        add(scheduler, name, 5000, 5001)
+    ahead, taken = [], []
+    for _ in range(5):
+        ahead.append(scheduler.schedule())
+        taken.append(ahead[-1].num_tokens)
+        if len(ahead) == 2:
+            done = ahead.pop(0)
+            scheduler.update(done, [[7] if item.samples else [] for item in done.scheduled])
+    assert taken == [8192, 8192, 8192, 8192, 40_000 - 4 * 8192]
+
+
 def test_pooled_prompts_take_nothing_from_the_others_share():
     """They may be larger than it, and it never falls below nothing."""
     scheduler = make_long(tokens=4096)

@@ -63,7 +63,12 @@ class PromptShare:
             return budget
         if self.left is None:
             behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
-            decodes = 0 in behind
+            # A request that the token in flight ends waits for no step. (Prompts with max_tokens=1 alone, as a server
+            # that only prefills gets them, were taken in by ever smaller steps.)
+            decodes = any(
+                tokens == 0 and r.num_tokens + r.num_pending_tokens < r.length_limit
+                for tokens, r in zip(behind, self._running, strict=True)
+            )
             self.left = prompt_budget(self._most, self._waiting.num_tokens + sum(behind)) if decodes else self._most
             self.granted = self.left
         return min(budget, self.left)
