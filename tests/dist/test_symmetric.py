@@ -225,5 +225,5 @@ def test_a_kernel_that_waits_in_vain_ends():
 
 
 def test_nobody_sums_up_in_two_shots_unasked():
-    """It has stood still where it was measured; who asks for it gets it (``reach``)."""
+    """It is for more than two ranks, on which nobody has measured it; who asks for it gets it (``reach``)."""
     assert not any(reach.two_shot for reach in (*REACH.values(), FURTHER))

@@ -13,12 +13,14 @@ ONE, TWO = False, True  # in one shot, in two
 def moves(rank, size, launches):
     """What program 0 of a rank does, one element at a time: ``(launch, what, with which ranks)``. Row 0 is its only
     one, and rank 0's to sum up."""
+    others = tuple(other for other in range(size) if other != rank)
     for launch, two_shot in enumerate(launches):
         if not two_shot:
-            steps = [*(("send", to) for to in range(size)), ("take", tuple(range(size)))]
+            steps = [*(("send", to) for to in others), ("take", others)]
+        elif rank == 0:
+            steps = [("take", others), *(("send", to) for to in range(size)), ("take", (0,))]
         else:
-            own = [("take", tuple(range(size))), *(("send sum", to) for to in range(size))] if rank == 0 else []
-            steps = [("send", 0), *own, ("take", ("sum",))]
+            steps = [("send", 0), ("take", (0,))]
         yield from ((launch, *step) for step in steps)
 
 
@@ -45,8 +47,7 @@ def next_states(state, plans, sets):
             assert set(found.values()) == {launch}, "a launch takes what belongs to another"
             yield further, held - frozenset(found.items()), sent
         else:
-            sender = "sum" if what == "send sum" else rank
-            yield further, held, sent | {((whom, launch % sets, sender), launch)}
+            yield further, held, sent | {((whom, launch % sets, rank), launch)}
 
 
 def explore(size, sets, launches):

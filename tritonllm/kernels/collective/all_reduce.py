@@ -5,6 +5,9 @@ few rows wait for. ``two_shot``: a row's parts go to one of the ranks, which add
 n ranks a rank sends 2 (n - 1) / n of the rows instead of n - 1 times all of them, but waits twice. Two ranks send the
 same in either way. How data arrives is the subject of :mod:`tritonllm.kernels.collective.inbox`.
 
+A program sends a row ahead of the one that it adds up, so that the link and the memory work at the same time, and takes
+its own part from where it is.
+
 All ranks get the same bits: they add in the order of the ranks, in float32, and round once to the dtype of the parts.
 The addition and the norm round as :func:`~tritonllm.kernels.fused_add_rms_norm` does.
 """
@@ -23,8 +26,10 @@ from tritonllm.kernels.runtime.checks import check_tensor
 from tritonllm.kernels.runtime.chip import on_amd
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
-# Tries between two looks at the word that ends waiting: it is in the host's memory, and a look takes microseconds.
-LOOK = tl.constexpr(128)
+# Tries between two looks at the word that ends waiting, about a millisecond: it is in the host's memory, which serves
+# one look after the other. When all warps of a launch looked (16 x 264 on an H100), after 128 tries, sums of 1 MiB in
+# two shots took 1.7 ms and of 32 MiB 13: whoever looked made another rank wait for so long that it looked, too.
+LOOK = tl.constexpr(1024)
 
 
 class Stages(NamedTuple):
@@ -63,18 +68,11 @@ def _inbox_of(links_ptr, rank, BITS: tl.constexpr):
 
 
 @triton.jit
-def _all_inboxes(links_ptr, SIZE: tl.constexpr, BITS: tl.constexpr):
-    """Those of all ranks: their addresses stay in registers."""
-    found = ()
-    for rank in tl.static_range(SIZE):
-        found = found + (_inbox_of(links_ptr, rank, BITS),)  # type: ignore[assignment]  # noqa: RUF005 (no star in Triton)
-    return found
-
-
-@triton.jit
-def _send_to_all(inboxes, at, b_bits, mask, SIZE: tl.constexpr):
-    for rank in tl.static_range(SIZE):
-        tl.store(inboxes[rank] + at, b_bits, mask=mask)
+def _send_to_others(links_ptr, rank, at, b_bits, cols, mask, SIZE: tl.constexpr):
+    """To all ranks but ``rank``. (Their addresses come from the cache: in registers they made the kernel spill.)"""
+    BITS: tl.constexpr = b_bits.dtype
+    for other in tl.static_range(SIZE):
+        tl.store(_inbox_of(links_ptr, other, BITS) + at + cols, b_bits, mask=mask & (rank != other))
 
 
 @triton.jit
@@ -85,7 +83,21 @@ def _as_sent(b_x, BITS: tl.constexpr, NOTHING: tl.constexpr):
 
 
 @triton.jit
-def _look(p_parts, mask, SIZE: tl.constexpr, WIDTH: tl.constexpr, NOTHING: tl.constexpr, DTYPE: tl.constexpr):
+def _send(
+    x_ptr, links_ptr, rank, row, at, cols, mask, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr, NOTHING: tl.constexpr
+):
+    """This rank's part of a row, to its owner or to all others."""
+    BITS: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
+    b_bits = _as_sent(tl.load(x_ptr + cols, mask=mask, other=0.0), BITS, NOTHING)
+    if TWO_SHOT:
+        owner = row % SIZE
+        tl.store(_inbox_of(links_ptr, owner, BITS) + at + cols, b_bits, mask=mask & (owner != rank))
+    else:
+        _send_to_others(links_ptr, rank, at, b_bits, cols, mask, SIZE)
+
+
+@triton.jit
+def _look(parts_ptr, b_own, own, cols, mask, SIZE: tl.constexpr, WIDTH: tl.constexpr, NOTHING: tl.constexpr):
     """The sum of a row's parts as they are now, and whether one is missing.
 
     The loads are volatile: they go past the caches that other GPUs do not write to.
@@ -93,27 +105,37 @@ def _look(p_parts, mask, SIZE: tl.constexpr, WIDTH: tl.constexpr, NOTHING: tl.co
     b_sum = tl.zeros(mask.shape, tl.float32)
     b_missing = tl.zeros(mask.shape, tl.int32)
     for sender in tl.static_range(SIZE):
-        b_bits = tl.load(p_parts + sender * WIDTH, mask=mask, other=0, volatile=True)
+        b_bits = tl.load(parts_ptr + sender * WIDTH + cols, mask=mask & (own != sender), other=0, volatile=True)
         b_missing |= (b_bits == NOTHING).to(tl.int32)
-        b_sum += b_bits.to(DTYPE, bitcast=True).to(tl.float32)
+        b_sum += tl.where(own == sender, b_own, b_bits.to(b_own.dtype, bitcast=True)).to(tl.float32)
     return b_sum, tl.max(b_missing, axis=0)
 
 
 @triton.jit
 def _receive(
-    p_parts, mask, stop_ptr, SIZE: tl.constexpr, WIDTH: tl.constexpr, NOTHING: tl.constexpr, DTYPE: tl.constexpr
+    parts_ptr,
+    b_own,
+    own,  # the number of the part that is there already; -1: none of them
+    cols,
+    mask,
+    stop_ptr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NOTHING: tl.constexpr,
 ):
     """Wait for a row's parts, empty their places, and return their sum, rounded."""
-    b_sum, missing = _look(p_parts, mask, SIZE, WIDTH, NOTHING, DTYPE)
+    b_sum, missing = _look(parts_ptr, b_own, own, cols, mask, SIZE, WIDTH, NOTHING)
     tries = 0
     while missing != 0:
-        b_sum, missing = _look(p_parts, mask, SIZE, WIDTH, NOTHING, DTYPE)
+        b_sum, missing = _look(parts_ptr, b_own, own, cols, mask, SIZE, WIDTH, NOTHING)
         tries += 1
-        if tries % LOOK == 0:
-            missing = tl.where(tl.load(stop_ptr, volatile=True) != 0, 0, missing)
+        if tries % LOOK == 0:  # one thread
+            b_stop = tl.load(stop_ptr + tl.zeros_like(cols), mask=cols == 0, other=0, volatile=True)
+            missing = tl.where(tl.max(b_stop, axis=0) != 0, 0, missing)
+    b_nothing = tl.full(mask.shape, NOTHING, parts_ptr.dtype.element_ty)
     for sender in tl.static_range(SIZE):
-        tl.store(p_parts + sender * WIDTH, tl.full(mask.shape, NOTHING, p_parts.dtype.element_ty), mask=mask)
-    return b_sum.to(DTYPE)
+        tl.store(parts_ptr + sender * WIDTH + cols, b_nothing, mask=mask & (own != sender))
+    return b_sum.to(b_own.dtype)
 
 
 @triton.jit
@@ -173,58 +195,56 @@ def _all_reduce_kernel(
     NOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,  # residual and weights have registers to wait in
+    AHEAD: tl.constexpr,  # rows that a program sends before it waits for the first
     SENDS: tl.constexpr,
     SUMS: tl.constexpr,
     FINISHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    BITS: tl.constexpr = tl.int32 if DTYPE.primitive_bitwidth == 32 else tl.int16
-    PLACES: tl.constexpr = (SIZE + 1) * WIDTH  # of a row: for each sender's part, and for the sum
+    BITS: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
+    PLACES: tl.constexpr = SIZE * WIDTH  # of a row: one for each sender
+    LATER: tl.constexpr = AHEAD if TWO_SHOT else 0  # rows that are summed up before the first sum is waited for
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     # No kernel in flight writes these. The turn is only brought near: weights have pushed it out of the cache.
     stop_ptr = tl.load(links_ptr + SIZE).to(tl.pointer_type(tl.int32))
-    p_mine = _inbox_of(links_ptr, rank, BITS)
-    inboxes = _all_inboxes(links_ptr, SIZE, BITS)
+    mine_ptr = _inbox_of(links_ptr, rank, BITS)
     b_weight = tl.load(weight_ptr + cols, mask=mask, other=0.0) if ADDS and EARLY else cols
     tl.load(turns_ptr + program, volatile=True)
     wait_for_previous(PDL)
+    let_next_start(PDL)  # all programs are on the GPU, and what starts now waits for the end of this kernel
     turn = tl.load(turns_ptr + program, volatile=True)
-    mine = (turn.to(tl.int64) * most_programs + program) * (slots * PLACES)  # where this program's begin
-    if SENDS:
-        for row in range(program, rows, programs):
-            slot = mine + row // programs * PLACES + cols
-            b_x = tl.load(x_ptr + tl.cast(row, tl.int64) * stride_x + cols, mask=mask, other=0.0)
-            b_bits = _as_sent(b_x, BITS, NOTHING)
-            if TWO_SHOT:
-                p_owner = _inbox_of(links_ptr, row % SIZE, BITS)
-                tl.store(p_owner + slot + rank * WIDTH, b_bits, mask=mask)
-            else:
-                _send_to_all(inboxes, slot + rank * WIDTH, b_bits, mask, SIZE)
-    let_next_start(PDL)
-    if TWO_SHOT and SUMS:
-        for row in range(program, rows, programs):
-            if row % SIZE == rank:
-                slot = mine + row // programs * PLACES + cols
-                b_sum = _receive(p_mine + slot, mask, stop_ptr, SIZE, WIDTH, NOTHING, DTYPE)
+    slot = (turn * most_programs + program) * (slots * PLACES) - AHEAD * PLACES  # an inbox is small: no int64
+    for row in range(program - AHEAD * programs, rows + LATER * programs, programs):
+        further = row + AHEAD * programs
+        if SENDS and further < rows:
+            at = slot + AHEAD * PLACES + rank * WIDTH
+            x_row_ptr = x_ptr + tl.cast(further, tl.int64) * stride_x
+            _send(x_row_ptr, links_ptr, rank, further, at, cols, mask, SIZE, TWO_SHOT, NOTHING)
+        if TWO_SHOT and SUMS:
+            if (row >= 0) & (row < rows) & (row % SIZE == rank):
+                b_own = tl.load(x_ptr + tl.cast(row, tl.int64) * stride_x + cols, mask=mask, other=0.0)
+                b_sum = _receive(mine_ptr + slot, b_own, rank, cols, mask, stop_ptr, SIZE, WIDTH, NOTHING)
                 b_bits = _as_sent(b_sum, BITS, NOTHING)
-                _send_to_all(inboxes, slot + SIZE * WIDTH, b_bits, mask, SIZE)
-    if FINISHES:
-        for row in range(program, rows, programs):
-            slot = mine + row // programs * PLACES + cols
-            p_residual = residual_ptr + tl.cast(row, tl.int64) * stride_residual + cols
+                _send_to_others(links_ptr, -1, slot + rank * WIDTH, b_bits, cols, mask, SIZE)
+        last = row - LATER * programs
+        if FINISHES and last >= 0:
+            p_residual = residual_ptr + tl.cast(last, tl.int64) * stride_residual + cols
             b_residual = tl.load(p_residual, mask=mask, other=0.0) if ADDS and EARLY else cols
-            if TWO_SHOT:
-                b_sum = _receive(p_mine + slot + SIZE * WIDTH, mask, stop_ptr, 1, WIDTH, NOTHING, DTYPE)
+            if TWO_SHOT:  # from the owner, whose place for its own part is free
+                sum_ptr = mine_ptr + slot - LATER * PLACES + last % SIZE * WIDTH
+                b_own = tl.zeros(mask.shape, x_ptr.dtype.element_ty)
+                b_sum = _receive(sum_ptr, b_own, -1, cols, mask, stop_ptr, 1, WIDTH, NOTHING)
             else:
-                b_sum = _receive(p_mine + slot, mask, stop_ptr, SIZE, WIDTH, NOTHING, DTYPE)
-            p_out = out_ptr + tl.cast(row, tl.int64) * stride_out + cols
-            pointers = p_residual, weight_ptr + cols, p_out
+                b_own = tl.load(x_ptr + tl.cast(last, tl.int64) * stride_x + cols, mask=mask, other=0.0)
+                b_sum = _receive(mine_ptr + slot, b_own, rank, cols, mask, stop_ptr, SIZE, WIDTH, NOTHING)
+            pointers = p_residual, weight_ptr + cols, out_ptr + tl.cast(last, tl.int64) * stride_out + cols
             numbers = N, eps, weight_offset, x_scale
             _finish(b_sum, b_residual, b_weight, *pointers, mask, *numbers, ADDS, EARLY)
+        slot += PLACES
+    if FINISHES:
         tl.store(turns_ptr + program, 1 - turn)
 
 
@@ -285,7 +305,8 @@ def _launch(
         TWO_SHOT=two_shot,
         NOTHING=EMPTY[layout.dtype.itemsize],
         BLOCK=layout.block,
-        EARLY=layout.block <= 256 * layout.num_warps,
+        EARLY=layout.block <= 256 * layout.num_warps and not two_shot,
+        AHEAD=layout.ahead,
         SENDS=stages.sends,
         SUMS=stages.sums,
         FINISHES=stages.finishes,

@@ -13,6 +13,9 @@ launch. What a program has read it empties at once. That suffices:
   launch n - 2: each of them has emptied the places that launch n writes to.
 - A rank can be ahead of another by one launch, whose places are those of the other set.
 
+A rank's own part never travels. Its place in its own inbox, which would be free, is for a sum that it has made itself,
+as the place of another rank is for a part or a sum from that one: a row has either parts or a sum to receive.
+
 ``tests/kernels/collective/test_inbox.py`` checks this in all orders in which ranks can take their steps. Launches must
 not overlap on one rank (they are on one stream), and all ranks must launch the same sums.
 """
@@ -22,15 +25,15 @@ from typing import NamedTuple
 import torch
 import triton
 
-CAPACITY = 8 << 20  # bytes of one launch's rows, at least; a longer sum takes several
+CAPACITY = 32 << 20  # bytes of one set of places, at most, where they are more than one a program; half an inbox
 MAX_WARPS = 16
 REGISTERS = 65536  # of a processor
 EMPTY = {2: -(2**15), 4: -(2**31)}  # a negative zero, as an integer of so many bytes
 
 
 class Layout(NamedTuple):
-    """How an inbox is divided; the same on all ranks. In elements: ``[2, programs, slots, size + 1, width]``, one
-    place for each sender's row, and one for a row that is a sum already.
+    """How an inbox is divided; the same on all ranks. In elements: ``[2, programs, slots, size, width]``, one place for
+    what each rank sends of a row.
 
     Attributes:
         columns: of a row.
@@ -63,7 +66,7 @@ class Layout(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of an inbox."""
-        return 2 * self.rows * (self.size + 1) * self.width * self.dtype.itemsize
+        return 2 * self.rows * self.size * self.width * self.dtype.itemsize
 
     @property
     def block(self) -> int:
@@ -73,6 +76,13 @@ class Layout(NamedTuple):
     @property
     def num_warps(self) -> int:
         return warps_of(self.block)
+
+    @property
+    def ahead(self) -> int:
+        """Rows that a program sends before it waits for the first. One: the link is busy while it adds up, and the
+        ranks stay close to each other. (64 MiB on two H100s: 225 us with none, 219 with one, 236 with two, 270 with
+        four.) None where that would spill registers."""
+        return int(self.block <= 8192 and self.size <= 4)
 
     @property
     def registers(self) -> int:
@@ -124,5 +134,5 @@ def layout_for(columns: int, dtype: torch.dtype, size: int, processors: int) -> 
     if not 1 <= columns <= 1 << 15:
         raise ValueError(f"columns must be from 1 to {1 << 15}, got {columns}")
     programs = processors * (threads_of(block, size) // (32 * warps_of(block)))
-    slots = max(1, CAPACITY // (programs * columns * dtype.itemsize))
+    slots = max(1, CAPACITY // (programs * size * columns * dtype.itemsize))
     return Layout(columns, dtype, size, programs, slots)
