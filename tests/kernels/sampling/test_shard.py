@@ -107,7 +107,7 @@ def test_many_shards_and_no_rows(device):
         ({"temperature": torch.zeros(3)}, "temperature"),
         ({"seeds": torch.zeros(2, dtype=torch.int32)}, "seeds"),
         ({"out": torch.zeros(2, 2)}, "out"),
-        ({"out": torch.zeros(2, 4, dtype=torch.float64)[:, ::2]}, "out must be contiguous|out"),
+        ({"out": torch.zeros(2, 2, dtype=torch.float64).t()}, "out must be contiguous"),
     ],
 )
 def test_bad_arguments(device, change, message):
