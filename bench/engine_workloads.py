@@ -186,6 +186,8 @@ WORKLOADS = {
         Workload("L1", "qwen3-0.6b", "latency", 1, (30000, 30000), (256, 256), max_model_len=40960),
         Workload("L8", "llama-3.1-8b", "latency", 8, (16000, 16000), (256, 256), max_model_len=131072),
         Workload("L8m", "qwen3-0.6b", "latency", 8, (100, 30000), (256, 256), max_model_len=40960),
+        # W2 for two engines, or for two stages
+        Workload("W2x2", "llama-3.1-8b", "throughput", 512, _LONG, _LONG, 0.6, repeats=2),
         # several tokens a step
         Workload("S1", "llama-3.1-8b", "speculation", 1, (128, 128), (256, 256)),
         Workload("S8", "llama-3.1-8b", "speculation", 8, (128, 128), (256, 256)),

@@ -9,6 +9,7 @@ table; of anything else measured twice, the newer result is shown.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -60,7 +61,7 @@ def read(folder: Path) -> list[File]:
         data = json.loads(path.read_text())
         kind = kind_of(data)
         if kind == "engine":  # an older run may have aims that are another GPU's
-            data["rows"] = without_others(data["rows"], data["machine"].get("gpu", ""))
+            data["rows"] = without_others(data["rows"], data["machine"].get("gpu", ""), data.get("ceilings_are"))
         if kind is not None:
             found.append(File(path.name, kind, data))
     return sorted(found, key=lambda file: file.data["date"], reverse=True)
@@ -70,11 +71,16 @@ def of_kind(files: Iterable[File], kind: str) -> list[File]:
     return [file for file in files if file.kind == kind]
 
 
+def gpus_of(options: dict[str, Any]) -> int:
+    """How many GPUs an engine with these options has."""
+    return math.prod(options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+
+
 def engines(files: Iterable[File], name: str, gpus: int = 1, *, deterministic: bool = False) -> list[File]:
     found = []
     for file in of_kind(files, "engine"):
         options = file.data.get("options", {})
-        kind = options.get("tensor_parallel_size", 1), options.get("deterministic", False)
+        kind = gpus_of(options), options.get("deterministic", False)
         if file.data["engine"]["name"] == name and kind == (gpus, deterministic):
             found.append(file)
     return found
@@ -199,6 +205,8 @@ def results(files: Sequence[File]) -> str:
     parts += section("Bits that do not depend on the batch", prices(files))
     both = engines(files, "tritonllm", gpus=2)
     parts += section("Engine on two GPUs", [f"{f.head()}\n\n{tables.two_gpus(f.data)}" for f in both])
+    sums = of_kind(files, "sums")
+    parts += section("Sums over GPUs", [f"{f.head()}\n\n{tables.sums(f.data)}" for f in sums])
     attention = of_kind(files, "attention")[:1]
     parts += section("Attention", [f"{file.head()}\n\n{tables.attention(file.data)}" for file in attention])
     kernels = [(KERNELS, "Kernels"), (("K7",), "Products")]

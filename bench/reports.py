@@ -49,12 +49,17 @@ def best_listed(case: dict[str, Any]) -> tuple[str, float]:
     return best, listed[best]
 
 
-def without_others(rows: list[dict[str, Any]], gpu: str) -> list[dict[str, Any]]:
-    """An engine's rows without aims and listed peers, if they ran on another kind of GPU than these are listed for."""
+def without_others(rows: list[dict[str, Any]], gpu: str, ceilings: str | None = None) -> list[dict[str, Any]]:
+    """An engine's rows without aims and listed peers, if they ran on another kind of GPU than these are listed for.
+
+    Args:
+        ceilings: where the floors come from; ``"listed"`` ones are that other GPU's, too.
+    """
     if gpu == LISTED["machine"]:
         return rows
-    listed = ("goal", "goal_met", "listed", "times_better_than_listed")
-    return [{name: value for name, value in row.items() if name not in listed} for row in rows]
+    others = {"goal", "goal_met", "listed", "times_better_than_listed"}
+    others |= {"floor", "percent"} if ceilings == "listed" else set()
+    return [{name: value for name, value in row.items() if name not in others} for row in rows]
 
 
 def kind_of(report: dict[str, Any]) -> str | None:
@@ -67,6 +72,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "cases": "kernels",
         "timelines": "timeline",
         "steps": "host",
+        "sums": "sums",
         "outcomes": "parity",
         "decoding": "cpu",
         "comparisons": "decoding",
@@ -85,4 +91,5 @@ def facts(report: dict[str, Any]) -> str:
     named = {"gpu": report.get("device") or report.get("cpu", "?"), "python": report.get("python", "?")}
     machine = report.get("machine") or {name: value for name, value in named.items() if value != "?"}
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name not in ("gpu", "cpu"))
-    return f"{machine.get('gpu') or machine['cpu']} ({versions}), commit {report['commit']}, {report['date'][:10]}."
+    commit = f"commit {report['commit']}, " if report["commit"] else ""  # of a copy without git nothing is known
+    return f"{machine.get('gpu') or machine['cpu']} ({versions}), {commit}{report['date'][:10]}."

@@ -34,11 +34,14 @@ def engine(report: Table, same_day: Table | None = None) -> str:
 
 
 def two_gpus(report: Table) -> str:
-    """Workloads of ``tensor_parallel_size=2`` beside floor, aim and vLLM on two GPUs."""
+    """Workloads on two GPUs; of ``tensor_parallel_size=2`` on the GPUs that these are listed for, with floor, aim and
+    vLLM's."""
     listed = LISTED["engine_tp2"]
+    options = ", ".join(f"`{name}={value}`" for name, value in report["options"].items())
+    theirs = report["options"] == {"tensor_parallel_size": 2} and report["machine"]["gpu"] == LISTED["machine"]
     rows = []
     for row in report["rows"]:
-        of_two = listed["rows"].get(row["workload"], {})
+        of_two = listed["rows"].get(row["workload"], {}) if theirs else {}
         here = {name: value for name, value in row.items() if not name.startswith(("floor", "percent", "goal"))}
         if of_two and "value" in row:
             latency = row["kind"] == "latency"
@@ -47,7 +50,21 @@ def two_gpus(report: Table) -> str:
             here |= {"goal": of_two["goal"], "goal_met": met}
         rows.append(_workload(here, of_two.get("peer")))
     head = ["workload", report["engine"]["name"], "floor (percent of it)", "aim"]
-    return markdown([*head, f"{listed['peer']}, {listed['date']}", "times better"], rows)
+    head += [f"{listed['peer']}, {listed['date']}", "times better"]
+    if not theirs:
+        head, rows = head[:2], [cells[:2] for cells in rows]
+    return f"{options}\n\n{markdown(head, rows)}"
+
+
+def sums(report: Table) -> str:
+    """Microseconds of sums over the ranks, by bytes and variant."""
+    variants = list(dict.fromkeys(row["variant"] for row in report["sums"]))
+    by_size: dict[int, dict[str, str]] = {}
+    for row in report["sums"]:
+        text = number(row["median_us"]) if "median_us" in row else "failed"
+        by_size.setdefault(row["nbytes"], {})[row["variant"]] = text
+    rows = [[f"{nbytes:,}", *(found.get(v, "") for v in variants)] for nbytes, found in sorted(by_size.items())]
+    return f"Microseconds on {report['ranks']} GPUs\n\n{markdown(['bytes', *variants], rows)}"
 
 
 def prices(report: Table, without: dict[str, float]) -> str:

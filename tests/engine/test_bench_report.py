@@ -124,3 +124,33 @@ def test_check_fails_on_a_page_that_is_old(tmp_path, capsys):
 def test_a_page_without_markers():
     with pytest.raises(ValueError, match="no block between"):
         report.filled("nothing", "x")
+
+
+def test_runs_of_several_gpus_stand_apart_without_the_figures_of_others(tmp_path):
+    """Two stages are two GPUs, too; the H200's aims and floors are of no other kind of GPU."""
+    row = {"workload": "W2", "model": "m", "kind": "throughput", "value": 500.0, "unit": "output tok/s", "floor": 9.0}
+    options = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "max_num_seqs": 8}, {}]
+    machines = [{"gpu": "NVIDIA H200"}, {"gpu": "NVIDIA H100"}, {"gpu": "NVIDIA H100"}]
+    files = {
+        f"engine-{i}": OURS | {"options": o, "machine": m, "ceilings_are": "listed", "rows": [row | {"percent": 5.0}]}
+        for i, (o, m) in enumerate(zip(options, machines, strict=True))
+    }
+    page, _ = written(tmp_path, **files)
+    alone, two = page.split("## Engine on two GPUs")
+    assert "engine-2" in alone and "engine-0" not in alone and "engine-1" not in alone
+    assert "`tensor_parallel_size=2`" in two and "19,500 missed" in two and "25,980" in two
+    assert "`pipeline_parallel_size=2`, `max_num_seqs=8`" in two and two.count("missed") == 1
+    assert "9 (5%)" not in page
+
+
+def test_sums_over_gpus(tmp_path):
+    rows = [
+        ("one-shot", 4096, {"median_us": 2.5}),
+        ("NCCL", 4096, {"failed": "hung"}),
+        ("one-shot", 8192, {"median_us": 3}),
+    ]
+    report = {**{key: OURS[key] for key in ("machine", "date")}, "commit": None, "ranks": 2}
+    report["sums"] = [{"variant": variant, "nbytes": nbytes, **found} for variant, nbytes, found in rows]
+    page, _ = written(tmp_path, sums=report)
+    assert "| bytes | one-shot | NCCL |" in page and "| 4,096 | 2.5 | failed |" in page and "| 8,192 | 3 |  |" in page
+    assert "commit" not in page.split("## Sums over GPUs")[1]
