@@ -1,6 +1,8 @@
 """The loop of the engine process, with a socket that is a list."""
 
+import threading
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import fields
 
 import msgspec
@@ -102,6 +104,52 @@ def test_a_fault_while_a_request_is_taken_ends_that_request_only(monkeypatch):
     (bad,) = [update for update in socket.updates() if update.request_id == "bad"]
     assert bad.finished and bad.error == "TypeError: a fault of ours"
     assert [last_of(socket.updates(), one).outputs[0].finish_reason for one in "ab"] == ["length", "length"]
+    assert everything_is_free(engine)
+
+
+def slowly_parsed(engine, monkeypatch, grammar):
+    """Requests for three tokens wait for this grammar."""
+    monkeypatch.setattr(engine.inputs, "parse", lambda params: grammar if params.max_tokens == 3 else None)
+
+
+def test_steps_do_not_wait_for_a_grammar_that_is_parsed(monkeypatch):
+    """And a request does, also when nothing else is left to do."""
+    engine, grammar = tiny_llm().engine, Future()
+    slowly_parsed(engine, monkeypatch, grammar)
+    socket = Socket((MINE, add("slow", 3)), (MINE, add("a", 5)), None, (MINE, add("b", 4)))
+    timer = threading.Timer(0.5, grammar.set_result, [None])
+    timer.start()
+    EngineLoop(engine, socket).run()
+    order = [update.request_id for update in socket.updates()]
+    assert order.index("slow") > max(place for place, one in enumerate(order) if one in "ab")
+    assert [last_of(socket.updates(), one).outputs[0].finish_reason for one in ("slow", "a", "b")] == ["length"] * 3
+    assert everything_is_free(engine)
+
+
+def test_a_request_that_waits_for_its_grammar_can_be_aborted(monkeypatch):
+    """By its own client. It ends when its grammar is parsed, before it has computed anything."""
+    engine, grammar = tiny_llm().engine, Future()
+    slowly_parsed(engine, monkeypatch, grammar)
+    socket = Socket(
+        (MINE, add("slow", 3)), (THEIRS, Abort(["slow"])), None, (MINE, Abort(["slow"])), (MINE, add("a", 2))
+    )
+    threading.Timer(0.3, grammar.set_result, [None]).start()
+    EngineLoop(engine, socket).run()
+    (slow,) = [update for update in socket.updates() if update.request_id == "slow"]
+    assert slow.finished and slow.outputs[0].finish_reason == "abort" and not slow.outputs[0].token_ids
+    assert last_of(socket.updates(), "a").outputs[0].finish_reason == "length"
+    assert everything_is_free(engine)
+
+
+def test_what_is_wrong_with_a_grammar_is_said_once_it_is_parsed(monkeypatch):
+    engine, grammar = tiny_llm().engine, Future()
+    slowly_parsed(engine, monkeypatch, grammar)
+    monkeypatch.setattr(engine.inputs, "grammar", lambda params: grammar.result() if params.max_tokens == 3 else None)
+    socket = Socket((MINE, add("slow", 3)), (MINE, add("a", 5)))
+    threading.Timer(0.2, grammar.set_exception, [ValueError("structured_outputs: wrong")]).start()
+    EngineLoop(engine, socket).run()
+    assert last_of(socket.updates(), "slow").refused == "structured_outputs: wrong"
+    assert last_of(socket.updates(), "a").outputs[0].finish_reason == "length"
     assert everything_is_free(engine)
 
 

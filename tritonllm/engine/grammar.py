@@ -1,10 +1,11 @@
 """Structured output: what a request's answer must look like, as masks of the tokens that may come next.
 
 A grammar is parsed when its request is added, so that a wrong one is refused there: 0.2 ms for a small schema, 55 ms
-for one of 60 patterns, and 0.35 s once to import xgrammar (two cores of an EPYC). It is compiled for the model's
-vocabulary by threads, which can take seconds, while steps run; the request waits outside of the scheduler so long. Each
-text is compiled once (Dong et al., "XGrammar: flexible and efficient structured generation engine for large language
-models", 2024; the package ``xgrammar``).
+for one of 60 patterns, and 0.35 s once to import xgrammar (two cores of an EPYC). A thread does it, and the loop of a
+server takes the request once that is done (:meth:`Grammars.parse`), so that steps do not wait. It is compiled for the
+model's vocabulary by threads, which can take seconds, while steps run; the request waits outside of the scheduler so
+long. Each text is compiled once (Dong et al., "XGrammar: flexible and efficient structured generation engine for large
+language models", 2024; the package ``xgrammar``).
 """
 
 import json
@@ -92,7 +93,13 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab, sorted(ends)
-        self._kept: OrderedDict[Any, Future[Any]] = OrderedDict()
+        self._kept: OrderedDict[Any, Future[Any]] = OrderedDict()  # compiled
+        self._parsed: OrderedDict[Any, Future[Any]] = OrderedDict()  # and not compiled yet
+
+    @cached_property
+    def _parser(self) -> ThreadPoolExecutor:
+        """Apart from the threads that compile, behind which a small grammar would wait for a large one."""
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-parser")
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -110,6 +117,24 @@ class Grammars:
         )
         return xgrammar.GrammarCompiler(vocabulary, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False)
 
+    def parse(self, wish: StructuredOutputsParams) -> "Future[Any] | None":
+        """Parse a grammar in a thread, for :meth:`compile`, which then waits for nothing and says what is wrong.
+
+        Returns:
+            What is done once it is parsed; ``None`` if there is nothing to wait for.
+        """
+        try:
+            key = wish.key
+        except RecursionError:
+            return None
+        if _usable(self._kept.get(key)):
+            return None
+        found = self._parsed.get(key)
+        if found is None:
+            found = self._parsed[key] = self._parser.submit(parse, wish)
+        _keep(self._parsed, key)
+        return found
+
     def compile(self, wish: StructuredOutputsParams) -> "Future[Any]":
         """A compiled grammar, perhaps later.
 
@@ -121,13 +146,23 @@ class Grammars:
         except RecursionError as error:
             raise ValueError("structured_outputs: json is not a JSON schema: it is nested too deep") from error
         found = self._kept.get(key)
-        if found is None or (found.done() and found.exception() is not None):
-            grammar, compiler = parse(wish), self._compiler
+        if found is None or not _usable(found):
+            parsed = self._parsed.pop(key, None)
+            grammar, compiler = parse(wish) if parsed is None else parsed.result(), self._compiler
             found = self._kept[key] = self._threads.submit(lambda: compiler.result().compile_grammar(grammar))
-        self._kept.move_to_end(key)
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
+        _keep(self._kept, key)
         return found
+
+
+def _usable(found: "Future[Any] | None") -> bool:
+    return found is not None and not (found.done() and found.exception() is not None)
+
+
+def _keep(futures: "OrderedDict[Any, Future[Any]]", key: Any) -> None:
+    """It was used last; those that were not for the longest time go."""
+    futures.move_to_end(key)
+    while len(futures) > MOST_KEPT:
+        futures.popitem(last=False)
 
 
 class GrammarControl:

@@ -231,6 +231,11 @@ class InputProcessor:
                     raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self.vocab_size - 1}")
         return params
 
+    def parse(self, params: SamplingParams) -> Future[Any] | None:
+        """What to wait for outside of the steps before a request with ``params`` is added; ``None``: for nothing."""
+        wish = params.structured_outputs
+        return None if wish is None or self._grammars is None else self._grammars.parse(wish)
+
     def grammar(self, params: SamplingParams) -> Future[Any] | None:
         """What the output must look like, compiled or still to be.
 
