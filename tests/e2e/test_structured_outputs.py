@@ -418,6 +418,31 @@ def test_what_is_wrong_is_refused_at_the_door(llm, wish, message):
     assert not llm.engine.has_unfinished_requests()
 
 
+def test_a_grammar_can_be_parsed_before_its_request_comes(llm, monkeypatch):
+    """In a thread, and once; what is wrong with it is said when it is compiled, each time."""
+    grammars = Grammars(llm.get_tokenizer(), llm.engine.inputs.vocab_size, frozenset({0}))
+    parse, parsed = grammar_module.parse, []
+
+    def counting(wish):
+        parsed.append(threading.current_thread() is threading.main_thread())
+        return parse(wish)
+
+    monkeypatch.setattr(grammar_module, "parse", counting)
+    wish, wrong = StructuredOutputsParams(regex="[a-c]+"), StructuredOutputsParams(regex="(")
+    ahead = grammars.parse(wish)
+    assert grammars.parse(wish) is ahead
+    wait([ahead, grammars.compile(wish)])
+    assert parsed == [False] and grammars.parse(wish) is None
+    for count in (2, 3):
+        wait([grammars.parse(wrong)])
+        with pytest.raises(ValueError, match="regex cannot be used"):
+            grammars.compile(wrong)
+        assert parsed == [False] * count
+    wide = [StructuredOutputsParams(regex=f"a{{{n}}}") for n in range(1, grammar_module.MOST_KEPT + 3)]
+    wait([grammars.parse(one) for one in wide])
+    assert len(grammars._parsed) == grammar_module.MOST_KEPT
+
+
 def test_what_does_not_go_together():
     for more in ({"ignore_eos": True}, {"thinking_token_budget": 3}):
         with pytest.raises(ValueError, match=f"^structured_outputs .* leave {next(iter(more))} out"):
