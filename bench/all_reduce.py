@@ -245,7 +245,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", default=";".join(VARIANTS), metavar="A;B", help="some of them (%(default)s)")
     parser.add_argument("--repeats", type=int, default=7, metavar="N")
     parser.add_argument("--patience", type=float, default=45.0, metavar="S", help="without a sign of a rank")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="by default bench/results/all-reduce-GPU-xN.json")
+    out = Path(__file__).parent / "results" / "all-reduce.json"
+    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help="(%(default)s)")
     args = parser.parse_args(argv)
     args.bytes, args.variants = list(map(int, args.bytes.split(","))), args.variants.split(";")
     if unknown := [name for name in args.variants if name not in VARIANTS]:
@@ -259,15 +260,13 @@ def main(argv: list[str] | None = None) -> int:
     if size < 2 or size > torch.cuda.device_count():
         print(f"needs two GPUs or more: there are {torch.cuda.device_count()}, and --ranks is {args.ranks}")
         return 1
-    name = torch.cuda.get_device_name().lower().removeprefix("nvidia ").split()[0]
-    out = args.out or Path(__file__).parent / "results" / f"all-reduce-{name}-x{size}.json"
     report: dict[str, Any] = {"machine": machine(), "commit": commit(), "ranks": size}
     report |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "sums": []}
     jobs = [Job(variant, nbytes) for variant in args.variants for nbytes in args.bytes]
     for row in rows_of(size, jobs, args.repeats, args.patience):
         print(line(row), flush=True)
         report["sums"].append(row)
-        out.write_text(json.dumps(report, indent=1) + "\n")  # also if this is ended
+        args.out.write_text(json.dumps(report, indent=1) + "\n")  # also if this is ended
     return int(any("failed" in row for row in report["sums"]))
 
 

@@ -27,6 +27,7 @@ KERNELS = ("K3", "K4", "K5", "K6")
 CLAIMED = {"Attention": ("K1", "K2"), "Other kernels": KERNELS, "Products of few rows": ("K7",)}
 TIMELINE_ROWS = 10
 UNPUBLISHED = (
+    "all-reduce.json",
     "attention.json",
     "decoding.json",
     "engine.json",

@@ -180,6 +180,16 @@ def test_prompts_that_want_one_token_fill_every_step():
     assert taken == [8192, 8192, 8192, 8192, 40_000 - 4 * 8192]
 
 
+def test_a_prompt_comes_in_small_chunks_beside_a_last_token_too():
+    """It is planned before, and waits for this step; that in the step behind is known not to."""
+    scheduler = make_long()
+    add(scheduler, "a", 3, 5)
+    step(scheduler)
+    add(scheduler, "b", 3000, 20_000)
+    assert scheduler.schedule().num_tokens == 1 + 256
+    assert scheduler.schedule().num_tokens == 3000 - 256
+
+
 def test_pooled_prompts_take_nothing_from_the_others_share():
     """They may be larger than it, and it never falls below nothing."""
     scheduler = make_long(tokens=4096)

@@ -13,7 +13,7 @@ from support.engines import greedy, tiny_llm
 from tritonllm.engine.results import StepTimeoutError
 from tritonllm.engine.stats import EngineStats
 from tritonllm.serve.engine_process import EngineLoop
-from tritonllm.serve.messages import Abort, Add, News, Stats, Stop, pack_params
+from tritonllm.serve.messages import Abort, Add, Call, News, Stats, Stop, pack_params
 
 PROMPT = list(range(5, 25))
 MINE, THEIRS = b"api-1", b"api-2"
@@ -138,6 +138,36 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted(monkeypatch):
     (slow,) = [update for update in socket.updates() if update.request_id == "slow"]
     assert slow.finished and slow.outputs[0].finish_reason == "abort" and not slow.outputs[0].token_ids
     assert last_of(socket.updates(), "a").outputs[0].finish_reason == "length"
+    assert everything_is_free(engine)
+
+
+def test_an_id_that_comes_again_waits_for_the_one_before(monkeypatch):
+    """So that its client hears of the end of that first."""
+    engine, grammar = tiny_llm().engine, Future()
+    slowly_parsed(engine, monkeypatch, grammar)
+    socket = Socket((MINE, add("x", 3)), (MINE, Abort(["x"])), (MINE, add("x", 2)), None, (MINE, add("a", 2)))
+    threading.Timer(0.3, grammar.set_result, [None]).start()
+    EngineLoop(engine, socket).run()
+    first, *more = [update for update in socket.updates() if update.request_id == "x"]
+    assert first.finished and first.outputs[0].finish_reason == "abort"
+    assert more[-1].outputs[0].finish_reason == "length" and not any(update.finished for update in more[:-1])
+    assert everything_is_free(engine)
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_call_that_waits_for_requests_waits_for_those_that_are_parsed(abort, monkeypatch):
+    engine, grammar = tiny_llm().engine, Future()
+    slowly_parsed(engine, monkeypatch, grammar)
+    ended = []
+    monkeypatch.setattr(engine, "reload_weights", lambda: ended.append(len(socket.updates())))
+    call = Call(1, "reload_weights", {}, abort)
+    socket = Socket((MINE, add("slow", 3)), (MINE, call), (MINE, add("late", 2)), None)
+    threading.Timer(0.3, grammar.set_result, [None]).start()
+    EngineLoop(engine, socket).run()
+    slow, late = last_of(socket.updates(), "slow"), last_of(socket.updates(), "late")
+    assert slow.outputs[0].finish_reason == ("abort" if abort else "length")
+    assert late.asleep and "until reload_weights is done" in late.refused
+    assert ended == [len(socket.updates())]  # after the last of them
     assert everything_is_free(engine)
 
 

@@ -94,7 +94,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab, sorted(ends)
         self._kept: OrderedDict[Any, Future[Any]] = OrderedDict()  # compiled
-        self._parsed: OrderedDict[Any, Future[Any]] = OrderedDict()  # and not compiled yet
+        self._parsed: OrderedDict[Any, Future[Any]] = OrderedDict()  # in a thread, and not compiled; or wrong
 
     @cached_property
     def _parser(self) -> ThreadPoolExecutor:
@@ -132,7 +132,10 @@ class Grammars:
         found = self._parsed.get(key)
         if found is None:
             found = self._parsed[key] = self._parser.submit(parse, wish)
-        _keep(self._parsed, key)
+        self._parsed.move_to_end(key)
+        done = [one for one, future in self._parsed.items() if future.done()]
+        for other in done[: max(0, len(self._parsed) - MOST_KEPT)]:
+            del self._parsed[other]
         return found
 
     def compile(self, wish: StructuredOutputsParams) -> "Future[Any]":
@@ -147,10 +150,13 @@ class Grammars:
             raise ValueError("structured_outputs: json is not a JSON schema: it is nested too deep") from error
         found = self._kept.get(key)
         if found is None or not _usable(found):
-            parsed = self._parsed.pop(key, None)
-            grammar, compiler = parse(wish) if parsed is None else parsed.result(), self._compiler
+            parsed = self._parsed.get(key)
+            grammar, compiler = parse(wish) if parsed is None else _result(parsed), self._compiler
+            self._parsed.pop(key, None)  # what is wrong stays, for others that ask for it
             found = self._kept[key] = self._threads.submit(lambda: compiler.result().compile_grammar(grammar))
-        _keep(self._kept, key)
+        self._kept.move_to_end(key)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
         return found
 
 
@@ -158,11 +164,12 @@ def _usable(found: "Future[Any] | None") -> bool:
     return found is not None and not (found.done() and found.exception() is not None)
 
 
-def _keep(futures: "OrderedDict[Any, Future[Any]]", key: Any) -> None:
-    """It was used last; those that were not for the longest time go."""
-    futures.move_to_end(key)
-    while len(futures) > MOST_KEPT:
-        futures.popitem(last=False)
+def _result(parsed: "Future[Any]") -> Any:
+    """Raises an exception of its own each time."""
+    error = parsed.exception()
+    if isinstance(error, ValueError):
+        raise ValueError(str(error)) from error
+    return parsed.result()
 
 
 class GrammarControl:

@@ -46,6 +46,7 @@ class PromptShare:
 
     def __init__(self, most: int, running: Sequence[Request], waiting: WaitingQueue) -> None:
         self._most, self._running, self._waiting = most, running, waiting
+        self._decodes = False  # the step has one already
         self.granted: int | None = None
         self.left: int | None = None
 
@@ -65,7 +66,7 @@ class PromptShare:
             behind = [r.num_tokens + r.num_pending_tokens - 1 - r.num_computed_tokens for r in self._running]
             # A request that the token in flight ends waits for no step. (Prompts with max_tokens=1 alone, as a server
             # that only prefills gets them, were taken in by ever smaller steps.)
-            decodes = any(
+            decodes = self._decodes or any(
                 tokens == 0 and r.num_tokens + r.num_pending_tokens < r.length_limit
                 for tokens, r in zip(behind, self._running, strict=True)
             )
@@ -75,5 +76,6 @@ class PromptShare:
 
     def take(self, request: Request, tokens: int) -> None:
         """The step computes so many of a request."""
+        self._decodes |= tokens == 1 and not self._in_chunks(request)
         if self.left is not None and tokens > 1 and self._in_chunks(request):
             self.left -= tokens

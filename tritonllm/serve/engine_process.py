@@ -67,9 +67,13 @@ ONLY_PARSING = 0.02  # seconds between two looks at the messages while grammars 
 
 @dataclasses.dataclass(eq=False)
 class Parsing:
-    """A request that is added once its grammar is parsed, and aborted then if that was asked for."""
+    """A request that is added once its grammar is parsed, and aborted then if that was asked for.
 
-    grammar: futures.Future[Any]
+    Attributes:
+        grammar: ``None`` for one without, which only comes after another of its id.
+    """
+
+    grammar: futures.Future[Any] | None
     client: bytes
     message: Add
     params: Params
@@ -212,7 +216,7 @@ class EngineLoop:
         self._owner: dict[str, bytes] = {}  # which API process a request is of
         self._clients: set[bytes] = set()
         self._calls: deque[tuple[bytes, Call]] = deque()  # that wait until the unfinished requests have ended
-        self._parsing: list[Parsing] = []
+        self._parsing: deque[Parsing] = deque()  # in the order in which they came
         self._stopped = self._failed_before = False
         self._sent = Stats()  # what all clients know
         self._activity = Activity(engine)
@@ -232,7 +236,7 @@ class EngineLoop:
             self._send(updates)
             if self._activity.is_followed:
                 self._activity.rest()
-            while self._calls and not self._engine.has_unfinished_requests():
+            while self._calls and not self._parsing and not self._engine.has_unfinished_requests():
                 self._answer(*self._calls.popleft())
 
     def _step(self) -> list[Update]:
@@ -298,6 +302,8 @@ class EngineLoop:
                 self._answer(client, call)
                 return []
         self._calls.append((client, call))
+        for one in self._parsing:
+            one.aborted |= call.abort
         return self._pack(self._engine.abort_request(list(self._owner))) if call.abort else []
 
     def _answer(self, client: bytes, call: Call) -> None:
@@ -320,25 +326,30 @@ class EngineLoop:
     def _take_request(self, client: bytes, message: Add) -> None:
         """Add it, or let it wait until its grammar is parsed: 64 nested objects take 80 ms, which no step waits for."""
         try:
+            if self._calls:
+                raise AsleepError(f"the engine takes no requests until {self._calls[0][1].method} is done")
             params = unpack(message)
             grammar = self._engine.inputs.parse(params) if isinstance(params, SamplingParams) else None
         except Exception as error:
             self._refuse(client, message, error)
             return
-        if grammar is not None and not futures.wait([grammar], AT_ONCE).done:
+        unparsed = grammar is not None and not futures.wait([grammar], 0 if self._parsing else AT_ONCE).done
+        if unparsed or any(one.message.request_id == message.request_id for one in self._parsing):
             self._parsing.append(Parsing(grammar, client, message, params))
         else:
             self._add(client, message, params)
 
     def _add_parsed(self) -> None:
         """Those whose grammars are parsed, in the order in which they came."""
-        if self._parsing and not self._engine.has_unfinished_requests():
-            futures.wait([one.grammar for one in self._parsing], ONLY_PARSING, futures.FIRST_COMPLETED)
-        ready = [one for one in self._parsing if one.grammar.done()]
-        self._parsing = [one for one in self._parsing if one not in ready]
-        for one in ready:
-            if self._add(one.client, one.message, one.params) and one.aborted:
-                self._send(self._pack(self._engine.abort_request(one.message.request_id)))
+        while self._parsing:
+            first = self._parsing[0]
+            if first.grammar is not None:
+                patience = 0 if self._engine.has_unfinished_requests() else ONLY_PARSING
+                if not futures.wait([first.grammar], patience).done:
+                    return
+            self._parsing.popleft()
+            if self._add(first.client, first.message, first.params) and first.aborted:
+                self._send(self._pack(self._engine.abort_request(first.message.request_id)))
 
     def _add(self, client: bytes, message: Add, params: Params) -> bool:
         """Returns whether the engine took it; else the client has been told why not."""
@@ -350,11 +361,11 @@ class EngineLoop:
         if message.token_type_ids is not None:
             prompt["token_type_ids"] = message.token_type_ids
         try:
-            if self._calls:
-                raise AsleepError(f"the engine takes no requests until {self._calls[0][1].method} is done")
             self._engine.add_request(message.request_id, prompt, params, priority=message.priority)  # type: ignore[arg-type]
             self._owner[message.request_id] = client
         except Exception as error:
+            if not isinstance(error, ValueError | AsleepError):  # else it is not there, or another one of this id is
+                self._engine.abort_request(message.request_id)
             self._refuse(client, message, error)
             return False
         return True
@@ -366,7 +377,6 @@ class EngineLoop:
             update = Update(message.request_id, [], True, refused=str(error), asleep=asleep)
         else:
             logger.error("request %s could not be taken", message.request_id, exc_info=error)
-            self._engine.abort_request(message.request_id)
             update = Update(message.request_id, [], True, error=f"{type(error).__name__}: {error}")
         self._socket.send_multipart([client, self._encode(News([update], stats_of(self._engine)))])
 
