@@ -85,6 +85,22 @@ def test_answers_of_all_kinds(tmp_path):
     assert "max_tokens" in found["refused"]["body"]["error"]["message"]
 
 
+def test_several_engines(tmp_path, llm):
+    write_requests(tmp_path / "in.jsonl", 8)
+    done = subprocess.run(command(tmp_path, "-dp", "2"), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in answers(tmp_path)}
+    expected = llm.generate([f"{i} + {i} =" for i in range(8)], SamplingParams(**GREEDY), use_tqdm=False)
+    assert found == {f"number-{i}": output.outputs[0].text for i, output in enumerate(expected)}
+
+
+def test_engines_are_counted_once(tmp_path, capsys):
+    write_requests(tmp_path / "in.jsonl", 1)
+    with pytest.raises(SystemExit):
+        main(command(tmp_path, "-dp", "2", "--ray", "2")[3:])
+    assert "--ray 2 says how many engines there are: leave --data-parallel-size out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from tritonllm.cli.options import ENGINE, add_options, given
+from tritonllm.cli.options import ENGINE, SEVERAL, add_options, given
 from tritonllm.cli.serve import EXTRA
 from tritonllm.config import EngineConfig
 
@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group = parser.add_argument_group("requests")
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names in requests (default: MODEL)")
     group.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="most requests at once (default: twice max-num-seqs)"
+        "--max-concurrency", type=int, metavar="N", help="most requests at once (default: twice what engines run)"
     )
     group.add_argument(
         "--ray", type=int, default=0, metavar="N", help="spread them over N engines on a cluster of Ray (RAY_ADDRESS)"
@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
     group.add_argument("--tool-call-parser", metavar="NAME", help="as in tritonllm serve")
     group.add_argument("--reasoning-parser", metavar="NAME", help="as in tritonllm serve")
-    add_options(parser.add_argument_group("engine"), ENGINE)
+    add_options(parser.add_argument_group("engine"), ENGINE | SEVERAL)
     return parser
 
 
@@ -101,12 +101,16 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, Any, int]:
     """
     from tritonllm.serve.config import ServerConfig
 
-    engine = EngineConfig.from_kwargs(model=args.model, **given(args, ENGINE))
-    at_once = 2 * engine.scheduler.max_num_seqs if args.max_concurrency is None else args.max_concurrency
+    engine = EngineConfig.from_kwargs(model=args.model, **given(args, ENGINE | SEVERAL))
+    at_once = args.max_concurrency
+    if at_once is None:
+        at_once = 2 * engine.scheduler.max_num_seqs * engine.parallel.data_parallel_size
     if at_once < 1:
         raise ValueError(f"--max-concurrency must be at least 1, got {at_once}")
     if args.ray < 0:
         raise ValueError(f"--ray must be at least 0, got {args.ray}")
+    if args.ray and engine.parallel.data_parallel_size > 1:
+        raise ValueError(f"--ray {args.ray} says how many engines there are: leave --data-parallel-size out")
     template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
     config = ServerConfig(
         model_names=tuple(args.served_model_name or [args.model]),

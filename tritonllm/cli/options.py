@@ -30,6 +30,16 @@ SAMPLING: dict[str, dict[str, Any]] = {
     },
 }
 # The same for LLM's arguments.
+# Of the commands that can have several engines.
+SEVERAL: dict[str, dict[str, Any]] = {
+    "data-parallel-size": {
+        "short": "-dp",
+        "type": int,
+        "metavar": "N",
+        "help": "engines with the whole model each, on GPUs of their own; a request goes to the one with the least to "
+        "do (default: 1)",
+    },
+}
 ENGINE: dict[str, dict[str, Any]] = {
     "tokenizer": {"metavar": "PATH", "help": "folder or hub id of the tokenizer, if it is not the model's"},
     "revision": {"metavar": "REV", "help": "branch, tag or commit of a hub id"},

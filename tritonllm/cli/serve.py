@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm import env
-from tritonllm.cli.options import ENGINE, add_options, given
+from tritonllm.cli.options import ENGINE, SEVERAL, add_options, given
 from tritonllm.cli.pooling_options import POOLING
 from tritonllm.config import POLICIES, EngineConfig
 
@@ -120,13 +120,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
                 "help": "where sampling defaults come from: auto (default: the model), vllm (none), or a folder",
             },
             "seed": {"type": int, "metavar": "N", "help": "of requests that bring none (default: 0)"},
-            "data-parallel-size": {
-                "short": "-dp",
-                "type": int,
-                "metavar": "N",
-                "help": "engines with the whole model each, on GPUs of their own; a request goes to the one with the "
-                "least to do (default: 1)",
-            },
+            **SEVERAL,
             "enable-sleep-mode": {"action": "store_true", "help": "the engine can sleep, see docs/serving.md"},
             "skip-tokenizer-init": {"action": "store_true", "help": "no tokenizer: token ids in and out, no text"},
             **POOLING,
