@@ -92,7 +92,8 @@ def short(value: float) -> str:
 
 
 def where(report: dict[str, Any]) -> str:
-    text = f"{report['machine']['gpu']}, commit {report['commit']}, {report['date'][:10]}"
+    commit = f"commit {report['commit']}, " if report["commit"] else ""
+    text = f"{report['machine']['gpu']}, {commit}{report['date'][:10]}"
     if "ceilings" not in report:
         return text
     rates = "copies at {:.0f} GB/s, bfloat16 products at {:.0f} TFLOP/s".format(*report["ceilings"].values())
