@@ -172,7 +172,10 @@ def compared(row: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
 def beside(name: str, value: float, less_is_better: bool) -> dict[str, Any]:
     """What ``listed_peers.json`` says of a row."""
     listed = LISTED["engine"]["rows"].get(name, {})
-    found = {"goal": listed["goal"], "goal_met": value <= listed["goal"] if less_is_better else value >= listed["goal"]}
+    found = {}
+    if "goal" in listed:  # W2x2 is not for one GPU
+        met = value <= listed["goal"] if less_is_better else value >= listed["goal"]
+        found |= {"goal": listed["goal"], "goal_met": met}
     if "peer" in listed:
         ratio = listed["peer"] / value if less_is_better else value / listed["peer"]
         found |= {"listed": listed["peer"], "times_better_than_listed": ratio}

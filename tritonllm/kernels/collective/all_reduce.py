@@ -26,9 +26,9 @@ from tritonllm.kernels.runtime.checks import check_tensor
 from tritonllm.kernels.runtime.chip import on_amd
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
-# Tries between two looks at the word that ends waiting, about a millisecond: it is in the host's memory, which serves
-# one look after the other. When all warps of a launch looked (16 x 264 on an H100), after 128 tries, sums of 1 MiB in
-# two shots took 1.7 ms and of 32 MiB 13: whoever looked made another rank wait for so long that it looked, too.
+# Tries between two looks at the word that ends waiting, about a millisecond: it is in the host's memory, which seems to
+# serve one look after the other. When all warps of a launch looked (16 x 264 on an H100), after 128 tries, sums of 1 MiB
+# in two shots took 1.7 ms and of 32 MiB 13: whoever looked made another rank wait for so long that it looked, too.
 LOOK = tl.constexpr(1024)
 
 
@@ -69,7 +69,7 @@ def _inbox_of(links_ptr, rank, BITS: tl.constexpr):
 
 @triton.jit
 def _send_to_others(links_ptr, rank, at, b_bits, cols, mask, SIZE: tl.constexpr):
-    """To all ranks but ``rank``. (Their addresses come from the cache: in registers they made the kernel spill.)"""
+    """To all ranks but ``rank`` (-1: to all). Their addresses come from the cache: in registers they made it spill."""
     BITS: tl.constexpr = b_bits.dtype
     for other in tl.static_range(SIZE):
         tl.store(_inbox_of(links_ptr, other, BITS) + at + cols, b_bits, mask=mask & (rank != other))
