@@ -27,8 +27,8 @@ from tritonllm.kernels.runtime.chip import on_amd
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 
 # Tries between two looks at the word that ends waiting, about a millisecond: it is in the host's memory, which seems to
-# serve one look after the other. When all warps of a launch looked (16 x 264 on an H100), after 128 tries, sums of 1 MiB
-# in two shots took 1.7 ms and of 32 MiB 13: whoever looked made another rank wait for so long that it looked, too.
+# serve one look after the other. When all warps of a launch looked (16 x 264 on an H100), after 128 tries, sums of 1
+# MiB in two shots took 1.7 ms and of 32 MiB 13: whoever looked made another rank wait for so long that it looked, too.
 LOOK = tl.constexpr(1024)
 
 
