@@ -90,6 +90,38 @@ def test_more_than_can_be_answered_at_once():
     asyncio.run(crowd())
 
 
+def test_the_first_of_a_crowd_is_far_while_the_last_waits():
+    begun, through = [], []
+
+    async def steps(scope, receive, send):
+        begun.append(scope["number"])
+        for _ in range(3):  # as a request has on its way to the engine
+            await asyncio.sleep(0)
+        through.append((scope["number"], len(begun)))
+        await handler(scope, receive, send)
+
+    async def crowd():
+        app, exchanges = Guard(steps, config(max_concurrency=1000)), [Exchange() for _ in range(500)]
+        for number, exchange in enumerate(exchanges):
+            exchange.scope["number"] = number
+        tasks = [asyncio.create_task(status(app, exchange)) for exchange in exchanges]
+        await asyncio.sleep(0)
+        left = [7, 8, 100, 499]  # clients that go away, before and while they wait
+        for number in left:
+            tasks[number].cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        gone = {number for number, one in enumerate(done) if isinstance(one, asyncio.CancelledError)}
+        assert gone == set(left)
+        assert [one for number, one in enumerate(done) if number not in gone] == [200] * 496
+        later = Exchange()
+        later.scope["number"] = 500
+        assert await status(app, later) == 200, "turns go on"
+
+    asyncio.run(crowd())
+    assert begun == sorted(begun), "in the order in which they came"
+    assert max(others - number for number, others in through) <= 8 * 6, "few begin while one is on its way"
+
+
 def test_one_of_several_keys():
     app = Guard(handler, config(api_keys=("first", "second")))
 

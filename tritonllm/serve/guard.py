@@ -11,6 +11,7 @@ from typing import Any
 from tritonllm.http_guard import Keys, Receive, RefusedError, receive_body, request_id_of
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, error_response
+from tritonllm.serve.pace import Pace
 from tritonllm.serve.shared_count import SharedCount
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 OPEN_PATHS = {"/", "/health", "/ready", "/version", "/metrics"}  # of probes and scrapers: no key, no limit
 # Of who looks, again and again: a key, but no limit, and no line of the log when all is well.
 WATCHED_PATHS = {"/activity"}
+AT_ONCE = 8  # requests that begin in one turn of the event loop
 
 
 class Guard:
@@ -36,6 +38,7 @@ class Guard:
         self._config = config
         self._keys = Keys(config.api_keys)
         self._running = running or SharedCount()
+        self._pace = Pace(AT_ONCE)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,6 +82,7 @@ class Guard:
             if body and b"json" not in kind:  # a page of another site can make a browser send other kinds unasked
                 raise APIError(415, "send the body with Content-Type: application/json")
             if body is not None:
+                await self._pace.turn()
                 await self._app(scope, _replay(body, receive), send)
         except (APIError, RefusedError) as error:
             await error_response(_as_api_error(error), scope["path"])(scope, receive, send)
