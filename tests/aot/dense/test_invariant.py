@@ -11,6 +11,9 @@ def test_compiles(arch):
         for m in (1, 64, 128, 256, 4096):
             batch_invariant_linear(torch.empty(m, 4096).bfloat16(), torch.empty(28672, 4096).bfloat16())
             batch_invariant_linear(torch.empty(m, 2048).half(), torch.empty(1024, 2048).half())
+        for m in (1, 32, 64, 128, 256):
+            gated, out = torch.empty(28672, 4096).bfloat16(), torch.empty(m, 14336).bfloat16()
+            batch_invariant_linear(torch.empty(m, 4096).bfloat16(), gated, activation="silu", out=out)
         x, weight, bias = torch.empty(40, 1016), torch.empty(1000, 1016), torch.empty(1000)
         batch_invariant_linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), out=torch.empty(40, 1000))
         batch_invariant_linear(x, weight, bias)

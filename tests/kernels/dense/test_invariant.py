@@ -87,7 +87,7 @@ def test_no_size_of_a_step_changes_a_bit(device, shape, dtype):
     """Every kind of tile that the sizes of steps choose, and rows at every place of it."""
     x, weight = make(device, 1500, *shape, dtype)
     whole = batch_invariant_linear(x, weight)
-    for rows in (1, 2, 16, 17, 64, 65, 100, 128, 129, 256, 257, 512, 1000):
+    for rows in (1, 2, 16, 17, 31, 33, 64, 65, 100, 128, 129, 160, 256, 257, 512, 1000):
         for first in (0, 1, 1500 - rows):
             part = batch_invariant_linear(x[first : first + rows], weight)
             assert torch.equal(part, whole[first : first + rows]), (rows, first)
@@ -98,10 +98,10 @@ def test_no_size_of_a_step_changes_a_bit(device, shape, dtype):
 @pytest.mark.parametrize("shape", [(1024, 2048), (28672, 4096), (6144, 1024), (2000, 336), (1016, 1000)])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_no_size_of_a_step_changes_a_bit_of_a_gated_product(device, shape, dtype, activation):
-    """Hopper's kernel has more than 1024 rows, the others have two launches."""
+    """Hopper's kernel has more than 1024 rows."""
     x, weight = make(device, 2500, *shape, dtype)
     whole = batch_invariant_linear(x, weight, activation=activation)
-    for rows in (1, 17, 65, 129, 256, 1000, 1024, 1025, 2048):
+    for rows in (1, 17, 33, 65, 129, 160, 256, 1000, 1024, 1025, 2048):
         for first in (0, 1, 2500 - rows):
             part = batch_invariant_linear(x[first : first + rows], weight, activation=activation)
             assert torch.equal(part, whole[first : first + rows]), (rows, first)
@@ -137,12 +137,14 @@ def test_bad_arguments_are_named(change, message):
         batch_invariant_linear(given["x"], given["weight"], given["bias"], out=given["out"])
 
 
+@pytest.mark.parametrize("gated", ["no", "yes"])
 @pytest.mark.parametrize("arch", ["sm90", "any"])
-def test_tiles_fit_shared_memory(arch):
+def test_tiles_fit_shared_memory(arch, gated):
     most = 227 * 1024 if arch == "sm90" else 99 * 1024  # of consumers' Ampere and Ada
     for itemsize in (2, 4):
-        for m in (1, 16, 64, 128, 256, 8192):
+        for m in (1, 16, 32, 64, 128, 256, 512, 8192):
             for n in (512, 1024, 4096, 6144, 28672, 151936):
-                tile = default_config(m, n, 4096, itemsize, arch)
-                used = (tile["BLOCK_M"] + tile["BLOCK_N"]) * tile["BLOCK_K"] * itemsize * tile["STAGES"]
+                tile = default_config(m, n, 4096, itemsize, arch, gated)
+                weights = tile["BLOCK_N"] * (2 if gated == "yes" else 1)
+                used = (tile["BLOCK_M"] + weights) * tile["BLOCK_K"] * itemsize * tile["STAGES"]
                 assert used <= most, (m, n, tile)

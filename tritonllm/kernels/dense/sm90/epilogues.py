@@ -18,21 +18,23 @@ def _place(out, shape, row, column, WIDTH: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def fetch_stream(out, shape, row, column, WIDTH: gl.constexpr):
+def fetch_stream(out, shape, begin, row, column, WIDTH: gl.constexpr):
     """What a product is added to: fetched before the product, after which it would be half a microsecond more."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_out, b_row, b_col, m_out = _place(out, shape, row, column, WIDTH, layout)
-    return gl.load(p_out, mask=m_out, other=0.0)
+    return gl.load(p_out, mask=m_out & (b_row >= begin)[:, None], other=0.0)
 
 
 @gluon.jit
-def add_to_stream(b_acc, b_before, bias_ptr, out, following, shape, scale, row, first):
-    """The tile's 64 rows from `row` on: added to the stream, and what the norm after it needs."""
+def add_to_stream(b_acc, b_before, bias_ptr, out, following, shape, scale, begin, row, first):
+    """The tile's 64 rows from `row` on: added to the stream, and what the norm after it needs; only those from `begin`
+    on, since another tile adds the others."""
     M, N = shape
     scaled_ptr, norm_ptr, norm_offset, squares_ptr = following
     WIDTH: gl.constexpr = b_acc.shape[1]
     layout: gl.constexpr = b_acc.type.layout
     p_out, b_row, b_col, m_out = _place(out, shape, row, first, WIDTH, layout)
+    m_out = m_out & (b_row >= begin)[:, None]
     if bias_ptr is not None:
         b_acc += gl.load(bias_ptr + b_col, mask=b_col < N, other=0.0).to(gl.float32)[None, :]
     b_out = (b_before.to(gl.float32) + b_acc * scale).to(out[0].dtype.element_ty)
@@ -41,7 +43,7 @@ def add_to_stream(b_acc, b_before, bias_ptr, out, following, shape, scale, row, 
     b_norm = gl.load(norm_ptr + b_col, mask=b_col < N, other=0.0).to(gl.float32) + norm_offset
     p_scaled = scaled_ptr + b_row.to(gl.int64)[:, None] * N + b_col[None, :]
     gl.store(p_scaled, (b_out * b_norm[None, :]).to(scaled_ptr.dtype.element_ty), mask=m_out)
-    gl.store(squares_ptr + first // WIDTH * M + b_row, gl.sum(b_out * b_out, 1), mask=b_row < M)
+    gl.store(squares_ptr + first // WIDTH * M + b_row, gl.sum(b_out * b_out, 1), mask=(b_row >= begin) & (b_row < M))
 
 
 @gluon.jit

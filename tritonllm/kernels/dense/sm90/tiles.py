@@ -1,10 +1,11 @@
 """The product of 65 and more rows with a matrix for Hopper, in Gluon, with what comes before and after it in a layer.
 
-A tile is 64 or 128 rows of ``x`` by up to 256 rows of the weight. One warp copies both by the bulk copy engine, some
-steps of 64 along K ahead; two groups of four warps multiply, each 64 of 128 rows, or of 64 rows every other step.
-(Producer and consumer warps: CUTLASS, NVIDIA.) Every sum is added up in one order: a row's result does not depend on
-the others. Programs that stay take one tile after the other, but at these sizes a processor has one, and its time is
-that of bringing `x` and weights from the second-level cache.
+A tile is 64 or 128 rows of ``x`` by up to 256 rows of the weight. The last tile of ``x`` ends with its last row: that
+some rows are computed twice costs less than to fetch rows that are not there. One warp copies both by the bulk copy
+engine, some steps of 64 along K ahead; two groups of four warps multiply, each 64 of 128 rows, or of 64 rows every
+other step. (Producer and consumer warps: CUTLASS, NVIDIA.) Every sum is added up in one order: a row's result does not
+depend on the others. Programs that stay take one tile after the other, but at these sizes a processor has one, and its
+time is that of bringing `x` and weights from the second-level cache.
 
 Weights do not depend on the kernel before, so the first of them are on their way while it ends (`dependent_launch`).
 """
@@ -28,6 +29,13 @@ from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_nex
 def power_of_two(width):
     """The largest that fits: so many rows of the weight are one instruction; what is left is another."""
     return 1 << (width.bit_length() - 1)
+
+
+@gluon.jit
+def first_row(tile, shape, BLOCK_M: gl.constexpr):
+    """Of the tile's rows of ``x``."""
+    m_tiles, tiles, steps, last = shape
+    return gl.minimum(tile % m_tiles * BLOCK_M, last)
 
 
 @gluon.jit
@@ -71,7 +79,7 @@ def _copy(descs, weight, pipes, shape, GATED: gl.constexpr, PDL: gl.constexpr, E
     """The copying warp."""
     x_desc, w_desc, tail_desc = descs
     x_smem, w_smem, tail_smem, full, empty = pipes
-    m_tiles, tiles, steps = shape
+    m_tiles, tiles, steps, last = shape
     STAGES: gl.constexpr = x_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * 128
@@ -87,18 +95,20 @@ def _copy(descs, weight, pipes, shape, GATED: gl.constexpr, PDL: gl.constexpr, E
             _prefetch(weight, tile // m_tiles * BLOCK_N, tile % m_tiles, m_tiles, STAGES * 64, GATED, BLOCK_N)
     if EARLY:
         wait_for_previous(PDL)
+    row = first_row(tile, shape, BLOCK_M)
     for i in range(ahead):
-        tma.async_copy_global_to_shared(x_desc, [tile % m_tiles * BLOCK_M, i * 64], full.index(i), x_smem.index(i))
+        tma.async_copy_global_to_shared(x_desc, [row, i * 64], full.index(i), x_smem.index(i))
     count = ahead
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row = first_row(tile, shape, BLOCK_M)
         for step in range(gl.where(tile == gl.program_id(0), ahead, 0), steps):
             stage = count % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(bar, BYTES)
-            tma.async_copy_global_to_shared(x_desc, [tile % m_tiles * BLOCK_M, step * 64], bar, x_smem.index(stage))
-            row = tile // m_tiles * BLOCK_N
-            _copy_weights(w_desc, tail_desc, w_smem, tail_smem, stage, bar, row, step * 64, GATED)
+            tma.async_copy_global_to_shared(x_desc, [row, step * 64], bar, x_smem.index(stage))
+            first = tile // m_tiles * BLOCK_N
+            _copy_weights(w_desc, tail_desc, w_smem, tail_smem, stage, bar, first, step * 64, GATED)
             count += 1
 
 
@@ -176,7 +186,7 @@ def _multiply(pipes, letter, tensors, norm, sizes, shape, GROUP: gl.constexpr, G
     of an even number of stages always the same, whose barriers' phases it then waits for one by one."""
     bias_ptr, out, following = tensors
     M, N, K, scale = sizes
-    m_tiles, tiles, steps = shape
+    m_tiles, tiles, steps, last = shape
     N0: gl.constexpr = power_of_two(BLOCK_N)
     N1: gl.constexpr = BLOCK_N - N0
     BLOCK_M: gl.constexpr = pipes[0].shape[1]
@@ -184,14 +194,15 @@ def _multiply(pipes, letter, tensors, norm, sizes, shape, GROUP: gl.constexpr, G
     wait_for_previous(PDL)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         tile_count = tile // gl.num_programs(0)
-        row = tile % m_tiles * BLOCK_M + ROW
+        row = first_row(tile, shape, BLOCK_M) + ROW
+        begin = tile % m_tiles * BLOCK_M  # rows before it are another tile's to add
         first = tile // m_tiles * BLOCK_N
         count = tile_count * steps
         if BLOCK_M == 64 and GROUP == 1:
             _hand_over(_product(count, (count + 1) % 2, steps, pipes, 0, 2, N0, N1), letter, tile_count)
         else:
             if norm[0] is None:
-                b_before = fetch_stream(out, (M, N), row, first, N0)
+                b_before = fetch_stream(out, (M, N), begin, row, first, N0)
             else:
                 b_before = fetch_squares(norm, M, row, TERMS)
             if BLOCK_M == 64:
@@ -199,7 +210,7 @@ def _multiply(pipes, letter, tensors, norm, sizes, shape, GROUP: gl.constexpr, G
             else:
                 accs = _product(count, 0, steps, pipes, ROW, 1, N0, N1)
             if norm[0] is None:
-                add_to_stream(accs[0], b_before, bias_ptr, out, following, (M, N), scale, row, first)
+                add_to_stream(accs[0], b_before, bias_ptr, out, following, (M, N), scale, begin, row, first)
             else:
                 b_factor = gl.rsqrt(gl.sum(b_before, 0) / K + norm[2])
                 normalise_and_activate(accs[0], b_factor, bias_ptr, out, (M, N), row, first, GATED, ACT)
@@ -207,7 +218,7 @@ def _multiply(pipes, letter, tensors, norm, sizes, shape, GROUP: gl.constexpr, G
                     normalise_and_activate(accs[1], b_factor, bias_ptr, out, (M, N), row, first + N0, GATED, ACT)
 
 
-@gluon.jit(do_not_specialize=["M", "m_tiles", "tiles", "steps", "terms"])
+@gluon.jit(do_not_specialize=["M", "m_tiles", "tiles", "steps", "terms", "last"])
 def linear_tiles_sm90_kernel(
     x_desc,  # [M, K]
     w_desc,  # [N, K]; [N / 8, 2, 8, K] if GATED: 8 rows of gate, 8 of up
@@ -232,6 +243,7 @@ def linear_tiles_sm90_kernel(
     m_tiles,
     tiles,
     steps,  # of 64 along K
+    last,  # first row of the last tile of x
     ACT: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
@@ -273,7 +285,7 @@ def linear_tiles_sm90_kernel(
     tensors = (bias_ptr, out, (scaled_ptr, norm_ptr, norm_offset, next_squares_ptr))
     norm = (squares_ptr, terms, eps)
     sizes = (M, N, K, scale)
-    shape = (m_tiles, tiles, steps)
+    shape = (m_tiles, tiles, steps, last)
     descs = (x_desc, w_desc, tail_desc)
     weight = (weight_ptr, rows_w, K, stride_w)
     gl.warp_specialize(
@@ -308,7 +320,7 @@ def launch_tiles_sm90(
         weight if fused.constant_weight and prefetch else None,
         *(bias, squares, out, scaled, norm_weight, next_squares),
         *(m, out.shape[1], k, terms, fused.eps, norm_offset, fused.scale, out.stride(0), rows, weight.stride(0)),
-        *(m_tiles, tiles, triton.cdiv(k, BLOCK_K)),
+        *(m_tiles, tiles, triton.cdiv(k, BLOCK_K), max(0, m - block_m)),
         ACT=fused.activation,
         GATED=fused.gated,
         EARLY=fused.constant_weight,
