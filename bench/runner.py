@@ -1,7 +1,9 @@
 """One case, checked and then timed; and the two ceilings of the machine, measured in the same run."""
 
 import platform
+import statistics
 import subprocess
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +11,14 @@ import torch
 import triton
 
 from autotune.problem import without_effects
-from autotune.timing import median_us
+from autotune.timing import Replay, median_us
 from autotune.verify import Prepared, Verdict, compare, prepare, verify
 from autotune.worker import Failed
 from bench.baselines import Baseline
 from bench.cases import CASES, Case
 
 Timer = Callable[[Callable[[int], object], int], float]  # (call, sets) -> microseconds
+SETTLING, SUSTAINED = 2.0, 1.0  # seconds of products before their rate counts, and while it does
 
 
 def copy_gbs(device: torch.device) -> float:
@@ -29,9 +32,17 @@ def copy_gbs(device: torch.device) -> float:
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """A bfloat16 product of 8192 x 8192 matrices of random numbers, in TFLOP/s."""
+    """bfloat16 products of 8192 x 8192 matrices of random numbers one after the other, in TFLOP/s: the rate of the last
+    :data:`SUSTAINED` seconds, after as many again as it takes until a GPU has come down to what its power allows."""
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / median_us(lambda _: a @ b, 1, sample_ms=20, samples=20) / 1e6
+    replay = Replay(lambda _: a @ b, 1, sample_ms=100)
+    begin = time.monotonic()
+    while time.monotonic() - begin < SETTLING:
+        replay.us()
+    found = []
+    while time.monotonic() - begin < SETTLING + SUSTAINED:
+        found.append(replay.us())
+    return 2 * 8192**3 / statistics.mean(found) / 1e6
 
 
 def checked(verdict: Verdict, what: str) -> Verdict:

@@ -2,8 +2,8 @@
 
 Up to 64 rows, reading the weight bounds the product, and cuBLAS takes up to 1.7 times as long as that. A table says for
 each size which of three is fastest: `portable/rows.py` (one or two rows), `portable/tiles.py`, or cuBLAS between
-kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's; but from some thousand on, a
-gated product on Hopper is one launch of `sm90/gated.py`.
+kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's; but gated products on Hopper
+are one launch, of up to 256 rows of `invariant.py`, and from some thousand on of `sm90/gated.py`.
 """
 
 import math
@@ -12,6 +12,7 @@ import torch
 import triton
 
 from tritonllm import env
+from tritonllm.kernels.dense import invariant
 from tritonllm.kernels.dense.arguments import Fused, Operands
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
@@ -112,8 +113,11 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
 def _gate(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str | None
 ) -> None:
-    """The gated product: cuBLAS and a kernel after it; of many rows on Hopper one launch."""
+    """The gated product: cuBLAS and a kernel after it; of more than 64 rows on Hopper one launch."""
     assert activation is not None
+    if invariant.takes_gated(x, weight):
+        invariant.launch_gated(x, weight, bias, out, activation)
+        return
     if on_sm90(x.device):
         from tritonllm.kernels.dense.sm90 import gated as sm90  # Gluon is not there for every GPU
 
