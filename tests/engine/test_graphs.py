@@ -336,23 +336,28 @@ def test_what_has_no_room(shared_graphs):
 
 
 def test_what_is_captured_when():
-    """At the start all but the graphs for shared prefixes, the largest of a kind first; those when one comes."""
+    """All at the start, the largest of a kind first. Of shared prefixes few sizes, which hold the others."""
     model, kinds = Model(), []
     graphs = make_graphs(model, may_share=lambda size: size >= 16, kinds=kinds)
-    rooms = [(len(b.metadata.decode_order), b.metadata.segments.chunk.tokens) for b, _ in model.calls]
-    alone = [(20, 0), (16, 0), (8, 0), (4, 0), (4, 0), (2, 0), (2, 0), (1, 0), (1, 0)]  # the small ones for two regimes
-    late = (20, 0)
-    assert rooms == [*alone, late, (20, 20), (20, 8), (5, 8), (2, 8)]
-    assert [b.draws for b, _ in model.calls] == [True] * 9 + [False] + [True] * 4
-    assert [b.metadata.max_decode_len for b, _ in model.calls] == [LONG] * 3 + [10, LONG] * 3 + [LONG] * 5
-    assert kinds == [tokens > 0 for _, tokens in rooms]
-    assert all(batch.metadata.cascade is None for batch, _ in model.calls)
-    for calls in (2, 1):  # the first time a capture; then replays
+
+    def seen(batch):
+        metadata = batch.metadata
+        return len(metadata.decode_order), metadata.segments.chunk.tokens, metadata.cascade is not None
+
+    rooms = [seen(batch) for batch, _ in model.calls]
+    alone = [(20, 0, False), (20, 0, True), (16, 0, False), (16, 0, True), (8, 0, False)]
+    small = [(size, 0, False) for size in (4, 4, 2, 2, 1, 1)]  # for two regimes
+    late = [(20, 0, False), (20, 0, True)]
+    beside = [(20, 20, False), (20, 8, False), (5, 8, False), (2, 8, False)]
+    assert rooms == [*alone, *small, *late, *beside]
+    assert [b.draws for b, _ in model.calls] == [True] * 11 + [False] * 2 + [True] * 4
+    assert [b.metadata.max_decode_len for b, _ in model.calls] == [LONG] * 5 + [10, LONG] * 3 + [LONG] * 6
+    assert kinds == [tokens > 0 for _, tokens, _ in rooms]
+    for count, room in ((18, 20), (16, 16), (9, 16)):
         before = len(model.calls)
-        step = sharing(18, 4, list(range(18)))
+        step = sharing(count, 4, list(range(count)))
         run(graphs, step, graphs.key_for(step))
-        sizes = [(len(b.metadata.seq_lens), b.metadata.cascade is not None) for b, _ in model.calls[before:]]
-        assert sizes == [(20, True)] * calls
+        assert [seen(batch) for batch, _ in model.calls[before:]] == [(room, 0, True)], "a replay, and no capture"
 
 
 def test_late_steps_have_graphs_of_their_own():

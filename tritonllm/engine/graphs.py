@@ -7,9 +7,8 @@ tables from fixed buffers, so one graph serves any step that its room holds; wha
 
 Kinds of rooms, of which those with prompts and those without have memory of their own:
 
-- ``decodes`` sequences alone, from token ids to new tokens: dense sizes. Steps whose sequences share a prefix launch
-  other kernels: their graphs are captured when the first such step of a size comes, since most services never see one.
-  (The 20 ordinary ones take 1.05 s of a start of Qwen3-0.6B on an H200.)
+- ``decodes`` sequences alone, from token ids to new tokens: dense sizes. (20 of them take 1.05 s of a start of
+  Qwen3-0.6B on an H200.) Steps whose sequences share a prefix launch other kernels, from fewer graphs.
 - The same with masks of the tokens that may come (grammars): captured when the first such step of a size comes.
 - ``decodes`` sequences alone with drafts to verify, as many of each: the same, for as many sequences as have drafts.
 - ``decodes`` sequences alone of which the host restricts some: to hidden states, for few sizes. The draw is launched
@@ -52,6 +51,13 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     sizes = [n for n in (1, 2, 4, 8) if n <= max_num_seqs]
     sizes += range(16, max_num_seqs + 1, 16)
     return sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]
+
+
+def shared_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture of sequences that share a prefix: fewer, since their padding costs little beside the keys
+    that they have."""
+    sizes = [n for n in (16, 32) if n < max_num_seqs]
+    return [*sizes, *range(64, max_num_seqs, 64), max_num_seqs]
 
 
 def padded(n: int, sizes: Sequence[int]) -> int:
@@ -238,9 +244,10 @@ class StepGraphs:
         most = max(room.segments.sequences for room in rooms)
         self._tables = torch.zeros(most, limits.max_blocks, dtype=torch.int32, device=device)
         self._loaded: np.ndarray | None = None  # what the tables hold of a step without prompts
-        self._plans = self._make_plans([size for size in self._sizes if may_share(size)])
         self._graphs: dict[GraphKey, Captured] = {}
         self._late = decode_sizes(limits.max_num_seqs, 0)
+        self._shared = [size for size in shared_sizes(limits.max_num_seqs) if may_share(size)]
+        self._plans = self._make_plans(sorted({*self._shared, *filter(may_share, self._late)}))
         late = [RoomKey(size) for size in self._late]
         nothing = dummy_step(0, [], rows=0, width=0)
         for kind in (with_drafts, alone, late, self._beside):
@@ -254,12 +261,14 @@ class StepGraphs:
 
     def _keys(self, room: RoomKey, late: bool) -> Iterator[GraphKey]:
         """Of the graphs of a room that are captured at the start."""
-        alone = not (room.tokens or room.drafts or late)
+        alone = not (room.tokens or room.drafts)
+        may_share = alone and room.decodes in self._plans and room.decodes in (self._late if late else self._shared)
         for bound in self._regimes.bounds(self._rooms[room].segments):
-            key = GraphKey(room.decodes, room.tokens, bound, drafts=room.drafts, late=late)
-            yield key
-            if alone and self._limits.by_shards:
-                yield key._replace(by_shards=True)
+            for shared in (False, True) if may_share else (False,):
+                key = GraphKey(room.decodes, room.tokens, bound, shared, room.drafts, late)
+                yield key
+                if alone and not late and self._limits.by_shards:
+                    yield key._replace(by_shards=True)
 
     def _room(self, sequences: int, tokens: int, drafts: int) -> Room:
         if drafts:
@@ -308,7 +317,8 @@ class StepGraphs:
         hidden states of all its tokens are wanted."""
         decode, verify, chunk = step.segments
         if step.segments.only_decodes:
-            return self._key(RoomKey(padded(decode.sequences, self._late if step.late else self._sizes)), step)
+            sizes = self._late if step.late else self._sizes if step.shared is None else self._shared
+            return self._key(RoomKey(padded(decode.sequences, sizes)), step)
         if verify.sequences:
             fits = verify.longest == 1 + self._limits.drafts and step.segments.tokens == verify.tokens
             fits = fits and verify.sequences <= self._limits.verified
