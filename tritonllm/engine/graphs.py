@@ -9,7 +9,6 @@ Kinds of rooms, of which those with prompts and those without have memory of the
 
 - ``decodes`` sequences alone, from token ids to new tokens: dense sizes. (20 of them take 1.05 s of a start of
   Qwen3-0.6B on an H200.) Steps whose sequences share a prefix launch other kernels, from fewer graphs.
-- The same with masks of the tokens that may come (grammars): captured when the first such step of a size comes.
 - ``decodes`` sequences alone with drafts to verify, as many of each: the same, for as many sequences as have drafts.
 - ``decodes`` sequences alone of which the host restricts some: to hidden states, for few sizes. The draw is launched
   when its masks are there (:mod:`tritonllm.engine.control`).
