@@ -299,11 +299,7 @@ class StepGraphs:
         return plans
 
     def _capture(self, key: GraphKey) -> Captured:
-        """Capture a step on what is in the buffers.
-
-        The rehearsal before it may come in the middle of service. It puts tokens in the place of pending ids, as the
-        replay would have; what else it writes (keys, values, drawn tokens) the replay that follows writes again.
-        """
+        """Capture a step on what is in the buffers."""
         room = self._rooms[key.room]
         tables = self._tables[: room.segments.sequences]
         plan = self._plans[key.decodes] if key.shared else None
@@ -341,15 +337,13 @@ class StepGraphs:
         return GraphKey(room.decodes, room.tokens, bound, shared, room.drafts, late, by_shards)
 
     def load(self, step: Step, key: GraphKey) -> Captured:
-        """Fill the buffers for a graph, which is captured if it is new. What its replay writes is valid until the next
-        one's. Of hidden states and tokens the step's own are the first.
+        """Fill the buffers for a graph. What its replay writes is valid until the next one's. Of hidden states and
+        tokens the step's own are the first.
 
         Args:
             key: what :meth:`key_for` said.
         """
         self._load(step, key)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(key)
         return self._graphs[key]
 
     def _load(self, step: Step, key: GraphKey) -> None:
