@@ -63,6 +63,7 @@ def make_app(
         llm.observer = Observers(metrics, traces)
         app.add_middleware(WithParent)
     _add_errors(app)
+    _add_answers(app, service)  # first: paths are looked for in this order, 3 us each
     add_status(app, llm, metrics)
     _add_models(app, service)
     _add_tokenizer(app, service)
@@ -71,6 +72,13 @@ def make_app(
         add_admin(app, llm, bool(config.api_keys))
     add_profile(app, llm, config)
 
+    app.add_middleware(Guard, config=config, running=running)
+    if config.allowed_origins:
+        _allow_origins(app, config.allowed_origins)
+    return app
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await complete(service, request, body)
@@ -90,11 +98,6 @@ def make_app(
     @app.post("/v1/messages/count_tokens")
     async def messages_count_tokens(body: CountRequest) -> Response:
         return await count_tokens(service, body)
-
-    app.add_middleware(Guard, config=config, running=running)
-    if config.allowed_origins:
-        _allow_origins(app, config.allowed_origins)
-    return app
 
 
 def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
