@@ -21,6 +21,7 @@ import numpy as np
 
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
 from tritonllm.engine.json_schema import malformed, unsupported
+from tritonllm.engine.short_strings import with_chains
 from tritonllm.sampling_params import StructuredOutputsParams
 
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
@@ -79,7 +80,19 @@ def _parse_schema(grammar: Any, wish: StructuredOutputsParams) -> Any:
     ignored = unsupported(schema)
     if ignored is not None:
         raise ValueError(f"structured_outputs: json has {ignored}, which a grammar cannot keep an output to: drop it")
-    return grammar.from_json_schema(text, any_whitespace=not wish.disable_any_whitespace)
+    return _quick(grammar.from_json_schema(text, any_whitespace=not wish.disable_any_whitespace))
+
+
+def _quick(grammar: Any) -> Any:
+    """The same grammar, written so that the masks of its short strings are quick to fill."""
+    text = with_chains(str(grammar))
+    if text is None:
+        return grammar
+    try:
+        chained = type(grammar).from_ebnf(text)
+    except RuntimeError:  # what xgrammar writes it can read, as far as is known
+        return grammar
+    return chained if str(chained) == text else grammar
 
 
 class Grammars:
