@@ -13,7 +13,7 @@ from tritonllm.engine.grammar import parse
 from tritonllm.engine.short_strings import MOST_CHARACTERS, MOST_RULES, with_chains
 from tritonllm.sampling_params import StructuredOutputsParams
 
-WORDS = ['",', '"}', '"]', 'a"', 'ab"}', "aa", "aaa", "aaaa", 'aaaaa"', '"a"', '"a', ": ", ", ", "é", '\\"', "true", "12"]
+WORDS = ['",', '"}', '"]', 'a"', 'ab"}', "aa", "aaaa", 'aaaaa"', '"a"', '"a', ": ", ", ", "é", '\\"', "true", "12"]
 VOCABULARY = ["<end>", *(chr(code) for code in range(32, 127)), "\n", *WORDS]
 WORD_COUNT = -(-len(VOCABULARY) // 32)
 
