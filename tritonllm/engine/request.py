@@ -48,7 +48,7 @@ class Pooling(NamedTuple):
     cached: bool = True
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence to generate, or a prompt to pool: for the scheduler that is a sequence that ends with its first new
     token, which nobody draws. The engine fills in the first group of fields, the scheduler owns the second.
@@ -206,6 +206,11 @@ class Request:
                 f"max_total_tokens must be more than the prompt's {length} tokens and at most {most} "
                 f"(max_model_len, and the prompt with max_tokens), got {self.max_total_tokens}"
             )
+
+    def token(self, place: int) -> int:
+        """One of the known tokens of prompt and output."""
+        split = len(self.prompt_token_ids)
+        return self.output_token_ids[place - split] if place >= split else self.prompt_token_ids[place]
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Tokens ``start`` to ``end`` (exclusive) of prompt and output, in time proportional to their number.
