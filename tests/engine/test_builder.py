@@ -144,7 +144,24 @@ def test_a_seat_is_told_of_new_blocks_a_new_request_and_a_preemption():
     assert build(second, builder=builder).parameters is None  # nothing has changed
     second.request.admission = next(ADMISSIONS)
     second.request.block_ids = [2, 6]  # as many as before, but others
-    assert build(second, builder=builder).block_tables.tolist() == [[2, 6]]
+    step = build(second, builder=builder)
+    assert step.block_tables.tolist() == [[2, 6]] and step.parameters is None  # it has forked, or is in its seat again
+    third = item("c", list(range(5)), [2, 6], 0, 5, seat=4, temperature=0.25)
+    del first, second, step  # nobody knows who had the seat
+    assert build(third, builder=builder).parameters.temperature[4] == 0.25
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=SEATS), st.integers(0, 9))
+def test_last_tokens_of_decodes(pending, prompt):
+    """Of prompts and of outputs; those in flight only the device knows."""
+    items = []
+    for seat, flies in enumerate(pending):
+        items.append(item(str(seat), list(range(10, 11 + prompt)), [seat], prompt + seat, 1, seat=seat, pending=flies))
+        items[-1].request.output_token_ids = [100 + place for place in range(seat)]
+    items = [one._replace(samples=True) for one in items]
+    ids = build(*items, block_size=32).inputs.input_ids.tolist()
+    last = [100 + seat - 1 if seat else 10 + prompt for seat in range(len(pending))]
+    assert ids == [-1 if flies else token for flies, token in zip(pending, last, strict=True)]
 
 
 def test_decodes_that_share_a_prefix():

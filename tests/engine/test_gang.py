@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.scheduling import add, has_unfinished, make, make_scheduler, step
 
 from tritonllm.engine.block_copies import BlockCopies
+from tritonllm.engine.block_pool import BlockPool
 from tritonllm.engine.control import ReadsOutput
+from tritonllm.engine.gang import fork, free, move
 from tritonllm.engine.request import RequestStatus
 
 
@@ -191,6 +195,45 @@ def test_a_fork_goes_on_from_where_its_parent_is(length):
     for request in (first, second, third):
         scheduler.abort(request.request_id)
     assert used(scheduler) == 0
+
+
+def in_pool(pool, tables, computed, tails):
+    """Requests with these blocks, and other state that a fork takes over."""
+    requests = []
+    for number, (table, tail) in enumerate(zip(tables, tails, strict=True)):
+        request = make(f"r{number}", 3)
+        request.block_ids, request.tail, request.num_computed_tokens = list(table), tail, computed
+        request.block_hashes = [b"%d" % block for block in table]
+        request.num_labelled_blocks = min(len(table), number)
+        requests.append(request)
+    for block in {*tables[0], *tables[1], *(tail for tail in tails if tail is not None)}:
+        pool._unlink(block)
+        pool._refs[block] = sum(table.count(block) for table in tables) + tails.count(block)
+    return requests
+
+
+@given(st.integers(0, 5), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.booleans())
+def test_a_move_is_a_release_and_a_fork(common, mine, theirs, rest, shares_tail):
+    """Down to the order in which blocks are free, whichever of them both have."""
+    results = []
+    for moves in (False, True):
+        pool = BlockPool(16)
+        blocks = list(range(16))
+        both, own, others = blocks[:common], blocks[5 : 5 + mine], blocks[8 : 8 + theirs]
+        tails = [15 if shares_tail else None, None]
+        computed = 4 * (common + theirs) - (rest if theirs else 0)
+        child, parent = in_pool(pool, [both + own, both + others], computed, tails)
+        for block in both + own:
+            if block % 2:
+                pool.label(block, b"%d" % block)
+        if moves:
+            move(child, parent, pool, 4)
+        else:
+            free(child, pool)
+            fork(parent, child, pool, 4)
+        state = child.block_ids, child.tail, child.num_computed_tokens, child.block_hashes, child.num_labelled_blocks
+        results.append((*state, pool._refs, pool._next, pool._prev, pool.num_free))
+    assert results[0] == results[1]
 
 
 def test_when_all_wait_for_siblings_the_last_give_way():

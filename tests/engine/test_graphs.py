@@ -382,6 +382,16 @@ def test_late_steps_have_graphs_of_their_own():
     assert graphs.key_for(with_prompt) == graphs.key_for(dataclasses.replace(with_prompt, late=False))
 
 
+def test_steps_that_are_drawn_outside_take_graphs_without_a_draw_where_that_is_no_more_padding():
+    graphs = make_graphs(Model())
+    for n, room, late in ((20, 20, True), (18, 20, True), (16, 16, False), (3, 4, False)):
+        plain = step_of([5] * n)
+        for wish in ({"logprobs": 8}, {"edited": np.zeros(n, dtype=np.int32)}, {"redrawn": True}):
+            key = graphs.key_for(dataclasses.replace(plain, **wish))
+            assert (key.late, key.decodes, key.tokens) == (late, room, 0)
+        assert graphs.key_for(plain) == key._replace(late=False)
+
+
 def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):
     model = Model()
     graphs, steps = make_graphs(model), [sharing(5, 0, [], seed) for seed in (1, 2)]

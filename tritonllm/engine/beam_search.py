@@ -11,7 +11,6 @@ copied but those of a last block that is filled in part. The host has to know a 
 one of a search; other requests are planned ahead as ever.
 """
 
-import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,9 +48,10 @@ class Scores(NamedTuple):
 NOTHING = Scores((), ())
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # a frozen one takes thrice as long to make
 class Hypothesis:
-    """A continuation of the prompt: its last token, what it continues, and the sum of its log-probabilities.
+    """A continuation of the prompt: its last token, what it continues, and the sum of its log-probabilities. It never
+    changes.
 
     Attributes:
         scores: what its last token was chosen from.
@@ -99,28 +99,32 @@ class BeamSearch:
         """Go on by one token.
 
         Args:
-            scores: of each running hypothesis its :meth:`candidates` most likely next tokens.
+            scores: of each running hypothesis its :meth:`candidates` most likely next tokens, of all equally many.
 
         Returns:
             For each of the new running hypotheses which of the old ones it continues; none if the search is over.
         """
         width, length = self.params.beam_width, self.running[0].length + 1
-        options = (
-            (before.total + logprob, parent, token)
-            for parent, (before, mine) in enumerate(zip(self.running, scores, strict=False))
-            for token, logprob in zip(*mine, strict=True)
-        )
-        best = heapq.nlargest(self.candidates(width, self.ends), options, key=lambda option: option[0])
+        totals, each = [], len(scores[0].token_ids)
+        for before, mine in zip(self.running, scores, strict=False):
+            so_far = before.total
+            totals += [so_far + logprob for logprob in mine.logprobs]
+        best = sorted(range(len(totals)), key=totals.__getitem__, reverse=True)[: self.candidates(width, self.ends)]
         parents, running, ended = list[int](), list[Hypothesis](), list[tuple[float, Hypothesis]]()
-        for place, (total, parent, token) in enumerate(best):
-            new = Hypothesis(self.running[parent], token, total, length, scores[parent])
+        for place, option in enumerate(best):
+            if place >= width == len(running):
+                break
+            parent, at = divmod(option, each)
+            token = scores[parent].token_ids[at]
+            new = Hypothesis(self.running[parent], token, totals[option], length, scores[parent])
             if token in self.ends or length == self.most:
                 if place < width:
-                    ended.append((total / length**self.params.length_penalty, new))
+                    ended.append((new.total / length**self.params.length_penalty, new))
             elif len(running) < width:
                 parents.append(parent)
                 running.append(new)
-        self.finished = sorted(self.finished + ended, key=lambda entry: -entry[0])[:width]
+        if ended:
+            self.finished = sorted(self.finished + ended, key=lambda entry: -entry[0])[:width]
         if self._is_over(running, length):
             parents, running = [], []
         self.running = running
@@ -190,9 +194,10 @@ class BeamState(RequestState):
 
     def decide(self) -> None:
         """If all sequences have their next tokens: choose, and let them go on or end."""
+        for beam in self.beams:
+            if not beam.request.held:
+                return
         requests = [beam.request for beam in self.beams]
-        if not all(request.held for request in requests):
-            return
         parents = self.search.advance([self.beams[place].scores for place in self.places or [0]])
         if not parents:
             for request in requests:
@@ -200,15 +205,18 @@ class BeamState(RequestState):
             return
         wanted = [self.places[parent] for parent in parents] if self.places else list(range(len(parents)))
         unused = [place for place in range(len(requests)) if place not in wanted]
-        outputs = [list(request.output_token_ids) for request in requests]
         self.places = []
         for parent, hypothesis in zip(wanted, self.search.running, strict=True):
             place = parent if parent not in self.places else unused.pop()
             self.places.append(place)
-            if place != parent:
-                self.scheduler.fork(requests[parent], requests[place])
-            requests[place].output_token_ids[:] = [*outputs[parent], hypothesis.token]
-            requests[place].held = False
+            request = requests[place]
+            if place == parent:
+                request.output_token_ids.append(hypothesis.token)
+            else:  # behind its parent, which has gone on itself
+                self.scheduler.fork(requests[parent], request)
+                request.output_token_ids[:] = requests[parent].output_token_ids
+                request.output_token_ids[-1] = hypothesis.token
+            request.held = False
 
     def output(self) -> RequestOutput | PoolingRequestOutput | None:
         output = super().output()

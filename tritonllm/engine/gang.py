@@ -18,18 +18,32 @@ from tritonllm.engine.plan import ScheduledRequest
 from tritonllm.engine.request import Request, RequestStatus
 
 
-def fork(parent: Request, child: Request, pool: BlockPool, block_size: int) -> None:
-    """Let ``child``, which holds no blocks, share all that ``parent`` has computed, by reference."""
+def fork(parent: Request, child: Request, pool: BlockPool, block_size: int, has: int = 0) -> None:
+    """Let ``child`` share all that ``parent`` has computed, by reference. It holds none but so many of the first."""
     full, rest = divmod(parent.num_computed_tokens, block_size)
     child.block_ids = parent.block_ids[:full]
     if rest:
         child.tail = parent.block_ids[full] if full < len(parent.block_ids) else parent.tail
-    pool.retain(child.block_ids if child.tail is None else [*child.block_ids, child.tail])
+    new = child.block_ids[has:]
+    pool.retain(new if child.tail is None else [*new, child.tail])
     child.num_computed_tokens = parent.num_computed_tokens
     child.block_hashes = parent.block_hashes[:full]
     child.num_labelled_blocks = min(parent.num_labelled_blocks, full)
     if child.num_cached_tokens is None:
         child.num_cached_tokens = child.num_computed_tokens
+
+
+def move(child: Request, parent: Request, pool: BlockPool, block_size: int) -> None:
+    """As :func:`free` and :func:`fork` of a child that has blocks, which takes no time in those that both have."""
+    both = 0
+    for mine, theirs in zip(child.block_ids, parent.block_ids, strict=False):
+        if mine != theirs:
+            break
+        both += 1
+    both = min(both, parent.num_computed_tokens // block_size)
+    del child.block_ids[:both]
+    free(child, pool)
+    fork(parent, child, pool, block_size, both)
 
 
 def free(request: Request, pool: BlockPool) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
 from tritonllm.engine.json_schema import malformed, unsupported
+from tritonllm.engine.short_strings import with_chains
 from tritonllm.sampling_params import StructuredOutputsParams
 
 MOST_KEPT = 256  # compiled grammars; one of a small schema takes some hundred kilobytes
@@ -79,7 +80,19 @@ def _parse_schema(grammar: Any, wish: StructuredOutputsParams) -> Any:
     ignored = unsupported(schema)
     if ignored is not None:
         raise ValueError(f"structured_outputs: json has {ignored}, which a grammar cannot keep an output to: drop it")
-    return grammar.from_json_schema(text, any_whitespace=not wish.disable_any_whitespace)
+    return _quick(grammar.from_json_schema(text, any_whitespace=not wish.disable_any_whitespace))
+
+
+def _quick(grammar: Any) -> Any:
+    """The same grammar, written so that the masks of its short strings are quick to fill."""
+    text = with_chains(str(grammar))
+    if text is None:
+        return grammar
+    try:
+        chained = type(grammar).from_ebnf(text)
+    except RuntimeError:  # what xgrammar writes it can read, as far as is known
+        return grammar
+    return chained if str(chained) == text else grammar
 
 
 class Grammars:
@@ -186,7 +199,6 @@ class GrammarControl:
         self._compiled, self.words = compiled, -(-vocab // 32)
         self._ahead: deque[int] = deque()  # tokens that must come next, which the matcher has taken already
         self._next: np.ndarray | None = None  # the mask behind those, if it was filled
-        self._choice = False  # that mask is known to allow several tokens
         self._failure: str | None = None  # of the package
 
     @cached_property
@@ -214,7 +226,7 @@ class GrammarControl:
 
     def forced(self) -> Sequence[int]:
         """At most :data:`MOST_FORCED`, the one that ends the output perhaps among them."""
-        if (not self._ahead and self._choice) or self._failure is not None:
+        if self._failure is not None:
             return ()
         while len(self._ahead) < MOST_FORCED and not self.matcher.is_terminated():
             if self._next is None:
@@ -227,7 +239,7 @@ class GrammarControl:
         return tuple(self._ahead)
 
     def _accept(self, token: int) -> bool:
-        self._next, self._choice = None, False
+        self._next = None
         return bool(self.matcher.accept_token(token))
 
     def fill(self, mask: np.ndarray) -> None:
@@ -245,9 +257,9 @@ class GrammarControl:
         mask[:] = mask_of(self._ahead[0], self.words) if self._ahead else self._next
         return True
 
-    def note(self, mask: np.ndarray, choice: bool) -> None:
-        """The next token's mask, which was filled by others, and whether it is known to allow several tokens."""
-        self._next, self._choice = mask, choice
+    def note(self, mask: np.ndarray) -> None:
+        """The next token's mask, which was filled by others."""
+        self._next = mask
 
 
 def masks_of(controls: Sequence[GrammarControl]) -> np.ndarray:
@@ -257,16 +269,16 @@ def masks_of(controls: Sequence[GrammarControl]) -> np.ndarray:
     EPYC; `bench/synthetic_vocabulary.py`).
     """
     words = np.empty((len(controls), controls[0].words), dtype=np.int32)
-    rows = [row for row, control in enumerate(controls) if not control.write(words[row])]
+    masks = [*words]
+    rows = [row for row, control in enumerate(controls) if not control.write(masks[row])]
     try:
         if rows:
             _batch().batch_fill_next_token_bitmask([controls[row].matcher for row in rows], words, rows)
     except Exception:  # of one of them: the others go on
         for row in rows:
-            controls[row].fill(words[row])
-    choices = ((words != 0).sum(1) > 1).tolist()
+            controls[row].fill(masks[row])
     for row in rows:
-        controls[row].note(words[row], choices[row])
+        controls[row].note(masks[row])
     return words
 
 

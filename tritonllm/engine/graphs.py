@@ -121,7 +121,7 @@ class GraphKey(NamedTuple):
         max_decode_len: the bound of the lengths' regime, see :mod:`tritonllm.layers.regime`.
         shared: some decodes share a prefix.
         drafts: to verify, of each of them.
-        late: it ends with the hidden states, and is drawn when the host has had its say.
+        late: it ends with the hidden states, and is drawn outside, perhaps when the host has had its say.
         by_shards: each rank draws from its part of the logits.
     """
 
@@ -312,8 +312,7 @@ class StepGraphs:
         hidden states of all its tokens are wanted."""
         decode, verify, chunk = step.segments
         if step.segments.only_decodes:
-            sizes = self._late if step.late else self._sizes if step.shared is None else self._shared
-            return self._key(RoomKey(padded(decode.sequences, sizes)), step)
+            return self._key_of_decodes(decode.sequences, step)
         if verify.sequences:
             fits = verify.longest == 1 + self._limits.drafts and step.segments.tokens == verify.tokens
             fits = fits and verify.sequences <= self._limits.verified
@@ -329,12 +328,18 @@ class StepGraphs:
                 return self._key(RoomKey(sequences, tokens), step)
         return None
 
-    def _key(self, room: RoomKey, step: Step) -> GraphKey:
+    def _key_of_decodes(self, count: int, step: Step) -> GraphKey:
+        """A step that is late, or whose logits are edited or reported, is drawn outside of its graph. So one of the
+        second kind, too, takes a graph that does not draw, where that has no more padding."""
+        size, late = padded(count, self._sizes if step.shared is None else self._shared), padded(count, self._late)
+        without = step.late or (not step.plain and size == late)
+        return self._key(RoomKey(late if without else size), step, without)
+
+    def _key(self, room: RoomKey, step: Step, late: bool = False) -> GraphKey:
         bound = self._regimes.bound(self._rooms[room].segments, step.longest)
         alone = step.segments.only_decodes
         by_shards = alone and step.by_shards and self._limits.by_shards
-        shared, late = step.shared is not None, alone and step.late
-        return GraphKey(room.decodes, room.tokens, bound, shared, room.drafts, late, by_shards)
+        return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts, late, by_shards)
 
     def load(self, step: Step, key: GraphKey) -> Captured:
         """Fill the buffers for a graph. What its replay writes is valid until the next one's. Of hidden states and

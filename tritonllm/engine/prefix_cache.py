@@ -59,8 +59,10 @@ class PrefixCache:
         Computed may mean: by a step that is planned. The device runs steps in order, and each layer of a step writes
         all keys and values before it reads any, so whoever finds the block, even in the same step, reads what is there.
         """
-        full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         done = request.num_labelled_blocks
+        if request.num_computed_tokens < (done + 1) * self.block_size:  # asked of each request in each step
+            return
+        full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if full > done:
             for block, digest in zip(request.block_ids[done:full], self._digests(request, full)[done:], strict=True):
                 self.pool.label(block, digest)

@@ -76,6 +76,8 @@ class PromptShare:
 
     def take(self, request: Request, tokens: int) -> None:
         """The step computes so many of a request."""
+        if tokens == 1 and self._decodes:  # asked of each request in each step
+            return
         self._decodes |= tokens == 1 and not self._in_chunks(request)
         if self.left is not None and tokens > 1 and self._in_chunks(request):
             self.left -= tokens

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 
 from tritonllm.engine.block_pool import BlockPool
-from tritonllm.engine.gang import fork, free
+from tritonllm.engine.gang import free, move
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.waiting_queue import WaitingQueue
@@ -74,8 +74,7 @@ class Roster:
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let a running request go on from where a running sibling is, in the place of what it had itself."""
-        free(child, self._pool)
-        fork(parent, child, self._pool, self._block_size)
+        move(child, parent, self._pool, self._block_size)
         child.admission = next(self._admissions)  # the runner must look at its blocks anew
 
     def preempt_last(self, count: int = 1) -> list[Request]:

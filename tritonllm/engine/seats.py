@@ -5,6 +5,7 @@ inputs are rows picked from these arrays, and the work per step that is left in 
 """
 
 from collections.abc import Sequence
+from weakref import ref
 
 import numpy as np
 
@@ -49,6 +50,7 @@ class SeatTable:
         self.pooled: set[int] = set()
         self._admitted: list[Request] = []
         self._admissions = [-1] * seats  # of whom the arrays hold
+        self._holders: list[ref[Request] | None] = [None] * seats
         self._num_blocks = [0] * seats
 
     def rows(self, requests: Sequence[Request]) -> np.ndarray:
@@ -78,11 +80,15 @@ class SeatTable:
         return admitted
 
     def _seat(self, request: Request, seat: int) -> None:
-        params, mine = request.params, self.parameters
-        self.changed = True
+        params, mine, holder = request.params, self.parameters, self._holders[seat]
         self._admissions[seat] = request.admission
         self._num_blocks[seat] = 0
         self._admitted.append(request)
+        self.edits_told[seat] = False
+        if holder is not None and holder() is request:
+            return  # it forks, or comes back: only its blocks are others (of 64 beams 25 fork in a step)
+        self._holders[seat] = ref(request)
+        self.changed = True
         self.limits[seat] = max(1, request.length_limit - 1)  # the last token is never computed
         mine.temperature[seat] = 0.0 if params.greedy else params.temperature
         mine.top_k[seat] = max(params.top_k, 0)
@@ -98,5 +104,5 @@ class SeatTable:
             (self.pooled, pools),
         ):
             (seats.add if wanted else seats.discard)(seat)
-        self.edits[seat], self.edits_told[seat] = request.edits_logits, False
+        self.edits[seat] = request.edits_logits
         self.edited_lens[seat] = len(request.prompt_token_ids) + params.min_tokens
