@@ -8,6 +8,7 @@ table; of anything else measured twice, the newer result is shown.
 """
 
 import argparse
+import datetime
 import json
 import math
 import statistics
@@ -72,6 +73,14 @@ def of_kind(files: Iterable[File], kind: str) -> list[File]:
     return [file for file in files if file.kind == kind]
 
 
+def newest_of_kind(files: Iterable[File], kind: str) -> list[File]:
+    """The newest of each kind of machine."""
+    found: dict[str, File] = {}
+    for file in of_kind(files, kind):
+        found.setdefault(facts(file.data).split(" (")[0], file)
+    return list(found.values())
+
+
 def gpus_of(options: dict[str, Any]) -> int:
     """How many GPUs an engine with these options has."""
     return math.prod(options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
@@ -87,12 +96,17 @@ def engines(files: Iterable[File], name: str, gpus: int = 1, *, deterministic: b
     return found
 
 
+def _when(file: File) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(file.data["date"])
+
+
 def prices(files: Sequence[File]) -> list[str]:
-    """What ``deterministic=True`` costs: its runs beside those without it of the same day and kind of GPU."""
+    """What ``deterministic=True`` costs: runs beside the nearest ones without it, of the same day and kind of GPU."""
     parts = []
     for file in engines(files, "tritonllm", deterministic=True):
-        where = file.data["date"][:10], file.data["machine"]["gpu"]
+        where, when = (file.data["date"][:10], file.data["machine"]["gpu"]), _when(file)
         plain = [f for f in engines(files, "tritonllm") if (f.data["date"][:10], f.data["machine"]["gpu"]) == where]
+        plain.sort(key=lambda other: abs(_when(other) - when), reverse=True)  # the last one counts
         without = {row["workload"]: row["value"] for f in plain for row in f.data["rows"] if "value" in row}
         parts.append(f"{file.head()}\n\n{tables.prices(file.data, without)}")
     return parts
@@ -227,9 +241,8 @@ def results(files: Sequence[File]) -> str:
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),
     ):
-        parts += section(
-            title, [f"{f.head()}\n\n{table(f.data)}" for f in of_kind(files, kind)[: None if kind == "serving" else 1]]
-        )
+        found = of_kind(files, kind) if kind == "serving" else newest_of_kind(files, kind)
+        parts += section(title, [f"{file.head()}\n\n{table(file.data)}" for file in found])
     return "\n\n".join(parts) + "\n"
 
 
