@@ -11,8 +11,9 @@ copied but those of a last block that is filled in part. The host has to know a 
 one of a search; other requests are planned ahead as ever.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -105,22 +106,17 @@ class BeamSearch:
             For each of the new running hypotheses which of the old ones it continues; none if the search is over.
         """
         width, length = self.params.beam_width, self.running[0].length + 1
-        totals, each = [], len(scores[0].token_ids)
-        for before, mine in zip(self.running, scores, strict=False):
-            so_far = before.total
-            totals += [so_far + logprob for logprob in mine.logprobs]
-        best = sorted(range(len(totals)), key=totals.__getitem__, reverse=True)[: self.candidates(width, self.ends)]
         parents, running, ended = list[int](), list[Hypothesis](), list[tuple[float, Hypothesis]]()
-        for place, option in enumerate(best):
+        for place, (total, parent, token) in enumerate(self._best(scores)):
             if place >= width == len(running):
                 break
-            parent, at = divmod(option, each)
-            token = scores[parent].token_ids[at]
-            new = Hypothesis(self.running[parent], token, totals[option], length, scores[parent])
-            if token in self.ends or length == self.most:
-                if place < width:
-                    ended.append((new.total / length**self.params.length_penalty, new))
-            elif len(running) < width:
+            ends = token in self.ends or length == self.most
+            if ends and place >= width:
+                continue
+            new = Hypothesis(self.running[parent], token, total, length, scores[parent])
+            if ends:
+                ended.append((total / length**self.params.length_penalty, new))
+            else:
                 parents.append(parent)
                 running.append(new)
         if ended:
@@ -129,6 +125,23 @@ class BeamSearch:
             parents, running = [], []
         self.running = running
         return parents
+
+    def _best(self, scores: Sequence[Scores]) -> Iterator[tuple[float, int, int]]:
+        """The best continuations, the best first: their totals, which hypotheses they continue, and their tokens.
+
+        Those of each hypothesis are in order, so only the first ones that are left are compared. Few are asked for: to
+        sort all of them took twice as long.
+        """
+        before = self.running
+        heads = [hypothesis.total + mine.logprobs[0] for hypothesis, mine in zip(before, scores, strict=False)]
+        taken = [0] * len(heads)
+        for _ in range(self.candidates(self.params.beam_width, self.ends)):
+            total = max(heads)
+            parent = heads.index(total)  # among equals the first
+            (tokens, logprobs), at = scores[parent], taken[parent]
+            yield total, parent, tokens[at]
+            taken[parent] = at = at + 1
+            heads[parent] = before[parent].total + logprobs[at] if at < len(logprobs) else -math.inf
 
     def _is_over(self, running: Sequence[Hypothesis], length: int) -> bool:
         if not running:
