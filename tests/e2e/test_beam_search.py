@@ -73,6 +73,8 @@ def check(llm, folder, prompts, params, ends):
             assert sequence.finish_reason == ("stop" if not params.ignore_eos and ids[-1] in ends else "length")
             chosen = sum(scores[token].logprob for token, scores in zip(ids, sequence.logprobs, strict=True))
             assert chosen == pytest.approx(sequence.cum_logprob)
+        positions = [id(scores) for sequence in output.sequences for scores in sequence.logprobs]
+        assert len(set(positions)) == len(positions)  # whoever changes one changes no other
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])

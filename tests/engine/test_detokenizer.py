@@ -5,7 +5,7 @@ from support.tiny_tokenizer import save_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tritonllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, backend_of, find_stop
+from tritonllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, Words, backend_of, find_stop
 from tritonllm.engine.tokenizer import bad_word_ids, load_tokenizer
 
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters=[REPLACEMENT]), max_size=30)
@@ -31,6 +31,32 @@ def test_a_character_appears_with_its_last_token(tokenizer):
     assert len(ids) == 4
     detokenizer = IncrementalDetokenizer(tokenizer, [])
     assert [detokenizer.append(i) for i in ids] == ["", "", "", "🦊"]
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_words_are_what_the_tokenizer_says_of_single_tokens(tokenizer, cleans, monkeypatch):
+    """Special ones and parts of characters, too."""
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", cleans)
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    words = Words(tokenizer)
+    for _ in range(2):
+        assert [words(token) for token in range(len(tokenizer))] == [
+            tokenizer.decode([t]) for t in range(len(tokenizer))
+        ]
+
+
+def test_words_of_other_tokenizers_are_asked_for_once():
+    asked = []
+
+    class Theirs:
+        def decode(self, ids):
+            asked.append(ids)
+            return "w" * ids[0]
+
+    words = Words(Theirs())
+    assert [words(token) for token in (2, 1, 2, 0, 0)] == ["ww", "w", "ww", "", ""]
+    assert asked == [[2], [1], [0]]
+    assert Words(None)(5) is None
 
 
 def test_half_a_character_at_the_end_is_left_out(tokenizer):

@@ -11,15 +11,16 @@ copied but those of a last block that is filled in part. The host has to know a 
 one of a search; other requests are planned ahead as ever.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.engine.detokenizer import IncrementalDetokenizer
+from tritonllm.engine.detokenizer import IncrementalDetokenizer, Words
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import (
@@ -105,22 +106,17 @@ class BeamSearch:
             For each of the new running hypotheses which of the old ones it continues; none if the search is over.
         """
         width, length = self.params.beam_width, self.running[0].length + 1
-        totals, each = [], len(scores[0].token_ids)
-        for before, mine in zip(self.running, scores, strict=False):
-            so_far = before.total
-            totals += [so_far + logprob for logprob in mine.logprobs]
-        best = sorted(range(len(totals)), key=totals.__getitem__, reverse=True)[: self.candidates(width, self.ends)]
         parents, running, ended = list[int](), list[Hypothesis](), list[tuple[float, Hypothesis]]()
-        for place, option in enumerate(best):
+        for place, (total, parent, token) in enumerate(self._best(scores)):
             if place >= width == len(running):
                 break
-            parent, at = divmod(option, each)
-            token = scores[parent].token_ids[at]
-            new = Hypothesis(self.running[parent], token, totals[option], length, scores[parent])
-            if token in self.ends or length == self.most:
-                if place < width:
-                    ended.append((new.total / length**self.params.length_penalty, new))
-            elif len(running) < width:
+            ends = token in self.ends or length == self.most
+            if ends and place >= width:
+                continue
+            new = Hypothesis(self.running[parent], token, total, length, scores[parent])
+            if ends:
+                ended.append((total / length**self.params.length_penalty, new))
+            else:
                 parents.append(parent)
                 running.append(new)
         if ended:
@@ -129,6 +125,23 @@ class BeamSearch:
             parents, running = [], []
         self.running = running
         return parents
+
+    def _best(self, scores: Sequence[Scores]) -> Iterator[tuple[float, int, int]]:
+        """The best continuations, the best first: their totals, which hypotheses they continue, and their tokens.
+
+        Those of each hypothesis are in order, so only the first ones that are left are compared. Few are asked for: to
+        sort all of them took twice as long.
+        """
+        before = self.running
+        heads = [hypothesis.total + mine.logprobs[0] for hypothesis, mine in zip(before, scores, strict=False)]
+        taken = [0] * len(heads)
+        for _ in range(self.candidates(self.params.beam_width, self.ends)):
+            total = max(heads)
+            parent = heads.index(total)  # among equals the first
+            (tokens, logprobs), at = scores[parent], taken[parent]
+            yield total, parent, tokens[at]
+            taken[parent] = at = at + 1
+            heads[parent] = before[parent].total + logprobs[at] if at < len(logprobs) else -math.inf
 
     def _is_over(self, running: Sequence[Hypothesis], length: int) -> bool:
         if not running:
@@ -182,15 +195,15 @@ class BeamState(RequestState):
         search: which hypotheses go on.
         places: of each of them its sequence; all sequences are the prompt before the first is there.
         scheduler: lets sequences fork.
-        words: texts of candidates.
+        words: texts of candidates: there are many of them, and few different ones.
     """
 
     search: BeamSearch
     scheduler: Scheduler
     tokenizer: Any
+    words: Words
     beams: list[Beam] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    words: dict[int, str] = field(default_factory=dict)
 
     def decide(self) -> None:
         """If all sequences have their next tokens: choose, and let them go on or end."""
@@ -222,10 +235,19 @@ class BeamState(RequestState):
         output = super().output()
         if isinstance(output, RequestOutput) and not self.search.running and self.error is None:
             best = [hypothesis for _, hypothesis in self.search.finished]
-            output.outputs = [self._completion(index, hypothesis) for index, hypothesis in enumerate(best)]
+            known: dict[Hypothesis | None, dict[int, Logprob]] = {}
+            output.outputs = [self._completion(index, hypothesis, known) for index, hypothesis in enumerate(best)]
         return output
 
-    def _completion(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:
+    def _completion(
+        self, index: int, hypothesis: Hypothesis, known: dict[Hypothesis | None, dict[int, Logprob]]
+    ) -> CompletionOutput:
+        """One of those that are found.
+
+        Args:
+            known: the log-probabilities of what may follow a hypothesis. Those that are found have most of their tokens
+                in common: of 16 searches of 256 tokens these are 131,000 entries, which took 0.44 s.
+        """
         path = hypothesis.path()
         stopped = hypothesis.token in self.search.ends
         return CompletionOutput(
@@ -233,7 +255,7 @@ class BeamState(RequestState):
             text=self._text([at.token for at in path], stopped),
             token_ids=[at.token for at in path],
             cumulative_logprob=hypothesis.total,
-            logprobs=[self._logprobs(at.scores) for at in path],
+            logprobs=[self._logprobs(at, known) for at in path],
             finish_reason="stop" if stopped else "length",
         )
 
@@ -246,17 +268,12 @@ class BeamState(RequestState):
         kept = stopped and self.search.params.include_stop_str_in_output
         return follower.text + (self.tokenizer.decode([tokens[-1]]) if kept else "")
 
-    def _logprobs(self, scores: Scores) -> dict[int, Logprob]:
-        pairs = enumerate(zip(*scores, strict=True), start=1)
-        return {token: Logprob(value, rank, self._word(token)) for rank, (token, value) in pairs}
-
-    def _word(self, token: int) -> str | None:
-        """A candidate's text. There are many candidates in a search, and few different ones."""
-        if self.tokenizer is None:
-            return None
-        if token not in self.words:
-            self.words[token] = self.tokenizer.decode([token])
-        return self.words[token]
+    def _logprobs(self, at: Hypothesis, known: dict[Hypothesis | None, dict[int, Logprob]]) -> dict[int, Logprob]:
+        """Of what its last token was chosen from."""
+        if at.parent not in known:
+            pairs = enumerate(zip(*at.scores, strict=True), start=1)
+            known[at.parent] = {token: Logprob(value, rank, self.words(token)) for rank, (token, value) in pairs}
+        return known[at.parent].copy()
 
 
 def beam_state(
@@ -292,6 +309,7 @@ def beam_state(
         search=BeamSearch(params, ends, longest - length),
         scheduler=scheduler,
         tokenizer=inputs.tokenizer,
+        words=inputs.words,
     )
     state.beams = [Beam(index, request, state.decide) for index, request in enumerate(requests)]
     for beam in state.beams:

@@ -139,10 +139,11 @@ class StepBuilder:
         counts = (ends - starts) * each
         lasts = np.cumsum(counts)
         input_ids = np.full(segments.tokens, -1, dtype=np.int32)
-        known = np.flatnonzero(~in_flight)  # the others are decodes, and the device knows them
-        decodes = known[known < n].tolist()
-        input_ids[decodes] = [request.token(start) for request, start, *_ in map(items.__getitem__, decodes)]
-        for i in known[len(decodes) :].tolist():
+        known = np.flatnonzero(~in_flight).tolist()  # the others are decodes, and the device knows them
+        decodes = [i for i in known if i < n]
+        if decodes:
+            input_ids[decodes] = [items[i].request.token(items[i].start) for i in decodes]
+        for i in known[len(decodes) :]:
             item, end = items[i], int(lasts[i])
             if each == 1:
                 input_ids[end - item.num_tokens : end] = item.request.token_ids(int(starts[i]), int(ends[i]))

