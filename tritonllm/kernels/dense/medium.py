@@ -57,7 +57,7 @@ def tile_of(m: int, n: int, adds: bool) -> Tile:
         return Tile(128, 96, 7, 104, False) if wide else Tile(128, 64, 8, 104, False)
     if n < 3072:
         return Tile(64, 16, 20, 88, True) if n <= 1024 else Tile(64, 32, 12, 88, True)
-    return Tile(64, 96, 8, 104, True) if wide else Tile(64, 64, 12, 88, True)
+    return Tile(64, 96, 8, 112, True) if wide else Tile(64, 64, 12, 88, True)
 
 
 def _pays(weight: torch.Tensor) -> bool:
