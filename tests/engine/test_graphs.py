@@ -382,6 +382,20 @@ def test_late_steps_have_graphs_of_their_own():
     assert graphs.key_for(with_prompt) == graphs.key_for(dataclasses.replace(with_prompt, late=False))
 
 
+@given(
+    st.integers(4, SEATS), st.integers(1, 4), st.sampled_from([{"late": True}, {"logprobs": 8}, {}]), st.integers(0, 9)
+)
+def test_shared_prefixes_in_any_room(shared_graphs, n, blocks, wish, seed):
+    """The plan is made for the room's number of sequences, which may want fewer parts of the shared keys."""
+    graphs, model = shared_graphs
+    who = np.flatnonzero(np.random.default_rng(seed).random(n) < 0.7).tolist() or [0]
+    step = dataclasses.replace(sharing(n, blocks, who, seed), **wish)
+    _, hidden, _ = eagerly(model, step)
+    model.see(step)
+    replayed = run(graphs, step, graphs.key_for(step))
+    torch.testing.assert_close(replayed.hidden[:n], hidden)
+
+
 def test_steps_that_are_drawn_outside_take_graphs_without_a_draw_where_that_is_no_more_padding():
     graphs = make_graphs(Model())
     for n, room, late in ((20, 20, True), (18, 20, True), (16, 16, False), (3, 4, False)):

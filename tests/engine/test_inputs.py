@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tritonllm.engine.inputs import cascade_arrays, upload
 from tritonllm.engine.step import SharedPrefix
 from tritonllm.kernels import plan_cascade
+from tritonllm.kernels.attention.cascade import cascade_parts
 
 
 @pytest.mark.gpu
@@ -39,7 +40,7 @@ def test_a_plan_for_a_shared_prefix_is_the_kernels_own(batch, width, shared, blo
     tables = generator.integers(1 << 20, size=(batch, width), dtype=np.int32)
     lens = generator.integers(shared * block_size, 1 << 20, size=batch, dtype=np.int32)
     shares = generator.random(batch) < 0.6
-    found = cascade_arrays(SharedPrefix(shared, shares), tables, lens, block_size)
+    found = cascade_arrays(SharedPrefix(shared, shares), tables, lens, block_size, cascade_parts(batch))
     expected = plan_cascade(*map(torch.from_numpy, (tables, lens, shares)), shared, block_size)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(mine), theirs, rtol=0, atol=0)

@@ -356,7 +356,7 @@ class StepGraphs:
         packed = pack(step, room, self._device)
         self._memory[: len(packed)].copy_(packed, non_blocking=True)
         self._load_tables(step, room.segments)
-        new = upload_cascade(step, self._limits.block_size, self._device)
+        new = upload_cascade(step, self._limits.block_size, self._device, key.decodes)
         if new is not None:
             mine = self._plans[key.decodes]
             new = new._replace(prefix_cu_seqlens=mine.prefix_cu_seqlens)  # its own counts the padding
