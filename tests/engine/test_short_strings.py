@@ -114,3 +114,10 @@ def test_chains_take_less_memory():
     schema = {"type": "array", "items": {"type": "string", "maxLength": 24}}
     repeats, chains = (compiler.compile_grammar(grammar) for grammar in (plain(schema), ours(schema)))
     assert chains.memory_size_bytes < repeats.memory_size_bytes / 2
+
+
+@pytest.mark.parametrize("name", ["a.b", "foo-bar.left", "x"])
+def test_rules_of_any_name_are_repeated(name):
+    string = {"type": "string", "maxLength": 3}
+    schema = {"type": "object", "properties": {"s": {"$ref": f"#/$defs/{name}"}}, "$defs": {name: string}}
+    assert "{0, 3}" in str(plain(schema)) and "{0, 3}" not in str(ours(schema))

@@ -23,7 +23,7 @@ MOST_CHARACTERS = 128  # of a string: xgrammar itself does not follow longer one
 MOST_RULES = 4096  # of a grammar
 
 # Literals and classes of characters are matched so that nothing inside of them is taken for a repetition.
-_PIECES = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\b(\w+)\{(\d+), (\d+)\} "\\""')
+_PIECES = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|(?<![\w.-])([\w.-]+)\{(\d+), (\d+)\} "\\""')
 
 
 def with_chains(grammar: str) -> str | None:
