@@ -36,7 +36,7 @@ ENGINES: list[dict[str, Any]] = [
     {"max_num_seqs": 3, "enable_prefix_caching": False},
 ]
 # Most requests of a step with drafts, each step twice, and the engine: prompts that end inside of blocks, steps without
-# drafts, and steps that run twice, as one that is captured in service.
+# drafts, and steps that run twice: what a step writes it may write again.
 COURSES: list[tuple[int | None, bool, dict[str, Any]]] = [
     (None, False, {}),
     (1, False, {"max_num_batched_tokens": 13}),
@@ -109,7 +109,7 @@ def check_drafts(
     hits of the prefix cache, the second time all of them.
 
     Args:
-        twice: each step runs again, as one that is captured in service.
+        twice: each step runs again: what it writes it may write again.
         reference: so many drafts behind tokens.
     """
     drafter: Any = llm.engine._runner.drafts.drafter
