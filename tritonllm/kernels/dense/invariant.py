@@ -20,17 +20,21 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonllm.kernels.dense import cpu
-from tritonllm.kernels.dense.weight import Weight, elements
+from tritonllm.kernels.dense.portable.rows import MAX_ROWS
+from tritonllm.kernels.dense.weight import Weight, elements, fetch_ahead, lines_ahead
 from tritonllm.kernels.elementwise import ACTIVATIONS, activate
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.checks import aligned, check_same_dtype, check_tensor, require
 from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_next_start, wait_for_previous
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
-# Rows whose gated products are faster so than by cuBLAS and an activation behind it, also where bits may depend on the
-# batch. An H100, the 12 sizes of steps from 80 to 256 rows: gate and up of Llama-3.1-8B 0.94 to 1.03 times, of
-# Qwen3-0.6B 0.77 to 0.88 times. Of more rows, cuBLAS's tiles are larger.
-MIN_GATED, MAX_GATED = 65, 256
+# Rows whose gated products are faster so than by any other kernel of `linear`, also where bits may depend on the batch.
+# On an H100, times of gate and up against `portable/tiles.py`: of Llama-3.1-8B 0.87 (4 to 16 rows), 0.96 (32 and 64),
+# of Qwen3-8B 0.92 to 0.97, Llama-3.2-1B 0.95 to 0.97, a quarter of Llama-3.1-70B 0.97 to 0.99; of Qwen3-0.6B 0.93 (4 to
+# 16), 0.82 (32), 1.08 (64). From 80 to 256 rows 0.94 to 1.03 times cuBLAS and an activation behind it, of Qwen3-0.6B
+# 0.77 to 0.88. Of more rows, cuBLAS's tiles are larger.
+MIN_GATED, MAX_GATED = 2, 256
+SMALL = 2**23  # elements of a weight; Qwen3-0.6B's have up to 6.3 million, Llama-3.1-8B's 17 million and more
 
 _GROUP = tl.constexpr(8)  # tiles of rows that share their tiles of the weight in the second-level cache
 
@@ -51,6 +55,7 @@ def _load_tile(source, stride, row, start, rows, K, BOXES: tl.constexpr, R: tl.c
 def _invariant_linear_kernel(
     x,  # [M, K]: a pointer, or a descriptor of boxes
     weight,  # [N, K], as x; [2 N, K] if ACT
+    weight_ptr,  # the same, as a pointer
     bias_ptr,  # [N] or [2 N], or None
     out_ptr,  # [M, N]
     M,
@@ -65,6 +70,7 @@ def _invariant_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # lines of each row of the weight that are asked for before the kernel before this one ends
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -80,6 +86,11 @@ def _invariant_linear_kernel(
     column = tl.program_id(0) % in_group // height * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     b_up = acc
+    if PDL and AHEAD:
+        b_ahead = tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
+        fetch_ahead(weight_ptr, b_ahead, 0, stride_weight, AHEAD)
+        if ACT is not None:
+            fetch_ahead(weight_ptr, N + b_ahead, 0, stride_weight, AHEAD)
     wait_for_previous(PDL)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         b_x = _load_tile(x, stride_x, row, start, M, K, BOXES, BLOCK_M, BLOCK_K)
@@ -179,7 +190,12 @@ def _in_boxes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str | None = None,
+    constant_weight: bool = False,
 ) -> None:
     (m, k), n = x.shape, out.shape[1]
     arch = "sm90" if chip.on_sm90(x.device) else "any"
@@ -192,9 +208,10 @@ def _launch(
     _invariant_linear_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
         _boxes(x, block_m, block_k) if boxes else x,
         _boxes(weight, block_n, block_k) if boxes else weight,
-        *(bias, out, m, n, k, x.stride(0), weight.stride(0), out.stride(0)),
+        *(weight, bias, out, m, n, k, x.stride(0), weight.stride(0), out.stride(0)),
         ACT=activation,
         BOXES=boxes,
+        AHEAD=lines_ahead(block_n if activation is None else 2 * block_n, k, weight) if constant_weight else 0,
         **config,
         **dependent_launch(x.device),
     )
@@ -244,15 +261,23 @@ def _batch_invariant_gated_linear(
 
 
 def takes_gated(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a gated product is faster by :func:`launch_gated` than by cuBLAS and an activation."""
-    return MIN_GATED <= len(x) <= MAX_GATED and x.shape[1] > 0 and chip.on_sm90(x.device) and _in_boxes(x, weight)
+    """Whether a gated product is faster by :func:`launch_gated` than by any other kernel of ``linear``."""
+    rows = len(x)
+    if weight.numel() <= SMALL and (rows <= MAX_ROWS or 32 < rows <= 64):
+        return False
+    return MIN_GATED <= rows <= MAX_GATED and x.shape[1] > 0 and chip.on_sm90(x.device) and _in_boxes(x, weight)
 
 
 def launch_gated(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
+    constant_weight: bool,
 ) -> None:
     """``out[M, I] = activation(gate) * up`` of ``x[M, K] @ weight[2 I, K].T + bias[2 I]``."""
-    _launch(x, weight, bias, out, activation)
+    _launch(x, weight, bias, out, activation, constant_weight)
 
 
 def multiply_invariantly(

@@ -2,8 +2,8 @@
 
 Up to 64 rows, reading the weight bounds the product, and cuBLAS takes up to 1.7 times as long as that. A table says for
 each size which of three is fastest: `portable/rows.py` (one or two rows), `portable/tiles.py`, or cuBLAS between
-kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's; but gated products on Hopper
-are one launch, of up to 256 rows of `invariant.py`, and from some thousand on of `sm90/gated.py`.
+kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's. But gated products on Hopper
+are those of `invariant.py` up to 256 rows, and from some thousand on those of `sm90/gated.py`.
 """
 
 import math
@@ -14,6 +14,7 @@ import triton
 from tritonllm import env
 from tritonllm.kernels.dense import invariant
 from tritonllm.kernels.dense.arguments import Fused, Operands
+from tritonllm.kernels.dense.invariant import SMALL
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
 from tritonllm.kernels.dense.weight import Weight, elements
@@ -25,7 +26,6 @@ from tritonllm.kernels.runtime.dependent_launch import dependent_launch
 from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 MAX_M = 64
-SMALL = 2**23  # elements of a weight; Qwen3-0.6B's have up to 6.3 million, Llama-3.1-8B's 17 million and more
 MIN_BLOCK_N = 32  # of any configuration of `portable/tiles.py`
 GATED = ("silu", "gelu", "gelu_tanh")
 _NAMES = ", ".join(ACTIVATIONS)
@@ -110,13 +110,12 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
         out += bias
 
 
-def _gate(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, activation: str | None
-) -> None:
-    """The gated product: cuBLAS and a kernel after it; of more than 64 rows on Hopper one launch."""
+def _gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, fused: Fused) -> None:
+    """The gated product: cuBLAS and a kernel after it; on Hopper mostly one launch."""
+    activation = fused.activation
     assert activation is not None
     if invariant.takes_gated(x, weight):
-        invariant.launch_gated(x, weight, bias, out, activation)
+        invariant.launch_gated(x, weight, bias, out, activation, fused.constant_weight)
         return
     if on_sm90(x.device):
         from tritonllm.kernels.dense.sm90 import gated as sm90  # Gluon is not there for every GPU
@@ -142,7 +141,7 @@ def _by_torch(
         return
     if gated:
         y = x.new_empty(out.shape) if add else out
-        _gate(x, weight, bias, y, activation)
+        _gate(x, weight, bias, y, fused)
     else:
         y = out if out.dtype == x.dtype and not add else x.new_empty(out.shape)
         _product(x, weight, bias, y)
@@ -162,7 +161,7 @@ def _linear(operands: Operands, fused: Fused) -> None:
         _reference(operands._replace(norm_weight=None), fused)
         return
     config = TORCH
-    if m <= MAX_M:
+    if m <= MAX_M and not (fused.gated and invariant.takes_gated(x, weight)):
         key = {"m": triton.next_power_of_2(m), "n": weight.shape[0], "k": k, "itemsize": weight.dtype.itemsize}
         config = tuning.get_config("linear", x.device, default_config, **key, gated="yes" if fused.gated else "no")
     if config["kernel"] == "rows" and m <= MAX_ROWS:
@@ -247,7 +246,7 @@ def linear(
     """``act(rms_norm(x) @ weight.T + bias)``, or that times ``scale`` added to ``residual``: one launch for few rows.
 
     Sums are in float32 and rounded once, when they are stored. Which kernel computes them depends on the size alone
-    (beyond 64 rows it is cuBLAS, but for gated products of many rows on Hopper); for the same kernel and number of
+    (beyond 64 rows it is cuBLAS, but for most gated products on Hopper); for the same kernel and number of
     rows, a row's result does not depend on the others.
 
     Args:

@@ -19,6 +19,10 @@ import triton.language as tl
 from tritonllm.kernels.runtime.checks import require
 
 PLAIN, ONEDNN = "plain", "onednn"
+# Of a weight that a program asks for before the kernel before it ends. The four products of a layer, 5 to 32 rows, take
+# less on an H100: of Qwen3-0.6B 3 to 6%, a half of Llama-3.1-70B 1%, of Llama-3.1-8B and 3.2-1B 0 to 0.5%. With 64 KB
+# all but the half take more, up to 7%: what is asked for takes the memory's time from the kernel before.
+AHEAD_BYTES = 16 << 10
 
 
 class Weight(NamedTuple):
@@ -61,3 +65,21 @@ def load_tile(p_tile, start, mask, EVICT: tl.constexpr):
     else:
         b_tile = tl.load(p_tile + start, mask=mask, other=0.0, eviction_policy=EVICT)
     return b_tile
+
+
+def lines_ahead(rows: int, columns: int, weight: torch.Tensor) -> int:
+    """How many lines :func:`fetch_ahead` asks for, of so many rows and columns that a program reads: a power of two."""
+    line = 128 // weight.element_size()
+    most = AHEAD_BYTES // (128 * rows)
+    return triton.next_power_of_2(min(most, columns // line) + 1) // 2
+
+
+@triton.jit
+def fetch_ahead(weight_ptr, b_row, start, stride, LINES: tl.constexpr):
+    """Ask memory for the first ``LINES`` lines of 128 bytes, from column ``start`` on, of rows ``b_row [N]``, for the
+    second-level cache. Nobody waits for them."""
+    LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+    p_line = tile_at(weight_ptr, b_row, start + tl.arange(0, LINES)[None, :] * LINE, stride)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line], dtype=tl.int32, is_pure=False, pack=1
+    )

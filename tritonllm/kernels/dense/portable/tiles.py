@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dense.arguments import Fused, Operands
-from tritonllm.kernels.dense.weight import load_tile, tile_at
+from tritonllm.kernels.dense.weight import fetch_ahead, lines_ahead, load_tile, tile_at
 from tritonllm.kernels.elementwise import activate
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.dependent_launch import let_next_start, wait_for_previous
@@ -43,6 +43,7 @@ def linear_tiles_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,  # lines of each row of the weight that are asked for before the kernel before this one ends
 ):
     let_next_start(PDL)
     tile = tl.program_id(0)
@@ -61,6 +62,8 @@ def linear_tiles_kernel(
     m_m = b_m < M
     steps = tl.cdiv(K, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if PDL and AHEAD:
+        fetch_ahead(weight_ptr, b_row, steps * part // SPLIT_K * BLOCK_K, stride_weight, AHEAD)
     wait_for_previous(PDL)
     for step in tl.range(steps * part // SPLIT_K, steps * (part + 1) // SPLIT_K, num_stages=STAGES):
         start = step * BLOCK_K
@@ -134,6 +137,7 @@ def launch_tiles(operands: Operands, fused: Fused, config: tuning.Config, launch
         BLOCK_M=max(16, triton.next_power_of_2(m)),
         BLOCK_N=config["BLOCK_N"],
         BLOCK_K=block_k,
+        AHEAD=lines_ahead(config["BLOCK_N"], k // split, weight) if fused.constant_weight else 0,
         num_warps=config["num_warps"],
         **launch,
     )
