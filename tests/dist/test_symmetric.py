@@ -9,10 +9,10 @@ from support.compare import assert_close
 from support.gpu_ranks import run_gpu_ranks
 from support.ranks import run_ranks
 
-from tritonllm.dist.group import ConnectedGroup
+from tritonllm.dist.group import ConnectedGroup, share_of
 from tritonllm.dist.peer_memory import DriverError
 from tritonllm.dist.symmetric import FURTHER, REACH, Reach, SymmetricGroup
-from tritonllm.kernels import fused_add_rms_norm
+from tritonllm.kernels import best_of_shards, fused_add_rms_norm, sample, sample_limited_shards, sample_shard
 from tritonllm.kernels.collective import AddedNorm, all_reduce_ref, sum_rows
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class MadeUpDriver:
     def allocate(self, nbytes, word):
         if "allocate" in self.failing:
             raise DriverError("out of memory")
-        assert nbytes % 4 == 0 and word == 0x80008000
+        assert nbytes % 4 == 0 and word in (0x80008000, 0)
         return (self.rank + 1) << 20
 
     def export(self, address):
@@ -88,6 +88,15 @@ def test_what_the_kernels_do_not_take_goes_the_other_way():
         return [bool((found.all_reduce(x) == 2).all()) for x in others]
 
     assert run_ranks(2, meet) == [[True] * 5] * 2
+
+
+def test_ranks_that_do_not_share_memory_have_no_shared_rows(caplog):
+    def meet(group):
+        found, driver = with_made_up_memory(group, ("allocate",) if group.rank == 1 else ())
+        return found.share_rows(4, 128), driver.given_back
+
+    assert run_ranks(2, meet) == [(None, (1 << 20, [])), (None, (None, []))]
+    assert "limits of draws are found on rank 0" in caplog.text
 
 
 def test_a_group_that_is_shut_tells_its_kernels():
@@ -184,6 +193,35 @@ def replays(group, say, two_shot):
     return True
 
 
+def limited_draws(group, say, vocab):
+    """Every rank draws what `sample` does from all columns, turn for turn, of rows in shared memory."""
+    each, device = share_of(vocab, group.size), torch.device("cuda", group.rank)
+    shared = group.share_rows(64, each)
+    assert shared is not None, "the GPUs do not share memory"
+    generator = torch.Generator(device="cuda").manual_seed(vocab)
+    first = group.rank * each
+    for turn in range(20):
+        say(f"turn {turn} of {vocab}")
+        rows = (64, 1, 7)[turn % 3]
+        logits = torch.randn(rows, vocab, generator=generator, device="cuda") * (0.5 + turn % 4)
+        noise = torch.ones(rows, device="cuda"), *torch.randint(2**40, (2, rows), generator=generator, device="cuda")
+        limits = (
+            torch.arange(rows, device="cuda", dtype=torch.int32) % 3 * 25,
+            torch.full((rows,), 0.8, device="cuda"),
+            None,
+        )
+        part, own = shared.first(rows), logits[:, first : first + each]
+        part.logits[:, : own.shape[1]] = own
+        drawn = sample_shard(part.logits[:, : own.shape[1]], *noise, first=first, found=part.found)
+        out = best_of_shards(group.stack(drawn))
+        where = {"rank_steps": part.rank_steps, "vocab": vocab, "out": out}
+        sample_limited_shards(part.logits, *part.found, noise[0], *limits, *noise[1:], **where)
+        assert torch.equal(out, sample(logits, noise[0], *limits, *noise[1:]))
+        group.all_reduce(torch.zeros(1, 64, device=device))  # as a step does before it has logits again
+    torch.cuda.synchronize()
+    return True
+
+
 def left_alone(group, say):
     """Rank 0 sums up, and nobody else does; another thread ends the group."""
     group.reserve(1024, torch.bfloat16)
@@ -216,6 +254,12 @@ def test_of_all_sizes(work):
 @pytest.mark.parametrize("two_shot", [False, True])
 def test_replays_of_a_graph(two_shot):
     assert run_gpu_ranks(2, replays, two_shot) == [True] * 2
+
+
+@on_two_gpus
+@pytest.mark.parametrize("vocab", [128256, 151936])
+def test_limited_draws_read_where_logits_lie(vocab):
+    assert run_gpu_ranks(2, limited_draws, vocab) == [True] * 2
 
 
 @on_two_gpus

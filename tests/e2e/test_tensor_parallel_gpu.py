@@ -66,10 +66,14 @@ def test_tokens_are_those_of_one_gpu(folder, expected, options):
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"num_blocks": 130}])
 def test_ranks_draw_from_their_own_logits(folder, options):
-    """Steps whose rows want no more than a temperature, alone and between others."""
+    """Steps whose rows want no more than a temperature and limits, alone and between others. (Weights are random, so
+    distributions are flat: top_p and min_p are searched, top_k is settled by its candidates.)"""
     free = [SamplingParams(temperature=t, seed=i, max_tokens=40, ignore_eos=True) for i, t in enumerate((0, 0.6, 1, 2))]
+    limits = [{"top_k": 20}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.7}, {"min_p": 0.3}]
+    limited = [SamplingParams(seed=9, max_tokens=40, ignore_eos=True, **limit) for limit in limits]
     one, two = make(folder), make(folder, tensor_parallel_size=2, **options)
-    for wishes in (free * 2, [*free, *KINDS]):
+    assert two.engine._runner._runner._drawing.finds_limits
+    for wishes in (free * 2, limited * 2, [*free, *limited], [*free, *KINDS]):
         expected = token_ids(one.generate(PROMPTS, wishes, use_tqdm=False))
         assert token_ids(two.generate(PROMPTS, wishes, use_tqdm=False)) == expected
     assert two.engine.stats.compilations_after_ready == 0

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.nn import functional as F
 
 if TYPE_CHECKING:  # kernels are imported where there is a GPU
+    from tritonllm.dist.shared_rows import SharedRows
     from tritonllm.kernels.collective import AddedNorm
 
 
@@ -62,6 +63,17 @@ class Group:
             added: the stream, which gets the sum, and the norm.
         """
         raise NotImplementedError
+
+    def share_rows(self, rows: int, columns: int) -> "SharedRows | None":
+        """Memory for rows of logits that all ranks read; all ranks call it.
+
+        Args:
+            columns: of each rank, a multiple of 128.
+
+        Returns:
+            This rank's; ``None``, on all of them, where they cannot read each other's memory.
+        """
+        return None
 
     def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """``x[N, C]`` of every rank side by side -> ``[N, columns]``.

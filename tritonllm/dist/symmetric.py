@@ -16,6 +16,7 @@ import torch
 
 from tritonllm.dist.group import ConnectedGroup
 from tritonllm.dist.peer_memory import CudaDriver, Driver, PeerMemory, share_memory
+from tritonllm.dist.shared_rows import SharedRows, bytes_of, rows_at
 from tritonllm.kernels.collective import AddedNorm, Inbox, Layout, layout_for, sum_rows
 from tritonllm.kernels.runtime.chip import processors
 
@@ -59,6 +60,7 @@ class SymmetricGroup(ConnectedGroup):
         self.reach = REACH.get(self.size, FURTHER) if reach is None else reach
         self._inbox: Inbox | None = None
         self._memory: PeerMemory | None = None
+        self._shared: list[PeerMemory] = []
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._stopping = self._stop.numpy()  # to be written without torch, by any thread
 
@@ -77,6 +79,14 @@ class SymmetricGroup(ConnectedGroup):
             logger.warning("sums over the ranks are left to NCCL: the GPUs do not share memory (%s)", found)
             return
         self._memory, self._inbox = found, self._inbox_in(found, layout)
+
+    def share_rows(self, rows: int, columns: int) -> SharedRows | None:
+        found = share_memory(self, self._driver, bytes_of(rows, columns), 0, (rows, columns))
+        if isinstance(found, str):
+            logger.warning("limits of draws are found on rank 0: the GPUs do not share memory (%s)", found)
+            return None
+        self._shared.append(found)
+        return rows_at(found.addresses, self.rank, rows, columns, self._device)
 
     def _inbox_in(self, memory: PeerMemory, layout: Layout) -> Inbox:
         links = torch.tensor([*memory.addresses, self._stop.data_ptr()], dtype=torch.int64, device=self._device)

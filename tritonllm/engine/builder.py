@@ -32,6 +32,7 @@ class StepBuilder:
         drafts: most drafts of a sequence; 0 if there never are any.
         tell_tokens: steps bring the tokens of requests that are new to their seats.
         tell_past: and the outputs of those that had the seats before.
+        finds_limits: ranks draw rows with limits from their parts of the logits.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class StepBuilder:
         drafts: int = 0,
         tell_tokens: bool = False,
         tell_past: bool = False,
+        finds_limits: bool = False,
     ) -> None:
         self._before: dict[int, Request] | None = {} if tell_past else None  # who had a seat last
         self._tell_admitted, self._tell_tokens, self._drafts = tell_admitted, tell_tokens, drafts
         self.seats = SeatTable(seats, max_blocks)
         self._block_size = block_size
-        self._planner = planner
+        self._planner, self._finds_limits = planner, finds_limits
 
     def build(self, plan: StepPlan) -> Step:
         """The step of a plan that is not empty.
@@ -104,7 +106,7 @@ class StepBuilder:
             copies=np.array(plan.copies, dtype=np.int64) if plan.copies else None,
             tokens=tuple(map(self._tokens, admitted)) if self._tell_tokens else (),
             transfers=plan.transfers,
-            limited=bool(seats.limited[rows].any()),
+            limited=not self._finds_limits and bool(seats.limited[rows].any()),
         )
 
     def _tokens(self, request: Request) -> SeatTokens:

@@ -1,9 +1,13 @@
 """From hidden states to tokens: what of a step comes behind the model.
 
 On several ranks each computes its columns of the logits. If no row wants more than a temperature, each draws from its
-columns, and all take the best of these draws (:func:`~tritonllm.kernels.sample_shard`). Otherwise the logits are
-gathered, rank 0 draws, and the others get its tokens. Of two ranks with Llama-3.1-8B's vocabulary 256 rows gather
-131 MB.
+columns, and all take the best of these draws (:func:`~tritonllm.kernels.sample_shard`). Where ranks read each other's
+memory, each then draws the rows with limits from all columns that can matter, wherever they lie
+(:func:`~tritonllm.kernels.sample_limited_shards`). Otherwise the logits are gathered, rank 0 draws, and the others get
+its tokens. Of two ranks with Llama-3.1-8B's vocabulary 256 rows gather 131 MB.
+
+No rank overwrites logits that another still reads: it comes to the next ones only behind sums to which the other has
+added its part, so behind that one's draw.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from tritonllm.dist.group import Group
+from tritonllm.dist.group import Group, share_of
+from tritonllm.dist.shared_rows import SharedRows, bytes_of
 from tritonllm.engine.device_seats import TIMES, DeviceSeats
 from tritonllm.engine.draft_tree import DraftTree
 from tritonllm.engine.graphs import graph_sizes, padded
@@ -20,13 +25,14 @@ from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.step import FREE, Restrictions, Step
-from tritonllm.kernels import best_of_shards, sample_shard, token_logprobs
+from tritonllm.kernels import best_of_shards, sample_limited_shards, sample_shard, token_logprobs
 from tritonllm.kernels.sampling.seats import SamplingRows
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.interface import CausalLM
 from tritonllm.sampling_params import ALL
 
 PROMPT_LOGPROB_ROWS = 256
+MAX_SHARED_BYTES = 512 << 20  # of logits that other ranks read: 1,024 rows of half of Qwen3's vocabulary take 316 MB
 WHOLE_LOGPROB_ROWS = 32  # where all of the vocabulary is reported: 28 bytes a token and row
 
 
@@ -79,6 +85,7 @@ class Drawing:
 
     Attributes:
         by_shards: the ranks can draw from their own columns.
+        finds_limits: also rows with limits.
     """
 
     def __init__(
@@ -96,6 +103,14 @@ class Drawing:
         self._model, self._seats, self._sampler = model, seats, sampler
         self._group, self._device = group, device
         self.by_shards = isinstance(model, Decoder) and model.first_own_logit is not None
+        self._shared = self._share_rows(len(seats.drawn)) if self.by_shards else None
+        self.finds_limits = self._shared is not None
+
+    def _share_rows(self, rows: int) -> SharedRows | None:
+        """Memory for logits that all ranks read, if this stage draws and they can."""
+        columns = share_of(self._model.spec.vocab_size, self._group.size)
+        draws = isinstance(self._model, Decoder) and self._model.stage.first
+        return self._group.share_rows(rows, columns) if draws and bytes_of(rows, columns) <= MAX_SHARED_BYTES else None
 
     def warm_up(self, hidden: torch.Tensor) -> None:
         """``hidden[R, hidden]`` to logits, through every kernel that sampling from them may need; for warm-up."""
@@ -185,7 +200,7 @@ class Drawing:
         return running, tokens
 
     def _draw_by_shards(self, hidden: torch.Tensor, sampling: SamplingRows, out: torch.Tensor) -> torch.Tensor:
-        """The tokens of rows without limits, on every rank.
+        """The tokens of rows, on every rank: of those without limits, and where it ``finds_limits`` of all.
 
         Args:
             hidden: ``[R, hidden]``, and perhaps padding.
@@ -195,9 +210,16 @@ class Drawing:
         assert isinstance(self._model, Decoder)  # its logits lie on several ranks
         first = self._model.first_own_logit
         assert first is not None  # in whole groups
-        logits = self._model.compute_own_logits(hidden)[: len(out)]
-        drawn = sample_shard(logits, sampling.temperature, sampling.seeds, sampling.steps, first=first)
-        return best_of_shards(self._group.stack(drawn), out=out)
+        noise = sampling.temperature, sampling.seeds, sampling.steps
+        if self._shared is None:
+            logits = self._model.compute_own_logits(hidden)[: len(out)]
+            return best_of_shards(self._group.stack(sample_shard(logits, *noise, first=first)), out=out)
+        logits = self._model.compute_own_logits(hidden, self._shared.logits[: len(hidden)])[: len(out)]
+        shared = self._shared.first(len(out))
+        drawn = sample_shard(logits, *noise, first=first, found=shared.found)
+        best_of_shards(self._group.stack(drawn), out=out)  # once that is there, all ranks have their logits
+        where = {"rank_steps": shared.rank_steps, "vocab": self._model.spec.vocab_size, "out": out}
+        return sample_limited_shards(shared.logits, *shared.found, *sampling, **where)
 
     def _share_drawn(self, rows: int, verified: bool) -> torch.Tensor:
         """What rank 0 has drawn of so many rows, on every rank: the next step reads it there.

@@ -252,6 +252,7 @@ class ModelRunner:
         seats = self._config.scheduler.max_num_seqs
         sizes, drafts = (seats, self._max_blocks, self._block_size), self.drafts
         wants = {"tell_tokens": drafts.look_back, "tell_past": drafts.remember}
+        wants["finds_limits"] = self._drawing.finds_limits
         tell = self._processors is not None
         return StepBuilder(*sizes, self._planner, tell_admitted=tell, drafts=drafts.most, **wants)
 

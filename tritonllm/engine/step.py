@@ -308,7 +308,8 @@ class Step:
             none.
         tokens: of requests that are new to their seats, if a drafter wants to know.
         transfers: between the cache and the host's memory, before anything else; ``None`` for none.
-        limited: some rows draw from a part of the vocabulary only (``top_k``, ``top_p``, ``min_p``), or may.
+        limited: some rows draw from a part of the vocabulary only (``top_k``, ``top_p``, ``min_p``), or may, and ranks
+            would need the whole row to find it.
         redrawn: what a captured step draws does not hold, for a reason that the step does not hold: processors of whole
             batches, or what only rank 0 is told.
     """
@@ -367,8 +368,8 @@ class Step:
 
     @property
     def by_shards(self) -> bool:
-        """Each rank's part of the logits suffices for its part of the draw: no row asks for more than a temperature,
-        and the tokens are not known to be restricted."""
+        """Each rank's part of the logits suffices for its part of the draw: no row asks for more than a temperature and
+        limits that ranks can find, and the tokens are not known to be restricted."""
         return self.plain and not (self.limited or self.late or self.segments.verify.sequences)
 
 

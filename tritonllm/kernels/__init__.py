@@ -45,6 +45,7 @@ _HOME = {
     "sample": "sampling.sample",
     "sample_shard": "sampling.shard",
     "best_of_shards": "sampling.shard",
+    "sample_limited_shards": "sampling.shard_limits",
     "count_tokens": "sampling.edits",
     "propose_ngrams": "speculative.ngram",
     "rejection_sample": "speculative.rejection",

@@ -28,11 +28,8 @@ from tritonllm.layers.parameters import empty_parameter
 _NO_NORM = NormSpec(kind="rms", eps=0.0)
 
 
-def _invariant_product(
-    x: torch.Tensor, of: Weight, bias: torch.Tensor | None, columns: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """``x[T, in] @ of.T + bias`` -> ``[T, columns]`` of which no row depends on another."""
-    out = torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
+def _invariant_product(x: torch.Tensor, of: Weight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """``x[T, in] @ of.T + bias`` -> ``out[T, columns]`` of which no row depends on another."""
     if runs_in_torch(x):
         row_by_row(lambda rows: product(rows, of, bias), x, out)
         return out
@@ -40,26 +37,34 @@ def _invariant_product(
 
 
 def linear_float32(
-    x: torch.Tensor, of: Weight, bias: torch.Tensor | None = None, *, columns: int | None = None
+    x: torch.Tensor,
+    of: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    columns: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x[N, in] @ of[out, in].T + bias[out]`` -> ``[N, out]`` float32, whatever the dtype of the arguments.
 
     Args:
         columns: ``out``, for a product that is batch invariant; ``None`` for one that need not be.
+        out: where to write it, by default a new tensor; of a GPU only.
 
     On CUDA the product itself writes float32: rounded to bfloat16 first, logits near 16 would be 1/8 apart, and an
     argmax would meet ties that the model does not have.
     """
     if columns is not None:
-        return _invariant_product(x, of, bias, columns, torch.float32)
+        out = torch.empty(x.shape[0], columns, dtype=torch.float32, device=x.device) if out is None else out
+        return _invariant_product(x, of, bias, out)
     weight = of.data
     if few_rows(x):
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device) if out is None else out
         return linear(x, of, bias, out=out, constant_weight=True)
     if x.is_cuda and x.dtype != torch.float32:
-        out = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        out = torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         return out if bias is None else out.add_(bias)
-    return product(x, of, bias).float()
+    y = product(x, of, bias).float()
+    return y if out is None else out.copy_(y)
 
 
 class Linear(nn.Module):
@@ -139,7 +144,7 @@ class Linear(nn.Module):
                 y = x.new_empty(x.shape[0], self._columns // 2)
                 multiply_gated_invariantly(x, elements("weight", self.operand), self.bias, activation, y)
                 return y if residual is None else residual.add_(y, alpha=scale)
-            y = _invariant_product(x, self.operand, self.bias, self._columns, x.dtype)
+            y = _invariant_product(x, self.operand, self.bias, x.new_empty(x.shape[0], self._columns))
             return _activated(y, activation, gated, residual, scale)
 
         def block(rows: torch.Tensor) -> torch.Tensor:  # torch has two exponentials: one for the end of a tensor
@@ -233,7 +238,9 @@ class Embedding(nn.Module):
         """``ids[T]`` int32 or int64 -> ``[T, size]``."""
         return F.embedding(ids, self.weight)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden[N, size] @ weight.T`` -> ``[N, num_embeddings]`` float32, or as many as it ``projects`` with."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """``hidden[N, size] @ weight.T`` -> ``[N, num_embeddings]`` float32, or as many as it ``projects`` with;
+        ``out`` or a new tensor."""
         columns = len(self._output()) if self.batch_invariant else None
-        return linear_float32(hidden, Weight(self._output()) if self._packed is None else self._packed, columns=columns)
+        weight = Weight(self._output()) if self._packed is None else self._packed
+        return linear_float32(hidden, weight, columns=columns, out=out)

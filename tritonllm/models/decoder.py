@@ -393,11 +393,15 @@ class Decoder(nn.Module):
         """``hidden[N, hidden]``, the rows that need logits -> ``[N, vocab]`` float32, if the model has ``logits``."""
         return self.group.all_gather(self.compute_own_logits(hidden), self.spec.vocab_size)
 
-    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The columns of :meth:`compute_logits` that this rank multiplies for, contiguous."""
+    def compute_own_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The columns of :meth:`compute_logits` that this rank multiplies for: in the first columns of ``out``, which
+        has ``N`` rows, or in a new tensor, contiguous."""
         if self.project_out is not None:
             hidden = self.project_out(hidden)
-        logits, own = self.lm_head.logits(hidden), self._own_logits
+        own = self._own_logits
+        if out is not None and own is not None:
+            out = out[:, : len(own)]
+        logits = self.lm_head.logits(hidden, out)
         if self.logit_bias is not None:
             logits += self.logit_bias if own is None else self.logit_bias[own.start : own.stop]
         if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:

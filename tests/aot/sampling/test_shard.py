@@ -5,7 +5,7 @@ import torch
 from support.aot import ARCHS, assert_resources, compile_kernels
 
 from tritonllm.dist.group import share_of
-from tritonllm.kernels import best_of_shards, sample, sample_shard
+from tritonllm.kernels import best_of_shards, sample, sample_limited_shards, sample_shard
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -18,6 +18,19 @@ def test_compiles(arch, first, vocab, dtype):
         drawn = sample_shard(torch.empty(4, vocab, dtype=dtype), torch.empty(4), number, number, first=first)
         for shards in (2, 3, 8):
             best_of_shards(drawn.new_empty(shards, 4, 2))
+    assert_resources(kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("vocab", "ranks"), [(151936, 2), (128256, 4), (912, 2)])
+def test_draws_from_what_other_ranks_have_compile(arch, vocab, ranks):
+    each = share_of(vocab, ranks)
+    number, ones = torch.empty(4, dtype=torch.int64), torch.empty(4)
+    found = torch.empty(4, each // 128)
+    with compile_kernels(arch) as kernels:
+        where = {"rank_steps": torch.empty(ranks, dtype=torch.int64), "vocab": vocab, "out": number}
+        limits = torch.empty(4, dtype=torch.int32), ones, ones
+        sample_limited_shards(torch.empty(4, each), found, found, ones, *limits, number, number, **where)
     assert_resources(kernels)
 
 

@@ -38,15 +38,16 @@ def _limits_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     _, b_max, b_sum = load_scan(max_ptr, sum_ptr, row, n_groups, NG)
-    p_row, p_list, p_buffer = logits_ptr + row * stride, list_ptr + row * n_groups, buffer_ptr + row * BUFFER
+    whole_row = logits_ptr + row * stride, None, 1
+    p_list, p_buffer = list_ptr + row * n_groups, buffer_ptr + row * BUFFER
     top, scale = tl.max(b_max), scale_of(tl.load(temperature_ptr + row))
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     found, threshold, last_tie, total, whole = limit_candidates(
-        p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, TILE
+        whole_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, TILE
     )
     if found == 0:
         threshold, last_tie, total = search_limits(
-            p_row, p_list, p_buffer, V, n_groups, b_max, whole, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE
+            whole_row, p_list, p_buffer, V, n_groups, b_max, whole, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE
         )
     tl.store(threshold_ptr + row, threshold)
     tl.store(last_tie_ptr + row, last_tie)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.runtime.random import STREAM_GROUP, STREAM_TOKEN, gumbel
-from tritonllm.kernels.sampling.common import GROUP, keep, load_logits, weight
+from tritonllm.kernels.sampling.common import GROUP, keep, load_row, weight
 
 SMALL = tl.constexpr(256)
 _CHUNK = tl.constexpr(16)  # candidates compared with all the others at a time
@@ -34,16 +34,16 @@ def list_groups(p_list, b_max, n_groups, threshold, NG: tl.constexpr):
 
 
 @triton.jit
-def load_listed(p_row, p_list, first, n_listed, V, TILE: tl.constexpr):
+def load_listed(row, p_list, first, n_listed, V, TILE: tl.constexpr):
     """Logits and ids of ``TILE`` listed groups, in the order of their ids: two [TILE, GROUP] blocks."""
     b_at = first + tl.arange(0, TILE)
     b_group = tl.load(p_list + b_at, mask=b_at < n_listed, other=0)
     b_token = b_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    return load_logits(p_row, b_token, (b_at < n_listed)[:, None] & (b_token < V)), b_token
+    return load_row(row, b_token, (b_at < n_listed)[:, None] & (b_token < V)), b_token
 
 
 @triton.jit
-def _load_apart(p_row, p_list, first, n_listed, V, TILE: tl.constexpr):
+def _load_apart(row, p_list, first, n_listed, V, TILE: tl.constexpr):
     """The same as [TILE * GROUP] blocks, for scattered stores: neighbours belong to different threads.
 
     If the compiler saw that four tokens lie side by side, it would give them to one thread, and then deal the tile out
@@ -53,7 +53,7 @@ def _load_apart(p_row, p_list, first, n_listed, V, TILE: tl.constexpr):
     b_at = first + b_lane // GROUP
     b_token = tl.load(p_list + b_at, mask=b_at < n_listed, other=0) * GROUP + b_lane % GROUP
     b_token ^= n_listed >> 31  # 0, which the compiler cannot know
-    return load_logits(p_row, b_token, (b_at < n_listed) & (b_token < V)), b_token
+    return load_row(row, b_token, (b_at < n_listed) & (b_token < V)), b_token
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def bound_groups(b_max, top, low, count, least, most):
 
 @triton.jit
 def gather(
-    p_row, p_list, p_buffer, n_listed, V, low, high, TILE: tl.constexpr, MOST: tl.constexpr, WITH_IDS: tl.constexpr
+    row, p_list, p_buffer, n_listed, V, low, high, TILE: tl.constexpr, MOST: tl.constexpr, WITH_IDS: tl.constexpr
 ):
     """Store the tokens of listed groups with logits in [low, high): logits, and behind ``MOST`` of them ids.
 
@@ -117,7 +117,7 @@ def gather(
     p_ids = p_buffer.to(tl.pointer_type(tl.int32)) + MOST
     tl.debug_barrier()  # all threads have read what the buffer held
     for first in range(0, n_listed, TILE):
-        b_x, b_token = _load_apart(p_row, p_list, first, n_listed, V, TILE)
+        b_x, b_token = _load_apart(row, p_list, first, n_listed, V, TILE)
         # A thread's tokens lie next to each other in the buffer: only one number a thread crosses threads
         b_own = tl.reshape(((b_x >= low) & (b_x < high)).to(tl.int32), [LANES // COLUMNS, COLUMNS])
         b_inside = tl.sum(b_own, 0)
@@ -196,7 +196,7 @@ def judge_candidates(p_buffer, found, V, total, is_whole, top, scale, top_k, top
 
 @triton.jit
 def limit_candidates(
-    p_row,
+    row,
     p_list,
     p_buffer,
     V,
@@ -234,7 +234,7 @@ def limit_candidates(
         if is_whole | ((min_p <= 0) & (has_k == 0) & (may_hold >= top_p * whole)):
             bound = tl.maximum(bound, lightest)
             n_listed = list_groups(p_list, b_max, n_groups, bound, NG)
-            found = gather(p_row, p_list, p_buffer, n_listed, V, bound, float("inf"), min(TILE, _GATHERED), SMALL, True)
+            found = gather(row, p_list, p_buffer, n_listed, V, bound, float("inf"), min(TILE, _GATHERED), SMALL, True)
             found = tl.where(found <= SMALL, found, 0)
         if found > 0:
             found, threshold, last_tie, total = judge_candidates(

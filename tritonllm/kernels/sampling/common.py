@@ -22,6 +22,7 @@ from tritonllm.kernels.runtime.dependent_launch import dependent_launch, let_nex
 from tritonllm.kernels.runtime.random import gumbel_ref
 
 GROUP = tl.constexpr(128)  # tokens in a group
+STEP = tl.constexpr(64)  # elements of float32: memory of ranks begins at multiples of 256 bytes
 RUN = tl.constexpr(32)  # the scan takes a group as four runs: 8 threads with 4 tokens of each
 FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -62,6 +63,30 @@ def _clean(b_x):
 def load_logits(p_row, b_token, m_token):
     """float32 logits, cleaned of what is no number, and 0.0 for -0.0, whose bits differ; -inf where masked."""
     return _clean(tl.load(p_row + b_token, mask=m_token, other=float("-inf"))) + 0.0
+
+
+@triton.jit
+def load_row(row, b_token, m_token):
+    """:func:`load_logits` of a row that may lie on several ranks: a pointer; where the others' parts lie, or ``None``;
+    and the columns of a rank. See :func:`tokens_at`."""
+    p_token = tokens_at(row[0], row[1], b_token, m_token, row[2])
+    return _clean(tl.load(p_token, mask=m_token, other=float("-inf"))) + 0.0
+
+
+@triton.jit
+def tokens_at(p_row, steps_ptr, b_at, m_at, EACH: tl.constexpr):
+    """Where elements ``b_at`` of a row lie, of which each rank has ``EACH``.
+
+    Args:
+        p_row: the own part of the row.
+        steps_ptr: ``[ranks]`` int64, by how many ``STEP`` elements each rank's memory is away from the own; ``None`` if
+            all elements lie here.
+    """
+    p_at = p_row + b_at
+    if steps_ptr is not None:
+        b_rank = b_at // EACH
+        p_at += tl.load(steps_ptr + b_rank, mask=m_at, other=0) * STEP - b_rank * EACH
+    return p_at
 
 
 @triton.jit
@@ -113,6 +138,17 @@ def load_scan(max_ptr, sum_ptr, row, n_groups, NG: tl.constexpr):
     b_max = tl.load(max_ptr + row * n_groups + b_group, mask=b_group < n_groups, other=float("-inf"))
     b_sum = tl.load(sum_ptr + row * n_groups + b_group, mask=b_group < n_groups, other=0.0)
     return b_group, b_max, b_sum
+
+
+@triton.jit
+def load_scans(max_ptr, sum_ptr, steps_ptr, row, n_groups, NG: tl.constexpr, EACH: tl.constexpr):
+    """The same of a row that lies on several ranks, with ``EACH`` groups of each: see :func:`tokens_at`."""
+    b_group = tl.arange(0, NG)
+    m_group = b_group < n_groups
+    p_max = tokens_at(max_ptr + row * EACH, steps_ptr, b_group, m_group, EACH)
+    p_sum = tokens_at(sum_ptr + row * EACH, steps_ptr, b_group, m_group, EACH)
+    b_max = tl.load(p_max, mask=m_group, other=float("-inf"))
+    return b_max, tl.load(p_sum, mask=m_group, other=0.0)
 
 
 @triton.jit
@@ -179,21 +215,27 @@ def default_config(rows: int, vocab: int) -> tuning.Config:
     return {"TILES": 2 if rows * groups >= 65536 else 1, "num_warps": warps}
 
 
-def scan(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scan(
+    logits: torch.Tensor, temperature: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Reduce each group of 128 logits; one pass.
 
     Args:
         logits: ``[B, N, V]``, contiguous in the last dimension.
         temperature: ``[B]`` float32.
+        out: what is returned, by default new tensors. They may be wider: groups behind the columns hold nothing.
 
     Returns:
         ``[B * N, ceil(V / 128)]`` float32 twice: the largest logit of each group, and the group's weight
         sum(exp((x - largest) / temperature)).
     """
     batch, positions, vocab = logits.shape
-    rows, n_groups = batch * positions, triton.cdiv(vocab, GROUP.value)
-    group_max = torch.empty(rows, n_groups, dtype=torch.float32, device=logits.device)
-    group_sum = torch.empty_like(group_max)
+    rows = batch * positions
+    if out is None:
+        group_max = torch.empty(rows, triton.cdiv(vocab, GROUP.value), dtype=torch.float32, device=logits.device)
+        out = group_max, torch.empty_like(group_max)
+    group_max, group_sum = out
+    n_groups = group_max.shape[1]
     config = tuning.get_config("sample_scan", logits.device, default_config, rows=rows, vocab=vocab)
     groups = 4 * config["num_warps"]  # a fixed ratio: the threads that share a group are always the same eight
     grid = (rows, triton.cdiv(n_groups, groups * config["TILES"]))

@@ -4,6 +4,8 @@ One program for each row. The first launch settles rows whose limits leave a few
 the second searches the rest (`truncation`). Both read again only the groups that matter.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +21,9 @@ from tritonllm.kernels.sampling.common import (
     Parameters,
     first_max,
     keep,
-    load_logits,
+    load_row,
     load_scan,
+    load_scans,
     scale_of,
     weight,
 )
@@ -31,7 +34,7 @@ _UNSETTLED = tl.constexpr(-1)  # in place of a token
 
 @triton.jit
 def _draw_listed(
-    p_row,
+    row,
     p_list,
     V,
     n_groups,
@@ -50,7 +53,7 @@ def _draw_listed(
     b_best = tl.full([TILE], float("-inf"), tl.float32)
     b_best_group = tl.zeros([TILE], tl.int32)
     for first in range(0, n_listed, TILE):
-        b_logit, b_id = load_listed(p_row, p_list, first, n_listed, V, TILE)
+        b_logit, b_id = load_listed(row, p_list, first, n_listed, V, TILE)
         b_kept = tl.where(keep(b_logit, b_id, threshold, last_tie), weight(b_logit, top, scale), 0.0)
         b_at = first + tl.arange(0, TILE)
         b_group = tl.load(p_list + b_at, mask=b_at < n_listed, other=0)
@@ -59,14 +62,14 @@ def _draw_listed(
         b_best = tl.where(m_better, b_score, b_best)
         b_best_group = tl.where(m_better, b_group, b_best_group)
     b_token = first_max(b_best, b_best_group) * GROUP + tl.arange(0, GROUP)
-    b_x = load_logits(p_row, b_token, b_token < V)
+    b_x = load_row(row, b_token, b_token < V)
     b_token_score = (b_x - top) * scale + gumbel(b_token, seed, step, STREAM_TOKEN)
     return first_max(tl.where(keep(b_x, b_token, threshold, last_tie), b_token_score, float("-inf")), b_token)
 
 
 @triton.jit
 def _draw_searched(
-    p_row,
+    row,
     p_list,
     p_buffer,
     V,
@@ -87,14 +90,14 @@ def _draw_searched(
     """The token of a row whose limits are searched."""
     whole = tl.sum(b_sum * weight(b_max, top, scale))
     threshold, last_tie, _kept = search_limits(
-        *(p_row, p_list, p_buffer, V, n_groups, b_max, whole, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE)
+        *(row, p_list, p_buffer, V, n_groups, b_max, whole, top, scale, top_k, top_p, min_p, NG, CAPACITY, TILE)
     )
-    return _draw_listed(p_row, p_list, V, n_groups, b_max, top, scale, threshold, last_tie, seed, step, NG, TILE)
+    return _draw_listed(row, p_list, V, n_groups, b_max, top, scale, threshold, last_tie, seed, step, NG, TILE)
 
 
 @triton.jit
 def _draw_settled(
-    p_row,
+    row,
     p_list,
     p_buffer,
     V,
@@ -113,7 +116,7 @@ def _draw_settled(
 ):
     """The token of a row whose limits a few candidates settle, or ``_UNSETTLED``."""
     found, threshold, last_tie, _kept, _whole = limit_candidates(
-        p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, TILE
+        row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, TILE
     )
     token = tl.full((), _UNSETTLED, tl.int32)
     if found > 0:
@@ -131,8 +134,9 @@ def _limited_kernel(
     seeds_ptr,  # [B]
     steps_ptr,  # [B]
     offsets_ptr,  # [B * N] or None
-    max_ptr,  # [B * N, n_groups]
-    sum_ptr,  # [B * N, n_groups]
+    max_ptr,  # [B * N, n_groups]; of ranks [B * N, EACH / GROUP]
+    sum_ptr,  # as max_ptr
+    rank_steps_ptr,  # [ranks] int64: where the rows' other parts lie (`tokens_at`); None if there are none
     list_ptr,  # scratch [B * N, n_groups]
     buffer_ptr,  # scratch [B * N, CAPACITY]
     out_ptr,  # [B * N]
@@ -145,6 +149,7 @@ def _limited_kernel(
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
     SEARCH: tl.constexpr,
+    EACH: tl.constexpr,  # columns of a rank
     PDL: tl.constexpr,
 ):
     """Rows with limits, one program each: first by their candidates; with SEARCH those that these did not settle.
@@ -168,12 +173,15 @@ def _limited_kernel(
     if is_mine:
         p_row = logits_ptr + seq * stride_b + position * stride_n
         p_list, p_buffer = list_ptr + row * n_groups, buffer_ptr + row * CAPACITY
-        _b_group, b_max, b_sum = load_scan(max_ptr, sum_ptr, row, n_groups, NG)
+        if rank_steps_ptr is None:
+            _b_group, b_max, b_sum = load_scan(max_ptr, sum_ptr, row, n_groups, NG)
+        else:
+            b_max, b_sum = load_scans(max_ptr, sum_ptr, rank_steps_ptr, row, n_groups, NG, EACH // GROUP)
         scale = scale_of(temperature)
         top = tl.max(b_max)
         token = tl.zeros((), tl.int32)
         if top > float("-inf"):
-            row_and_scan = (p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale)
+            row_and_scan = ((p_row, rank_steps_ptr, EACH), p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale)
             if SEARCH:
                 token = _draw_searched(*row_and_scan, top_k, top_p, min_p, seed, step, NG, CAPACITY, TILE)
             else:
@@ -203,6 +211,22 @@ def default_config(vocab: int) -> tuning.Config:
     return {"CAPACITY": capacity, "TILE": min(32, groups), "num_warps": 8, "maxnreg": 255}
 
 
+class Parts(NamedTuple):
+    """Rows of logits of which several ranks, whose GPUs reach each other's memory, have some columns each.
+
+    Each rank's memory has the same layout, so one distance leads from a rank's logits, maxima and sums to another's.
+
+    Attributes:
+        rank_steps: ``[ranks]`` int64, in ``STEP`` elements of float32 (256 bytes): from this rank's memory to each's.
+        each: columns of a rank but the last ones, which may have fewer; a multiple of ``GROUP``.
+        vocab: columns of all.
+    """
+
+    rank_steps: torch.Tensor
+    each: int
+    vocab: int
+
+
 def draw_limited_rows(
     logits: torch.Tensor,
     parameters: Parameters,
@@ -210,16 +234,25 @@ def draw_limited_rows(
     group_max: torch.Tensor,
     group_sum: torch.Tensor,
     out: torch.Tensor,
+    parts: Parts | None = None,
 ) -> None:
-    """The two launches, with the arguments of ``draw.draw_rows`` and what it returned."""
-    _, positions, vocab = logits.shape
+    """The two launches, with the arguments of ``draw.draw_rows`` and what it returned.
+
+    Args:
+        parts: ``logits``, ``group_max`` and ``group_sum`` are this rank's parts of these.
+    """
     (rows, n_groups), device = group_max.shape, logits.device
+    positions, vocab = logits.shape[1:]
+    rank_steps, each = None, 1
+    if parts is not None:
+        rank_steps, each, vocab = parts
+        n_groups = triton.cdiv(vocab, GROUP.value)
     config = tuning.get_config("sample", device, default_config, vocab=vocab)
     groups = torch.empty(rows, n_groups, dtype=torch.int32, device=device)
     buffer = torch.empty(rows, config["CAPACITY"], dtype=torch.float32, device=device)
-    scratch = (group_max, group_sum, groups, buffer)
+    scratch = (group_max, group_sum, rank_steps, groups, buffer)
     sizes = (vocab, n_groups, positions, *logits.stride()[:2])
     given = (logits, *parameters, offsets, *scratch, out, *sizes)
-    flags = {"NG": triton.next_power_of_2(n_groups), **UNIFORM_SUMS, **dependent_launch(device)}
+    flags = {"NG": triton.next_power_of_2(n_groups), "EACH": each, **UNIFORM_SUMS, **dependent_launch(device)}
     _limited_kernel[(rows,)](*given, SEARCH=False, **flags, **candidates_config(vocab, device))
     _limited_kernel[(rows,)](*given, SEARCH=True, **flags, **config)

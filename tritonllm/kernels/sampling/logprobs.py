@@ -157,7 +157,7 @@ def _select_kernel(
         bound, n_listed = bound_groups(b_max, top, low, n_finite, top_n, 2 * N)
         if (n_listed >= top_n) & (n_listed <= 2 * N):
             n_listed = list_groups(p_list, b_max, n_groups, bound, NG)
-            found = gather(p_row, p_list, p_buffer, n_listed, V, bound, float("inf"), 2 * N, SMALL, True)
+            found = gather((p_row, None, 1), p_list, p_buffer, n_listed, V, bound, float("inf"), 2 * N, SMALL, True)
         if (found >= top_n) & (found <= SMALL):
             b_at, b_x = load_candidates(p_buffer, 0, found, SMALL)
             b_rank = _ranks(p_buffer, found)

@@ -77,14 +77,15 @@ def _row_limits_kernel(
             threshold = tl.full((), float("-inf"), tl.float32)
             last_tie = tl.full((), V, tl.int32)
             total = tl.sum(b_sum * weight(b_max, top, scale))
+            whole_row = p_row, None, 1
             if SEARCH:
                 threshold, last_tie, total = search_limits(
-                    *(p_row, p_list, p_buffer, V, n_groups, b_max, total, top, scale, top_k, top_p, min_p),
+                    *(whole_row, p_list, p_buffer, V, n_groups, b_max, total, top, scale, top_k, top_p, min_p),
                     *(NG, CAPACITY, TILE),
                 )
             elif is_limited(V, top_k, top_p, min_p):
                 found, threshold, last_tie, total, _whole = limit_candidates(
-                    p_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, TILE
+                    whole_row, p_list, p_buffer, V, n_groups, b_max, b_sum, top, scale, top_k, top_p, min_p, NG, TILE
                 )
                 last_tie = tl.where(found > 0, last_tie, _UNSETTLED)
             tl.store(limits.threshold + row, threshold)

@@ -6,12 +6,14 @@ best of these draws is the draw from all: the same token that `sample` takes on 
 to each rank, where its logits are 4 a token.
 
 This is for rows with a temperature and nothing else. What `top_k`, `top_p` and `min_p` leave is a matter of the whole
-row.
+row: `shard_limits.py` draws such rows again.
 
 The bits of a group's sum are the same in both if the rows of the whole vocabulary and those of the shards begin at
 multiples of 16 columns. Otherwise Triton gives the group's columns to other threads (8 with 4 of each 32, or 32 with
 one), and sums have another order: of 9,600 draws none was another token, but one can be.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -77,6 +79,18 @@ def _shard_kernel(
     tl.store(out_ptr + row * 2 + 1, token.to(tl.float64))
 
 
+class Found(NamedTuple):
+    """Where :func:`sample_shard` leaves what it found of the groups, for :func:`sample_limited_shards`.
+
+    Attributes:
+        group_max: ``[R, G]`` float32, contiguous, of at least the shard's groups of 128 columns: their largest logits.
+        group_sum: as ``group_max``, the groups' weights relative to those.
+    """
+
+    group_max: torch.Tensor | None = None
+    group_sum: torch.Tensor | None = None
+
+
 def _shard_ref(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -84,8 +98,15 @@ def _shard_ref(
     steps: torch.Tensor,
     out: torch.Tensor,
     first: int,
+    found: Found,
 ) -> None:
     x, scale = clean_ref(logits), scale_ref(temperature)
+    if found.group_max is not None and found.group_sum is not None:
+        padded = torch.nn.functional.pad(x, (0, found.group_max.shape[1] * GROUP.value - x.shape[1]), value=-torch.inf)
+        groups = padded.view(len(x), -1, GROUP.value)
+        found.group_max.copy_(groups.amax(-1))
+        top = groups.amax(-1, keepdim=True).clamp_min(-FLOAT_MAX.value)
+        found.group_sum.copy_(torch.exp2((groups - top) * scale[:, None, None]).sum(-1))
     out[:, SCORE], out[:, TOKEN] = x.amax(-1), x.argmax(-1) + first
     rows = (temperature >= MIN_TEMPERATURE.value).nonzero()[:, 0]
     if rows.numel():
@@ -98,7 +119,7 @@ def _shard_ref(
         out[rows, TOKEN] = token.double()
 
 
-@register_op(mutates=("out",), reference=_shard_ref)
+@register_op(mutates=("out", "group_max", "group_sum"), reference=_shard_ref)
 def _sample_shard(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -106,14 +127,17 @@ def _sample_shard(
     steps: torch.Tensor,
     out: torch.Tensor,
     first: int,
+    found: Found,
 ) -> None:
     rows, vocab = logits.shape
     if rows == 0:
         return
-    found = scan(logits.unsqueeze(1), temperature)
-    n_groups = found[0].shape[1]
+    group_max, group_sum = found
+    kept = None if group_max is None or group_sum is None else (group_max, group_sum)
+    scanned = scan(logits.unsqueeze(1), temperature, kept)
+    n_groups = scanned[0].shape[1]
     flags = {"NG": triton.next_power_of_2(n_groups)} | dependent_launch(logits.device)
-    given = logits, temperature, seeds, steps, *found, out
+    given = logits, temperature, seeds, steps, *scanned, out
     _shard_kernel[(rows,)](*given, first, vocab, n_groups, logits.stride(0), **flags)
 
 
@@ -161,6 +185,7 @@ def sample_shard(
     *,
     first: int,
     out: torch.Tensor | None = None,
+    found: Found = Found(),  # noqa: B008 (a tuple, which nobody can change)
 ) -> torch.Tensor:
     """Draw from some columns of rows of logits, so that the best of all columns' draws is :func:`sample`'s (where all
     rows are aligned to ``ROW_UNIT``, to the last bit of a score).
@@ -175,6 +200,7 @@ def sample_shard(
         steps: ``[R]`` int64, the number of the token in its sequence.
         first: the token of the first column, a multiple of ``SHARD_UNIT`` (128).
         out: ``[R, 2]`` float64 to write into, contiguous.
+        found: where the groups' maxima and weights are to be left; by default nowhere.
 
     Returns:
         ``[R, 2]`` float64, ``out`` or a new tensor: how good the shard's best token is, and that token's number in the
@@ -194,7 +220,13 @@ def sample_shard(
     if out is None:
         out = torch.empty(rows, 2, dtype=torch.float64, device=logits.device)
     check_drawn("out", out, (rows, 2), logits)
-    _sample_shard(logits, temperature, seeds, steps, out, first)
+    require((found.group_max is None) == (found.group_sum is None), "found must have both tensors, or neither")
+    for name, kept in zip(Found._fields, found, strict=True):
+        if kept is not None:
+            check_tensor(name, kept, (rows, "G"), dtype=torch.float32, like=logits)
+            fits = kept.is_contiguous() and kept.shape[1] >= triton.cdiv(vocab, GROUP.value)
+            require(fits, f"{name} must be contiguous, with a column or more for each {GROUP.value} of {vocab}")
+    _sample_shard(logits, temperature, seeds, steps, out, first, *found)
     return out
 
 

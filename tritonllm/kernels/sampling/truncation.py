@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.sampling.candidates import gather, list_groups, load_listed
-from tritonllm.kernels.sampling.common import FLOAT_MAX, GROUP, load_logits, weight, weight_ref
+from tritonllm.kernels.sampling.common import FLOAT_MAX, GROUP, load_row, weight, weight_ref
 
 _COARSE = tl.constexpr(1 << 16)  # bits of the bound that need not be exact: it only has to exclude most groups
 _FINE = tl.constexpr(1 << 12)  # bits of a guess that need not be exact
@@ -89,7 +89,7 @@ def _quarters(low, high, by_value):
 
 
 @triton.jit
-def _guess(p_row, p_list, n_listed, V, top, scale, part, floor, low, high, CAPACITY: tl.constexpr):
+def _guess(row, p_list, n_listed, V, top, scale, part, floor, low, high, CAPACITY: tl.constexpr):
     """Three keys inside (low, high) that should be just below, at and just above the key sought.
 
     From a sample, listed groups at equal distances: the key such that the tokens >= it weigh ``part`` of those
@@ -98,7 +98,7 @@ def _guess(p_row, p_list, n_listed, V, top, scale, part, floor, low, high, CAPAC
     SAMPLE: tl.constexpr = max(1, CAPACITY // GROUP)
     b_group = tl.load(p_list + tl.arange(0, SAMPLE) * n_listed // SAMPLE)
     b_token = b_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    b_x = load_logits(p_row, b_token, b_token < V)
+    b_x = load_row(row, b_token, b_token < V)
     b_key = order_key(b_x)
     b_weight = tl.where(b_key >= floor.to(tl.int32), weight(b_x, top, scale), 0.0)
     whole = tl.sum(b_weight)
@@ -113,7 +113,7 @@ def _guess(p_row, p_list, n_listed, V, top, scale, part, floor, low, high, CAPAC
 
 
 @triton.jit
-def _narrow(p_row, p_list, n_listed, V, top, scale, target, low, high, above, key1, key2, key3, TILE: tl.constexpr):
+def _narrow(row, p_list, n_listed, V, top, scale, target, low, high, above, key1, key2, key3, TILE: tl.constexpr):
     """One pass over the listed groups: the part of [low, high) between two of these keys that holds the one sought.
 
     Returns ``low, high``, the weight of the tokens >= high, and the number of tokens in [low, high).
@@ -129,7 +129,7 @@ def _narrow(p_row, p_list, n_listed, V, top, scale, target, low, high, above, ke
     x_low, x_high = key_value(low.to(tl.int32)), key_value(high.to(tl.int32))
     x1, x2, x3 = key_value(key1.to(tl.int32)), key_value(key2.to(tl.int32)), key_value(key3.to(tl.int32))
     for first in range(0, n_listed, TILE):
-        b_x, _ = load_listed(p_row, p_list, first, n_listed, V, TILE)
+        b_x, _ = load_listed(row, p_list, first, n_listed, V, TILE)
         b_weight = weight(b_x, top, scale)
         b_weight1 += _fold(tl.where(b_x >= x1, b_weight, 0.0), ROWS)
         b_weight2 += _fold(tl.where(b_x >= x2, b_weight, 0.0), ROWS)
@@ -150,7 +150,7 @@ def _narrow(p_row, p_list, n_listed, V, top, scale, target, low, high, above, ke
 
 
 @triton.jit
-def _search(p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, total, floor, NG, CAPACITY, TILE):
+def _search(row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, total, floor, NG, CAPACITY, TILE):
     """The largest key t such that the tokens >= t weigh the target or more; ``floor`` if there is none above it.
 
     ``total`` is about what the tokens >= floor weigh.
@@ -172,15 +172,15 @@ def _search(p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, tot
             key1, key2, key3 = _quarters(low, high, by_value == 1)
             if turn == 0:
                 part = tl.minimum(target / tl.minimum(total, n_listed * GROUP), 1.0)
-                key1, key2, key3 = _guess(p_row, p_list, n_listed, V, top, scale, part, floor, low, high, CAPACITY)
+                key1, key2, key3 = _guess(row, p_list, n_listed, V, top, scale, part, floor, low, high, CAPACITY)
             low, high, above, count = _narrow(
-                p_row, p_list, n_listed, V, top, scale, target, low, high, above, key1, key2, key3, TILE
+                row, p_list, n_listed, V, top, scale, target, low, high, above, key1, key2, key3, TILE
             )
             # Steps by value suit most rows; a step by key after one that failed bounds the passes for all rows
             by_value = ((by_value == 0) | (2 * count <= before)).to(tl.int32)
         else:
             lowest, end = tl.maximum(key_value(low.to(tl.int32)), -FLOAT_MAX), key_value(high.to(tl.int32))
-            found = gather(p_row, p_list, p_buffer, n_listed, V, lowest, end, TILE, CAPACITY, False)
+            found = gather(row, p_list, p_buffer, n_listed, V, lowest, end, TILE, CAPACITY, False)
             count = found
         limit = tl.full((), CAPACITY, tl.int32)  # the count is now exact
         turn += 1
@@ -195,25 +195,25 @@ def _search(p_row, p_list, p_buffer, V, n_groups, b_max, top, scale, target, tot
 
 
 @triton.jit
-def _weight_above(p_row, p_list, V, n_groups, b_max, top, scale, key, NG: tl.constexpr, TILE: tl.constexpr):
+def _weight_above(row, p_list, V, n_groups, b_max, top, scale, key, NG: tl.constexpr, TILE: tl.constexpr):
     """The weight of the tokens whose key is larger."""
     n_listed = list_groups(p_list, b_max, n_groups, key_value(key.to(tl.int32)), NG)
     ROWS: tl.constexpr = min(TILE, _ROWS)
     b_total = tl.zeros([ROWS, GROUP], tl.float32)
     for first in range(0, n_listed, TILE):
-        b_x, _ = load_listed(p_row, p_list, first, n_listed, V, TILE)
+        b_x, _ = load_listed(row, p_list, first, n_listed, V, TILE)
         b_total += _fold(tl.where(order_key(b_x) > key.to(tl.int32), weight(b_x, top, scale), 0.0), ROWS)
     return _sum(b_total)
 
 
 @triton.jit
-def _nth_tie(p_row, p_list, V, n_groups, b_max, key, n, NG: tl.constexpr, TILE: tl.constexpr):
+def _nth_tie(row, p_list, V, n_groups, b_max, key, n, NG: tl.constexpr, TILE: tl.constexpr):
     """The id of the n-th token, in the order of ids, whose key is ``key``."""
     n_listed = list_groups(p_list, b_max, n_groups, key_value(key.to(tl.int32)), NG)
     seen = tl.zeros((), tl.int32)
     token = tl.zeros((), tl.int32)
     for first in range(0, n_listed, TILE):
-        b_x, b_token = load_listed(p_row, p_list, first, n_listed, V, TILE)
+        b_x, b_token = load_listed(row, p_list, first, n_listed, V, TILE)
         m_tie = order_key(b_x) == key.to(tl.int32)
         b_tied = tl.sum(m_tie.to(tl.int32), 1)
         b_before = seen + tl.cumsum(b_tied, 0) - b_tied
@@ -239,7 +239,7 @@ def is_limited(V, top_k, top_p, min_p):
 
 @triton.jit
 def search_limits(
-    p_row,
+    row,
     p_list,  # scratch [n_groups] int32
     p_buffer,  # scratch [CAPACITY] float32
     V,
@@ -273,7 +273,7 @@ def search_limits(
             light = order_key(top + tl.log2((1.0 - top_p) * total / (2.0 * V)) / scale).to(tl.int64)
             floor = tl.where(is_k, key, tl.maximum(key, light))
             found_key, above, ties = _search(
-                *(p_row, p_list, p_buffer, V, n_groups, b_max, top, own_scale, target),
+                *(row, p_list, p_buffer, V, n_groups, b_max, top, own_scale, target),
                 *(tl.where(is_k, V * 1.0, total), floor, NG, CAPACITY, TILE),
             )
             lightest = weight(key_value(found_key.to(tl.int32)), top, own_scale)
@@ -283,11 +283,11 @@ def search_limits(
             key = found_key
             outside = key
         if is_k & (outside > _LOWEST_KEY):
-            total = _weight_above(p_row, p_list, V, n_groups, b_max, top, scale, outside, NG, TILE)
+            total = _weight_above(row, p_list, V, n_groups, b_max, top, scale, outside, NG, TILE)
             total += tl.minimum(quota, ties) * weight(key_value(key.to(tl.int32)), top, scale)
     last_tie = tl.full((), V, tl.int32)
     if ties > quota:
-        last_tie = _nth_tie(p_row, p_list, V, n_groups, b_max, key, quota, NG, TILE)
+        last_tie = _nth_tie(row, p_list, V, n_groups, b_max, key, quota, NG, TILE)
     return key_value(key.to(tl.int32)), last_tie, total
 
 
