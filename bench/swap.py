@@ -128,8 +128,8 @@ def direct(host: HostCopies, blocks: list[int], pool: torch.Tensor, repeats: int
     for kind in ("store", "load"):
 
         def launch(into_pool: bool = kind == "load") -> None:
-            given = (part.rows, ids, part.host, rows, part.rows.stride(0))
-            _pack_blocks_kernel[grid](*given, ELEMENTS=elements, INTO_POOL=into_pool, **config)
+            given = (part.rows, ids, ids, part.host, rows, part.rows.stride(0))
+            _pack_blocks_kernel[grid](*given, ELEMENTS=elements, PLACED=False, INTO_POOL=into_pool, **config)
 
         seconds, _ = seconds_of(launch, pool.device, repeats)
         found[f"direct_{kind}_gb_per_s"] = len(blocks) * part.host[0].nbytes / seconds / 1e9

@@ -117,7 +117,7 @@ class CacheConfig:
         cpu_cache_bytes: size of the cache on the CPU path, bytes.
         enable_prefix_caching: reuse the blocks of prompts seen before.
         kv_offloading_size: GiB of the host's memory that keep blocks which the cache gives up, so that they come back
-            by a copy. ``None`` or 0: they are computed again.
+            by a copy. ``None`` or 0: they are computed again. With the connector ``CudaIpc`` of the GPU's memory.
     """
 
     block_size: int = 16
@@ -330,7 +330,7 @@ class EngineConfig:
     def _check_transfer(self) -> None:
         if not self.cache.kv_offloading_size:
             raise ValueError(
-                "kv_transfer_config needs kv_offloading_size: blocks come and go through that memory of the host. Give "
+                "kv_transfer_config needs kv_offloading_size: blocks come and go through that memory. Give "
                 "it the GiB of the prompts that come at once, or more"
             )
         if not self.cache.enable_prefix_caching:

@@ -8,7 +8,9 @@ from typing import Any
 
 from tritonllm.config_checks import names_code, one_of
 
-CONNECTORS = ("FileStore", "Peer", "Nixl")
+CONNECTORS = ("FileStore", "Peer", "Nixl", "CudaIpc")
+ON_DEVICE = ("CudaIpc",)  # connectors for which the cache's second tier lies in the GPU's memory
+DEVICE_BYTES = 4 << 30  # of the copies that an engine keeps for others there, unless ``max_bytes`` says otherwise
 TIMEOUT = 10.0
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
@@ -19,8 +21,8 @@ class KVTransferConfig:
 
     Args:
         kv_connector: ``FileStore`` keeps blocks as files of a folder; ``Peer`` brings them from the engine that a
-            request names, ``Nixl`` by reads out of its memory; ``"module:name"`` makes a connector of your own
-            (:class:`tritonllm.engine.kv_connector.KVConnector`).
+            request names, ``Nixl`` by reads out of its memory, ``CudaIpc`` out of its GPU's memory;
+            ``"module:name"`` makes a connector of your own (:class:`tritonllm.engine.kv_connector.KVConnector`).
         kv_role: ``kv_producer`` saves blocks, ``kv_consumer`` loads them, ``kv_both`` does both.
         kv_connector_extra_config: the connector's own settings; of any connector ``timeout``, the seconds that a
             request waits at most for blocks before it is computed without them.
@@ -56,6 +58,19 @@ class KVTransferConfig:
     @property
     def loads(self) -> bool:
         return self.kv_role != "kv_producer"
+
+    @property
+    def on_device(self) -> bool:
+        """Blocks come and go through the GPU's memory; ``kv_offloading_size`` is of that then."""
+        return self.kv_connector in ON_DEVICE
+
+    @property
+    def kept_device_bytes(self) -> int:
+        """Of the GPU's memory, for copies that are kept for others."""
+        if not (self.on_device and self.saves):
+            return 0
+        size: int = self.kv_connector_extra_config.get("max_bytes", DEVICE_BYTES)
+        return size
 
     @classmethod
     def of(cls, value: object) -> "KVTransferConfig":

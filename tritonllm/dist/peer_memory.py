@@ -74,6 +74,16 @@ class CudaDriver:
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
         return address.value
 
+    def copy(self, spans: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """Begin copies on a stream: to an address, from an address, so many bytes; either may be on another GPU."""
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream()
+            function, on = self._library.cuMemcpyAsync, ctypes.c_void_p(stream)
+            for to, source, nbytes in spans:
+                code = function(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), on)
+                if code:
+                    raise self._error("cuMemcpyAsync", code)
+
     def give_back(self, own: int | None, opened: Sequence[int]) -> None:
         try:
             for address in opened:
@@ -88,9 +98,12 @@ class CudaDriver:
             torch.cuda.current_stream()  # torch has made the device's context the current one
             code = getattr(self._library, name)(*arguments)
         if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+            raise self._error(name, code)
+
+    def _error(self, name: str, code: int) -> DriverError:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(code, ctypes.byref(text))
+        return DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
 
 
 class Offer(NamedTuple):

@@ -7,6 +7,9 @@ needs none of the processors that steps run on, and the kernel runs for a small 
 
 The host's memory is page-locked: only then does the copy engine reach it by itself. It is registered with the driver
 instead of taken from torch's allocator, which rounds up to a power of two and never gives back.
+
+For a connector between devices (:mod:`tritonllm.engine.kv_ipc`) the slots lie in the device's memory. Then the kernel
+writes straight into them, and reads them, wherever they are: nothing is gathered, and no copy engine has a part in it.
 """
 
 import time
@@ -21,6 +24,7 @@ import torch
 
 from tritonllm.engine.host_tier import Transfers
 from tritonllm.engine.inputs import upload
+from tritonllm.engine.kv_connector import DeviceSlots, Slots
 from tritonllm.kernels import pack_blocks, unpack_blocks
 
 # Blocks that are gathered at a time. Their copy takes 1.2 ms at 55 GB/s, many times what launching it does.
@@ -33,21 +37,29 @@ def staging_bytes(block_bytes: int, num_slots: int) -> int:
     return min(num_slots, max(1, STAGING_BYTES // block_bytes)) * block_bytes
 
 
+def device_bytes(block_bytes: int, num_slots: int, on_device: bool) -> int:
+    """Memory of the device that :class:`HostCopies` takes: its slots, or what goes to slots of the host."""
+    return num_slots * block_bytes if on_device else staging_bytes(block_bytes, num_slots)
+
+
 class HostCopies:
     """The second tier's memory, and the stream that fills and reads it.
 
     Args:
         pools: ``[L, 2, P, S, K, D]``, keys and values of L layers, of each model that has blocks of these numbers.
         num_slots: blocks that the host's memory holds.
+        on_device: the slots lie in the device's memory instead.
 
     Raises:
         ValueError: the driver does not lock so much memory.
     """
 
-    def __init__(self, pools: Sequence[torch.Tensor], num_slots: int) -> None:
+    def __init__(self, pools: Sequence[torch.Tensor], num_slots: int, on_device: bool = False) -> None:
         device = pools[0].device
-        self._parts = [_Part.of(pool, num_slots, sum(p[:, :, 0].nbytes for p in pools)) for pool in pools]
-        self._staged, self._slots = len(self._parts[0].staging), num_slots
+        block_bytes = sum(pool[:, :, 0].nbytes for pool in pools)
+        self._staged, self._slots = staging_bytes(block_bytes, num_slots) // block_bytes, num_slots
+        self._on_device = on_device
+        self._parts = [_Part.of(pool, num_slots, 0 if on_device else self._staged, on_device) for pool in pools]
         self._stream: torch.cuda.Stream | None = None
         self._events: deque[tuple[int, torch.cuda.Event]] = deque()  # of the batches that may still run
         self._done = 0
@@ -55,7 +67,7 @@ class HostCopies:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             for part in self._parts:
-                release = _lock(part.host, self._stream)
+                release = _hold(self._stream) if on_device else _lock(part.host, self._stream)
                 weakref.finalize(self, release, part.host).atexit = False  # the process takes its memory with it
 
     @property
@@ -88,9 +100,13 @@ class HostCopies:
             main.wait_stream(self._stream)  # an interrupt came between that batch and its event
 
     @property
-    def memory(self) -> list[np.ndarray]:
+    def memory(self) -> list[Slots]:
         """``[slots, bytes]`` uint8 of each model: the slots, as they are."""
-        return [part.host.flatten(1).view(torch.uint8).numpy() for part in self._parts]
+        flat = [part.host.flatten(1).view(torch.uint8) for part in self._parts]
+        if not self._on_device:
+            return [slots.numpy() for slots in flat]
+        index = flat[0].get_device() if self._device.type == "cuda" else None
+        return [DeviceSlots(slots.data_ptr(), (slots.shape[0], slots.shape[1]), index, slots) for slots in flat]
 
     def ending(self, number: int) -> Callable[[], bool]:
         """What waits in another thread until a batch has ended that was begun a moment ago; false if it does not."""
@@ -109,9 +125,13 @@ class HostCopies:
     def warm_up(self) -> None:
         """Launches that copy nothing."""
         (nowhere,) = upload([np.full(1, -1, dtype=np.int64)], self._device)
-        for rows, staging, _ in self._parts:
-            pack_blocks(rows, nowhere, staging[:1])
-            unpack_blocks(staging[:1], nowhere, rows)
+        for rows, staging, host in self._parts:
+            if self._on_device:
+                pack_blocks(rows, nowhere, host, places=nowhere)
+                unpack_blocks(host, nowhere, rows, places=nowhere)
+            else:
+                pack_blocks(rows, nowhere, staging[:1])
+                unpack_blocks(staging[:1], nowhere, rows)
 
     @torch.inference_mode()
     def measure(self) -> float:
@@ -134,6 +154,9 @@ class HostCopies:
         return time.monotonic()
 
     def _copy(self, transfers: Transfers) -> None:
+        if self._on_device:
+            self._copy_on_device(transfers)
+            return
         for slots, blocks in self._pieces(transfers.stores):
             for rows, staging, host in self._parts:
                 pack_blocks(rows, blocks, staging[: len(slots)])
@@ -144,6 +167,17 @@ class HostCopies:
                 for at, slot, count in runs(slots):
                     staging[at : at + count].copy_(host[slot : slot + count], non_blocking=True)
                 unpack_blocks(staging[: len(slots)], blocks, rows)
+
+    def _copy_on_device(self, transfers: Transfers) -> None:
+        loads = [(block, slot) for slot, block in transfers.loads]
+        for pairs, stores in ((transfers.stores, True), (loads, False)):
+            both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+            blocks, places = upload([np.ascontiguousarray(both[:, at]) for at in (0, 1)], self._device)
+            for rows, _, slots in self._parts if pairs else ():
+                if stores:
+                    pack_blocks(rows, blocks, slots, places=places)
+                else:
+                    unpack_blocks(slots, blocks, rows, places=places)
 
     def _pieces(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """The slots of as many (block, slot) at a time as the staging memory holds, and their blocks on the device."""
@@ -160,7 +194,7 @@ class _Part(NamedTuple):
     Attributes:
         rows: ``[R, P, E]``, the cache.
         staging: ``[N, R, E]`` on the device: blocks that are gathered at a time.
-        host: ``[slots, R, E]``.
+        host: ``[slots, R, E]``; with slots on the device it is there.
     """
 
     rows: torch.Tensor
@@ -168,13 +202,12 @@ class _Part(NamedTuple):
     host: torch.Tensor
 
     @classmethod
-    def of(cls, pool: torch.Tensor, num_slots: int, block_bytes: int) -> "_Part":
+    def of(cls, pool: torch.Tensor, num_slots: int, staged: int, on_device: bool) -> "_Part":
         rows = pool.flatten(3).flatten(0, 1)
         shape = rows.shape[0], rows.shape[2]
-        count = staging_bytes(block_bytes, num_slots) // block_bytes
-        place = "cpu" if pool.is_cuda else pool.device
+        place = "cpu" if pool.is_cuda and not on_device else pool.device
         host = torch.empty(num_slots, *shape, dtype=pool.dtype, device=place)
-        return cls(rows, torch.empty(count, *shape, dtype=pool.dtype, device=pool.device), host)
+        return cls(rows, torch.empty(staged, *shape, dtype=pool.dtype, device=pool.device), host)
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -201,3 +234,8 @@ def _lock(memory: torch.Tensor, stream: torch.cuda.Stream) -> Callable[[torch.Te
         runtime.cudaHostUnregister(memory.data_ptr())
 
     return release
+
+
+def _hold(stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:
+    """What keeps memory of the device from torch's allocator until nothing on the stream copies any more."""
+    return lambda memory: stream.synchronize()

@@ -1,11 +1,10 @@
 """What a connector is: it takes blocks of keys and values out of an engine, to wherever others find them, and brings
 them in. No torch.
 
-A connector sees numbered slots of memory that the engine hands it once, and keys. It does not see requests, tokens,
-tensors or the device. Here the slots are those of the cache's tier in the host's memory
-(:mod:`tritonllm.engine.host_tier`), which has the copies to the device and back already. (For a connector between
-devices they could as well be the blocks of the cache itself: registering memory once and naming places in it is what
-CUDA IPC asks for, as NIXL does.)
+A connector sees numbered slots of memory that the engine hands it once, and keys. It does not see requests, tokens or
+tensors. The slots are those of the cache's tier in the host's memory (:mod:`tritonllm.engine.host_tier`), which has the
+copies to the device and back already. For a connector between devices the tier lies in the device's memory, and the
+slots are :class:`DeviceSlots`: addresses that the host cannot read.
 
 A key names the contents of a block: the tokens up to its end, and the model that computed them
 (:mod:`tritonllm.engine.kv_transfer`). So equal keys mean equal bytes, whoever saved them, and in whatever order.
@@ -16,22 +15,45 @@ Nothing that goes wrong may be raised: a block that cannot be had is a miss, and
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 Params = Mapping[str, Any]  # what a request says of where its blocks are (vLLM's ``kv_transfer_params``)
 
 
+class DeviceSlots(NamedTuple):
+    """Slots in the memory of a GPU.
+
+    Attributes:
+        address: of the first one, on the device.
+        shape: slots, and the bytes of each; they lie one behind the other.
+        device: the GPU's number in this process; ``None`` where the engine runs on the CPU.
+        owner: the memory lives as long as this does.
+    """
+
+    address: int
+    shape: tuple[int, int]
+    device: int | None
+    owner: Any
+
+
+Slots = np.ndarray | DeviceSlots
+
+
 class KVConnector(Protocol):
     """Where blocks go and come from."""
 
-    def register(self, memory: Sequence[np.ndarray]) -> None:
+    def register(self, memory: Sequence[Slots]) -> None:
         """Work on this memory from now on; called once, before all else.
 
         Args:
             memory: uint8 ``[slots, bytes]`` arrays; a block is the rows of one slot in all of them, one after the
-                other.
+                other. Only a connector for which the tier lies in the device's memory
+                (:attr:`~tritonllm.kv_transfer_config.KVTransferConfig.on_device`) gets :class:`DeviceSlots`.
+
+        Raises:
+            ValueError: it cannot work on this memory.
         """
 
     def lookup(self, keys: Sequence[bytes], params: Params) -> "Future[int]":
@@ -65,3 +87,15 @@ class Offering(Protocol):
 
     def offer(self) -> Params:
         """What another engine's request has to say (its ``Params``) to find this engine's blocks."""
+
+
+def arrays(memory: Sequence[Slots]) -> list[np.ndarray]:
+    """Slots of the host's memory, for connectors that read and write it.
+
+    Raises:
+        ValueError: they lie in a device's.
+    """
+    found = [part for part in memory if isinstance(part, np.ndarray)]
+    if len(found) < len(memory):
+        raise ValueError("kv_transfer_config: this kv_connector needs slots in the host's memory, not in a device's")
+    return found

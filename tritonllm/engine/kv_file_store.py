@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tritonllm.config_checks import at_least
-from tritonllm.engine.kv_connector import Params
+from tritonllm.engine.kv_connector import Params, Slots, arrays
 from tritonllm.engine.kv_files import BlockFiles
 
 MAX_BYTES = 64 << 30
@@ -50,8 +50,8 @@ class FileStore:
         self._readers = ThreadPoolExecutor(threads, "kv-load")
         self._writers = ThreadPoolExecutor(threads, "kv-save")
 
-    def register(self, memory: Sequence[np.ndarray]) -> None:
-        self._memory = memory
+    def register(self, memory: Sequence[Slots]) -> None:
+        self._memory = arrays(memory)
         size = sum(part.shape[1] for part in memory)
         if size > self.files.max_bytes // 2:
             raise ValueError(

@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 
 class Kept(NamedTuple):
-    """A block: the head of the frame that it is sent in, its contents, the number of its place if it has one
-    (:mod:`tritonllm.engine.kv_nixl`), and when it was used last."""
+    """A block: the head of the frame that it is sent in, or what else tells it from others that had its place; its
+    contents, if they are in the host's memory; the number of its place if it has one (:mod:`tritonllm.engine.kv_nixl`,
+    :mod:`tritonllm.engine.kv_ipc`); its bytes; and when it was used last, which matters only where there is a
+    ``max_age``."""
 
     head: bytes
     contents: bytes | memoryview
     place: int
+    size: int
     used: float
 
 
@@ -49,19 +52,29 @@ class KeptBlocks:
         with self._changed:
             return self._use(key) is not None
 
-    def put(self, key: bytes, head: bytes, contents: bytes | memoryview, place: int = 0) -> bool:
-        """Keep a block; false if it was there, or is longer than all may be."""
-        kept = Kept(head, contents, place, time.monotonic())
+    def put(
+        self, key: bytes, head: bytes, contents: bytes | memoryview, place: int = 0, size: int | None = None
+    ) -> bool:
+        """Keep a block; false if it was there, or is longer than all may be.
+
+        Args:
+            size: bytes of contents that are not in the host's memory.
+        """
+        kept = Kept(head, contents, place, len(contents) if size is None else size, time.monotonic())
         with self._changed:
-            if self._closed or len(contents) > self.max_bytes or self._use(key) is not None:
+            if self._closed or kept.size > self.max_bytes or self._use(key) is not None:
                 self._gone(kept)
                 return False
-            while self._bytes + len(contents) > self.max_bytes:
-                self._remove(next(iter(self._blocks)))
+            self._make_room(kept.size)
             self._blocks[key] = kept
-            self._bytes += len(contents)
+            self._bytes += kept.size
             self._changed.notify_all()
             return True
+
+    def make_room(self, size: int) -> None:
+        """Give blocks up until there is room for so many bytes, at most all."""
+        with self._changed:
+            self._make_room(size)
 
     def get(self, key: bytes, until: float) -> Kept | None:
         """A block, as soon as it is there; ``None`` if it is not at that time of ``time.monotonic``."""
@@ -69,6 +82,18 @@ class KeptBlocks:
             while (kept := self._use(key)) is None and self._wait(until):
                 pass
             return kept
+
+    def find(self, keys: Sequence[bytes]) -> list[Kept | None]:
+        """Each of these blocks, if it is there now."""
+        with self._changed:  # of a sequence the end goes first
+            return [self._use(key) for key in reversed(keys)][::-1]
+
+    def still(self, keys: Sequence[bytes], found: Sequence[Kept | None]) -> list[bool]:
+        """Whether each of these blocks has been there since it was found."""
+        with self._changed:
+            now = [self._blocks.get(key) for key in keys]
+        pairs = zip(found, now, strict=True)
+        return [a is b is not None or _same(a, b) for a, b in pairs]
 
     def count(self, keys: Sequence[bytes], until: float) -> int:
         """How many of the leading ones are there: all, as soon as they are, or those that are at that time."""
@@ -108,11 +133,21 @@ class KeptBlocks:
             self._remove(oldest)
         kept_one = self._blocks.get(key)
         if kept_one is not None:
-            self._blocks[key] = kept_one._replace(used=now)
+            if self.max_age is not None:
+                self._blocks[key] = kept_one._replace(used=now)
             self._blocks.move_to_end(key)
         return kept_one
 
+    def _make_room(self, size: int) -> None:
+        while self._blocks and self._bytes + size > self.max_bytes:
+            self._remove(next(iter(self._blocks)))
+
     def _remove(self, key: bytes) -> None:
         kept = self._blocks.pop(key)
-        self._bytes -= len(kept.contents)
+        self._bytes -= kept.size
         self._gone(kept)
+
+
+def _same(a: Kept | None, b: Kept | None) -> bool:
+    """They differ at most in when they were used."""
+    return a is not None and b is not None and (a.head, a.place) == (b.head, b.place)

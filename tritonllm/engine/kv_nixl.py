@@ -17,10 +17,11 @@ from functools import partial
 
 import numpy as np
 
+from tritonllm.engine.kv_connector import Slots, arrays
 from tritonllm.engine.kv_kept import Kept, KeptBlocks
 from tritonllm.engine.kv_nixl_agent import Agent, MakeAgent, Span
 from tritonllm.engine.kv_nixl_reader import Reader
-from tritonllm.engine.kv_plane import QUICK, Copy, Frames, Wanted, views
+from tritonllm.engine.kv_plane import QUICK, Copy, Frames, Wanted, keep_each, views
 from tritonllm.engine.kv_wire import Channel, Kind, Place, Question, WireError, frame, head_of, place_frame, question
 from tritonllm.kv_transfer_config import KVTransferConfig
 
@@ -49,7 +50,8 @@ class Reads:
         self._description = b""
         self._reader: Reader | None = None
 
-    def register(self, memory: Sequence[np.ndarray], config: KVTransferConfig, max_bytes: int) -> None:
+    def register(self, memory: Sequence[Slots], config: KVTransferConfig, max_bytes: int) -> None:
+        memory = arrays(memory)
         if not all(part.flags.c_contiguous for part in memory):
             raise ValueError("kv_connector='Nixl': each array of slots must be contiguous")
         self._memory, self._size = memory, sum(part.shape[1] for part in memory)
@@ -66,13 +68,16 @@ class Reads:
                 f"kv_transfer_config: kv_connector='Nixl' cannot start here ({error}): take 'Peer'"
             ) from error
 
-    def copy(self, parts: Sequence[memoryview]) -> Copy:
+    def keep(self, keys: Sequence[bytes], slots: Sequence[int], kept: KeptBlocks) -> int:
+        return keep_each(keys, slots, kept, self._copy)
+
+    def _copy(self, slot: int) -> Copy:
         try:
             place = self._free.popleft()
         except IndexError:
             place, self._unused = self._unused, self._unused + 1
         contents, at = memoryview(self._copies[place]), 0
-        for part in parts:
+        for part in views(self._memory, slot):
             contents[at : at + part.nbytes] = part
             at += part.nbytes
         return Copy(contents, place)

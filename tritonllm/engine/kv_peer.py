@@ -5,7 +5,7 @@ Who saves keeps copies of its blocks in memory (:mod:`tritonllm.engine.kv_kept`)
 (:mod:`tritonllm.engine.kv_peer_server`). Who loads asks the engine that the request names
 (:mod:`tritonllm.engine.kv_peer_client`), in threads; each block is read into its slot and checked there. Whatever goes
 wrong is logged, and is a miss. How the contents of blocks travel is a plane's (:mod:`tritonllm.engine.kv_plane`): over
-the same connection, or by reads out of the other engine's memory.
+the same connection, or by reads out of the other engine's memory or its GPU's.
 
 A request names its engine with ``remote_host`` and ``remote_port``, as the answer of that engine says them
 (:meth:`Peer.offer`). Blocks may be late: the last ones of a prompt are saved some milliseconds after its answer, so a
@@ -22,15 +22,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-import numpy as np
-
 from tritonllm.config_checks import at_least
-from tritonllm.engine.kv_connector import Params
+from tritonllm.engine.kv_connector import Params, Slots
 from tritonllm.engine.kv_kept import KeptBlocks
 from tritonllm.engine.kv_peer_client import Address, LeftAloneError, Peers
 from tritonllm.engine.kv_peer_server import PeerServer
-from tritonllm.engine.kv_plane import Frames, Plane, Wanted, views
-from tritonllm.engine.kv_wire import MOST_KEYS, Kind, WireError, head_of, question
+from tritonllm.engine.kv_plane import Frames, Plane, Wanted
+from tritonllm.engine.kv_wire import MOST_KEYS, Kind, WireError, question
 from tritonllm.kv_transfer_config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
@@ -92,7 +90,6 @@ class Peer:
         self._timeout, self._wait, self._allowed = config.timeout, wait, frozenset(peers)
         self._host = advertised_host or host
         self._peers = Peers()
-        self._memory: Sequence[np.ndarray] = ()
         self._server: PeerServer | None = None
         if config.saves:
             try:
@@ -102,7 +99,7 @@ class Peer:
         self._readers = ThreadPoolExecutor(threads, "kv-peer-load")
         self._saver = ThreadPoolExecutor(1, "kv-peer-save")
 
-    def register(self, memory: Sequence[np.ndarray]) -> None:
+    def register(self, memory: Sequence[Slots]) -> None:
         size = sum(part.shape[1] for part in memory)
         name = "kv_transfer_config: kv_connector_extra_config: "
         if size > MOST_BLOCK_BYTES:
@@ -111,7 +108,6 @@ class Peer:
             raise ValueError(
                 f"{name}max_bytes={self.kept.max_bytes} holds not even two blocks of {size} bytes: raise it"
             )
-        self._memory = memory
         self._plane.register(memory, self._config, self.kept.max_bytes)
         if self._server is not None:
             self._server.start()
@@ -144,7 +140,7 @@ class Peer:
 
     def save(self, keys: Sequence[bytes], slots: Sequence[int], ready: Callable[[], bool]) -> "Future[int]":
         def keep() -> int:
-            return sum(self._keep(key, slot) for key, slot in zip(keys, slots, strict=True)) if ready() else 0
+            return self._plane.keep(keys, slots, self.kept) if ready() else 0
 
         try:
             return self._saver.submit(keep)
@@ -207,12 +203,6 @@ class Peer:
         except (OSError, WireError) as error:
             _log(address, error)
         return there
-
-    def _keep(self, key: bytes, slot: int) -> bool:
-        if self.kept.has(key):
-            return False
-        contents, place = self._plane.copy(views(self._memory, slot))
-        return self.kept.put(key, head_of(Kind.BLOCK, (key, contents)), contents, place)
 
 
 def _check_address(name: str, config: KVTransferConfig, host: object, port: object, advertised_host: object) -> None:

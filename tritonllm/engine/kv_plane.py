@@ -2,17 +2,19 @@
 has them (:mod:`tritonllm.engine.kv_peer`). No torch.
 
 Questions and what is told of blocks always go over a connection (:mod:`tritonllm.engine.kv_wire`). :class:`Frames`
-sends the contents there as well; :mod:`tritonllm.engine.kv_nixl` reads them out of the other engine's memory.
+sends the contents there as well; :mod:`tritonllm.engine.kv_nixl` reads them out of the other engine's memory, and
+:mod:`tritonllm.engine.kv_ipc` out of its GPU's.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from tritonllm.engine.kv_connector import Slots, arrays
 from tritonllm.engine.kv_kept import Kept, KeptBlocks
-from tritonllm.engine.kv_wire import Channel, Kind, Question, frame, question
+from tritonllm.engine.kv_wire import Channel, Kind, Question, frame, head_of, question
 from tritonllm.kv_transfer_config import KVTransferConfig
 
 QUICK = 10.0  # seconds in which a frame that has begun must be through
@@ -35,7 +37,7 @@ class Copy(NamedTuple):
 
 
 class Plane(Protocol):
-    """One engine's side. ``copy`` is for one thread, all else for any.
+    """One engine's side. ``keep`` is for one thread, all else for any.
 
     Attributes:
         questions: that :meth:`answer` answers.
@@ -43,7 +45,7 @@ class Plane(Protocol):
 
     questions: Collection[Kind]
 
-    def register(self, memory: Sequence[np.ndarray], config: KVTransferConfig, max_bytes: int) -> None:
+    def register(self, memory: Sequence[Slots], config: KVTransferConfig, max_bytes: int) -> None:
         """Work on these slots from now on; called once, before all else.
 
         Args:
@@ -55,8 +57,8 @@ class Plane(Protocol):
             ValueError: it cannot work.
         """
 
-    def copy(self, parts: Sequence[memoryview]) -> Copy:
-        """Keep what is in a slot now."""
+    def keep(self, keys: Sequence[bytes], slots: Sequence[int], kept: KeptBlocks) -> int:
+        """Keep what is in these slots now. Returns of how many blocks that was not there."""
 
     def gone(self, kept: Kept) -> None:
         """A copy is of no more use."""
@@ -91,11 +93,11 @@ class Frames:
     def __init__(self) -> None:
         self._memory: Sequence[np.ndarray] = ()
 
-    def register(self, memory: Sequence[np.ndarray], config: KVTransferConfig, max_bytes: int) -> None:
-        self._memory = memory
+    def register(self, memory: Sequence[Slots], config: KVTransferConfig, max_bytes: int) -> None:
+        self._memory = arrays(memory)
 
-    def copy(self, parts: Sequence[memoryview]) -> Copy:
-        return Copy(b"".join(parts))
+    def keep(self, keys: Sequence[bytes], slots: Sequence[int], kept: KeptBlocks) -> int:
+        return keep_each(keys, slots, kept, lambda slot: Copy(b"".join(views(self._memory, slot))))
 
     def gone(self, kept: Kept) -> None:
         pass
@@ -121,3 +123,17 @@ class Frames:
 def views(memory: Sequence[np.ndarray], slot: int) -> list[memoryview]:
     """The parts of a slot."""
     return [memoryview(part[slot]) for part in memory]
+
+
+def keep_each(keys: Sequence[bytes], slots: Sequence[int], kept: KeptBlocks, copy: Callable[[int], Copy]) -> int:
+    """Keep the blocks that are not there yet, one by one.
+
+    Args:
+        copy: makes a copy of a slot.
+    """
+    count = 0
+    for key, slot in zip(keys, slots, strict=True):
+        if not kept.has(key):
+            contents, place = copy(slot)
+            count += kept.put(key, head_of(Kind.BLOCK, (key, contents)), contents, place)
+    return count

@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
-from tritonllm.engine.kv_connector import KVConnector
+from tritonllm.dist.device_copies import load_cuda
+from tritonllm.engine.kv_connector import KVConnector, Slots
 from tritonllm.engine.kv_file_store import FileStore
+from tritonllm.engine.kv_ipc import DeviceReads
 from tritonllm.engine.kv_nixl import Reads
 from tritonllm.engine.kv_nixl_agent import load_nixl
 from tritonllm.engine.kv_peer import Peer
 from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.scheduler import Scheduler
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.kv_transfer_config import DEVICE_BYTES, KVTransferConfig
 
 
 def make_connector(config: KVTransferConfig) -> KVConnector:
@@ -30,6 +30,9 @@ def make_connector(config: KVTransferConfig) -> KVConnector:
         return Peer(config, **checked_settings(extra, Peer.SETTINGS, name))
     if name == "Nixl":
         return Peer(config, **checked_settings(extra, Peer.SETTINGS, name), plane=Reads(load_nixl()))
+    if name == "CudaIpc":
+        settings = {"max_bytes": DEVICE_BYTES, **checked_settings(extra, Peer.SETTINGS, name)}
+        return Peer(config, **settings, plane=DeviceReads(load_cuda()))
     module, _, attribute = name.partition(":")
     try:
         make = getattr(import_module(module), attribute)
@@ -58,7 +61,7 @@ def make_transfer(
     config: KVTransferConfig | None,
     connector: KVConnector | None,
     scheduler: Scheduler,
-    memory: Sequence[np.ndarray],
+    memory: Sequence[Slots],
     fingerprint: Callable[[], bytes],
 ) -> KVTransfer | None:
     """What moves blocks between this engine and others, if it was asked for.

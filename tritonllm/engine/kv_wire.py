@@ -13,9 +13,16 @@ kind             who sends it      payload
 ``BLOCK``        who has them      the key, and the block's contents
 ``MISS``         who has them      the key
 ``WHERE``        who wants blocks  as ``LOOKUP``; the answer is ``AGENT``, and for each key in order one of the others:
-``AGENT``        who has them      what the reader's library must know of the memory (:mod:`tritonllm.engine.kv_nixl`)
+``AGENT``        who has them      what the reader must know of the memory (:mod:`tritonllm.engine.kv_nixl`,
+                                   :mod:`tritonllm.engine.kv_ipc`)
 ``PLACE``        who has them      the key, the head of the block's ``BLOCK`` frame, and its address (8 bytes)
 ``MISS``         who has them      the key
+``HOLD``         who wants blocks  as ``LOOKUP``, with the name of a device's memory in place of keys; ``COUNT`` says 1
+                                   if it is there, and it stays as long as the connection
+``PLACES``       who has them      numbers (8 bytes each) of places in that memory for the next keys of a ``WHERE``, -1
+                                   for what is not there
+``READ``         who wants blocks  nothing: the places that the last ``WHERE`` was told have been read
+``STILL``        who has them      for each key of that ``WHERE`` one byte: 1 if its place was the block's all the while
 ================ ================= ===================================================================================
 
 A reader says before it reads which kinds may come now, and how long each may be: a frame that is neither is refused
@@ -33,6 +40,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 MAGIC = b"tritonkp"
@@ -43,6 +51,7 @@ _FACTS = struct.Struct("<8sHHI")  # magic, version, kind, bytes of the payload
 _HEAD_BYTES = _FACTS.size + 16
 _NUMBER = struct.Struct("<I")
 _ADDRESS = struct.Struct("<Q")
+_PLACES = np.dtype("<i8")
 _PLACE_BYTES = KEY_BYTES + _HEAD_BYTES + _ADDRESS.size
 MOST_AGENT_BYTES = 1 << 20
 QUESTION_BYTES = (_NUMBER.size + KEY_BYTES, _NUMBER.size + KEY_BYTES * MOST_KEYS)
@@ -59,6 +68,10 @@ class Kind(enum.IntEnum):
     WHERE = 6
     AGENT = 7
     PLACE = 8
+    HOLD = 9
+    PLACES = 10
+    READ = 11
+    STILL = 12
 
 
 Sizes = Mapping[Kind, tuple[int, int]]  # which frames may come, with the least and the most bytes of their payloads
@@ -84,7 +97,7 @@ class Place(NamedTuple):
 
 
 class Question(NamedTuple):
-    """``LOOKUP``, ``LOAD`` or ``WHERE``: seconds to wait for blocks that are not there yet, and the keys."""
+    """``LOOKUP``, ``LOAD``, ``WHERE`` or ``HOLD``: seconds to wait for blocks that are not there yet, and the keys."""
 
     kind: Kind
     wait: float
@@ -124,6 +137,10 @@ def place_frame(key: bytes, place: Place) -> bytes:
     return frame(Kind.PLACE, key, place.head, _ADDRESS.pack(place.address))
 
 
+def places_frame(places: Sequence[int]) -> bytes:
+    return frame(Kind.PLACES, np.array(places, _PLACES).tobytes())
+
+
 def _checksum(facts: bytes, payload: Sequence[bytes | memoryview]) -> bytes:
     state = xxhash.xxh3_128(facts)
     for part in payload:
@@ -148,6 +165,33 @@ class Channel:
         with suppress(OSError):  # the other side was first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the other side, to connect there once more.
+
+        Raises:
+            OSError: it has hung up.
+        """
+        host, port = self._socket.getpeername()[:2]
+        return host, port
+
+    def end_sending(self) -> None:
+        """Tell the other side that nothing more comes; what it still says can be read."""
+        with suppress(OSError):  # it was first
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def end_reading(self) -> None:
+        """Wake whoever reads, without telling the other side."""
+        with suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def wait_for_end(self) -> None:
+        """Until the other side ends its sending, hangs up, or says something, which it should not; or
+        :meth:`end_reading`."""
+        with suppress(OSError):
+            self._socket.settimeout(None)
+            self._socket.recv(1)
 
     @property
     def is_quiet(self) -> bool:
@@ -240,6 +284,24 @@ class Channel:
         if head.kind is Kind.MISS:
             return None
         return Place(payload[KEY_BYTES : -_ADDRESS.size], *_ADDRESS.unpack(payload[-_ADDRESS.size :]))
+
+    def read_places(self, most: int, deadline: float) -> np.ndarray:
+        """The next answer to ``WHERE`` by an engine whose places have numbers: int64, for at least one key and at most
+        so many."""
+        each = _PLACES.itemsize
+        payload = self._read_payload(self.read_head({Kind.PLACES: (each, most * each)}, deadline), deadline)
+        if len(payload) % each:
+            raise WireError("an answer ends within a place")
+        return np.frombuffer(payload, _PLACES).astype(np.int64)
+
+    def read_has_read(self, deadline: float) -> None:
+        """That the other side has read what it was told of."""
+        self._read_payload(self.read_head({Kind.READ: (0, 0)}, deadline), deadline)
+
+    def read_still(self, count: int, deadline: float) -> np.ndarray:
+        """The answer to ``READ``: bool, for so many keys."""
+        payload = self._read_payload(self.read_head({Kind.STILL: (count, count)}, deadline), deadline)
+        return np.frombuffer(payload, np.uint8) == 1
 
     def _read_payload(self, head: Head, deadline: float) -> bytes:
         payload = self.read(head.size, deadline)

@@ -15,8 +15,11 @@ def peak_bytes(step: Callable[[], None], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def blocks_that_fit(cache: CacheConfig, block_bytes: int, reserved: int, device: torch.device) -> int:
+def blocks_that_fit(cache: CacheConfig, block_bytes: int, reserved: int, device: torch.device, also: str = "") -> int:
     """What the configuration grants, less what is in use and what is ``reserved``, in blocks of ``block_bytes``.
+
+    Args:
+        also: arguments that take of the GPU's memory, for the message.
 
     Raises:
         ValueError: not even one block fits.
@@ -27,5 +30,6 @@ def blocks_that_fit(cache: CacheConfig, block_bytes: int, reserved: int, device:
         raise ValueError(
             f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves {granted / 1e9:.2f} GB for the KV cache, "
             f"less than a block ({block_bytes / 1e9:.3f} GB): raise it, or lower max_num_batched_tokens"
+            + (f", or {also}" if also else "")
         )
     return granted // block_bytes

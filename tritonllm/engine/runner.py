@@ -17,7 +17,7 @@ from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.drawing import Drawing, LaunchedStep
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, token_sizes
-from tritonllm.engine.host_copies import HostCopies, staging_bytes
+from tritonllm.engine.host_copies import HostCopies, device_bytes
 from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
@@ -183,8 +183,13 @@ class ModelRunner:
 
     @property
     def host_slots(self) -> int:
-        """Blocks that the host's memory keeps."""
+        """Blocks that the cache's second tier keeps, in the host's memory as a rule."""
         return slots_for(self._config.cache.kv_offloading_size, self.block_bytes)
+
+    @property
+    def _tier_on_device(self) -> bool:
+        transfer = self._config.kv_transfer_config
+        return transfer is not None and transfer.on_device
 
     @torch.inference_mode()
     def fit_num_blocks(self) -> int:
@@ -220,8 +225,12 @@ class ModelRunner:
                 peaks[0] = max(peaks[0], peak_bytes(verify, self._device))
             captured = sum(peaks)
         self._forget_cache()
-        reserved = captured + staging_bytes(self.block_bytes, self.host_slots) + self._passed_bytes
-        return blocks_that_fit(cache, self.block_bytes, reserved, self._device)
+        transfer = self._config.kv_transfer_config
+        kept = 0 if transfer is None else transfer.kept_device_bytes
+        tier = device_bytes(self.block_bytes, self.host_slots, self._tier_on_device)
+        reserved = captured + tier + kept + self._passed_bytes
+        also = "kv_offloading_size or the connector's max_bytes, which are of the GPU" if self._tier_on_device else ""
+        return blocks_that_fit(cache, self.block_bytes, reserved, self._device, also)
 
     def _captured_tokens(self) -> list[int]:
         """Room for prompt tokens in captured steps."""
@@ -318,7 +327,8 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._allocate(num_blocks, self._memory)
         if self.host_slots:
-            self.host = HostCopies([copies.pool for copies in self._copies], self.host_slots)
+            pools = [copies.pool for copies in self._copies]
+            self.host = HostCopies(pools, self.host_slots, self._tier_on_device)
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return

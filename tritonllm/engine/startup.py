@@ -361,8 +361,10 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     """
     begin = time.monotonic()
     MONITOR.serving = False
-    check_offloading(config.cache.kv_offloading_size)
-    connector = None if config.kv_transfer_config is None else make_connector(config.kv_transfer_config)
+    transfer_config = config.kv_transfer_config
+    if transfer_config is None or not transfer_config.on_device:
+        check_offloading(config.cache.kv_offloading_size)
+    connector = None if transfer_config is None else make_connector(transfer_config)
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
     origin = read_origin(config)
@@ -391,8 +393,8 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     scheduler = Scheduler(config.scheduler, cache, *limits, drafting, tier, stages)
     identity = checkpoint.read_config(folder), origin.limit, (dtype, config.block_tokens, runner.block_bytes)
     fingerprint = model_fingerprint([model for model in models if model is not None], *identity)
-    memory_of_host = [] if runner.host is None else runner.host.memory
-    transfer = make_transfer(config.kv_transfer_config, connector, scheduler, memory_of_host, fingerprint)
+    slots = [] if runner.host is None else runner.host.memory
+    transfer = make_transfer(transfer_config, connector, scheduler, slots, fingerprint)
     eos = end_tokens(spec, generation_config, tokenizer)
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, limits[1], eos, config.model.seed, defaults),

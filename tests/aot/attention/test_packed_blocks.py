@@ -13,4 +13,7 @@ def test_compiles(arch):
             blocks = torch.empty(3, dtype=torch.int64)
             pack_blocks(pool, blocks, packed)
             unpack_blocks(packed, blocks, pool)
+            slots = torch.empty(9, 4, elements, dtype=dtype)
+            pack_blocks(pool, blocks, slots, places=blocks)
+            unpack_blocks(slots, blocks, pool, places=blocks)
     assert_resources(kernels)

@@ -37,6 +37,32 @@ def test_matches_reference(device, rows, blocks, elements, dtype, count, skip):
     assert torch.equal(bits(target), bits(expected))
 
 
+@given(
+    rows=st.integers(1, 5),
+    elements=st.sampled_from([1, 24, 130]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, FP8]),
+    count=st.integers(0, 6),
+    skip=st.integers(0, 2),
+)
+def test_places_match_reference(device, rows, elements, dtype, count, skip):
+    """Rows of a longer tensor, in any order; the others stay as they are."""
+    pool = torch.randn(rows, 6, elements, device=device).to(dtype)
+    ids, places = torch.randperm(6)[:count].to(device), torch.randperm(9)[:count].to(device)
+    ids[:skip] = -1
+    packed = torch.full((9, rows, elements), float("nan"), device=device).to(dtype)
+    want = packed.clone()
+    with tuning.override("pack_blocks", {"BLOCK": 64, "num_warps": 4}):
+        pack_blocks(pool, ids, packed, places=places)
+        pack_blocks_ref(pool, ids, want, places=places)
+        assert torch.equal(bits(packed), bits(want))
+        target, expected = torch.zeros_like(pool), torch.zeros_like(pool)
+        unpack_blocks(packed, ids, target, places=places)
+        unpack_blocks_ref(want, ids, expected, places=places)
+    assert torch.equal(bits(target), bits(expected))
+    for block in ids[ids >= 0].tolist():
+        assert torch.equal(bits(target[:, block]), bits(pool[:, block]))
+
+
 def test_reference(device):
     """Piece r of block i lies at [i, r], and goes back to where it was; the other blocks stay."""
     pool = torch.arange(2 * 4 * 3, dtype=torch.float32, device=device).view(2, 4, 3)
@@ -63,6 +89,9 @@ POOL, IDS, PACKED = torch.zeros(2, 4, 8), torch.zeros(3, dtype=torch.int64), tor
         ({"packed": PACKED.half()}, "packed must be torch.float32"),
         ({"packed": torch.zeros(3, 8, 2).transpose(1, 2)}, "packed must be contiguous in its last dimension"),
         ({"packed": torch.zeros(2, 3, 8).transpose(0, 1)}, "packed must be contiguous: pass"),
+        ({"places": IDS[:2]}, "places must have shape"),
+        ({"places": IDS.int()}, "places must be torch.int64"),
+        ({"places": IDS, "packed": torch.zeros(9, 3, 8)}, "packed must have shape"),
     ],
 )
 def test_bad_arguments(change, message):
@@ -74,8 +103,8 @@ def test_bad_arguments(change, message):
 
 def test_opcheck(device):
     pool, ids, packed = POOL.to(device), IDS.to(device), PACKED.to(device)
-    torch.library.opcheck(torch.ops.tritonllm.pack_blocks.default, (pool, ids, packed))
-    torch.library.opcheck(torch.ops.tritonllm.unpack_blocks.default, (packed, ids, pool))
+    torch.library.opcheck(torch.ops.tritonllm.pack_blocks.default, (pool, ids, packed, None))
+    torch.library.opcheck(torch.ops.tritonllm.unpack_blocks.default, (packed, ids, pool, ids))
 
 
 @pytest.mark.gpu

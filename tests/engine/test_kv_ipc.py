@@ -1,0 +1,480 @@
+"""The connector that copies blocks out of another engine's GPU memory, with shared memory of the host in its place
+(:mod:`support.ipc_memory`). What it has of ``Peer`` is tested there (test_kv_peer.py)."""
+
+import logging
+import random
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.fault_proxy import fault_proxy
+from support.ipc_memory import Host, device_slots
+from support.nixl_agents import Network
+from support.server import eventually
+
+from tritonllm.engine import kv_ipc, kv_ipc_opened, kv_peer_client, kv_start
+from tritonllm.engine.kv_ipc import DeviceReads
+from tritonllm.engine.kv_ipc_memory import Arena, arena_bytes, runs_of
+from tritonllm.engine.kv_nixl import Reads
+from tritonllm.engine.kv_peer import Peer
+from tritonllm.engine.kv_plane import Frames
+from tritonllm.engine.kv_start import make_connector
+from tritonllm.engine.kv_wire import Channel, Kind, WireError, places_frame, question
+from tritonllm.kv_transfer_config import KVTransferConfig
+
+SLOTS = 7
+SIZE = 29
+KEYS = [bytes([n]) * 16 for n in range(SLOTS)]
+ALL = list(range(SLOTS))
+FIRST_BYTES = 400  # of an answer, and more: the description, the places and which still are
+
+
+def memory(fill=0):
+    """7 slots, each with its number plus ``fill`` everywhere."""
+    numbers = np.arange(SLOTS, dtype=np.uint8)[:, None] + np.uint8(fill)
+    return [np.repeat(numbers, size, axis=1) for size in (24, 5)]
+
+
+def loaded(slots):
+    """The numbers in slots that hold one number only."""
+    assert all((part == slots[0][:, :1]).all() for part in slots)
+    return slots[0][:, 0].tolist()
+
+
+@pytest.fixture
+def host():
+    return Host()
+
+
+@pytest.fixture
+def engines(host):
+    """``engines(role, slots, ...)`` makes a connector; at the end all are closed, and neither a thread nor a piece of
+    memory of theirs is left."""
+    before, opened = set(threading.enumerate()), []
+
+    def start(role, slots=None, timeout=200.0, plane=None, **extra):
+        config = KVTransferConfig(kv_connector="CudaIpc", kv_role=role, kv_connector_extra_config={"timeout": timeout})
+        opened.append(Peer(config, **{"peers": ["127.0.0.1"], **extra}, plane=plane or DeviceReads(host.device)))
+        arrays = memory() if slots is None else slots
+        opened[-1].register(arrays if plane else device_slots(arrays))
+        return opened[-1]
+
+    yield start
+    for connector in opened:
+        connector.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread
+    assert not host.owned and not host.opened and not host.running
+
+
+def saved(engine, numbers=ALL):
+    assert engine.save([KEYS[n] for n in numbers], numbers, lambda: True).result(30) == len(numbers)
+    return engine.offer()
+
+
+def once(host, work):
+    """Call ``work`` when the next copy begins."""
+
+    def before_copy(spans):
+        host.before_copy = lambda spans: None
+        work()
+
+    host.before_copy = before_copy
+
+
+def test_blocks_go_from_engine_to_engine(host, engines):
+    there = memory(100)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
+    offer = saved(producer, [4, 3, 2, 1, 0])
+    assert producer.save(KEYS[:5], ALL[:5], lambda: True).result(30) == 0  # they are there
+    assert consumer.lookup(KEYS[:5], offer).result(30) == 5
+    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * 5 + [False] * 2
+    assert loaded(there) == [0, 1, 2, 3, 4, 105, 106]
+    assert consumer.load(KEYS[:1], [6], offer).result(30) == [True] and loaded(there)[6] == 0
+    assert len(host.opened) == 1  # once for both
+
+
+def test_both_ways(host, engines):
+    slots, there = memory(), memory(100)
+    one, other = engines("kv_both", slots), engines("kv_both", there)
+    assert other.load(KEYS, ALL, saved(one)).result(30) == [True] * SLOTS and loaded(there) == ALL
+    for part in slots:
+        part[:] = 50
+    assert one.load(KEYS, ALL, saved(other)).result(30) == [True] * SLOTS and loaded(slots) == ALL
+    assert len(host.owned) == len(host.opened) == 2
+
+
+def test_copies_outlive_the_slots_and_neighbours_are_one_copy(host, engines):
+    begun = []
+    host.before_copy = lambda spans: begun.append([nbytes for _, _, nbytes in spans])
+    slots, there = memory(), memory(100)
+    producer, consumer = engines("kv_producer", slots), engines("kv_consumer", there)
+    offer = saved(producer)
+    for part in slots:
+        part[:] = 99
+    assert consumer.load(KEYS[1:6], ALL[1:6], offer).result(30) == [True] * 5
+    assert loaded(there) == [100, 1, 2, 3, 4, 5, 106]
+    assert consumer.load([KEYS[5], KEYS[0], KEYS[1]], [0, 5, 6], offer).result(30) == [True] * 3
+    assert loaded(there) == [5, 1, 2, 3, 4, 0, 1]
+    assert begun == [[7 * 24, 7 * 5], [5 * 24, 5 * 5], [24, 2 * 24, 5, 2 * 5]]
+
+
+def test_many_come_in_several_answers_and_copies(host, engines, monkeypatch):
+    monkeypatch.setattr(kv_ipc, "FIRST", 1)
+    monkeypatch.setattr(kv_ipc, "TOGETHER", 2)
+    monkeypatch.setattr(kv_ipc, "SAVED_BYTES", 3 * SIZE)
+    begun, there = [], memory(100)
+    host.before_copy = lambda spans: begun.append(1)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
+    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert len(begun) == 3 + 4
+
+
+def test_places_are_used_again(host, engines):
+    there = memory(100)
+    producer, consumer = engines("kv_producer", max_bytes=3 * SIZE + 5), engines("kv_consumer", there, wait=0)
+    offer = saved(producer)
+    assert (len(producer.kept), producer.kept.num_bytes) == (3, 3 * SIZE)
+    assert consumer.load(KEYS, ALL, offer).result(30) == [False] * 4 + [True] * 3
+    assert loaded(there) == [100, 101, 102, 103, 4, 5, 6]
+    for number in (1, 2, 0):
+        saved(producer, [number])
+        assert consumer.load([KEYS[number]], [0], offer).result(30) == [True] and loaded(there)[0] == number
+    ((memory_of_copies, _),) = host.owned.values()
+    assert len(memory_of_copies) == arena_bytes(3, (24, 5)) == 2 * 512
+
+
+def test_a_place_that_is_another_blocks_by_now_is_a_miss(host, engines, caplog):
+    there = memory(100)
+    producer, consumer = engines("kv_producer", max_bytes=3 * SIZE), engines("kv_consumer", there)
+    offer = saved(producer, [0, 1, 2])
+    once(host, lambda: saved(producer, [3]))
+    came = consumer.load(KEYS[:3], [0, 1, 2], offer).result(30)
+    assert sum(came) == 2 and "1 blocks were other ones by the time" in caplog.text
+    assert [there[0][n, 0] for n in range(3) if came[n]] == [n for n in range(3) if came[n]]
+
+
+def test_a_block_that_was_given_up_and_came_back_meanwhile_is_a_miss(host, engines):
+    """Key and place are the same, and yet another block was there while it was read."""
+    producer, consumer = engines("kv_producer", max_bytes=2 * SIZE), engines("kv_consumer")
+    offer = saved(producer, [0, 1])
+    places = [one.place for one in producer.kept.find(KEYS[:2])]
+
+    def change():
+        for numbers in ([2, 3], [0, 1]):
+            saved(producer, numbers)
+        assert [one.place for one in producer.kept.find(KEYS[:2])] == places
+
+    once(host, change)
+    assert consumer.load(KEYS[:2], [0, 1], offer).result(30) == [False, False]
+    assert consumer.load(KEYS[:2], [0, 1], offer).result(30) == [True, True]
+
+
+def test_what_is_old_is_given_up_while_it_is_read(host, engines, monkeypatch):
+    producer, consumer = engines("kv_producer", max_age=50.0), engines("kv_consumer")
+    offer, now = saved(producer, [0, 1]), time.monotonic
+    assert consumer.load(KEYS[:2], [0, 1], offer).result(30) == [True, True]
+
+    def change():
+        monkeypatch.setattr("tritonllm.engine.kv_kept.time.monotonic", lambda: now() + 100.0)
+        producer.kept.has(KEYS[5])
+        monkeypatch.undo()
+
+    once(host, change)
+    assert consumer.load(KEYS[:2], [0, 1], offer).result(30) == [False, False]
+
+
+def test_random_loads_while_others_are_saved_bring_no_wrong_block(engines):
+    there, luck = memory(100), random.Random(7)
+    producer, consumer = engines("kv_producer", max_bytes=4 * SIZE), engines("kv_consumer", there, wait=0)
+    offer, over = producer.offer(), threading.Event()
+
+    def save():
+        luck = random.Random(8)
+        while not over.is_set():
+            some = luck.sample(ALL, luck.randint(1, 4))
+            producer.save([KEYS[n] for n in some], some, lambda: True).result(30)
+
+    saver = threading.Thread(target=save)
+    saver.start()
+    brought = 0
+    for _ in range(150):
+        consumer._peers._peers.clear()  # it is not left alone for its misses
+        some = luck.sample(ALL, 4)
+        came = consumer.load([KEYS[n] for n in some], [0, 1, 2, 3], offer).result(30)
+        for slot, (number, is_there) in enumerate(zip(some, came, strict=True)):
+            if is_there:
+                brought += 1
+                assert all((part[slot] == number).all() for part in there)
+    over.set()
+    saver.join(30)
+    assert brought
+
+
+def test_blocks_of_a_prompt_that_is_computed_still_come_one_by_one(engines, monkeypatch):
+    monkeypatch.setattr(kv_ipc, "PENDING", 3)
+    there = memory(100)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
+    params = {**producer.offer(), "pending": True}
+    assert consumer.lookup(KEYS, params).result(30) == SLOTS
+    came = consumer.load(KEYS, ALL, params)
+    for number in ALL:
+        assert not came.done()
+        saved(producer, [number])
+    assert came.result(60) == [True] * SLOTS and loaded(there) == ALL
+
+
+def test_blocks_that_never_come_are_misses_in_time(engines):
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=4.0)
+    params = {**saved(producer, [0, 1]), "pending": True}
+    assert consumer.load(KEYS, ALL, params).result(30) == [True, True] + [False] * 5
+
+
+@pytest.mark.parametrize("fault", ["refuse", "break", "closed"])
+def test_whatever_fails_is_a_miss_and_the_peer_is_left_alone(host, engines, fault, caplog, monkeypatch):
+    there = memory(100)
+    producer, other, consumer = engines("kv_producer"), engines("kv_producer"), engines("kv_consumer", there)
+    offer, elsewhere = saved(producer), saved(other)
+    host.fault = fault
+    why = {"refuse": "the device is gone", "break": "the device has failed", "closed": "no way to that GPU"}[fault]
+    for _ in range(kv_peer_client.FAILURES):
+        assert not any(consumer.load(KEYS, ALL, offer).result(60))
+        assert not host.running
+    assert caplog.text.count(f"gives no blocks ({why}): they are computed") == kv_peer_client.FAILURES
+    host.fault = None
+    assert not any(consumer.load(KEYS, ALL, offer).result(60))
+    assert consumer.load(KEYS, ALL, elsewhere).result(30) == [True] * SLOTS and loaded(there) == ALL
+    now = time.monotonic
+    monkeypatch.setattr(kv_peer_client.time, "monotonic", lambda: now() + kv_peer_client.REST)
+    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS
+
+
+@pytest.mark.parametrize("fault", ["refuse", "break"])
+def test_what_cannot_be_copied_is_not_kept(host, engines, fault, caplog):
+    producer = engines("kv_producer", max_bytes=3 * SIZE)
+    host.fault = fault
+    assert producer.save(KEYS, ALL, lambda: True).result(30) == 0 and "cannot be kept" in caplog.text
+    host.fault = None
+    assert saved(producer) and len(producer.kept) == 3
+
+
+def test_memory_of_a_peer_that_has_ended_is_closed_and_that_of_the_next_one_opened(host, engines):
+    there = memory(100)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
+    offer = saved(producer)
+    assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+    producer.close()
+    assert not host.owned  # the consumer let go
+    assert consumer.load(KEYS[:1], [1], offer).result(30) == [False]
+    saved(engines("kv_producer", port=offer["remote_port"]))
+    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert len(host.opened) == 1
+
+
+def test_memory_is_freed_when_nobody_copies_out_of_it_any_more(host, engines):
+    begun, go_on = threading.Event(), threading.Event()
+    producer, consumer = engines("kv_producer"), engines("kv_consumer")
+    offer = saved(producer)
+
+    def change():
+        begun.set()
+        assert go_on.wait(60)
+
+    once(host, change)
+    came = consumer.load(KEYS, ALL, offer)
+    assert begun.wait(60)
+    closing = threading.Thread(target=producer._plane.close, args=(100.0,))
+    closing.start()
+    eventually(lambda: producer._plane._closed)
+    assert host.owned and host.opened and closing.is_alive()
+    go_on.set()
+    closing.join(60)
+    assert not host.owned and not host.opened and came.result(60) == [True] * SLOTS
+
+
+def test_what_somebody_does_not_let_go_of_is_not_freed(host, engines, caplog):
+    producer = engines("kv_producer")
+    offer, name = saved(producer), producer._plane._arena.name
+    holder = Channel(socket.create_connection(("127.0.0.1", offer["remote_port"]), 10))
+    until = time.monotonic() + 30
+    holder.send(question(Kind.HOLD, [name], 0.0), until)
+    assert holder.read_count(1, until) == 1
+    producer._plane.close(0.1)
+    assert len(host.owned) == 1 and "1 engines do not let go" in caplog.text
+    holder.close()
+    host.owned.clear()
+
+
+def test_memory_of_another_name_is_not_held(engines):
+    producer = engines("kv_producer")
+    holder = Channel(socket.create_connection(("127.0.0.1", saved(producer)["remote_port"]), 10))
+    until = time.monotonic() + 30
+    holder.send(question(Kind.HOLD, [bytes(16)], 0.0), until)
+    assert holder.read_count(1, until) == 0 and not producer._plane._holders
+    holder.close()
+
+
+def test_only_so_many_are_open_at_once(host, engines, monkeypatch):
+    monkeypatch.setattr(kv_ipc_opened, "MOST_OPEN", 2)
+    consumer = engines("kv_consumer")
+    offers = [saved(engines("kv_producer")) for _ in range(4)]
+    for offer in [*offers, *offers]:
+        assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+    eventually(lambda: len(host.opened) == 2)
+
+
+def test_several_loads_at_once_open_it_once(host, engines):
+    there = memory(100)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
+    offer = saved(producer)
+    loads = [consumer.load([key], [slot], offer) for slot, key in enumerate(KEYS)]
+    assert [load.result(60) for load in loads] == [[True]] * SLOTS and loaded(there) == ALL
+    assert len(host.opened) == 1
+
+
+def test_another_host_is_a_miss_that_says_why(host, engines, caplog):
+    producer = engines("kv_producer")
+    host.machine = 2
+    consumer = engines("kv_consumer")
+    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
+    assert "another host" in caplog.text and "take 'Peer' or 'Nixl'" in caplog.text and not host.opened
+
+
+def test_engines_with_other_connectors_give_nothing(engines, caplog):
+    network = Network()
+    here, frames, reads = (engines("kv_producer", plane=plane) for plane in (None, Frames(), Reads(network.agent)))
+    offers = [saved(one) for one in (here, frames, reads)]
+    consumer = engines("kv_consumer", wait=0)
+    for offer in offers[1:]:
+        assert consumer.load(KEYS, ALL, offer).result(30) == [False] * SLOTS
+    assert "it has another kv_connector" in caplog.text
+    for plane in (Frames(), Reads(network.agent)):
+        assert engines("kv_consumer", plane=plane).load(KEYS, ALL, offers[0]).result(30) == [False] * SLOTS
+
+
+def test_blocks_of_other_sizes_are_not_read(engines, caplog):
+    other = [np.zeros((SLOTS, 24), np.uint8)]
+    producer, consumer = engines("kv_producer", other), engines("kv_consumer")
+    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
+    assert "other sizes" in caplog.text
+
+
+@pytest.mark.parametrize("place", [-2, 200, 1 << 62])
+def test_a_place_that_is_none_is_refused(engines, monkeypatch, caplog, place):
+    monkeypatch.setattr(kv_ipc, "places_frame", lambda places: places_frame([place] * len(places)))
+    producer, consumer = engines("kv_producer", max_bytes=7 * SIZE), engines("kv_consumer")
+    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
+    assert "there is no such place" in caplog.text
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from(["cut", "drop", "flip", "double"]), place=st.integers(0, FIRST_BYTES))
+def test_harm_on_the_way_never_gives_a_wrong_block(engines, kind, place):
+    there = memory(100)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there, timeout=2.0)
+    with fault_proxy(saved(producer)["remote_port"], kind, place) as proxy:
+        params = {"remote_host": "127.0.0.1", "remote_port": proxy.port}
+        came = consumer.load(KEYS, ALL, params).result(30)
+        for number in ALL:
+            if came[number]:
+                assert all((part[number] == number).all() for part in there)
+        consumer.close()
+        producer.close()
+
+
+def test_closing_ends_what_is_under_way(engines):
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=1000.0)
+    came = consumer.load(KEYS, ALL, {**saved(producer, [0]), "pending": True})
+    eventually(lambda: producer._plane._holders)
+    consumer.close()
+    assert came.result(30) == [False] * SLOTS
+    assert consumer.load(KEYS, ALL, producer.offer()).result(0) == [False] * SLOTS
+    producer.close()
+    assert producer.save(KEYS, ALL, lambda: True).result(0) == 0
+
+
+def made(role="kv_both", plane=None):
+    return Peer(KVTransferConfig(kv_connector="CudaIpc", kv_role=role), peers=["*"], plane=plane)
+
+
+def test_what_cannot_start(host):
+    def no_device(index):
+        raise OSError("no driver")
+
+    for role in ("kv_producer", "kv_consumer"):
+        peer = made(role, DeviceReads(no_device))
+        with pytest.raises(ValueError, match=r"kv_connector='CudaIpc' cannot start here \(no driver\): take 'Peer'"):
+            peer.register(device_slots(memory()))
+        peer.close()
+    host.fault = "full"
+    peer = made(plane=DeviceReads(host.device))
+    with pytest.raises(ValueError, match=r"max_bytes=.* of the GPU's memory cannot be had \(out of memory\): lower it"):
+        peer.register(device_slots(memory()))
+    peer.close()
+    peer = made(plane=DeviceReads(host.device))
+    with pytest.raises(ValueError, match="needs slots in a device's memory"):
+        peer.register(memory())
+    peer.close()
+
+
+@pytest.mark.parametrize("plane", [Frames(), Reads(lambda: None)])
+def test_others_need_slots_in_the_hosts_memory(plane):
+    peer = made(plane=plane)
+    with pytest.raises(ValueError, match="needs slots in the host's memory"):
+        peer.register(device_slots(memory()))
+    peer.close()
+
+
+def test_a_machine_without_a_gpu_is_told_to_take_peer(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = KVTransferConfig(kv_connector="CudaIpc", kv_connector_extra_config={"peers": ["*"]})
+    with pytest.raises(ValueError, match=r"kv_connector='CudaIpc' needs a CUDA device.*none here: take 'Peer'"):
+        make_connector(config)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    connector = make_connector(config)  # and where the engine runs on the CPU
+    with pytest.raises(ValueError, match=r"needs a CUDA device, and this engine runs on the CPU: take 'Peer'"):
+        connector.register(device_slots(memory()))
+    connector.close()
+
+
+def test_its_settings_are_those_of_peer(host, monkeypatch, caplog):
+    monkeypatch.setattr(kv_start, "load_cuda", lambda: host.device)
+    with pytest.raises(ValueError, match="'path' is none of CudaIpc's; there are host, port, advertised_host, peers"):
+        make_connector(KVTransferConfig(kv_connector="CudaIpc", kv_connector_extra_config={"path": "x"}))
+    with pytest.raises(ValueError, match="max_bytes must be"):
+        make_connector(
+            KVTransferConfig(
+                kv_connector="CudaIpc", kv_role="kv_producer", kv_connector_extra_config={"max_bytes": "4"}
+            )
+        )
+    extra = {"max_bytes": 10 * SIZE}
+    with caplog.at_level(logging.INFO):
+        config = KVTransferConfig(kv_connector="CudaIpc", kv_role="kv_producer", kv_connector_extra_config=extra)
+        connector = make_connector(config)
+        connector.register(device_slots(memory()))
+    assert "blocks of the cache are served at 127.0.0.1" in caplog.text and connector._plane._arena.places == 10
+    connector.close()
+    assert not host.owned
+
+
+def test_a_description_is_whole_or_refused():
+    arena = Arena(77, b"n" * 16, b"h" * 64, 9, (24, 5))
+    data = arena.pack()
+    assert Arena.unpack(data) == arena and arena.offsets == [0, 512]
+    for bad in (b"", data[:-1], data + b"x", b"x" + data[1:], data[:40]):
+        with pytest.raises(WireError):
+            Arena.unpack(bad)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))))
+def test_runs_are_the_pairs(pairs):
+    slots, places = (np.array([pair[at] for pair in pairs], np.int64) for at in (0, 1))
+    found = runs_of(slots, places)
+    assert [(slot + i, place + i) for slot, place, count in found for i in range(count)] == pairs
+    ends = [(slot + count, place + count) for slot, place, count in found]
+    assert not any(end == start[:2] for end, start in zip(ends, found[1:], strict=False))
