@@ -4,19 +4,20 @@ import gc
 import itertools
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine import host_copies
-from tritonllm.engine.host_copies import HostCopies, runs, staging_bytes
+from tritonllm.engine.host_copies import HostCopies, device_bytes, runs, staging_bytes
 from tritonllm.engine.host_tier import Transfers
 
 
-def make(device, blocks=12, slots=9, dtype=torch.bfloat16, layers=(2, 1)):
+def make(device, blocks=12, slots=9, dtype=torch.bfloat16, layers=(2, 1), on_device=False):
     pools = [torch.randn(count, 2, blocks, 4, 2, 8, device=device).to(dtype) for count in layers]
-    return pools, HostCopies(pools, slots)
+    return pools, HostCopies(pools, slots, on_device)
 
 
 @given(slots=st.lists(st.integers(0, 20)))
@@ -27,16 +28,16 @@ def test_runs_are_the_slots(slots):
     assert all(b[1] != a[1] + a[2] for a, b in itertools.pairwise(found))  # no two that could be one
 
 
-@given(data=st.data(), staged=st.integers(1, 4))
-def test_what_was_stored_comes_back(device, data, staged):
+@given(data=st.data(), staged=st.integers(1, 4), on_device=st.booleans())
+def test_what_was_stored_comes_back(device, data, staged, on_device):
     """Of every model, in pieces of any size, into other blocks."""
     count = data.draw(st.integers(0, 6))
     there = data.draw(st.permutations(range(12)))
     slots = data.draw(st.permutations(range(9)))[:count]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_copies, "STAGING_BYTES", staged * 3 * 2 * 4 * 2 * 8 * 2)
-        pools, copies = make(device)
-    assert len(copies._parts[0].staging) == staged
+        pools, copies = make(device, on_device=on_device)
+    assert len(copies._parts[0].staging) == (0 if on_device else staged)
     want = [pool.clone() for pool in pools]
     stores = tuple(zip(there[:count], slots, strict=True))
     loads = tuple(zip(slots, there[count : 2 * count], strict=True))
@@ -48,8 +49,9 @@ def test_what_was_stored_comes_back(device, data, staged):
         assert torch.equal(pool, before)
 
 
-def test_stores_come_before_loads(device):
-    pools, copies = make(device)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_stores_come_before_loads(device, on_device):
+    pools, copies = make(device, on_device=on_device)
     first = pools[0][:, :, 3].clone()
     copies.run(Transfers(1, ((3, 5),), ((5, 4),), wait=1))
     assert torch.equal(pools[0][:, :, 4], first)
@@ -62,8 +64,26 @@ def test_staging_memory():
     assert staging_bytes(1 << 30, 1000) == 1 << 30  # one block at least
 
 
-def test_measuring_leaves_a_clean_cache(device):
-    pools, copies = make(device)
+def test_memory_of_the_device():
+    assert device_bytes(1 << 20, 500, on_device=False) == staging_bytes(1 << 20, 500)
+    assert device_bytes(1 << 20, 500, on_device=True) == 500 << 20
+    assert device_bytes(1 << 20, 0, on_device=True) == 0
+
+
+def test_slots_on_the_device_are_addresses(device):
+    """Rows one behind the other, which live as long as somebody has their description."""
+    _, copies = make(device, on_device=True)
+    parts = [part.host for part in copies._parts]
+    slots = copies.memory
+    assert [(one.address, one.shape) for one in slots] == [(part.data_ptr(), (9, part[0].nbytes)) for part in parts]
+    assert [one.device for one in slots] == [device.index if device.type == "cuda" else None] * 2
+    assert all(part.device == one.owner.device for part, one in zip(parts, slots, strict=True))
+    assert all(isinstance(one, np.ndarray) for one in make(device)[1].memory)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_measuring_leaves_a_clean_cache(device, on_device):
+    pools, copies = make(device, on_device=on_device)
     before = [pool.clone() for pool in pools]
     copies.warm_up()
     assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
@@ -73,8 +93,9 @@ def test_measuring_leaves_a_clean_cache(device):
     assert copies.done == 0
 
 
-def test_memory_goes_with_its_owner(device):
-    pools, copies = make(device)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_memory_goes_with_its_owner(device, on_device):
+    pools, copies = make(device, on_device=on_device)
     copies.run(Transfers(1, ((3, 5),), ()))
     memory = weakref.ref(copies._parts[0].host)
     del copies
@@ -129,3 +150,17 @@ def test_the_memory_is_page_locked_until_its_owner_goes(device):
     assert int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)) == 0  # it was not registered any more
     assert int(torch.cuda.cudart().cudaHostUnregister(address)) == 0
     assert pools
+
+
+@pytest.mark.gpu
+def test_many_scattered_slots_on_the_device(device):
+    """Real shapes, from any slot to any block, beside steps."""
+    pool = torch.randn(32, 2, 600, 16, 8, 128, device=device).to(torch.bfloat16)
+    copies = HostCopies([pool], 500, on_device=True)
+    copies.warm_up()
+    want = pool.clone()
+    blocks, slots = torch.randperm(600).tolist(), torch.randperm(500).tolist()
+    copies.run(Transfers(1, tuple(zip(blocks[:300], slots[:300], strict=True)), ()))
+    copies.run(Transfers(2, (), tuple(zip(slots[:300], blocks[300:], strict=True)), wait=2))
+    want[:, :, blocks[300:]] = want[:, :, blocks[:300]]
+    assert torch.equal(pool, want)

@@ -109,3 +109,33 @@ def test_whoever_gave_a_place_hears_that_it_is_free():
     assert kept.get(KEYS[1], 0.0).place == 11
     kept.close()
     assert sorted(gone) == [10, 11, 12, 13, 14] and kept.num_bytes == 0
+
+
+def test_what_was_found_is_still_there_until_it_is_given_up():
+    kept = KeptBlocks(12, max_age=1e6)
+    for number in range(3):
+        kept.put(KEYS[number], b"%d" % number, b"", place=number, size=4)
+    found = kept.find(KEYS[:4])
+    assert [one and one.place for one in found] == [0, 1, 2, None] and kept.num_bytes == 12
+    assert kept.still(KEYS[:4], found) == [True, True, True, False]
+    kept.has(KEYS[0])  # to be used is no change
+    assert kept.still(KEYS[:4], found) == [True, True, True, False]
+    kept.put(KEYS[3], b"3", b"", place=2, size=4)  # instead of the last one: of a sequence the end goes first
+    assert kept.still(KEYS[:4], found) == [True, True, False, False]
+    kept.put(KEYS[2], b"4", b"", place=1, size=4)
+    assert kept.still(KEYS[:4], found) == [True, False, False, False]
+    kept.put(KEYS[1], b"5", b"", place=1, size=4)
+    assert kept.still(KEYS[1:2], found[1:2]) == [False]  # at the same place, after another one
+
+
+def test_room_is_made_and_who_goes_is_told():
+    gone = []
+    kept = KeptBlocks(12, gone=lambda one: gone.append(one.place))
+    for number in range(3):
+        kept.put(KEYS[number], b"", b"", place=number, size=4)
+    kept.make_room(0)
+    assert gone == []
+    kept.make_room(5)
+    assert gone == [0, 1] and kept.num_bytes == 4
+    kept.make_room(100)
+    assert gone == [0, 1, 2] and not len(kept)

@@ -38,6 +38,20 @@ def test_the_time_that_a_request_waits():
 
 
 @pytest.mark.parametrize(
+    ("connector", "role", "extra", "on_device", "kept"),
+    [
+        ("Peer", "kv_both", {"max_bytes": 5}, False, 0),
+        ("CudaIpc", "kv_both", {}, True, 4 << 30),
+        ("CudaIpc", "kv_producer", {"max_bytes": 5}, True, 5),
+        ("CudaIpc", "kv_consumer", {"max_bytes": 5}, True, 0),
+    ],
+)
+def test_what_it_takes_of_the_gpus_memory(connector, role, extra, on_device, kept):
+    config = KVTransferConfig(kv_connector=connector, kv_role=role, kv_connector_extra_config=extra)
+    assert (config.on_device, config.kept_device_bytes) == (on_device, kept)
+
+
+@pytest.mark.parametrize(
     ("value", "message"),
     [
         ("{", "kv_transfer_config is no JSON"),

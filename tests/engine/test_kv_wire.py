@@ -22,6 +22,7 @@ from tritonllm.engine.kv_wire import (
     frame,
     head_of,
     place_frame,
+    places_frame,
     question,
 )
 
@@ -226,3 +227,59 @@ def test_bytes_that_come_one_by_one_do_not_extend_the_deadline():
     thread.join(10)
     sender.close()
     channel.close()
+
+
+def test_places_and_what_is_still_there():
+    data = places_frame([5, -1]) + places_frame([1 << 40]) + frame(Kind.READ) + frame(Kind.STILL, b"\1\0\2")
+    with Pair(data) as channel:
+        assert channel.read_places(3, soon()).tolist() == [5, -1]
+        assert channel.read_places(1, soon()).tolist() == [1 << 40]
+        channel.read_has_read(soon())
+        assert channel.read_still(3, soon()).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("data", "read"),
+    [
+        (places_frame([1, 2, 3]), lambda channel: channel.read_places(2, soon())),
+        (places_frame([]), lambda channel: channel.read_places(2, soon())),
+        (frame(Kind.PLACES, bytes(12)), lambda channel: channel.read_places(2, soon())),
+        (frame(Kind.STILL, bytes(2)), lambda channel: channel.read_still(3, soon())),
+        (frame(Kind.READ, bytes(1)), lambda channel: channel.read_has_read(soon())),
+        (question(Kind.WHERE, KEYS, 0.0), lambda channel: channel.read_has_read(soon())),
+    ],
+)
+def test_places_that_cannot_be_are_refused(data, read):
+    with Pair(data) as channel, pytest.raises(WireError):
+        read(channel)
+
+
+@settings(max_examples=100, deadline=None)
+@given(at=st.integers(0, 100), change=st.integers(1, 255))
+def test_a_changed_byte_never_gives_wrong_places(at, change):
+    data = bytearray(places_frame([3, 4, -1]) + frame(Kind.STILL, b"\1\1\0"))
+    data[at % len(data)] ^= change
+    got = []
+    with Pair(bytes(data)) as channel, pytest.raises((WireError, OSError)):
+        got.append(channel.read_places(3, soon()).tolist())
+        got.append(channel.read_still(3, soon()).tolist())
+    assert got in ([], [[3, 4, -1]])
+
+
+@pytest.mark.parametrize("end", ["here", "there"])
+def test_who_waits_for_the_end_hears_of_it(end):
+    mine, other = map(Channel, socket.socketpair())
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: (mine.wait_for_end(), ended.set()))
+    thread.start()
+    assert not ended.is_set()
+    (mine.end_reading if end == "here" else other.end_sending)()
+    assert ended.wait(30)
+    thread.join(30)
+    if end == "there":  # what goes the other way still does
+        mine.send(b"x", soon())
+        assert other.read(1, soon()) == b"x"
+    for one in (mine, other):
+        one.close()
+        one.end_reading()
+        one.end_sending()
