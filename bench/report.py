@@ -34,6 +34,7 @@ UNPUBLISHED = (
     "engine.json",
     "engine-vllm.json",
     "kernels.json",
+    "kv-link.json",
     "nano.json",
     "swap.json",
     "timeline.json",
@@ -238,6 +239,7 @@ def results(files: Sequence[File]) -> str:
         ("The host", "host", tables.host),
         ("An engine in 300 lines", "nano", tables.nano),
         ("The cache's second tier", "swap", tables.swap),
+        ("Blocks from GPU to GPU", "kv-link", tables.kv_link),
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),
     ):

@@ -77,6 +77,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "decoding": "cpu",
         "comparisons": "decoding",
         "copies": "swap",
+        "loads": "kv-link",
         "grammars": "grammars",
         "routing": "routing",
         "load": "serving",

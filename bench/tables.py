@@ -220,6 +220,23 @@ def swap(report: Table) -> str:
     return "\n\n".join([text, copies, *([markdown([*head, "longest step"], back)] if back else [])])
 
 
+def kv_link(report: Table) -> str:
+    """Blocks from GPU to GPU beside one plain copy."""
+    link = report["link"]
+    text = f"Blocks of {report['layers']} layers of {report['layout']}. One plain copy: {link['gb_per_s']:.1f} GB/s."
+    rows = [
+        [
+            f"{row['tokens']} tokens{', shuffled' if row['shuffled'] else ''}",
+            f"{row['blocks'] * row['block_bytes'] / 1e6:.1f}",
+            number(row["ms"]),
+            f"{row['gb_per_s']:.1f}",
+            f"{row['percent_of_link']:.0f}%",
+        ]
+        for row in report["loads"]
+    ]
+    return f"{text}\n\n{markdown(['load', 'MB', 'ms', 'GB/s', 'of a plain copy'], rows)}"
+
+
 def nano(report: Table) -> str:
     """The 300-line engine beside the whole one."""
     head = ["workload", "output tok/s", "of LLM's", "start, s"]
@@ -302,6 +319,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "parity": parity,
         "decoding": decoding,
         "swap": swap,
+        "kv-link": kv_link,
         "grammars": grammars,
         "serving": serving,
         "nano": nano,

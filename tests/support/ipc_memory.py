@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tritonllm.engine.kv_connector import DeviceSlots
-from tritonllm.engine.kv_ipc_memory import Span
+from tritonllm.engine.kv_ipc_memory import MakeDevice, Span
 
 
 class Host:
@@ -106,3 +106,8 @@ def device_slots(arrays: Sequence[np.ndarray]) -> list[DeviceSlots]:
     """Contiguous uint8 ``[slots, bytes]`` arrays as slots of the stand-in's memory."""
     assert all(part.flags.c_contiguous and part.dtype == np.uint8 for part in arrays)
     return [DeviceSlots(part.ctypes.data, (len(part), part.shape[1]), None, part) for part in arrays]
+
+
+def stand_in() -> MakeDevice:
+    """What makes devices of a host without faults; for other processes."""
+    return Host().device
