@@ -431,11 +431,11 @@ def test_others_need_slots_in_the_hosts_memory(plane):
 
 
 def test_a_machine_without_a_gpu_is_told_to_take_peer(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     config = KVTransferConfig(kv_connector="CudaIpc", kv_connector_extra_config={"peers": ["*"]})
     with pytest.raises(ValueError, match=r"kv_connector='CudaIpc' needs a CUDA device.*none here: take 'Peer'"):
         make_connector(config)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     connector = make_connector(config)  # and where the engine runs on the CPU
     with pytest.raises(ValueError, match=r"needs a CUDA device, and this engine runs on the CPU: take 'Peer'"):
         connector.register(device_slots(memory()))

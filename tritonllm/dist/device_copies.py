@@ -90,7 +90,7 @@ def load_cuda() -> Callable[[int | None], CudaDevice]:
         ValueError: there is no GPU here; or the engine runs on the CPU, when it is called.
     """
     need = "kv_transfer_config: kv_connector='CudaIpc' needs a CUDA device, and "
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():  # asks NVML: CUDA must not begin before the compiler's process is forked
         raise ValueError(need + "there is none here: take 'Peer'")
 
     def make(index: int | None) -> CudaDevice:

@@ -78,9 +78,10 @@ class CudaDriver:
         """Begin copies on a stream: to an address, from an address, so many bytes; either may be on another GPU."""
         with torch.cuda.device(self._device):
             torch.cuda.current_stream()
-            function, on = self._library.cuMemcpyAsync, ctypes.c_void_p(stream)
+            function = self._library.cuMemcpyAsync
+            function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
             for to, source, nbytes in spans:
-                code = function(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), on)
+                code = function(to, source, nbytes, stream)
                 if code:
                     raise self._error("cuMemcpyAsync", code)
 

@@ -126,7 +126,7 @@ def question(kind: Kind, keys: Sequence[bytes], wait: float) -> bytes:
         keys: from 1 to ``MOST_KEYS``.
         wait: seconds that the other side may wait for them.
     """
-    return frame(kind, _NUMBER.pack(min(max(0, int(1e3 * wait)), 2**32 - 1)), *keys)
+    return frame(kind, _NUMBER.pack(min(max(0, int(1e3 * wait)), 2**32 - 1)), b"".join(keys))
 
 
 def count_frame(count: int) -> bytes:
