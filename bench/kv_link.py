@@ -158,12 +158,13 @@ def load(
     """
     generator = torch.Generator().manual_seed(0)
     where = torch.randperm(job.most, generator=generator)[:blocks] if shuffled else torch.arange(blocks)
+    keys, into = job.keys[:blocks], where.tolist()
     numbers, times = torch.arange(blocks, device=slots.device), []
     for _ in range(1 + job.repeats):
         slots.zero_()
         synchronize(slots.device)
         begin = time.perf_counter()
-        came = peer.load(job.keys[:blocks], where.tolist(), offer).result(PATIENCE)
+        came = peer.load(keys, into, offer).result(PATIENCE)
         times.append(time.perf_counter() - begin)
         found = slots[where.to(slots.device)]
         if not all(came) or not torch.equal(found, contents(numbers, job.block_bytes)):

@@ -229,8 +229,9 @@ def test_blocks_of_a_prompt_that_is_computed_still_come_one_by_one(engines, monk
     assert came.result(60) == [True] * SLOTS and loaded(there) == ALL
 
 
-def test_blocks_that_never_come_are_misses_in_time(engines):
-    producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=4.0)
+def test_blocks_that_never_come_are_misses_in_time(engines, monkeypatch):
+    monkeypatch.setattr(kv_ipc, "PENDING", 2)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=8.0)
     params = {**saved(producer, [0, 1]), "pending": True}
     assert consumer.load(KEYS, ALL, params).result(30) == [True, True] + [False] * 5
 

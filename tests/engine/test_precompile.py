@@ -60,10 +60,12 @@ def test_lists_what_the_target_and_the_configuration_ask_for():
     assert small < large
 
 
-def test_lists_copies_to_the_host_if_there_are_any():
-    """One kernel for each direction, whatever the number of layers; and no memory of the host is taken."""
+@pytest.mark.parametrize("transfer", [None, {"kv_connector": "CudaIpc"}])
+def test_lists_copies_to_the_host_if_there_are_any(transfer):
+    """One kernel for each direction, whatever the number of layers; and no memory is taken, neither the host's nor that
+    of a GPU, for a connector between these."""
     spec = spec_from_config(tiny_config("qwen3"))
-    found = kernels_of(spec, config(kv_offloading_size=1e6), TARGET)
+    found = kernels_of(spec, config(kv_offloading_size=1e6, kv_transfer_config=transfer), TARGET)
     assert [kernel.name for kernel in found].count("_pack_blocks_kernel") == 2
     assert "_pack_blocks_kernel" not in names("qwen3")
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tritonllm.dist.peer_memory import CudaDriver, DriverError, number_of
+from tritonllm.dist.peer_memory import CudaDriver, number_of
 
 STREAMS = 4  # copies that run at once; each is in order with those of its stream only
 
@@ -36,29 +36,29 @@ class CudaDevice:
         self._streams = itertools.cycle(streams)
 
     def allocate(self, nbytes: int) -> int:
-        with told_as_os_error():
+        with told_as_os_error(), self._driver.current():
             return self._driver.allocate(nbytes, 0)
 
     def free(self, address: int) -> None:
-        with told_as_os_error():
+        with told_as_os_error(), self._driver.current():
             self._driver.give_back(address, ())
 
     def export(self, address: int) -> bytes:
-        with told_as_os_error():
+        with told_as_os_error(), self._driver.current():
             return self._driver.export(address)
 
     def open(self, handle: bytes) -> int:
-        with told_as_os_error():
+        with told_as_os_error(), self._driver.current():
             return self._driver.open(handle)
 
     def close(self, address: int) -> None:
-        with told_as_os_error():
+        with told_as_os_error(), self._driver.current():
             self._driver.give_back(None, [address])
 
     def copy(self, spans: Sequence[tuple[int, int, int]]) -> Callable[[], None]:
         with self._lock:
             stream = next(self._streams)
-        with told_as_os_error():
+        with told_as_os_error(), self._driver.current():
             try:
                 self._driver.copy(spans, stream.cuda_stream)
                 ended = torch.cuda.Event(blocking=True)  # who waits sleeps: steps are launched meanwhile
@@ -79,8 +79,8 @@ def told_as_os_error() -> Iterator[None]:
     """Errors of driver and torch as what connectors take for a failure."""
     try:
         yield
-    except (DriverError, RuntimeError) as error:
-        raise OSError(f"CUDA: {str(error).splitlines()[0]}") from error
+    except RuntimeError as error:  # DriverError is one, too
+        raise OSError(f"CUDA: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
 
 
 def load_cuda() -> Callable[[int | None], CudaDevice]:

@@ -10,7 +10,8 @@ import ctypes
 import socket
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -56,6 +57,7 @@ class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
         self._device = device
+        self._context: ctypes.c_void_p | None = None
 
     def allocate(self, nbytes: int, word: int) -> int:
         address = ctypes.c_uint64()
@@ -74,16 +76,30 @@ class CudaDriver:
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
         return address.value
 
-    def copy(self, spans: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Begin copies on a stream: to an address, from an address, so many bytes; either may be on another GPU."""
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Inside the block the device's context is the thread's. A thread in which torch has done nothing has none, for
+        torch leaves the first device to the runtime library, which the driver knows nothing of."""
         with torch.cuda.device(self._device):
             torch.cuda.current_stream()
-            function = self._library.cuMemcpyAsync
-            function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-            for to, source, nbytes in spans:
-                code = function(to, source, nbytes, stream)
-                if code:
-                    raise self._error("cuMemcpyAsync", code)
+            if self._context is None:
+                index = torch.cuda.current_device()
+                device, context = ctypes.c_int(), ctypes.c_void_p()
+                self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+                self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # torch's own, to the end
+                self._context = context
+            self._call("cuCtxSetCurrent", self._context)
+            yield
+
+    def copy(self, spans: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """Begin copies on a stream: to an address, from an address, so many bytes; either may be on another GPU. The
+        context must be :meth:`current`."""
+        function = self._library.cuMemcpyAsync
+        function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        for to, source, nbytes in spans:
+            code = function(to, source, nbytes, stream)
+            if code:
+                raise self._error("cuMemcpyAsync", code)
 
     def give_back(self, own: int | None, opened: Sequence[int]) -> None:
         try:
