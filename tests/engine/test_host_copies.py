@@ -70,6 +70,17 @@ def test_memory_of_the_device():
     assert device_bytes(1 << 20, 0, on_device=True) == 0
 
 
+def test_slots_for_which_the_device_has_no_room(device, monkeypatch):
+    def no_room(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(host_copies._Part, "of", no_room)
+    with pytest.raises(ValueError, match=r"kv_offloading_size: the GPU has no .* GiB left.*: lower it, num_blocks or"):
+        make(device, on_device=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        make(device)
+
+
 def test_slots_on_the_device_are_addresses(device):
     """Rows one behind the other, which live as long as somebody has their description."""
     _, copies = make(device, on_device=True)

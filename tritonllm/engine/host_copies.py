@@ -51,7 +51,7 @@ class HostCopies:
         on_device: the slots lie in the device's memory instead.
 
     Raises:
-        ValueError: the driver does not lock so much memory.
+        ValueError: the driver does not lock so much memory, or the device has not so much.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor], num_slots: int, on_device: bool = False) -> None:
@@ -59,7 +59,15 @@ class HostCopies:
         block_bytes = sum(pool[:, :, 0].nbytes for pool in pools)
         self._staged, self._slots = staging_bytes(block_bytes, num_slots) // block_bytes, num_slots
         self._on_device = on_device
-        self._parts = [_Part.of(pool, num_slots, 0 if on_device else self._staged, on_device) for pool in pools]
+        try:
+            self._parts = [_Part.of(pool, num_slots, 0 if on_device else self._staged, on_device) for pool in pools]
+        except torch.OutOfMemoryError as error:
+            if not on_device:
+                raise
+            raise ValueError(
+                f"kv_offloading_size: the GPU has no {num_slots * block_bytes / (1 << 30):.1f} GiB left, which are of "
+                "its memory with this kv_connector: lower it, num_blocks or gpu_memory_utilization"
+            ) from error
         self._stream: torch.cuda.Stream | None = None
         self._events: deque[tuple[int, torch.cuda.Event]] = deque()  # of the batches that may still run
         self._done = 0

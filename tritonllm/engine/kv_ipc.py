@@ -118,12 +118,12 @@ class DeviceReads:
         if asked.kind is Kind.HOLD:
             self._hold(channel, asked.keys == [arena.name])
             return
-        channel.send(frame(Kind.AGENT, arena.pack()), time.monotonic() + QUICK)
-        told: list[Kept | None] = []
+        told, answer = list[Kept | None](), frame(Kind.AGENT, arena.pack())
         while len(told) < len(asked.keys):
             found = self._find_some(asked.keys[len(told) :], kept, until, TOGETHER if told else FIRST)
-            channel.send(places_frame([-1 if one is None else one.place for one in found]), time.monotonic() + QUICK)
-            told += found
+            answer += places_frame([-1 if one is None else one.place for one in found])
+            channel.send(answer, time.monotonic() + QUICK)
+            told, answer = told + found, b""
         channel.read_has_read(time.monotonic() + READING)
         channel.send(frame(Kind.STILL, bytes(kept.still(asked.keys, told))), time.monotonic() + QUICK)
 
