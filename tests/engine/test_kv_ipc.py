@@ -3,7 +3,6 @@
 
 import logging
 import random
-import socket
 import threading
 import time
 
@@ -12,37 +11,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fault_proxy import fault_proxy
+from support.ipc_engines import ALL, KEYS, SIZE, SLOTS, ipc_engines, loaded, memory, once, saved
 from support.ipc_memory import Host, device_slots
 from support.nixl_agents import Network
 from support.server import eventually
 
-from tritonllm.engine import kv_ipc, kv_ipc_opened, kv_peer_client, kv_start
+from tritonllm.engine import kv_ipc, kv_peer_client, kv_start
 from tritonllm.engine.kv_ipc import DeviceReads
-from tritonllm.engine.kv_ipc_memory import Arena, arena_bytes, runs_of
+from tritonllm.engine.kv_ipc_memory import arena_bytes
 from tritonllm.engine.kv_nixl import Reads
 from tritonllm.engine.kv_peer import Peer
 from tritonllm.engine.kv_plane import Frames
 from tritonllm.engine.kv_start import make_connector
-from tritonllm.engine.kv_wire import Channel, Kind, WireError, places_frame, question
+from tritonllm.engine.kv_wire import places_frame
 from tritonllm.kv_transfer_config import KVTransferConfig
 
-SLOTS = 7
-SIZE = 29
-KEYS = [bytes([n]) * 16 for n in range(SLOTS)]
-ALL = list(range(SLOTS))
 FIRST_BYTES = 400  # of an answer, and more: the description, the places and which still are
-
-
-def memory(fill=0):
-    """7 slots, each with its number plus ``fill`` everywhere."""
-    numbers = np.arange(SLOTS, dtype=np.uint8)[:, None] + np.uint8(fill)
-    return [np.repeat(numbers, size, axis=1) for size in (24, 5)]
-
-
-def loaded(slots):
-    """The numbers in slots that hold one number only."""
-    assert all((part == slots[0][:, :1]).all() for part in slots)
-    return slots[0][:, 0].tolist()
 
 
 @pytest.fixture
@@ -52,39 +36,8 @@ def host():
 
 @pytest.fixture
 def engines(host):
-    """``engines(role, slots, ...)`` makes a connector; at the end all are closed, and neither a thread nor a piece of
-    memory of theirs is left."""
-    before, opened = set(threading.enumerate()), []
-
-    def start(role, slots=None, timeout=200.0, plane=None, **extra):
-        config = KVTransferConfig(kv_connector="CudaIpc", kv_role=role, kv_connector_extra_config={"timeout": timeout})
-        opened.append(Peer(config, **{"peers": ["127.0.0.1"], **extra}, plane=plane or DeviceReads(host.device)))
-        arrays = memory() if slots is None else slots
-        opened[-1].register(arrays if plane else device_slots(arrays))
-        return opened[-1]
-
-    yield start
-    for connector in opened:
-        connector.close()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-        assert not thread.is_alive(), thread
-    assert not host.owned and not host.opened and not host.running
-
-
-def saved(engine, numbers=ALL):
-    assert engine.save([KEYS[n] for n in numbers], numbers, lambda: True).result(30) == len(numbers)
-    return engine.offer()
-
-
-def once(host, work):
-    """Call ``work`` when the next copy begins."""
-
-    def before_copy(spans):
-        host.before_copy = lambda spans: None
-        work()
-
-    host.before_copy = before_copy
+    with ipc_engines(host) as start:
+        yield start
 
 
 def test_blocks_go_from_engine_to_engine(host, engines):
@@ -264,88 +217,6 @@ def test_what_cannot_be_copied_is_not_kept(host, engines, fault, caplog):
     assert saved(producer) and len(producer.kept) == 3
 
 
-def test_memory_of_a_peer_that_has_ended_is_closed_and_that_of_the_next_one_opened(host, engines):
-    there = memory(100)
-    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
-    offer = saved(producer)
-    assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
-    producer.close()
-    assert not host.owned  # the consumer let go
-    assert consumer.load(KEYS[:1], [1], offer).result(30) == [False]
-    saved(engines("kv_producer", port=offer["remote_port"]))
-    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS and loaded(there) == ALL
-    assert len(host.opened) == 1
-
-
-def test_memory_is_freed_when_nobody_copies_out_of_it_any_more(host, engines):
-    begun, go_on = threading.Event(), threading.Event()
-    producer, consumer = engines("kv_producer"), engines("kv_consumer")
-    offer = saved(producer)
-
-    def change():
-        begun.set()
-        assert go_on.wait(60)
-
-    once(host, change)
-    came = consumer.load(KEYS, ALL, offer)
-    assert begun.wait(60)
-    closing = threading.Thread(target=producer._plane.close, args=(100.0,))
-    closing.start()
-    eventually(lambda: producer._plane._closed)
-    assert host.owned and host.opened and closing.is_alive()
-    go_on.set()
-    closing.join(60)
-    assert not host.owned and not host.opened and came.result(60) == [True] * SLOTS
-
-
-def test_what_somebody_does_not_let_go_of_is_not_freed(host, engines, caplog):
-    producer = engines("kv_producer")
-    offer, name = saved(producer), producer._plane._arena.name
-    holder = Channel(socket.create_connection(("127.0.0.1", offer["remote_port"]), 10))
-    until = time.monotonic() + 30
-    holder.send(question(Kind.HOLD, [name], 0.0), until)
-    assert holder.read_count(1, until) == 1
-    producer._plane.close(0.1)
-    assert len(host.owned) == 1 and "1 engines do not let go" in caplog.text
-    holder.close()
-    host.owned.clear()
-
-
-def test_memory_of_another_name_is_not_held(engines):
-    producer = engines("kv_producer")
-    holder = Channel(socket.create_connection(("127.0.0.1", saved(producer)["remote_port"]), 10))
-    until = time.monotonic() + 30
-    holder.send(question(Kind.HOLD, [bytes(16)], 0.0), until)
-    assert holder.read_count(1, until) == 0 and not producer._plane._holders
-    holder.close()
-
-
-def test_only_so_many_are_open_at_once(host, engines, monkeypatch):
-    monkeypatch.setattr(kv_ipc_opened, "MOST_OPEN", 2)
-    consumer = engines("kv_consumer")
-    offers = [saved(engines("kv_producer")) for _ in range(4)]
-    for offer in [*offers, *offers]:
-        assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
-    eventually(lambda: len(host.opened) == 2)
-
-
-def test_several_loads_at_once_open_it_once(host, engines):
-    there = memory(100)
-    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
-    offer = saved(producer)
-    loads = [consumer.load([key], [slot], offer) for slot, key in enumerate(KEYS)]
-    assert [load.result(60) for load in loads] == [[True]] * SLOTS and loaded(there) == ALL
-    assert len(host.opened) == 1
-
-
-def test_another_host_is_a_miss_that_says_why(host, engines, caplog):
-    producer = engines("kv_producer")
-    host.machine = 2
-    consumer = engines("kv_consumer")
-    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
-    assert "another host" in caplog.text and "take 'Peer' or 'Nixl'" in caplog.text and not host.opened
-
-
 def test_engines_with_other_connectors_give_nothing(engines, caplog):
     network = Network()
     here, frames, reads = (engines("kv_producer", plane=plane) for plane in (None, Frames(), Reads(network.agent)))
@@ -461,21 +332,3 @@ def test_its_settings_are_those_of_peer(host, monkeypatch, caplog):
     assert "blocks of the cache are served at 127.0.0.1" in caplog.text and connector._plane._arena.places == 10
     connector.close()
     assert not host.owned
-
-
-def test_a_description_is_whole_or_refused():
-    arena = Arena(77, b"n" * 16, b"h" * 64, 9, (24, 5))
-    data = arena.pack()
-    assert Arena.unpack(data) == arena and arena.offsets == [0, 512]
-    for bad in (b"", data[:-1], data + b"x", b"x" + data[1:], data[:40]):
-        with pytest.raises(WireError):
-            Arena.unpack(bad)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_runs_are_the_pairs(pairs):
-    slots, places = (np.array([pair[at] for pair in pairs], np.int64) for at in (0, 1))
-    found = runs_of(slots, places)
-    assert [(slot + i, place + i) for slot, place, count in found for i in range(count)] == pairs
-    ends = [(slot + count, place + count) for slot, place, count in found]
-    assert not any(end == start[:2] for end, start in zip(ends, found[1:], strict=False))

@@ -1,0 +1,107 @@
+"""Memory of other engines: opened once, closed when it must be, and freed when nobody has it open; and why it is not
+opened. Shared memory of the host stands in for a GPU's (:mod:`support.ipc_memory`)."""
+
+import socket
+import threading
+import time
+
+import pytest
+from support.ipc_engines import ALL, KEYS, SLOTS, ipc_engines, loaded, memory, once, saved
+from support.ipc_memory import Host
+from support.server import eventually
+
+from tritonllm.engine import kv_ipc_opened
+from tritonllm.engine.kv_wire import Channel, Kind, question
+
+
+@pytest.fixture
+def host():
+    return Host()
+
+
+@pytest.fixture
+def engines(host):
+    with ipc_engines(host) as start:
+        yield start
+
+
+def test_memory_of_a_peer_that_has_ended_is_closed_and_that_of_the_next_one_opened(host, engines):
+    there = memory(100)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
+    offer = saved(producer)
+    assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+    producer.close()
+    assert not host.owned  # the consumer let go
+    assert consumer.load(KEYS[:1], [1], offer).result(30) == [False]
+    saved(engines("kv_producer", port=offer["remote_port"]))
+    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert len(host.opened) == 1
+
+
+def test_memory_is_freed_when_nobody_copies_out_of_it_any_more(host, engines):
+    begun, go_on = threading.Event(), threading.Event()
+    producer, consumer = engines("kv_producer"), engines("kv_consumer")
+    offer = saved(producer)
+
+    def change():
+        begun.set()
+        assert go_on.wait(60)
+
+    once(host, change)
+    came = consumer.load(KEYS, ALL, offer)
+    assert begun.wait(60)
+    closing = threading.Thread(target=producer._plane.close, args=(100.0,))
+    closing.start()
+    eventually(lambda: producer._plane._closed)
+    assert host.owned and host.opened and closing.is_alive()
+    go_on.set()
+    closing.join(60)
+    assert not host.owned and not host.opened and came.result(60) == [True] * SLOTS
+
+
+def test_what_somebody_does_not_let_go_of_is_not_freed(host, engines, caplog):
+    producer = engines("kv_producer")
+    offer, name = saved(producer), producer._plane._arena.name
+    holder = Channel(socket.create_connection(("127.0.0.1", offer["remote_port"]), 10))
+    until = time.monotonic() + 30
+    holder.send(question(Kind.HOLD, [name], 0.0), until)
+    assert holder.read_count(1, until) == 1
+    producer._plane.close(0.1)
+    assert len(host.owned) == 1 and "1 engines do not let go" in caplog.text
+    holder.close()
+    host.owned.clear()
+
+
+def test_memory_of_another_name_is_not_held(engines):
+    producer = engines("kv_producer")
+    holder = Channel(socket.create_connection(("127.0.0.1", saved(producer)["remote_port"]), 10))
+    until = time.monotonic() + 30
+    holder.send(question(Kind.HOLD, [bytes(16)], 0.0), until)
+    assert holder.read_count(1, until) == 0 and not producer._plane._holders
+    holder.close()
+
+
+def test_only_so_many_are_open_at_once(host, engines, monkeypatch):
+    monkeypatch.setattr(kv_ipc_opened, "MOST_OPEN", 2)
+    consumer = engines("kv_consumer")
+    offers = [saved(engines("kv_producer")) for _ in range(4)]
+    for offer in [*offers, *offers]:
+        assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+    eventually(lambda: len(host.opened) == 2)
+
+
+def test_several_loads_at_once_open_it_once(host, engines):
+    there = memory(100)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
+    offer = saved(producer)
+    loads = [consumer.load([key], [slot], offer) for slot, key in enumerate(KEYS)]
+    assert [load.result(60) for load in loads] == [[True]] * SLOTS and loaded(there) == ALL
+    assert len(host.opened) == 1
+
+
+def test_another_host_is_a_miss_that_says_why(host, engines, caplog):
+    producer = engines("kv_producer")
+    host.machine = 2
+    consumer = engines("kv_consumer")
+    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
+    assert "another host" in caplog.text and "take 'Peer' or 'Nixl'" in caplog.text and not host.opened
