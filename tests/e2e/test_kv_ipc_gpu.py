@@ -57,7 +57,7 @@ def test_tokens_are_those_of_one_engine(arguments, alone, gpus):
 @pytest.mark.parametrize("gpus", [pytest.param((0, 0), id="one"), pytest.param((0, 1), id="two", marks=two_gpus)])
 def test_both_ways_with_little_room(arguments, alone, gpus):
     """Places are given to other blocks while the other engine reads them."""
-    settings = {**SETTINGS, "max_bytes": 40 * 28 * 2 * 16 * 8 * 128 * 4, "wait": 0.1}
+    settings = {**SETTINGS, "max_bytes": 100 * 28 * 2 * 16 * 8 * 128 * 4, "wait": 0.1}
     with processes() as made:
         for gpu in gpus:
             given = {**arguments, "kv_offloading_size": 1.0, "device": f"cuda:{gpu}"}
