@@ -33,7 +33,11 @@ def arguments(tmp_path_factory):
 def alone(arguments):
     llm = LLM(**arguments, enable_prefix_caching=False)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    return token_ids(llm.generate(prompts, greedy(40), use_tqdm=False))
+    tokens = token_ids(llm.generate(prompts, greedy(40), use_tqdm=False))
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()  # a test below looks at how much is free
+    return tokens
 
 
 @pytest.mark.parametrize("gpus", [pytest.param((0, 0), id="one"), pytest.param((0, 1), id="two", marks=two_gpus)])

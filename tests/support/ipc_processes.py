@@ -27,7 +27,8 @@ class Engine:
         self._pipe, other = context.Pipe()
         transfer = {"kv_connector": "CudaIpc", "kv_role": role, "kv_connector_extra_config": settings}
         given = {**arguments, "kv_transfer_config": transfer}
-        self.process = context.Process(target=_run, args=(gpu, given, other), daemon=True)
+        # not a daemon: on a GPU an engine has children of its own, which compile
+        self.process = context.Process(target=_run, args=(gpu, given, other))
         self.process.start()
         other.close()
 

@@ -147,7 +147,7 @@ def test_a_rank_behind_the_end_has_nothing(device):
         ({"logits": torch.zeros(2, 0)}, "a multiple of 128 columns, got 0"),
         ({"logits": torch.zeros(2, 128).half()}, "logits"),
         ({"group_max": torch.zeros(2, 2)}, "group_max"),
-        ({"group_sum": torch.zeros(2, 2)[:, :1]}, "group_sum"),
+        ({"group_sum": torch.zeros(2, 2)}, "group_sum"),
         ({"top_k": torch.zeros(2)}, "top_k"),
         ({"rank_steps": torch.zeros(2, dtype=torch.int32)}, "rank_steps"),
         ({"vocab": 257}, "vocab must be from 1 to the 256 columns of all ranks, got 257"),
@@ -163,6 +163,14 @@ def test_bad_arguments(device, change, message):
     moved = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in (given | change).items()}
     with pytest.raises(ValueError, match=message):
         sample_limited_shards(**moved)
+
+
+def test_what_was_found_must_be_contiguous(device):
+    ones, numbers = torch.ones(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    apart, where = torch.zeros(2, 2, device=device)[:, :1], {"rank_steps": numbers, "vocab": 256, "out": numbers}
+    with pytest.raises(ValueError, match="group_max must be contiguous"):
+        given = torch.zeros(2, 128, device=device), apart, apart, ones, None, ones, None, numbers, numbers
+        sample_limited_shards(*given, **where)
 
 
 @pytest.mark.parametrize(
