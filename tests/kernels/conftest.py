@@ -4,9 +4,10 @@ import torch
 from tritonllm import env
 
 if env.TRITON_INTERPRET:
-    from support import interpreter_patches
+    from support import faster_interpreter, interpreter_patches
 
     interpreter_patches.apply()
+    faster_interpreter.apply()
 
 
 @pytest.fixture(autouse=True)
