@@ -27,10 +27,18 @@ OPERATIONS = {
     "of strides": lambda: [meta(4, 6).t() * 2, torch.empty_like(meta(4, 6)[:, :3]), torch.sigmoid(meta(2, 3, 4).mT)],
     "in place": lambda: [meta(4, 3).add_(meta(3)), meta(4).mul_(2), meta(4).copy_(meta(1))],
     "remainder": lambda: meta(7, dtype=I64) % 3,
+    "floor_divide": lambda: [meta(7, dtype=I64) // 16, meta(4, 1, dtype=I32) // meta(3, dtype=I64), meta(4) // 2],
     "clamp": lambda: meta(7, dtype=I32).clamp(max=3),
+    "clamp_min, clamp_max": lambda: [meta(7, dtype=I32).clamp_min(1), meta(2, 7).clamp_max(3)],
+    "compare": lambda: [meta(4, dtype=I32) < 3, meta(4, 1) >= meta(3), meta(0, 3) == 1, meta(4) != meta(3, 4)],
+    "and": lambda: [(meta(4, 1) < 3) & (meta(3) > 1), meta(4, dtype=I32) & meta(4, dtype=I64)],
     "pointwise": lambda: [torch.sigmoid(meta(4, dtype=BF16)), meta(3).cos(), meta(3).sin()],
     "like": lambda: [torch.empty_like(meta(4, 3, dtype=BF16)), torch.empty_like(meta(4), dtype=I32)],
     "where": lambda: torch.where(meta(4, 1, dtype=torch.bool), meta(4, 5, dtype=I32), meta(5, dtype=I32)),
+    "where with a number": lambda: [
+        torch.where(meta(4, 1, dtype=torch.bool), *values)
+        for values in ((meta(4, 5, dtype=I32), -1), (0, meta(5, dtype=I64)), (meta(5, dtype=BF16), 0.5))
+    ],
     "arange": lambda: (
         [torch.arange(*args, device="meta") for args in ((5,), (2, 9), (0, 10, 3), (4, 4))]
         + [torch.arange(5, dtype=I32, device="meta")]

@@ -32,8 +32,13 @@ def _two(x: Any, y: Any, **_: Any) -> torch.Tensor:
     return _empty(_broadcast(*tensors), torch.result_type(x, y))
 
 
-def _where(condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return _empty(_broadcast(condition, x, y), torch.result_type(x, y))
+def _compare(x: torch.Tensor, y: Any) -> torch.Tensor:
+    return _empty(_broadcast(x, y) if isinstance(y, torch.Tensor) else x.shape, torch.bool)
+
+
+def _where(condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
+    tensors = [t for t in (condition, x, y) if isinstance(t, torch.Tensor)]
+    return _empty(_broadcast(*tensors), torch.result_type(x, y))
 
 
 def _like(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
@@ -79,11 +84,14 @@ def _repeat(x: torch.Tensor, times: list[int]) -> torch.Tensor:
 
 
 # of what is contiguous: elsewhere the result has strides like its argument's
+_COMPARISONS = (aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne)
 _ELEMENTWISE: dict[Any, Callable[..., torch.Tensor]] = {
-    **dict.fromkeys((aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor), _two),
+    **dict.fromkeys((aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.__and__.Tensor), _two),
+    **dict.fromkeys((aten.floor_divide.default, aten.clamp_min.default, aten.clamp_max.default), _two),
     **dict.fromkeys((aten.rsub.Scalar, aten.remainder.Scalar, aten.clamp.default), _like),
     **dict.fromkeys((aten.sigmoid.default, aten.sin.default, aten.cos.default, aten.empty_like.default), _like),
-    aten.where.self: _where,
+    **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf), _where),
+    **{op: _compare for packet in _COMPARISONS for op in (packet.Tensor, packet.Scalar)},
 }
 _SHAPES: dict[Any, Callable[..., torch.Tensor]] = {
     aten.repeat.default: _repeat,
