@@ -8,7 +8,10 @@ RUN := .venv/.run-ready
 DEV := .venv/.dev-ready
 endif
 
-TESTS := lint types test-engine test-kernels test-serve test-aot test-newest test-real  # the longest first: two run at a time in CI
+TESTS := lint types test-e2e test-serve test-engine test-kernels test-aot test-newest test-real  # the longest first
+# So many parts at a time. Half of what test-serve does is waiting, so there is one more than processors.
+JOBS := $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
+SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 .PHONY: help demo test setup gpu-test bench docs format clean chromium $(TESTS)
 .DEFAULT_GOAL := help
 
@@ -25,7 +28,9 @@ demo: $(RUN) ## generate text with the model inside the package
 	@echo
 	@echo "Next: .venv/bin/tritonllm generate --help, examples/, README.md"
 
-test: $(TESTS) ## all of what CI runs: the targets below, one process each, no GPU needed
+test: ## all of what CI runs: the targets below, one process each, some at a time, no GPU needed
+	@echo "$(JOBS) parts at a time (JOBS=1: one after the other); what a part prints comes when it has ended"
+	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) $(SYNC) $(TESTS)
 
 lint: $(DEV) ## ruff: rules and formatting
 	$(PY) -m ruff check
@@ -37,9 +42,12 @@ types: $(DEV) ## mypy
 test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpreter
 	TRITON_INTERPRET=1 $(PY) -m pytest tests/kernels
 
+test-e2e: $(DEV) ## the engine as users have it, in one process and in several, and the command line, on the CPU path
+	$(PY) -m pytest tests/e2e
+
 SERVED := tests/serve tests/teach tests/route  # what stands on the engine
-test-engine: $(DEV) ## models, engine and command line on the CPU path
-	$(PY) -m pytest --ignore=tests/real $(addprefix --ignore=,$(SERVED))
+test-engine: $(DEV) ## models, the engine's parts, documents and all other tests
+	$(PY) -m pytest $(addprefix --ignore=,tests/real tests/e2e $(SERVED))
 
 test-serve: $(DEV) ## the server, the router and the teaching modes
 	$(PY) -m pytest $(wildcard $(SERVED))
@@ -71,11 +79,11 @@ test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled fo
 	TRITONLLM_CPU_BACKEND=compile $(NEWEST_PY) -m pytest tests/aot -k "$(EACH_KERNEL)"
 
 # The same on every machine: these run without a GPU.
-test-kernels test-engine test-serve test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
+test-kernels test-e2e test-engine test-serve test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
 # On the CPU a second thread costs more than it brings to tensors as small as these: on a busy machine, 20 times more.
-demo test-kernels test-engine test-serve test-aot test-newest test-real: export OMP_NUM_THREADS = 1
+demo test-kernels test-e2e test-engine test-serve test-aot test-newest test-real: export OMP_NUM_THREADS = 1
 # Tests start hundreds of processes; where bytecode is not written, each compiles the package anew, 0.35 s.
-test-kernels test-engine test-serve test-aot test-newest test-real: export PYTHONDONTWRITEBYTECODE =
+test-kernels test-e2e test-engine test-serve test-aot test-newest test-real: export PYTHONDONTWRITEBYTECODE =
 
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu
