@@ -306,3 +306,30 @@ def test_of_a_slot_that_was_stored_twice_the_last_block_is_told():
     tier.finish(runs=True)
     ((label, slot),) = tier.take_stored()
     assert tier.find([label]) == [slot]
+
+
+def test_what_waits_for_the_next_plan_is_not_told_yet():
+    """A plan without a step leaves its stores to the next one: until that, the slot has what it had."""
+    tier = HostTier(4, Rates(block_size=4))
+    tier.tells = True
+    tier.keep(b"a", 7)
+    tier.begin()
+    assert tier.finish(runs=False) is None
+    assert tier.take_stored() == []
+    tier.begin()
+    ((block, slot),) = tier.finish(runs=True).stores
+    assert block == 7 and tier.take_stored() == [(b"a", slot)] and tier.take_stored() == []
+
+
+def test_a_batch_stores_one_block_in_a_slot():
+    """Its copies have no order among each other."""
+    tier = HostTier(2, Rates(block_size=4))
+    tier.tells = True
+    for block in range(5):
+        tier.keep(b"%d" % block, block)
+    tier.begin()
+    stores = tier.finish(runs=True).stores
+    assert sorted(slot for _, slot in stores) == [0, 1] and tier.stored == 2
+    told = tier.take_stored()  # not both, for half of all slots are lent at most
+    assert told and {(b"%d" % block, slot) for block, slot in stores}.issuperset(told)
+    assert [tier.find([b"%d" % block]) for block, _ in stores] == [[slot] for _, slot in stores]

@@ -38,6 +38,20 @@ def test_memory_of_a_peer_that_has_ended_is_closed_and_that_of_the_next_one_open
     assert len(host.opened) == 1
 
 
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_memory_that_is_not_what_its_owner_says_is_not_read(host, engines, caplog, opened_before):
+    """More places than it has, or than it had when it was opened: whoever copied from there would read anything."""
+    there = memory(100)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
+    offer = saved(producer)
+    if opened_before:
+        assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+    host.before_copy = lambda spans: pytest.fail("a copy began")
+    producer._plane._arena = producer._plane._arena._replace(places=(1 << 32) - 1)
+    assert consumer.load(KEYS[1:2], [1], offer).result(30) == [False]
+    assert ("another way than before" if opened_before else "smaller than it says") in caplog.text
+
+
 def test_memory_is_freed_when_nobody_copies_out_of_it_any_more(host, engines):
     begun, go_on = threading.Event(), threading.Event()
     producer, consumer = engines("kv_producer"), engines("kv_consumer")

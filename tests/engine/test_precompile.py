@@ -212,6 +212,14 @@ def test_lists_the_kernels_of_split_keys():
     assert "_merge_states_kernel" in parts - copies
 
 
+def test_lists_both_ways_in_which_ranks_find_limits():
+    """In each other's memory, and where they do not reach that, in what one of them has gathered."""
+    spec = spec_from_config(tiny_config("qwen3", vocab_size=512))
+    found = kernels_of(spec, config(tensor_parallel_size=2), TARGET)
+    steps = [k.source.signature["rank_steps_ptr"] for k in found if k.name == "_limited_kernel"]
+    assert sorted(steps) == ["*i64"] * 2 + ["constexpr"] * 2
+
+
 def test_too_many_ranks_are_refused():
     with pytest.raises(ValueError, match="tensor_parallel_size=8 must divide the number of attention heads"):
         kernels_of(spec_from_config(tiny_config("llama")), config(tensor_parallel_size=8), TARGET)

@@ -70,6 +70,9 @@ class StandInDevice:
         self.host.opened[address_of(memory)] = memory
         return address_of(memory)
 
+    def extent(self, address: int) -> int | None:
+        return len(self.host.opened[address])
+
     def close(self, address: int) -> None:
         memory = self.host.opened.pop(address)
         self.check_unused(address, len(memory))

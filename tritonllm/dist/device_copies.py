@@ -51,6 +51,10 @@ class CudaDevice:
         with told_as_os_error(), self._driver.current():
             return self._driver.open(handle)
 
+    def extent(self, address: int) -> int | None:
+        with told_as_os_error(), self._driver.current():
+            return self._driver.extent(address)
+
     def close(self, address: int) -> None:
         with told_as_os_error(), self._driver.current():
             self._driver.give_back(None, [address])

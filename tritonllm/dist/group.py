@@ -71,9 +71,12 @@ class Group:
             columns: of each rank, a multiple of 128.
 
         Returns:
-            This rank's; ``None``, on all of them, where they cannot read each other's memory.
+            This rank's; ``None``, on all of them, where they cannot read each other's memory. Of ranks that are not
+            there meta tensors: they launch what ranks launch that can.
         """
-        return None
+        from tritonllm.dist.shared_rows import meta_rows
+
+        return meta_rows(self.size, rows, columns) if self.size > 1 else None
 
     def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """``x[N, C]`` of every rank side by side -> ``[N, columns]``.
@@ -138,6 +141,9 @@ class ConnectedGroup(Group):
         mine = x.contiguous() if x.shape[1] == each else F.pad(x, (0, each - x.shape[1]))
         parts = enumerate(self.stack(mine))  # of few columns the last ranks have none
         return torch.cat([part[:, : max(0, columns - place * each)] for place, part in parts], 1)
+
+    def share_rows(self, rows: int, columns: int) -> "SharedRows | None":
+        return None
 
     def stack(self, x: torch.Tensor) -> torch.Tensor:
         everything = x.new_empty(self.size, *x.shape)

@@ -76,6 +76,15 @@ class CudaDriver:
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
         return address.value
 
+    def extent(self, address: int) -> int | None:
+        """Bytes of memory that begins there, as far as the driver says."""
+        start, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        try:
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(nbytes), ctypes.c_uint64(address))
+        except DriverError:
+            return None
+        return start.value + nbytes.value - address
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """Inside the block the device's context is the thread's. A thread in which torch has done nothing has none, for

@@ -50,6 +50,13 @@ def rows_at(addresses: Sequence[int], rank: int, rows: int, columns: int, device
     return SharedRows(logits.view(rows, columns), found, torch.tensor(steps, dtype=torch.int64, device=device))
 
 
+def meta_rows(ranks: int, rows: int, columns: int) -> SharedRows:
+    """Rows that nobody has."""
+    logits = torch.empty(rows, columns, device="meta")
+    found = Found(*(logits.new_empty(rows, columns // SHARD_UNIT) for _ in range(2)))
+    return SharedRows(logits, found, torch.empty(ranks, dtype=torch.int64, device="meta"))
+
+
 class _Floats:
     """float32 numbers at an address of a GPU, for torch (CUDA array interface, version 3)."""
 

@@ -10,6 +10,7 @@ ranks calls that when one fails (:mod:`tritonllm.dist.watch`), and a rank whose 
 """
 
 import logging
+import zlib
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,8 @@ class SymmetricGroup(ConnectedGroup):
         self._memory, self._inbox = found, self._inbox_in(found, layout)
 
     def share_rows(self, rows: int, columns: int) -> SharedRows | None:
-        found = share_memory(self, self._driver, bytes_of(rows, columns), 0, (rows, columns))
+        # every rank draws by itself, so all must compute alike
+        found = share_memory(self, self._driver, bytes_of(rows, columns), 0, (rows, columns, *_kind_of(self._device)))
         if isinstance(found, str):
             logger.warning("limits of draws are found on rank 0: the GPUs do not share memory (%s)", found)
             return None
@@ -118,6 +120,14 @@ class SymmetricGroup(ConnectedGroup):
     def shut(self) -> None:
         self._stopping[0] = 1
         super().shut()
+
+
+def _kind_of(device: torch.device) -> tuple[int, ...]:
+    """Numbers that GPUs of one kind have in common."""
+    if device.type != "cuda":
+        return ()
+    about = torch.cuda.get_device_properties(device)
+    return zlib.crc32(about.name.encode()), about.multi_processor_count
 
 
 def _takes(layout: Layout, x: torch.Tensor) -> bool:

@@ -107,9 +107,10 @@ class Drawing:
         self.finds_limits = self._shared is not None
 
     def _share_rows(self, rows: int) -> SharedRows | None:
-        """Memory for logits that all ranks read, if this stage draws and they can."""
+        """Memory for logits that all ranks read, if they can. Not of several stages: the first one draws for steps of
+        which another has the sums, so a rank may be two draws further than another."""
         columns = share_of(self._model.spec.vocab_size, self._group.size)
-        draws = isinstance(self._model, Decoder) and self._model.stage.first
+        draws = isinstance(self._model, Decoder) and self._model.stage.first and self._model.stage.last
         return self._group.share_rows(rows, columns) if draws and bytes_of(rows, columns) <= MAX_SHARED_BYTES else None
 
     def warm_up(self, hidden: torch.Tensor) -> None:

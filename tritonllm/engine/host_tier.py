@@ -95,7 +95,7 @@ class HostTier:
         self._free: list[int] = []  # taken from the end: neighbours are copied together
         self._forget_slots()
         self._queue: dict[bytes, int] = {}  # blocks to store with the next plan, by label
-        self._stores: list[tuple[int, int]] = []
+        self._stores: dict[int, tuple[bytes, int]] = {}  # labels and blocks of the next batch, by slot
         self._loads: dict[int, int] = {}  # blocks and the slots that they come from; a block can be given anew
         self._read: set[int] = set()  # slots of those loads
         self._storing: dict[int, int] = {}  # blocks that are being copied, and by which batch
@@ -136,7 +136,7 @@ class HostTier:
         lent."""
         if self.done < self._unknown:
             return []
-        touched = {slot for _, slot in self._stores} | self._read
+        touched = self._stores.keys() | self._read
         for _, stores, loads in self._under_way:
             touched.update([slot for _, slot in stores], [slot for slot, _ in loads])
         count = min(count, self._most_lent - len(self._lent))
@@ -152,9 +152,9 @@ class HostTier:
         return slots
 
     def take_stored(self) -> list[tuple[bytes, int]]:
-        """Labels and slots of what is stored by the batches until now, as far as the last question did not tell, for
-        somebody who reads them: they are lent until :meth:`take_back`. With half of all slots lent the rest is left
-        out."""
+        """Labels and slots of what is stored by the batches that went with plans until now, as far as the last question
+        did not tell, for somebody who reads them: they are lent until :meth:`take_back`. With half of all slots lent
+        the rest is left out."""
         told, self._told = self._told, []
         there = [(label, slot) for label, slot in told if self._slot_of.get(label) == slot and slot not in self._lent]
         there = there[: max(0, self._most_lent - len(self._lent))]
@@ -290,7 +290,7 @@ class HostTier:
         Args:
             runs: there is a step; without one the batch is left for the next plan.
         """
-        wait, stores = self._wait, self._stores
+        wait, stores = self._wait, [(block, slot) for slot, (_, block) in self._stores.items()]
         loads = [(slot, block) for block, slot in self._loads.items()]
         if not runs or not (wait or stores or loads):
             return None
@@ -300,7 +300,9 @@ class HostTier:
             self._number += 1
             self.stored += len(stores)
             self.loaded += len(loads)
-            self._stores, self._loads = [], {}
+            if self.tells:
+                self._told += [(label, slot) for slot, (label, _) in self._stores.items()]
+            self._stores, self._loads = {}, {}
             self._read.clear()
         self._wait = 0
         return transfers
@@ -327,9 +329,7 @@ class HostTier:
                 return
             slot = self._give_up(oldest)
         self._slot_of[label] = slot
-        if self.tells:
-            self._told.append((label, slot))
-        self._stores.append((block, slot))
+        self._stores[slot] = label, block  # in the place of another one of this batch, which the slot was given first
         self._storing[block] = self._number
 
     def _give_up(self, label: bytes) -> int:

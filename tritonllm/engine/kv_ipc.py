@@ -136,8 +136,8 @@ class DeviceReads:
             told, still = self._read(channel, np.array(slots), deadline)
             wanted.there[start : start + len(keys)] = (told & still).tolist()
             damaged += int((told & ~still).sum())
-        if damaged:
-            raise WireError(f"{damaged} blocks were other ones by the time that they were read")
+        if damaged:  # that is no failure of the other engine, which has little room
+            logger.info("%d blocks were given up for others while they were copied: they are computed", damaged)
 
     def close(self, seconds: float) -> None:
         until = time.monotonic() + seconds

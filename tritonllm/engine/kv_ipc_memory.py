@@ -44,6 +44,9 @@ class Device(Protocol):
     def open(self, handle: bytes) -> int:
         """The address of another process's memory, on whichever GPU of this host that is."""
 
+    def extent(self, address: int) -> int | None:
+        """Bytes of what was opened; ``None`` if the driver does not say."""
+
     def close(self, address: int) -> None:
         """Of what was opened."""
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tritonllm.engine.kv_ipc_memory import Arena, Device
+from tritonllm.engine.kv_ipc_memory import Arena, Device, arena_bytes
 from tritonllm.engine.kv_wire import Channel, Kind, WireError, question
 
 logger = logging.getLogger(__name__)
@@ -25,9 +25,9 @@ MOST_OPEN = 64  # pieces of memory
 
 @dataclass(eq=False)
 class _Opened:
-    """A piece of memory that is open, and how many threads copy out of it."""
+    """A piece of memory that is open, as its owner described it, and how many threads copy out of it."""
 
-    name: bytes
+    arena: Arena
     address: int
     hold: Channel
     users: int = 0
@@ -80,11 +80,14 @@ class OpenedMemory:
     def _enter(self, channel: Channel, arena: Arena, deadline: float) -> _Opened:
         with self._changed:
             while arena.name in self._opening:
-                self._changed.wait()  # whoever opens it has a deadline
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError("another thread opens it, and takes too long")
             if self._closed:
                 raise ConnectionError("this connector is closed")
             there = self._opened.get(arena.name)
             if there is not None:
+                if there.arena != arena:
+                    raise WireError("the other engine describes its memory in another way than before")
                 self._opened.move_to_end(arena.name)
                 there.users += 1
                 return there
@@ -108,7 +111,7 @@ class OpenedMemory:
                 opened.hold.close()
                 raise OSError(f"nobody can watch over its memory: {error}") from error
             opened.users, self._watched = 1, self._watched + 1
-            self._opened[opened.name] = opened
+            self._opened[opened.arena.name] = opened
             if self._closed:
                 opened.hold.end_reading()
             elif len(self._opened) > MOST_OPEN:
@@ -125,16 +128,25 @@ class OpenedMemory:
             hold.send(question(Kind.HOLD, [arena.name], 0.0), deadline)
             if hold.read_count(1, deadline) != 1:
                 raise ConnectionError("its memory is gone")
-            return _Opened(arena.name, self._device.open(arena.handle), hold)
+            return _Opened(arena, self._open_all(arena), hold)
         except (OSError, WireError):
             hold.close()
             raise
+
+    def _open_all(self, arena: Arena) -> int:
+        """The address of an arena that is as large as it is said to be."""
+        address = self._device.open(arena.handle)
+        nbytes = self._device.extent(address)
+        if nbytes is not None and nbytes < arena_bytes(arena.places, arena.sizes):
+            self._device.close(address)
+            raise WireError("the other engine's memory is smaller than it says")
+        return address
 
     def _watch(self, opened: _Opened) -> None:
         """Close memory when its owner, or this process, wants it closed."""
         opened.hold.wait_for_end()
         with self._changed:
-            self._opened.pop(opened.name, None)  # who comes now asks the owner again
+            self._opened.pop(opened.arena.name, None)  # who comes now asks the owner again
             while opened.users:
                 self._changed.wait()
         try:

@@ -187,11 +187,11 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RD)
 
     def wait_for_end(self) -> None:
-        """Until the other side ends its sending, hangs up, or says something, which it should not; or
-        :meth:`end_reading`."""
+        """Until the other side ends its sending or hangs up, whatever it says before; or :meth:`end_reading`."""
         with suppress(OSError):
             self._socket.settimeout(None)
-            self._socket.recv(1)
+            while self._socket.recv(4096):
+                pass
 
     @property
     def is_quiet(self) -> bool:
