@@ -34,7 +34,7 @@ class Injector:
 
     def __init__(self, target=None, error=KeyboardInterrupt, functions=None):
         self.target, self.error, self.functions = target, error, functions
-        self.passed = Counter()
+        self.passed, self.reaches = Counter(), {}
 
     def __enter__(self):
         sys.settrace(self._call)
@@ -48,7 +48,14 @@ class Injector:
             return None
         if self.functions is not None and frame.f_code.co_name not in self.functions:
             return None
-        return self._line
+        return self._line if self.target is None or self._may_reach(frame.f_code) else None
+
+    def _may_reach(self, code):
+        """Whether the target is in it."""
+        if id(code) not in self.reaches:
+            (filename, line), _ = self.target
+            self.reaches[id(code)] = code.co_filename == filename and any(line == one for *_, one in code.co_lines())
+        return self.reaches[id(code)]
 
     def _line(self, frame, event, arg):
         if event == "line":
