@@ -1,9 +1,9 @@
 """Triton and torch: which releases are supported, and what differs between them.
 
 All differences that kernels see are here; :mod:`tritonllm.kernels.compile.extensions` has those of the C extensions
-that Triton builds for itself, and ``tests/support/interpreter_patches.py`` those of its interpreter. Kernels are
-written for the oldest release, because their source decides whether a tuning table still holds: a name that has moved
-since is put back where they look for it.
+that Triton builds for itself, and ``tests/support/`` (``interpreter_patches.py``, ``faster_interpreter.py``) those of
+its interpreter. Kernels are written for the oldest release, because their source decides whether a tuning table still
+holds: a name that has moved since is put back where they look for it.
 """
 
 import re
