@@ -14,7 +14,10 @@ def two_nodes(cpus: int = 1) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
+    # Ray ends workers when the machine is short of memory, by which it means files that were read, too: other tests'
+    settings = {"memory_monitor_refresh_ms": 0}
+    head = {"num_cpus": cpus, "include_dashboard": False, "_system_config": settings}
+    made = Cluster(initialize_head=True, head_node_args=head)
     try:
         made.add_node(num_cpus=cpus)
         made.wait_for_nodes()
