@@ -104,6 +104,17 @@ def test_only_so_many_are_open_at_once(host, engines, monkeypatch):
     eventually(lambda: len(host.opened) == 2)
 
 
+def test_so_many_are_open_also_if_those_that_were_ended_are_slow_to_go(host, engines, monkeypatch):
+    monkeypatch.setattr(kv_ipc_opened, "MOST_OPEN", 2)
+    slow, watch = threading.Event(), kv_ipc_opened.OpenedMemory._watch
+    monkeypatch.setattr(kv_ipc_opened.OpenedMemory, "_watch", lambda self, one: (slow.wait(60), watch(self, one)))
+    consumer = engines("kv_consumer")
+    for offer in [saved(engines("kv_producer")) for _ in range(5)]:
+        assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+    slow.set()
+    eventually(lambda: len(host.opened) == 2)
+
+
 def test_several_loads_at_once_open_it_once(host, engines):
     there = memory(100)
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)

@@ -112,10 +112,10 @@ class OpenedMemory:
                 raise OSError(f"nobody can watch over its memory: {error}") from error
             opened.users, self._watched = 1, self._watched + 1
             self._opened[opened.arena.name] = opened
-            if self._closed:
-                opened.hold.end_reading()
-            elif len(self._opened) > MOST_OPEN:
-                next(iter(self._opened.values())).hold.end_reading()
+            # all that are too many: the thread that watches over one which was ended before may not have run yet
+            most = 0 if self._closed else MOST_OPEN
+            for one in list(self._opened.values())[: max(0, len(self._opened) - most)]:
+                one.hold.end_reading()
 
     def _open(self, channel: Channel, arena: Arena, deadline: float) -> _Opened:
         if arena.machine != self._device.machine:
