@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fault_proxy import fault_proxy
-from support.ipc_engines import ALL, KEYS, SIZE, SLOTS, ipc_engines, loaded, memory, once, saved
+from support.ipc_engines import ipc_engines, once
 from support.ipc_memory import Host, device_slots
 from support.nixl_agents import Network
 from support.server import eventually
+from support.small_slots import ALL, KEYS, SIZE, SLOTS, check_harm, loaded, memory, saved
 
 from tritonllm.engine import kv_ipc, kv_peer_client, kv_start
 from tritonllm.engine.kv_ipc import DeviceReads
@@ -248,16 +248,7 @@ def test_a_place_that_is_none_is_refused(engines, monkeypatch, caplog, place):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(["cut", "drop", "flip", "double"]), place=st.integers(0, FIRST_BYTES))
 def test_harm_on_the_way_never_gives_a_wrong_block(engines, kind, place):
-    there = memory(100)
-    producer, consumer = engines("kv_producer"), engines("kv_consumer", there, timeout=2.0)
-    with fault_proxy(saved(producer)["remote_port"], kind, place) as proxy:
-        params = {"remote_host": "127.0.0.1", "remote_port": proxy.port}
-        came = consumer.load(KEYS, ALL, params).result(30)
-        for number in ALL:
-            if came[number]:
-                assert all((part[number] == number).all() for part in there)
-        consumer.close()
-        producer.close()
+    check_harm(engines, 2.0, kind, place)
 
 
 def test_closing_ends_what_is_under_way(engines):

@@ -6,9 +6,10 @@ import threading
 import time
 
 import pytest
-from support.ipc_engines import ALL, KEYS, SLOTS, ipc_engines, loaded, memory, once, saved
+from support.ipc_engines import ipc_engines, once
 from support.ipc_memory import Host
 from support.server import eventually
+from support.small_slots import ALL, KEYS, SLOTS, loaded, memory, saved
 
 from tritonllm.engine import kv_ipc_opened
 from tritonllm.engine.kv_wire import Channel, Kind, question

@@ -6,13 +6,12 @@ import sys
 import threading
 import time
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fault_proxy import fault_proxy
 from support.nixl_agents import Network
 from support.server import eventually
+from support.small_slots import ALL, KEYS, SLOTS, check_harm, loaded, memory, saved
 
 from tritonllm.engine import kv_nixl, kv_peer_client
 from tritonllm.engine.kv_nixl import Reads
@@ -22,23 +21,8 @@ from tritonllm.engine.kv_start import make_connector
 from tritonllm.engine.kv_wire import Place
 from tritonllm.kv_transfer_config import KVTransferConfig
 
-SLOTS = 7
-KEYS = [bytes([n]) * 16 for n in range(SLOTS)]
-ALL = list(range(SLOTS))
 PLACE = 32 + 16 + 32 + 8  # bytes of a frame
 AGENT = 32 + len("agent 0")
-
-
-def memory(fill=0):
-    """7 slots, each with its number plus ``fill`` everywhere."""
-    numbers = np.arange(SLOTS, dtype=np.uint8)[:, None] + np.uint8(fill)
-    return [np.repeat(numbers, size, axis=1) for size in (24, 5)]
-
-
-def loaded(slots):
-    """The numbers in slots that hold one number only."""
-    assert all((part == slots[0][:, :1]).all() for part in slots)
-    return slots[0][:, 0].tolist()
 
 
 @pytest.fixture
@@ -66,11 +50,6 @@ def engines(network):
         thread.join(10)
         assert not thread.is_alive(), thread
     assert network.living == 0
-
-
-def saved(engine, numbers=ALL):
-    assert engine.save([KEYS[n] for n in numbers], numbers, lambda: True).result(30) == len(numbers)
-    return engine.offer()
 
 
 def test_blocks_go_from_engine_to_engine(network, engines):
@@ -215,16 +194,7 @@ def test_an_engine_with_peer_can_have_its_blocks_but_not_the_other_way(engines):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(["cut", "drop", "flip", "double"]), place=st.integers(0, AGENT + SLOTS * PLACE - 1))
 def test_harm_on_the_way_never_gives_a_wrong_block(engines, kind, place):
-    there = memory(100)
-    producer, consumer = engines("kv_producer"), engines("kv_consumer", there, timeout=6.0)
-    with fault_proxy(saved(producer)["remote_port"], kind, place) as proxy:
-        params = {"remote_host": "127.0.0.1", "remote_port": proxy.port}
-        came = consumer.load(KEYS, ALL, params).result(30)
-        for number in ALL:
-            if came[number]:
-                assert all((part[number] == number).all() for part in there)
-        consumer.close()
-        producer.close()
+    check_harm(engines, 6.0, kind, place)
 
 
 def test_an_address_that_is_none_is_refused(engines, monkeypatch, caplog):

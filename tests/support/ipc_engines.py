@@ -1,34 +1,16 @@
 """Connectors ``CudaIpc`` in this process, with slots of a few bytes in memory that stands in for a GPU's."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from support.ipc_memory import Host, device_slots
+from support.small_slots import memory
 from tritonllm.engine.kv_ipc import DeviceReads
 from tritonllm.engine.kv_peer import Peer
 from tritonllm.engine.kv_plane import Plane
 from tritonllm.kv_transfer_config import KVTransferConfig
-
-SLOTS = 7
-SIZE = 29
-KEYS = [bytes([n]) * 16 for n in range(SLOTS)]
-ALL = list(range(SLOTS))
-
-
-def memory(fill: int = 0) -> list[np.ndarray]:
-    """7 slots, each with its number plus ``fill`` everywhere."""
-    numbers = np.arange(SLOTS, dtype=np.uint8)[:, None] + np.uint8(fill)
-    return [np.repeat(numbers, size, axis=1) for size in (24, 5)]
-
-
-def loaded(slots: Sequence[np.ndarray]) -> list[int]:
-    """The numbers in slots that hold one number only."""
-    assert all((part == slots[0][:, :1]).all() for part in slots)
-    return slots[0][:, 0].tolist()
 
 
 @contextmanager
@@ -51,12 +33,6 @@ def ipc_engines(host: Host) -> Iterator[Callable[..., Peer]]:
         thread.join(10)
         assert not thread.is_alive(), thread
     assert not host.owned and not host.opened and not host.running
-
-
-def saved(engine: Peer, numbers: Sequence[int] = ALL) -> dict[str, Any]:
-    """Where its blocks are, once these slots are kept."""
-    assert engine.save([KEYS[n] for n in numbers], numbers, lambda: True).result(30) == len(numbers)
-    return dict(engine.offer())
 
 
 def once(host: Host, work: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Makes what shares an engine's blocks with others, from the configuration. No torch."""
+"""Makes what shares an engine's blocks with others, from the configuration."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module

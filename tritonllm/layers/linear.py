@@ -57,15 +57,9 @@ def linear_float32(
         out = torch.empty(x.shape[0], columns, dtype=torch.float32, device=x.device) if out is None else out
         return _invariant_product(x, of, bias, out)
     weight = of.data
-    if few_rows(x):
+    if few_rows(x) or (x.is_cuda and x.dtype != torch.float32):
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device) if out is None else out
         return linear(x, of, bias, out=out, constant_weight=True)
-    if x.is_cuda and x.dtype != torch.float32:
-        if out is None or out.is_contiguous():
-            out = torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
-        else:  # the last rank's columns of a wider memory
-            out.copy_(torch.mm(x, weight.t(), out_dtype=torch.float32))
-        return out if bias is None else out.add_(bias)
     y = product(x, of, bias).float()
     return y if out is None else out.copy_(y)
 

@@ -102,10 +102,11 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
         else:
             torch.addmm(bias, x, weight.t(), out=out)
         return
-    if x.is_cuda and out.dtype == torch.float32 and out.is_contiguous():
-        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
-    elif x.is_cuda and out.dtype == torch.float32:
-        out.copy_(torch.mm(x, weight.t(), out_dtype=out.dtype))
+    if x.is_cuda and out.dtype == torch.float32:
+        if out.is_contiguous():
+            torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+        else:  # one rank's columns of a wider memory: cuBLAS has not been asked to write there yet
+            out.copy_(torch.mm(x, weight.t(), out_dtype=out.dtype))
     else:
         out.copy_(x.float() @ weight.t().float())
     if bias is not None:
