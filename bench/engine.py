@@ -6,7 +6,8 @@ request runs first, then each workload so often as it says, every repetition wit
 repetition:
 
 - throughput (W1, W2, W5): all requests at once, output tokens over the time to the last one;
-- latency (W3a, W3b, W5b; L1, L8, L8m with long contexts): (time of 256 tokens - time of 1 token) / 255;
+- latency (W3a, W3b, W5b; L1, L8, L8m with long contexts; F2 to F16 with few sequences):
+  (time of 256 tokens - time of 1 token) / 255;
 - speculation (S1, S8, S64): the same with 4 drafts a step of which each is right with probability 0.8, and beside it
   ``times_plain``, how much faster that is than an engine without drafts in the same process (bench/speculation.py);
 - speculation (D1, D8): the same, and the drafts come from a model of Llama-3.2-1B's shape;

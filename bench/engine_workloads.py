@@ -186,6 +186,8 @@ WORKLOADS = {
         Workload("L1", "qwen3-0.6b", "latency", 1, (30000, 30000), (256, 256), max_model_len=40960),
         Workload("L8", "llama-3.1-8b", "latency", 8, (16000, 16000), (256, 256), max_model_len=131072),
         Workload("L8m", "qwen3-0.6b", "latency", 8, (100, 30000), (256, 256), max_model_len=40960),
+        # few sequences, of keys that hardly count
+        *(Workload(f"F{n}", "qwen3-0.6b", "latency", n, (128, 128), (256, 256)) for n in (2, 4, 8, 16)),
         # W2 for two engines, or for two stages
         Workload("W2x2", "llama-3.1-8b", "throughput", 512, _LONG, _LONG, 0.6, repeats=2),
         # several tokens a step

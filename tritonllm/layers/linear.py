@@ -69,10 +69,15 @@ class Linear(nn.Module):
 
     Projections of the same input (q, k and v; gate and up) are stacked along ``out_features``: one product reads the
     input once.
+
+    Attributes:
+        together: elements of the weights of all products of its layer, of which those of few rows choose one kind of
+            kernel; 0 for four times its own.
     """
 
     workspace: torch.Tensor
     batch_invariant = False
+    together = 0
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
@@ -128,7 +133,7 @@ class Linear(nn.Module):
         columns = self.weight.shape[0] // 2 if gated else self.weight.shape[0]
         out = x.new_empty(x.shape[0], columns) if residual is None else residual
         norm_weight, spec = (None, _NO_NORM) if norm is None else (norm.weight, norm.spec)
-        numbers = spec.eps, spec.weight_offset, activation, gated, residual is not None, scale, True
+        numbers = spec.eps, spec.weight_offset, activation, gated, residual is not None, scale, True, self.together
         operands = Operands(x, elements("weight", self.operand), self.bias, norm_weight, out, self.workspace)
         return multiply(operands, Fused(*numbers))
 

@@ -65,6 +65,10 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MoE(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
         self.mlp_post_norm = norm(after)
+        together = sum(p.numel() for p in self.parameters())
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.together = together
         self.traits = self._traits(spec, partial=group.size > 1)
 
     def _traits(self, spec: ModelSpec, *, partial: bool) -> LayerTraits:

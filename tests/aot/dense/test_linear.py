@@ -33,7 +33,7 @@ def test_float32(arch):
 def test_uses_tensor_cores():
     for arch, instruction in ((80, "HMMA"), (90, "HMMA"), (100, "HMMA")):
         with compile_kernels(arch) as kernels:
-            linear(torch.empty(16, 1024).bfloat16(), torch.empty(4096, 1024).bfloat16())
+            linear(torch.empty(16, 1024).bfloat16(), torch.empty(4096, 1024).bfloat16(), together=2**30)
         assert_sass(kernels, instruction, "linear_tiles_kernel")
 
 

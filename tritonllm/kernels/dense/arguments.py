@@ -26,6 +26,7 @@ class Fused(NamedTuple):
     add: bool  # `scale` times the result to what is in `out`
     scale: float
     constant_weight: bool
+    together: int = 0  # elements of the weights of all products of its layer; 0: four of this one's
 
 
 class NextNorm(NamedTuple):

@@ -2,8 +2,9 @@
 
 Up to 64 rows, reading the weight bounds the product, and cuBLAS takes up to 1.7 times as long as that. A table says for
 each size which of three is fastest: `portable/rows.py` (one or two rows), `portable/tiles.py`, or cuBLAS between
-kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's. But gated products on Hopper
-are those of `invariant.py` up to 256 rows, and from some thousand on those of `sm90/gated.py`.
+kernels of their own for the norm, the activation and the addition. More rows are cuBLAS's. But on Hopper, 2 to 16 rows
+of a layer whose weights are not large are multiplied by `sm90/few.py`, and gated products are those of `invariant.py`
+up to 256 rows, and from some thousand on those of `sm90/gated.py`.
 """
 
 import math
@@ -135,7 +136,7 @@ def _by_torch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, fused: Fused
 ) -> None:
     """cuBLAS, and a kernel for each step after the product that is not fused."""
-    _, _, activation, gated, add, scale, _ = fused
+    _, _, activation, gated, add, scale, *_ = fused
     if activation is None and not add:
         _product(x, weight, bias, out)
         return
@@ -154,6 +155,19 @@ def _by_torch(
         out.add_(y, alpha=scale)
 
 
+def _by_few(operands: Operands, fused: Fused) -> bool:
+    """Hopper's kernel of few rows, if it takes them."""
+    if not on_sm90(operands.weight.device):
+        return False
+    from tritonllm.kernels.dense.sm90 import few  # Gluon is not there for every GPU
+
+    x, weight, norm_weight = operands.x, operands.weight, operands.norm_weight
+    if not few.takes(x, weight, norm_weight, fused.together or 4 * weight.numel()):
+        return False
+    few.launch_few(operands, fused)
+    return True
+
+
 @register_op(mutates=("out", "workspace"), reference=_reference)
 def _linear(operands: Operands, fused: Fused) -> None:
     x, weight, bias, norm_weight, out, workspace = operands
@@ -162,6 +176,8 @@ def _linear(operands: Operands, fused: Fused) -> None:
         return
     if k == 0:  # sums of nothing: what is left is the bias
         _reference(operands._replace(norm_weight=None), fused)
+        return
+    if _by_few(operands, fused):
         return
     config = TORCH
     if m <= MAX_M and not (fused.gated and invariant.takes_gated(x, weight)):
@@ -245,10 +261,11 @@ def linear(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     constant_weight: bool = False,
+    together: int = 0,
 ) -> torch.Tensor:
     """``act(rms_norm(x) @ weight.T + bias)``, or that times ``scale`` added to ``residual``: one launch for few rows.
 
-    Sums are in float32 and rounded once, when they are stored. Which kernel computes them depends on the size alone
+    Sums are in float32 and rounded once, when they are stored. Which kernel computes them depends on the sizes alone
     (beyond 64 rows it is cuBLAS, but for most gated products on Hopper); for the same kernel and number of
     rows, a row's result does not depend on the others.
 
@@ -271,6 +288,9 @@ def linear(
             launches on one stream may share it. None: a new one, filled by a launch of its own where one is needed.
         constant_weight: no kernel that may still run writes ``weight``, ``bias`` or ``norm_weight`` (true while a model
             is served): they are read before the kernel before this one ends.
+        together: elements of the weights of all products that take turns with this one, such as those of a layer. On
+            Hopper, a kernel of 2 to 16 rows is fast among its like only, so all of them choose by this one number.
+            0: four times those of ``weight``.
 
     Returns:
         ``residual`` or ``out``.
@@ -285,7 +305,7 @@ def linear(
     written = target.view(len(rows), target.shape[-1])
     _linear(
         *(rows, weight, bias, norm_weight, written, workspace),
-        *Fused(norm_eps, norm_weight_offset, activation, gated, residual is not None, scale, constant_weight),
+        *Fused(norm_eps, norm_weight_offset, activation, gated, residual is not None, scale, constant_weight, together),
     )
     return target
 
