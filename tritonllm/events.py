@@ -82,7 +82,8 @@ class StepPlanned:
         parts: in the order of the step's rows.
         preempted: sequences that lost their blocks to make room.
         copies: blocks that are copied first (copy-on-write), each with its target.
-        stores, loads: blocks that go to the host's memory, and that come back from there.
+        stores, loads: blocks that go to the host's memory, some while the step computes them, and that come back from
+            there.
         token_budget: most tokens of a step (``max_num_batched_tokens``).
         num_running, num_waiting: sequences, after the decision.
         admission_end: why no more of those that wait came in.

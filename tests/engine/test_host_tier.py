@@ -21,8 +21,9 @@ def run(scheduler, token=7):
     """A step, of which the host hears at once that its copies are done."""
     plan = scheduler.schedule()
     scheduler.update(plan, [[token] if item.samples else [] for item in plan.scheduled])
-    if plan.transfers is not None:
-        scheduler.tier.done = max(scheduler.tier.done, plan.transfers.number)
+    for batch in (plan.transfers, plan.fills):
+        if batch is not None:
+            scheduler.tier.done = max(scheduler.tier.done, batch.number)
     return plan
 
 
@@ -42,14 +43,103 @@ def stored(tier, blocks, plans=1):
     return labels
 
 
-def test_a_block_is_stored_with_the_plan_after_the_one_that_computes_it():
+def test_a_block_of_a_prompt_is_stored_while_the_step_runs_that_fills_it():
+    scheduler = tiered(tokens=8)
+    add(scheduler, "a", 13, 40)
+    first, second, third = (run(scheduler) for _ in range(3))
+    blocks = scheduler._running[0].block_ids
+    assert first.transfers is second.transfers is third.transfers is third.fills is None
+    assert (first.fills.number, second.fills.number) == (1, 2)
+    assert [[block for block, _ in plan.fills.stores] for plan in (first, second)] == [blocks[1::-1], blocks[2:3]]
+    assert scheduler.stats.tier.stored_blocks == 3
+
+
+def test_the_end_of_a_prompt_is_given_up_first():
+    scheduler = tiered(num_slots=3)
+    request = add(scheduler, "a", 17, 40)
+    plan = run(scheduler)
+    labels = request.block_hashes
+    assert len(plan.fills.stores) == 3 and [*map(scheduler.tier.has, labels)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_block_of_an_output_is_stored_with_the_next_plan(beside):
+    """The device knows its last token before the host does."""
     scheduler = tiered()
+    tier, request = scheduler.tier, add(scheduler, "a", 6, 40)
+    run(scheduler)
+    tier.streams = beside
+    plans = [run(scheduler) for _ in range(4)]
+    assert all(plan.fills is None for plan in plans)
+    assert [plan.transfers is None for plan in plans] == [True, True, False, True]
+    assert [block for block, _ in plans[2].transfers.stores] == request.block_ids[1:2]
+
+
+def test_without_streams_a_block_is_stored_with_the_plan_after_the_one_that_computes_it():
+    scheduler = tiered()
+    scheduler.tier.streams = False
     add(scheduler, "a", 9, 40)
     first, second, third = (run(scheduler) for _ in range(3))
     blocks = scheduler._running[0].block_ids
-    assert first.transfers is None and third.transfers is None
+    assert first.transfers is first.fills is second.fills is third.transfers is None
     assert second.transfers.number == 1 and second.transfers.loads == () and second.transfers.wait == 0
     assert [block for block, _ in second.transfers.stores] == blocks[:2][::-1]  # the end is given up first
+
+
+def test_a_step_with_loads_and_fills_has_two_batches():
+    """It may have to wait for the first, and the second waits for it."""
+    scheduler = tiered(num_blocks=8)
+    for name, length in (("a", 17), ("b", 29)):
+        add(scheduler, name, length, length + 1)
+        drain(scheduler)
+    again = add(scheduler, "again", [*make("a", 17).prompt_token_ids, *range(100, 108)], 40)
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [again]
+    transfers, fills = plan.transfers, plan.fills
+    assert len(transfers.loads) == 4 and transfers.wait == transfers.number == fills.number - 1
+    assert [block for block, _ in fills.stores] == again.block_ids[4:6][::-1]
+    assert not {block for block, _ in fills.stores} & {block for _, block in transfers.loads}
+
+
+def test_two_that_fill_blocks_with_the_same_contents_store_them_once():
+    scheduler = tiered(num_blocks=20)
+    for index, name in enumerate("ab"):
+        add(scheduler, name, make("a", 9).prompt_token_ids, 40, arrival=index)
+    assert len(run(scheduler).fills.stores) == 2 and scheduler.stats.tier.stored_blocks == 2
+
+
+def test_writing_into_a_block_that_a_step_fills_waits_for_its_copy():
+    scheduler = tiered(num_blocks=4)
+    add(scheduler, "a", 13, 40)
+    plan = scheduler.schedule()
+    scheduler.update(plan, [[7]])
+    scheduler.abort("a")  # its step runs to its end all the same
+    add(scheduler, "b", make("b", 13).prompt_token_ids, 40)
+    other = scheduler.schedule()
+    assert other.transfers.wait == plan.fills.number and other.transfers.number == 0
+    assert {block for block, _ in other.fills.stores} & {block for block, _ in plan.fills.stores}
+
+
+def test_what_is_filled_is_told_once_its_batch_has_a_number():
+    scheduler = tiered()
+    scheduler.tier.tells = True
+    add(scheduler, "a", 9, 40)
+    plan = scheduler.schedule()
+    told = scheduler.tier.take_stored()
+    assert {slot for _, slot in told} == {slot for _, slot in plan.fills.stores}
+    assert scheduler.tier.last == plan.fills.number
+
+
+def test_nothing_is_told_of_a_step_that_was_broken_off():
+    scheduler = tiered()
+    scheduler.tier.tells = True
+    add(scheduler, "a", 9, 40)
+    plan = scheduler.schedule()
+    scheduler.reset()
+    tier = scheduler.tier
+    assert tier.take_stored() == [] and tier.lend(1) == [] and len(tier._free) == tier.num_slots
+    tier.done = plan.fills.number  # nothing is copied any more
+    assert len(tier.lend(1)) == 1
 
 
 def test_an_evicted_prefix_is_loaded_and_the_others_run_meanwhile():

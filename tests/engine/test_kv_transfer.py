@@ -37,8 +37,9 @@ class Engine:
 
     def step(self):
         plan = self.scheduler.schedule()
-        if plan.transfers is not None:
-            self.tier.done = plan.transfers.number
+        for batch in (plan.transfers, plan.fills):
+            if batch is not None and batch.number:
+                self.tier.done = batch.number
         self.scheduler.update(plan, [[7] if item.samples else [] for item in plan.scheduled])
         self.transfer.after_step(self.copies, not self.scheduler.num_running, 0.0)
         return plan
@@ -106,17 +107,17 @@ def test_what_the_host_has_is_not_asked_for():
     assert len(engine.fetch(30).labels) == 4
 
 
-def test_stored_blocks_are_saved_even_if_no_step_follows():
+@pytest.mark.parametrize("streams", [True, False])
+def test_stored_blocks_are_saved_even_if_no_step_follows(streams):
+    """They go with the step that fills them, or in a batch of their own behind it."""
     engine = Engine()
+    engine.tier.streams = streams
     add(engine.scheduler, "a", 14, 15)
-    engine.step()
+    plan = engine.step()
     (save,) = engine.connector.asked
-    (transfers,) = engine.ran
-    assert (
-        save.kind == "save"
-        and sorted(save.slots) == sorted(slot for _, slot in transfers.stores)
-        and len(save.slots) == 3
-    )
+    (batch,) = [plan.fills] if streams else engine.ran
+    assert save.kind == "save" and len(engine.ran) == (not streams)
+    assert sorted(save.slots) == sorted(slot for _, slot in batch.stores) and len(save.slots) == 3
     engine.answer(3)
     assert engine.transfer.stats == (3, 0, 0)
     other = Engine()

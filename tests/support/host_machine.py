@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, rule
 from support.scheduler_machine import MAX_MODEL_LEN, FakeModel, SchedulerMachine
 from tritonllm.config import CacheConfig
 from tritonllm.engine import prompt_budget
-from tritonllm.engine.host_tier import HostTier
+from tritonllm.engine.host_tier import HostTier, Transfers
 from tritonllm.engine.rates import LATENCY, Rates
 from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.scheduler import Scheduler
@@ -21,7 +21,8 @@ from tritonllm.engine.swaps import own_labels
 
 
 class ModelWithHost(FakeModel):
-    """Copies run one batch after the other, when a step waits for them or :meth:`copy_some` is called."""
+    """Copies run one batch after the other, when a step waits for them or :meth:`copy_batch` is called. Those of blocks
+    that a step fills end behind the step."""
 
     def __init__(self, block_size, accepts):
         super().__init__(block_size, accepts)
@@ -32,7 +33,20 @@ class ModelWithHost(FakeModel):
     def run(self, plan, readable):
         if plan.transfers is not None:
             self.issue(plan.transfers)
-        return super().run(plan, readable)
+        sampled = super().run(plan, readable)
+        if plan.fills is not None:
+            self.check_fills(plan)
+            self.issue(Transfers(plan.fills.number, plan.fills.stores, ()))
+        return sampled
+
+    def check_fills(self, plan):
+        """Each into a slot of its own, whole now, and of a prompt or output that this step goes on with."""
+        blocks, slots = zip(*plan.fills.stores, strict=True)
+        assert len(set(slots)) == len(slots) and len(set(blocks)) == len(blocks)
+        written = {block for item in plan.scheduled for block in item.request.block_ids}
+        assert written.issuperset(blocks)
+        places = (block * self.block_size + place for block in blocks for place in range(self.block_size))
+        assert all(self.slots.get(place) is not None for place in places)
 
     def issue(self, transfers):
         if transfers.number:
@@ -70,14 +84,16 @@ class MachineWithHost(SchedulerMachine):
         beside=st.sampled_from([1, 3, prompt_budget.BESIDE]),
         late=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         least=st.sampled_from([0, 0, 2, 5]),
+        streams=st.sampled_from([True, True, False]),
     )
-    def start(self, num_slots, late, luck, least=0, **settings):
+    def start(self, num_slots, late, luck, least=0, streams=True, **settings):
         super().start(luck=luck, **settings)
         cache = CacheConfig(block_size=self.block_size, enable_prefix_caching=self.caching)
         rates = Rates(block_size=self.block_size)
         if least:  # so many blocks are loaded sooner than computed, fewer are not
             rates.seconds_per_token = LATENCY / self.block_size / (least - 0.5)
         self.tier = HostTier(num_slots, rates)
+        self.tier.streams = streams
         self.scheduler = Scheduler(self.config, cache, self.num_blocks, MAX_MODEL_LEN, Drafting(self.drafts), self.tier)
         self.model = ModelWithHost(self.block_size, self.model.accepts)
         self.luck, self.late = luck, late

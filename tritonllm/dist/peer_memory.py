@@ -43,8 +43,31 @@ class Driver(Protocol):
         """Memory of this process, and of others."""
 
 
+_END_OF_COPY: list[tuple[str, Any]] = [
+    ("x", ctypes.c_size_t),
+    ("y", ctypes.c_size_t),
+    ("kind", ctypes.c_int),
+    ("host", ctypes.c_void_p),
+    ("device", ctypes.c_uint64),
+    ("array", ctypes.c_void_p),
+    ("pitch", ctypes.c_size_t),
+]
+HOST, DEVICE = 1, 2  # kinds of memory
+
+
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+class _Copy2D(ctypes.Structure):
+    """``CUDA_MEMCPY2D`` of the driver's API."""
+
+    _fields_ = [
+        *((f"source_{name}", kind) for name, kind in _END_OF_COPY),
+        *((f"target_{name}", kind) for name, kind in _END_OF_COPY),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
 
 
 class CudaDriver:
@@ -109,6 +132,20 @@ class CudaDriver:
             code = function(to, source, nbytes, stream)
             if code:
                 raise self._error("cuMemcpyAsync", code)
+
+    def copy_to_host(self, spans: Sequence[tuple[int, int, int]], width: int, pitch: int, stream: int) -> None:
+        """Begin copies of rows of ``width`` bytes that lie side by side on the device into the host's page-locked
+        memory, where each begins ``pitch`` bytes behind the one before: to an address there, from an address, so many
+        rows. The context must be :meth:`current`."""
+        function = self._library.cuMemcpy2DAsync_v2
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        ends = {"source_kind": DEVICE, "source_pitch": width, "target_kind": HOST, "target_pitch": pitch}
+        copy = _Copy2D(width=width, **ends)
+        for to, source, rows in spans:  # the driver has read it when it returns
+            copy.target_host, copy.source_device, copy.height = to, source, rows
+            code = function(ctypes.addressof(copy), stream)
+            if code:
+                raise self._error("cuMemcpy2DAsync", code)
 
     def give_back(self, own: int | None, opened: Sequence[int]) -> None:
         try:

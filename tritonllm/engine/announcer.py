@@ -76,6 +76,7 @@ class Announcer(Events):
 
     def planned(self, step: int, plan: StepPlan, began: float) -> None:
         now, scheduler, transfers = time.monotonic(), self._scheduler, plan.transfers
+        batches = [batch for batch in (transfers, plan.fills) if batch is not None]
         stats, pool = scheduler.stats, scheduler.pool
         decodes, verified = plan.segments.decode.sequences, plan.segments.verify.sequences
         parts = [
@@ -97,7 +98,7 @@ class Announcer(Events):
                 parts=tuple(parts),
                 preempted=tuple(request.request_id for request in plan.preempted),
                 copies=plan.copies,
-                stores=() if transfers is None else tuple(block for block, _ in transfers.stores),
+                stores=tuple(block for batch in batches for block, _ in batch.stores),
                 loads=() if transfers is None else tuple(block for _, block in transfers.loads),
                 token_budget=scheduler.config.max_num_batched_tokens,
                 num_running=scheduler.num_running,

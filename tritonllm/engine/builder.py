@@ -106,6 +106,7 @@ class StepBuilder:
             copies=np.array(plan.copies, dtype=np.int64) if plan.copies else None,
             tokens=tuple(map(self._tokens, admitted)) if self._tell_tokens else (),
             transfers=plan.transfers,
+            fills=plan.fills,
             limited=not self._finds_limits and bool(seats.limited[rows].any()),
         )
 

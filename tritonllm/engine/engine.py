@@ -291,6 +291,8 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
             self._transfer.reset()
         self._in_flight.clear()  # what they still write lies in blocks that later steps write before they read
         self._scheduler.reset()
+        if self._scheduler.tier is not None and self._runner.host is not None:
+            self._runner.host.give_up(self._scheduler.tier.last)
         self._runner.abandon()
         self._events.reset(self._failure)
         self._whole = True

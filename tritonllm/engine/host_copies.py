@@ -5,6 +5,10 @@ would cost more to begin than to run. So a kernel gathers some blocks on the dev
 that lie side by side in the host's memory, 2 MB and more, in one piece; and back in the opposite order. The copy engine
 needs none of the processors that steps run on, and the kernel runs for a small part of the time.
 
+What a step fills leaves while the step runs, in groups of layers (:mod:`tritonllm.engine.layer_copies`). In the host's
+memory a block's layers lie side by side, so some of them are a column of the slots. The driver copies that of slots
+that follow each other in one piece (torch does not), so connectors see the memory that they always saw.
+
 The host's memory is page-locked: only then does the copy engine reach it by itself. It is registered with the driver
 instead of taken from torch's allocator, which rounds up to a power of two and never gives back.
 
@@ -17,14 +21,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tritonllm.engine.host_tier import Transfers
+from tritonllm.dist.peer_memory import CudaDriver
+from tritonllm.engine.host_tier import Fills, Transfers
 from tritonllm.engine.inputs import upload
 from tritonllm.engine.kv_connector import DeviceSlots, Slots
+from tritonllm.engine.layer_copies import LayerCopies, LayerGroup, copies_of
 from tritonllm.kernels import pack_blocks, unpack_blocks
 
 # Blocks that are gathered at a time. Their copy takes 1.2 ms at 55 GB/s, many times what launching it does.
@@ -70,10 +77,13 @@ class HostCopies:
             ) from error
         self._stream: torch.cuda.Stream | None = None
         self._events: deque[tuple[int, torch.cuda.Event]] = deque()  # of the batches that may still run
-        self._done = 0
+        self._done = self._given_up = 0
         self._device = device
+        self._layers = [pool.shape[0] for pool in pools]
+        self._driver: CudaDriver | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
+            self._driver = CudaDriver(device)
             for part in self._parts:
                 release = _hold(self._stream) if on_device else _lock(part.host, self._stream)
                 weakref.finalize(self, release, part.host).atexit = False  # the process takes its memory with it
@@ -83,7 +93,14 @@ class HostCopies:
         """The number of the last batch that is known to have ended."""
         while self._events and self._events[0][1].query():
             self._done = self._events.popleft()[0]
+        if self._given_up > self._done and not self._events and (self._stream is None or self._stream.query()):
+            self._done = self._given_up
         return self._done
+
+    def give_up(self, number: int) -> None:
+        """A step was broken off: batches up to this one that have not begun never will, and one that was begun in part
+        does not go on. They count as ended once nothing is copied any more."""
+        self._given_up = number
 
     @torch.inference_mode()
     def run(self, transfers: Transfers) -> None:
@@ -106,6 +123,58 @@ class HostCopies:
             main.wait_event(waited[-1])  # they end in order
         if transfers.wait > max([self._done, *(number for number, _ in self._events)]):
             main.wait_stream(self._stream)  # an interrupt came between that batch and its event
+
+    def fill(self, fills: Fills, by_layer: bool) -> LayerCopies:
+        """Copies of what a step computes, which is launched next. The host waits for nothing.
+
+        Args:
+            by_layer: the step says of each layer when it is launched (:meth:`LayerCopies.computed`).
+        """
+        pairs = sorted(fills.stores, key=lambda pair: pair[1])  # slots that follow each other are copied together
+        groups = copies_of(self._layers, by_layer and not self._on_device)
+        there: list[torch.Tensor] = []  # blocks and slots, on the device when the first group needs them
+        copy = partial(self._copy_group, np.array(pairs, dtype=np.int64), there)
+        return LayerCopies(groups, copy, partial(self._filled, fills.number))
+
+    @torch.inference_mode()
+    def _copy_group(self, pairs: np.ndarray, there: list[torch.Tensor], group: LayerGroup) -> None:
+        """Begin the copy of some layers ``pairs[N, 2]`` int64, of blocks to slots, once what is launched has ended."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if not there:
+                there += upload([np.ascontiguousarray(pairs[:, at]) for at in (0, 1)], self._device)
+            blocks, places = there
+            part, pieces = self._parts[group.model], slice(2 * group.layers.start, 2 * group.layers.stop)
+            if self._on_device:  # all layers
+                pack_blocks(part.rows, blocks, part.host, places=places)
+                return
+            rows, slots = part.rows[pieces], pairs[:, 1].tolist()
+            staging = part.staged_rows(len(rows))
+            for start in range(0, len(slots), len(staging)):
+                some = slots[start : start + len(staging)]
+                pack_blocks(rows, blocks[start : start + len(some)], staging[: len(some)])
+                self._to_host(staging, part.host[:, pieces], some)
+
+    def _to_host(self, staging: torch.Tensor, host: torch.Tensor, slots: list[int]) -> None:
+        """``staging[N, R, E]`` to these ``slots`` of some rows of a part, ``host[slots, R, E]``."""
+        if self._driver is None or self._stream is None or host.is_contiguous():
+            for at, slot, count in runs(slots):
+                host[slot : slot + count].copy_(staging[at : at + count], non_blocking=True)
+            return
+        width, pitch = staging[0].nbytes, host.stride(0) * host.element_size()
+        to, source = host.data_ptr(), staging.data_ptr()
+        spans = [(to + slot * pitch, source + at * width, count) for at, slot, count in runs(slots)]
+        with self._driver.current():
+            self._driver.copy_to_host(spans, width, pitch, self._stream.cuda_stream)
+
+    def _filled(self, number: int) -> None:
+        if self._stream is None:
+            self._done = max(self._done, number)
+        else:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            self._events.append((number, event))
 
     @property
     def memory(self) -> list[Slots]:
@@ -216,6 +285,12 @@ class _Part(NamedTuple):
         place = "cpu" if pool.is_cuda and not on_device else pool.device
         host = torch.empty(num_slots, *shape, dtype=pool.dtype, device=place)
         return cls(rows, torch.empty(staged, *shape, dtype=pool.dtype, device=pool.device), host)
+
+    def staged_rows(self, count: int) -> torch.Tensor:
+        """``[M, count, E]``: the same staging memory for so many of a block's rows, and for as many more blocks."""
+        blocks, rows, elements = self.staging.shape
+        most = blocks * rows // count
+        return self.staging.view(-1, elements)[: most * count].view(most, count, elements)
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -10,10 +10,14 @@ in the prefix cache, which this is a part of: what is missing is computed.
 Without a prefix cache a block is of use to nobody but the sequence that it is of, and is stored when that is preempted.
 Then the sequences of a request are swapped: all of them or none (:mod:`tritonllm.engine.swaps`).
 
-Order. Copies come in numbered batches. A step's plan brings at most one batch, which the device runs on one stream of
-its own, in order, beginning when the steps launched before have ended, stores before loads. So a batch stores what
-earlier plans have computed, and overtakes nothing. Two things are left to see to, and both are waits of the device, not
-of the host (:attr:`Transfers.wait`):
+Order. Copies come in numbered batches, which the device runs on one stream of its own, in order. A step's plan brings
+at most two. The first one (:class:`Transfers`) begins when the steps launched before have ended, stores before loads.
+So it stores what earlier plans have computed, and overtakes nothing. The second one (:class:`Fills`) stores the blocks
+that the step itself fills, if it computes prompts: each layer behind the launches that compute it
+(:mod:`tritonllm.engine.layer_copies`), so that little is left to copy when a long prompt is computed. It ends behind
+the step's last layer: so the step can wait for the first batch only. A block counts as stored when its batch has ended.
+
+Two things are left to see to, and both are waits of the device, not of the host (:attr:`Transfers.wait`):
 
 - a step that writes into a block waits for the batch that still reads or writes it;
 - a step that reads loaded blocks waits for the batch that loads them.
@@ -52,6 +56,18 @@ class Transfers(NamedTuple):
     wait: int = 0
 
 
+class Fills(NamedTuple):
+    """What is copied while a step computes it.
+
+    Attributes:
+        number: of this batch; higher than those of the batches before the step.
+        stores: blocks that are whole when the step has ended, and the slots that they are copied to.
+    """
+
+    number: int
+    stores: tuple[tuple[int, int], ...]
+
+
 class TierStats(NamedTuple):
     """The slots of now, and totals since the start."""
 
@@ -74,6 +90,7 @@ class HostTier:
         done: so many batches are known to have ended.
         loading: running requests that wait for loads, each with the number of the last batch that it waits for.
         tells: somebody asks :meth:`take_stored` what was stored.
+        streams: blocks are copied while the step runs that fills them; if not, with the next plan (for measurements).
     """
 
     def __init__(self, num_slots: int, rates: Rates) -> None:
@@ -83,7 +100,7 @@ class HostTier:
         self.rates = rates
         self.done = 0
         self.stored = self.loaded = 0
-        self.tells = False
+        self.tells, self.streams = False, True
         self._number = 1  # of the batch that is being put together
         self._lent: dict[int, bytes | None] = {}  # slots, and what is known to be in them
         self.reset()
@@ -95,6 +112,7 @@ class HostTier:
         self._free: list[int] = []  # taken from the end: neighbours are copied together
         self._forget_slots()
         self._queue: dict[bytes, int] = {}  # blocks to store with the next plan, by label
+        self._filled: dict[bytes, int] = {}  # those that the step fills that is being planned
         self._stores: dict[int, tuple[bytes, int]] = {}  # labels and blocks of the next batch, by slot
         self._loads: dict[int, int] = {}  # blocks and the slots that they come from; a block can be given anew
         self._read: set[int] = set()  # slots of those loads
@@ -107,6 +125,7 @@ class HostTier:
         """Forget the contents of all slots, while no request runs. What is under way still counts for blocks."""
         self._forget_slots()
         self._queue.clear()
+        self._filled.clear()
 
     def _forget_slots(self) -> None:
         self._lent = dict.fromkeys(self._lent)
@@ -183,13 +202,18 @@ class HostTier:
     def _most_lent(self) -> int:
         return max(1, self.num_slots // 2)
 
-    def keep(self, label: bytes, block: int) -> None:
+    def keep(self, label: bytes, block: int, *, fills: bool = False) -> None:
         """Store this block, which a launched step or the one that is being planned computes, with the next plan; if it
-        is here already, it is used now."""
+        is here already, it is used now.
+
+        Args:
+            fills: the step that is being planned computes the last of it. Then it may go with this plan
+                (:meth:`fill`).
+        """
         if label in self._slot_of:
             self._slot_of.move_to_end(label)
-        else:
-            self._queue.setdefault(label, block)
+        elif label not in self._queue and label not in self._filled:
+            (self._filled if fills else self._queue)[label] = block
 
     def keep_own(self, requests: Sequence[Request], block_size: int) -> None:
         """Store the full blocks of sequences of one user's request that are being preempted together, where no prefix
@@ -296,16 +320,39 @@ class HostTier:
             return None
         transfers = Transfers(self._number if stores or loads else 0, tuple(stores), tuple(loads), wait)
         if stores or loads:
-            self._under_way.append((self._number, stores, loads))
-            self._number += 1
-            self.stored += len(stores)
-            self.loaded += len(loads)
-            if self.tells:
-                self._told += [(label, slot) for slot, (label, _) in self._stores.items()]
-            self._stores, self._loads = {}, {}
-            self._read.clear()
+            self._issue(stores, loads)
         self._wait = 0
         return transfers
+
+    def fill(self, beside: bool) -> Fills | None:
+        """The plan is made, and :meth:`finish` has said what goes before its step. Returns what is copied meanwhile.
+
+        Args:
+            beside: that is possible. Else the blocks that the step fills are stored with the next plan.
+        """
+        filled, self._filled = self._filled, {}
+        if not (beside and self.streams):
+            self._queue.update(filled)
+            return None
+        for label, block in reversed(filled.items()):  # what a batch before it reads or writes may be overwritten
+            self._store(label, block)
+        stores = [(block, slot) for slot, (_, block) in self._stores.items()]
+        if not stores:
+            return None
+        fills = Fills(self._number, tuple(stores))
+        self._issue(stores, [])
+        return fills
+
+    def _issue(self, stores: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """The batch that was put together goes with a plan."""
+        self._under_way.append((self._number, stores, loads))
+        self._number += 1
+        self.stored += len(stores)
+        self.loaded += len(loads)
+        if self.tells:
+            self._told += [(label, slot) for slot, (label, _) in self._stores.items()]
+        self._stores, self._loads = {}, {}
+        self._read.clear()
 
     def _let_go(self, number: int) -> None:
         """Let those run who wait for batches up to this one. The device waits for them, which takes no time if they

@@ -1,7 +1,7 @@
 """A step's inputs on the device: what the model and the sampler read, sent there in one copy."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -52,6 +52,10 @@ class Batch:
     def sampling(self, rows: int) -> SamplingRows:
         """Of the first ``rows`` sequences that are sampled from."""
         return SamplingRows(*(column[:rows] for column in self.rows))
+
+    def telling(self, stored: Callable[[int], None]) -> "Batch":
+        """The same, which says when each layer is launched (:class:`~tritonllm.layers.metadata.AttentionMetadata`)."""
+        return replace(self, metadata=replace(self.metadata, stored=stored))
 
 
 def make_batch(

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from tritonllm.engine.host_tier import TierStats, Transfers
+from tritonllm.engine.host_tier import Fills, TierStats, Transfers
 from tritonllm.engine.request import Request
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
 from tritonllm.sampling_params import SamplingParams
@@ -51,6 +51,7 @@ class StepPlan:
         segments: of its sequences and tokens.
         copies: blocks that are copied before anything is written, each with its target.
         transfers: between the device and the host's memory, which come first of all.
+        fills: blocks that go to the host's memory while the step computes them.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
@@ -58,6 +59,7 @@ class StepPlan:
     segments: Segments
     copies: tuple[tuple[int, int], ...] = ()
     transfers: Transfers | None = None
+    fills: Fills | None = None
 
     @classmethod
     def of(

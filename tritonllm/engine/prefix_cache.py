@@ -53,11 +53,14 @@ class PrefixCache:
             return []
         return self._digests(request, (request.num_tokens - 1) // self.block_size)
 
-    def insert(self, request: Request) -> None:
+    def insert(self, request: Request, *, planning: bool = False) -> None:
         """Make those of the request's blocks available whose tokens are all known and computed.
 
         Computed may mean: by a step that is planned. The device runs steps in order, and each layer of a step writes
         all keys and values before it reads any, so whoever finds the block, even in the same step, reads what is there.
+
+        Args:
+            planning: the step that is being planned computes their last tokens; else it is one that was launched.
         """
         done = request.num_labelled_blocks
         if request.num_computed_tokens < (done + 1) * self.block_size:  # asked of each request in each step
@@ -67,7 +70,7 @@ class PrefixCache:
             for block, digest in zip(request.block_ids[done:full], self._digests(request, full)[done:], strict=True):
                 self.pool.label(block, digest)
                 if self._tier is not None:
-                    self._tier.keep(digest, block)
+                    self._tier.keep(digest, block, fills=planning)
             request.num_labelled_blocks = full
 
     def count(self, request: Request) -> None:

@@ -22,6 +22,7 @@ from tritonllm.engine.host_memory import slots_for
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
 from tritonllm.engine.launch_policy import host_bound_tokens
+from tritonllm.engine.layer_copies import LayerCopies
 from tritonllm.engine.memory_fit import blocks_that_fit, peak_bytes
 from tritonllm.engine.passing import Passing
 from tritonllm.engine.plan import StepPlan
@@ -422,6 +423,7 @@ class ModelRunner:
             for copies in self._copies:
                 copies.run(step.copies)
         key = None if self._graphs is None else self._graphs.key_for(step)
+        filled = self._copies_of_filled(step, captured=key is not None)
         if self._graphs is not None and key is not None:
             captured = self._graphs.load(step, key)
             batch, narrowed = captured.batch, key.tokens > 0
@@ -431,12 +433,28 @@ class ModelRunner:
             hidden, tokens = captured.hidden, captured.tokens
         else:
             batch, tokens, narrowed = self._upload(step), None, _narrows(step)
+            if filled is not None and self._layers_are_told:
+                batch = batch.telling(filled.computed)
             if self._passing is not None:
                 self._passing.take_over(batch)
             hidden = self._advance(batch, batch.inputs.logit_rows if narrowed else None)
+        if filled is not None:
+            filled.end()
         drafted = self._seats.drafted(step.num_rows) if step.segments.verify.sequences else None
         launched = LaunchedStep(step, batch, hidden, tokens, drafted, narrowed, key is not None)
         return launched if self._passing is None else self._passing.pass_on(launched)
+
+    @property
+    def _layers_are_told(self) -> bool:
+        """A step that is not captured says when each layer is launched; a draft model would say it of its own, too."""
+        return self.drafts.model is None
+
+    def _copies_of_filled(self, step: Step, *, captured: bool) -> LayerCopies | None:
+        """What takes the blocks that a step fills to the host's memory while it runs."""
+        if step.fills is None:
+            return None
+        assert self.host is not None  # the scheduler knows of it
+        return self.host.fill(step.fills, by_layer=self._layers_are_told and not captured)
 
     def _upload(self, step: Step) -> Batch:
         bound = self._regimes.bound(step.segments, step.longest)

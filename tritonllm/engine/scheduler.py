@@ -41,6 +41,7 @@ A step that preempted admits nobody, so that a newcomer (:mod:`tritonllm.engine.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine.admission import Admission
@@ -216,7 +217,10 @@ class Scheduler:
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
         transfers = None if tier is None else tier.finish(runs=bool(scheduled))
-        return StepPlan.of(self._drafting.fit(scheduled, forks=bool(forks)), preempted, forks, copies, transfers)
+        plan = StepPlan.of(self._drafting.fit(scheduled, forks=bool(forks)), preempted, forks, copies, transfers)
+        _, verify, chunk = plan.segments
+        fills = None if tier is None else tier.fill(beside=chunk.tokens > 0 and not verify.tokens)
+        return plan if fills is None else replace(plan, fills=fills)
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[NewTokens]:
         """Take in a step's results.
@@ -342,7 +346,7 @@ class Scheduler:
         if drafts:
             request.num_possible_tokens += drafts
         if not pending and self.prefix_cache is not None:
-            self.prefix_cache.insert(request)
+            self.prefix_cache.insert(request, planning=True)
         return ScheduledRequest(request, start, end - start + drafts, samples, pending > 0, drafts)
 
     def _admit(self, scheduled: list[ScheduledRequest]) -> dict[Request, list[ScheduledRequest]]:

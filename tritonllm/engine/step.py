@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from tritonllm.engine.edits import SeatEdits
-from tritonllm.engine.host_tier import Transfers
+from tritonllm.engine.host_tier import Fills, Transfers
 from tritonllm.engine.pooled_spans import PooledSpan
 from tritonllm.layers.segments import Segment, Segments
 from tritonllm.sampling_params import SamplingParams
@@ -308,6 +308,7 @@ class Step:
             none.
         tokens: of requests that are new to their seats, if a drafter wants to know.
         transfers: between the cache and the host's memory, before anything else; ``None`` for none.
+        fills: blocks that are copied to the host's memory while the step computes them; ``None`` for none.
         limited: some rows draw from a part of the vocabulary only (``top_k``, ``top_p``, ``min_p``), or may, and ranks
             would need the whole row to find it.
         redrawn: what a captured step draws does not hold, for a reason that the step does not hold: processors of whole
@@ -332,6 +333,7 @@ class Step:
     copies: np.ndarray | None = None
     tokens: tuple[SeatTokens, ...] = ()
     transfers: Transfers | None = None
+    fills: Fills | None = None
     limited: bool = True
     redrawn: bool = False
 

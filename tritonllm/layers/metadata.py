@@ -1,5 +1,6 @@
 """What attention needs to know of a step: built once by the runner, passed as an argument through every layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,8 @@ class AttentionMetadata:
         max_decode_len: a bound of the decodes' keys, which chooses kernels (:mod:`tritonllm.layers.regime`); ``None``:
             what the tables have room for.
         local: which keys are this rank's, where ranks split them (:mod:`tritonllm.layers.context`); ``None``: all.
+        stored: is told of each layer, by number, when the launches that store its keys and values are made; ``None``:
+            nobody listens. Not of captured steps, whose launches are not made anew.
     """
 
     segments: Segments
@@ -47,6 +50,7 @@ class AttentionMetadata:
     max_decode_len: int | None = None
     row_marks: torch.Tensor | None = None
     local: LocalKeys | None = None
+    stored: Callable[[int], None] | None = None
     _starts: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
     _bound: list[DecodeStep] = field(default_factory=list, init=False, repr=False, compare=False)
 

@@ -82,7 +82,10 @@ class _DecoderParts:
 
     def attend(self, step: Bound, *args: Any) -> torch.Tensor:
         *tensors, layer = args
-        return self._attend[layer](*tensors, step.metadata, step.kv_cache[layer])
+        out: torch.Tensor = self._attend[layer](*tensors, step.metadata, step.kv_cache[layer])
+        if step.metadata.stored is not None:
+            step.metadata.stored(layer)
+        return out
 
     def result(
         self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor | None, layer: int

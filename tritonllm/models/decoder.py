@@ -314,12 +314,13 @@ class Decoder(nn.Module):
         rows: torch.Tensor | None,
         before: Sequence[int] = (),
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """:meth:`forward_with_states` by a plan, from where a stream begins."""
+        """:meth:`forward_with_states` by a plan, from where a stream begins; without ``metadata`` where something else
+        knows the batch (:mod:`tritonllm.models.compiled`)."""
         if len(kv_cache) != self.spec.num_layers:
             raise ValueError(
                 f"kv_cache must have one view for each of {self.spec.num_layers} layers, got {len(kv_cache)}"
             )
-        before = self._readable(before)
+        before, stored = self._readable(before), None if metadata is None else metadata.stored
         states: dict[int, torch.Tensor] = {}
         for place, after, how in zip(self._running, [*self._running[1:], None], plan.layers, strict=True):
             wanted, following = (rows, None) if after is None else (None, self.layers[after].attention_norm)
@@ -331,6 +332,8 @@ class Decoder(nn.Module):
                 last = wanted is not None
                 tally = self.expert_counts.of_layer(place, metadata, rows=last, rehearses=self._rehearses)
             self.layers[place](stream, how, positions, table, metadata, kv_cache[place], wanted, following, tally)
+            if stored is not None:
+                stored(place)
         return stream.enter(self.norm, plan.last_norm).rows, [states[place] for place in before]
 
     def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Stream:

@@ -70,6 +70,8 @@ class PagedStep:
         """``q[T, H, D]``, ``k[T, K, D]`` and ``v[T, K, D]`` -> ``[T, H, D]``; stores the keys and values."""
         cache = self.kv_cache[layer]
         store_kv(k, v, cache.k, cache.v, self.metadata.slot_mapping)
+        if self.metadata.stored is not None:
+            self.metadata.stored(layer)
         options: dict[str, Any] = {"scale": scale, "window": self.windows[layer], "softcap": softcap, "sinks": sinks}
         return paged_attention(q, self.metadata, cache, **options)
 
