@@ -57,6 +57,12 @@ class ModelWithHost(FakeModel):
         while self.done < transfers.wait:
             self.copy_batch()
 
+    def give_up(self, number):
+        """No batch up to this one will be begun any more."""
+        if number > self.issued:
+            self.issued = number
+            self.batches.append(Transfers(number, (), ()))  # ends with those before it
+
     def copy_batch(self):
         batch = self.batches.pop(0)
         for block, slot in batch.stores:
@@ -155,6 +161,20 @@ class MachineWithHost(SchedulerMachine):
         swaps = self.tier._swaps
         of = {label: number for number, swap in swaps._swaps.items() for label in (*swap.prompt, *swap.own)}
         assert swaps._of == of and all(map(self.tier.has, of)) and all(swap.own for swap in swaps._swaps.values())
+
+    @rule(begun=st.integers(0, 2))
+    def break_off_a_step(self, begun):
+        """Before anything is launched, before the model, or in its middle, when blocks have been copied in part."""
+        plan = self.scheduler.schedule()
+        batches = [plan.transfers, plan.fills and Transfers(plan.fills.number, plan.fills.stores, ())]
+        for batch in batches[:begun]:
+            if batch is not None:
+                self.model.issue(batch)
+        last = self.tier.last
+        self.forget_everything()
+        assert self.tier.take_stored() == []
+        self.model.give_up(last)
+        self.check_tier()
 
     @rule()
     def forget_everything(self):

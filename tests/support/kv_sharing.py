@@ -47,13 +47,19 @@ def all_slots_are_back(llm: LLM) -> bool:
 
 @contextmanager
 def peer_engines() -> Iterator[Callable[..., LLM]]:
-    """``start(role)`` makes an engine with a :class:`~tritonllm.engine.kv_peer.Peer`, whose settings it takes by name;
-    when all are closed, all slots are back and no thread is left."""
+    """``start(role)`` makes an engine with a :class:`~tritonllm.engine.kv_peer.Peer`, whose settings it takes by name,
+    and the engine's in ``engine``; when all are closed, all slots are back and no thread is left."""
     before, made = set(threading.enumerate()), []
 
-    def start(role: str, checkpoint: Path | None = None, timeout: float = 20.0, **extra: Any) -> LLM:
+    def start(
+        role: str,
+        checkpoint: Path | None = None,
+        timeout: float = 20.0,
+        engine: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> LLM:
         settings = {"peers": ["127.0.0.1"], "timeout": timeout, "wait": 5.0, **extra}
-        made.append(connected_llm("Peer", role, settings, checkpoint))
+        made.append(connected_llm("Peer", role, settings, checkpoint, **(engine or {})))
         return made[-1]
 
     yield start
