@@ -78,6 +78,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "comparisons": "decoding",
         "copies": "swap",
         "loads": "kv-link",
+        "leaves": "kv-layers",
         "grammars": "grammars",
         "routing": "routing",
         "load": "serving",

@@ -237,6 +237,28 @@ def kv_link(report: Table) -> str:
     return f"{text}\n\n{markdown(['load', 'MB', 'ms', 'GB/s', 'of a plain copy'], rows)}"
 
 
+def kv_layers(report: Table) -> str:
+    """How long behind a prompt's step its blocks are in the host's memory, with and without streaming."""
+    found = {(row["model"], row["prompt"], row["kind"]): row for row in report["leaves"]}
+    head = [
+        "prompt",
+        "GB",
+        "plain copy, ms",
+        "first token, ms",
+        "then stored, ms",
+        "behind: first token",
+        "then stored",
+    ]
+    rows = []
+    for (model, prompt, kind), row in found.items():
+        if kind == "streamed":
+            behind = found[model, prompt, "behind"]
+            times = [one[name] for one in (row, behind) for name in ("prompt_ms", "stored_ms")]
+            name = f"{model}, {prompt} tokens{'' if row['by_layer'] else ', captured'}"
+            rows.append([name, f"{row['bytes'] / 1e9:.2f}", *map(number, (row["copy_ms"], *times))])
+    return markdown(head, rows)
+
+
 def nano(report: Table) -> str:
     """The 300-line engine beside the whole one."""
     head = ["workload", "output tok/s", "of LLM's", "start, s"]
@@ -320,6 +342,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "decoding": decoding,
         "swap": swap,
         "kv-link": kv_link,
+        "kv-layers": kv_layers,
         "grammars": grammars,
         "serving": serving,
         "nano": nano,

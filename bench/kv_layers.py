@@ -1,0 +1,213 @@
+"""``python -m bench.kv_layers``: how long after a prompt's last step all of its blocks are in the host's memory.
+
+For each model and length of a prompt there are two rows. ``streamed``: the blocks that a step fills leave while it
+runs, layer by layer, as engines do (:mod:`tritonllm.engine.layer_copies`). ``behind``: they leave once the host has the
+step's results, as engines did before. ``prompt_ms`` is the time from the request to its first token, ``stored_ms`` the
+time from then until the last block has arrived, ``copy_ms`` what copying all of the prompt's blocks takes with nothing
+beside it. ``by_layer`` says whether the last step's layers left one after the other: those of a captured step, of a
+small model, leave together behind it. A row is written only if what arrived is what the cache has. Each figure is the
+median of some repetitions, after one that does not count; the two kinds take turns.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from autotune.table import commit
+from bench.engine_worker import machine
+from bench.engine_workloads import MODELS, write_model
+from tritonllm import LLM, SamplingParams
+from tritonllm.engine.host_copies import HostCopies
+from tritonllm.engine.host_tier import Fills, HostTier, Transfers
+from tritonllm.engine.kv_connector import Params, Slots
+from tritonllm.engine.layer_copies import LayerCopies
+from tritonllm.events import Event, StepFinished
+
+BLOCK_SIZE = 16
+SETTLES = 60.0  # seconds
+
+
+class Nowhere:
+    """A connector that keeps nothing: an engine has one so that it stores a prompt's last blocks without delay."""
+
+    def register(self, memory: Sequence[Slots]) -> None:
+        """It reads none of it."""
+
+    def lookup(self, keys: Sequence[bytes], params: Params) -> "Future[int]":
+        return _done(0)
+
+    def load(self, keys: Sequence[bytes], slots: Sequence[int], params: Params) -> "Future[list[bool]]":
+        return _done([False] * len(keys))
+
+    def save(self, keys: Sequence[bytes], slots: Sequence[int], ready: Callable[[], bool]) -> "Future[int]":
+        return _done(0)
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+def _done(result: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class Parts(NamedTuple):
+    """What of an engine is measured."""
+
+    tier: HostTier
+    host: HostCopies
+    pools: list[torch.Tensor]
+
+
+class Watch:
+    """Hears when results are in, and how blocks leave."""
+
+    def __init__(self, llm: LLM, host: HostCopies) -> None:
+        self.results, self.by_layer = 0.0, False
+        llm.engine.subscribe(self._hear)
+        self._fill = host.fill
+        host.fill = self._watched  # type: ignore[method-assign]
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, StepFinished):
+            self.results = event.time
+
+    def _watched(self, fills: Fills, by_layer: bool) -> LayerCopies:
+        self.by_layer = by_layer
+        return self._fill(fills, by_layer)
+
+
+def make_engine(folder: Path, prompt: int, options: dict[str, Any]) -> LLM:
+    blocks = -(-prompt // BLOCK_SIZE) + 2
+    settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "block_size": BLOCK_SIZE}
+    settings |= {"num_blocks": 2 * blocks, "max_model_len": prompt + 64, "max_num_seqs": 8}
+    settings["kv_transfer_config"] = {"kv_connector": "bench.kv_layers:Nowhere", "kv_role": "kv_producer"}
+    return LLM(model=str(folder), **{**settings, **options})
+
+
+def parts_of(llm: LLM) -> Parts:
+    runner, tier = llm.engine._runner, llm.engine._scheduler.tier
+    assert tier is not None and runner.host is not None  # the options ask for it
+    return Parts(tier, runner.host, [copies.pool for copies in runner._copies])  # type: ignore[attr-defined]
+
+
+def one_prompt(llm: LLM, parts: Parts, watch: Watch, prompt: int, seed: int) -> tuple[float, float]:
+    """Seconds from a request to its token, and from then until all of its blocks have arrived.
+
+    Raises:
+        RuntimeError: they do not, or something else does.
+    """
+    engine, (tier, host, _) = llm.engine, parts
+    engine.reset_prefix_cache()
+    ids = torch.randint(1, 256, (prompt,), generator=torch.Generator().manual_seed(seed)).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    begin = time.monotonic()
+    engine.add_request("prompt", {"prompt_token_ids": ids}, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    while host.done < tier.last:
+        if time.monotonic() > begin + SETTLES:
+            raise RuntimeError("the blocks do not arrive: no result")
+    stored = time.monotonic()
+    check(llm, parts, prompt)
+    return watch.results - begin, stored - watch.results
+
+
+def check(llm: LLM, parts: Parts, prompt: int) -> None:
+    """Raises:
+    RuntimeError: some blocks of the prompt have not arrived, or are others.
+    """
+    blocks = llm.engine._scheduler.pool
+    found = [(slot, blocks.find_leading([label])) for label, slot in parts.tier._slot_of.items()]
+    if len(found) != prompt // BLOCK_SIZE:
+        raise RuntimeError(f"{len(found)} of {prompt // BLOCK_SIZE} blocks were stored: no result")
+    slots, there = [slot for slot, _ in found], [block for _, (block,) in found]
+    for pool, part in zip(parts.pools, parts.host._parts, strict=True):
+        if not torch.equal(pool[:, :, there].flatten(3).permute(2, 0, 1, 3).flatten(1, 2).cpu(), part.host[slots]):
+            raise RuntimeError("other blocks arrived than the cache has: no result")
+
+
+def copy_seconds(parts: Parts, count: int, repeats: int) -> float:
+    """What it takes to copy so many blocks, with nothing beside it."""
+    tier, host, pools = parts
+    times = []
+    for _ in range(1 + repeats):
+        if pools[0].is_cuda:
+            torch.cuda.synchronize(pools[0].device)
+        tier._number += 1
+        begin = time.perf_counter()
+        host.run(Transfers(tier.last, tuple((block, block) for block in range(count)), ()))
+        while host.done < tier.last:
+            pass
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def measure(folder: Path, name: str, prompt: int, repeats: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Both rows of a model and a length.
+
+    Raises:
+        RuntimeError: what arrived is not what the cache has.
+    """
+    llm = make_engine(folder, prompt, options)
+    parts = parts_of(llm)
+    watch, by_layer = Watch(llm, parts.host), False
+    times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for number in range(1 + repeats):
+        for streamed in (True, False):
+            parts.tier.streams = streamed
+            times[streamed].append(one_prompt(llm, parts, watch, prompt, seed=number))
+        by_layer = watch.by_layer
+    each, count = llm.engine._runner.block_bytes, prompt // BLOCK_SIZE  # type: ignore[attr-defined]
+    copy, rows = copy_seconds(parts, count, repeats), []
+    for streamed, taken in times.items():
+        seconds = [1e3 * statistics.median(one[at] for one in taken[1:]) for at in (0, 1)]
+        row: dict[str, Any] = {"model": name, "prompt": prompt, "kind": "streamed" if streamed else "behind"}
+        row |= {"bytes": each * count, "by_layer": streamed and by_layer, "copy_ms": 1e3 * copy}
+        rows.append(row | {"prompt_ms": seconds[0], "stored_ms": seconds[1]})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kv_layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="llama-3.1-8b,qwen3-0.6b", help="%(default)s")
+    parser.add_argument("--folder", type=Path, help="of the one model, if it is none of the benchmarks'")
+    parser.add_argument("--prompts", default="2048,8192,32768", metavar="N,N", help="tokens (%(default)s)")
+    parser.add_argument("--offloading-size", type=float, default=12.0, metavar="GIB", help="of the tier (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="%(default)s")
+    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="more arguments of LLM")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the numbers as JSON")
+    args = parser.parse_args(argv)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    report: dict[str, Any] = {"machine": machine(), "commit": commit(), "date": now, "leaves": []}
+    options = {"kv_offloading_size": args.offloading_size, "max_num_batched_tokens": 8192, **args.options}
+    with tempfile.TemporaryDirectory() as root:
+        for name in args.models.split(","):
+            folder = args.folder or write_model(name, MODELS[name], Path(root))
+            for prompt in map(int, args.prompts.split(",")):
+                try:
+                    report["leaves"] += measure(folder, name, prompt, args.repeats, options)
+                except RuntimeError as error:
+                    print(f"{name}, {prompt} tokens: {error}", file=sys.stderr)
+                    return 1
+                if args.out is not None:
+                    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
