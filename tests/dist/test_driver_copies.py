@@ -1,0 +1,72 @@
+"""Copies of rows by the driver, which a library in its place makes in the host's memory: sizes, places and order."""
+
+import ctypes
+import itertools
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonllm.dist.peer_memory import DEVICE, HOST, CudaDriver, DriverError, _Copy2D
+from tritonllm.engine.host_copies import HostCopies
+
+
+class Library:
+    """Reads a description as the driver does, in the layout of its header."""
+
+    def __init__(self, code=0):
+        self.streams, self.code = [], code
+
+        def copy(address, stream):
+            words = (ctypes.c_uint64 * 16).from_address(address)
+            x, y, kind, _, source, array, pitch, to_x, to_y, to_kind, to, _, to_array, to_pitch, width, height = words
+            assert (x, y, array, to_x, to_y, to_array) == (0,) * 6
+            assert (kind & 0xFFFFFFFF, to_kind & 0xFFFFFFFF) == (DEVICE, HOST)
+            if not self.code:
+                for row in range(height):
+                    ctypes.memmove(to + row * to_pitch, source + row * pitch, width)
+            self.streams.append(stream)
+            return self.code
+
+        self.cuMemcpy2DAsync_v2 = copy
+        self.cuGetErrorString = lambda code, text: 0
+
+
+def driver(library):
+    made = CudaDriver.__new__(CudaDriver)
+    made._library = library
+    made.current = nullcontext
+    return made
+
+
+def test_the_description_is_as_long_as_the_drivers():
+    assert ctypes.sizeof(_Copy2D) == 128
+
+
+@given(
+    slots=st.lists(st.integers(0, 8), unique=True, min_size=1),
+    first=st.integers(0, 3),
+    count=st.integers(1, 4),
+)
+def test_a_column_of_scattered_slots(slots, first, count):
+    """Nothing else of the host's memory is written."""
+    rows, elements = 8, 24
+    host = torch.full((9, rows, elements), -1, dtype=torch.bfloat16)
+    staging = torch.randn(12, count, elements).to(torch.bfloat16)
+    want = host.clone()
+    want[slots, first : first + count] = staging[: len(slots)]
+    library = Library()
+    copies = SimpleNamespace(_driver=driver(library), _stream=SimpleNamespace(cuda_stream=7))
+    HostCopies._to_host(copies, staging, host[:, first : first + count], slots)
+    assert torch.equal(host, want)
+    runs = 1 + sum(b != a + 1 for a, b in itertools.pairwise(slots))
+    assert library.streams == [7] * runs
+
+
+def test_what_the_driver_refuses_is_an_error():
+    memory = torch.zeros(4, 8)
+    with pytest.raises(DriverError, match="cuMemcpy2DAsync: unknown error"):
+        driver(Library(code=700)).copy_to_host([(memory.data_ptr(), memory.data_ptr(), 1)], 4, 32, 0)
