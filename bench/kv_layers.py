@@ -4,9 +4,8 @@ For each model and length of a prompt there are two rows. ``streamed``: the bloc
 runs, layer by layer, as engines do (:mod:`tritonllm.engine.layer_copies`). ``behind``: they leave once the host has the
 step's results, as engines did before. ``prompt_ms`` is the time from the request to its first token, ``stored_ms`` the
 time from then until the last block has arrived, ``copy_ms`` what copying all of the prompt's blocks takes with nothing
-beside it. ``by_layer`` says whether the last step's layers left one after the other: those of a captured step, of a
-small model, leave together behind it. A row is written only if what arrived is what the cache has. Each figure is the
-median of some repetitions, after one that does not count; the two kinds take turns.
+beside it. ``captured``: the last step was a CUDA graph. A row is written only if what arrived is what the cache has.
+Each figure is the median of some repetitions, after one that does not count; the two kinds take turns.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,18 +73,19 @@ class Watch:
     """Hears when results are in, and how blocks leave."""
 
     def __init__(self, llm: LLM, host: HostCopies) -> None:
-        self.results, self.by_layer = 0.0, False
+        self.results = 0.0
         llm.engine.subscribe(self._hear)
         self._fill = host.fill
         host.fill = self._watched  # type: ignore[method-assign]
+        self.captured = False
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, StepFinished):
             self.results = event.time
 
-    def _watched(self, fills: Fills, by_layer: bool) -> LayerCopies:
-        self.by_layer = by_layer
-        return self._fill(fills, by_layer)
+    def _watched(self, fills: Fills, by_layer: bool, ends: Mapping[int, torch.cuda.Event] | None = None) -> LayerCopies:
+        self.captured = ends is not None
+        return self._fill(fills, by_layer, ends)
 
 
 def make_engine(folder: Path, prompt: int, options: dict[str, Any]) -> LLM:
@@ -162,19 +162,18 @@ def measure(folder: Path, name: str, prompt: int, repeats: int, options: dict[st
     """
     llm = make_engine(folder, prompt, options)
     parts = parts_of(llm)
-    watch, by_layer = Watch(llm, parts.host), False
+    watch = Watch(llm, parts.host)
     times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for number in range(1 + repeats):
         for streamed in (True, False):
             parts.tier.streams = streamed
             times[streamed].append(one_prompt(llm, parts, watch, prompt, seed=number))
-        by_layer = watch.by_layer
     each, count = llm.engine._runner.block_bytes, prompt // BLOCK_SIZE  # type: ignore[attr-defined]
     copy, rows = copy_seconds(parts, count, repeats), []
     for streamed, taken in times.items():
         seconds = [1e3 * statistics.median(one[at] for one in taken[1:]) for at in (0, 1)]
         row: dict[str, Any] = {"model": name, "prompt": prompt, "kind": "streamed" if streamed else "behind"}
-        row |= {"bytes": each * count, "by_layer": streamed and by_layer, "copy_ms": 1e3 * copy}
+        row |= {"bytes": each * count, "captured": watch.captured, "copy_ms": 1e3 * copy}
         rows.append(row | {"prompt_ms": seconds[0], "stored_ms": seconds[1]})
         print(json.dumps(rows[-1]), flush=True)
     return rows

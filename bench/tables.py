@@ -254,7 +254,7 @@ def kv_layers(report: Table) -> str:
         if kind == "streamed":
             behind = found[model, prompt, "behind"]
             times = [one[name] for one in (row, behind) for name in ("prompt_ms", "stored_ms")]
-            name = f"{model}, {prompt} tokens{'' if row['by_layer'] else ', captured'}"
+            name = f"{model}, {prompt} tokens{', captured' if row['captured'] else ''}"
             rows.append([name, f"{row['bytes'] / 1e9:.2f}", *map(number, (row["copy_ms"], *times))])
     return markdown(head, rows)
 

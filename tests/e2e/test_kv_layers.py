@@ -71,10 +71,10 @@ def groups(monkeypatch):
     """Copies beside steps: each group, and which layers of the first model then have something in the blocks."""
     seen, copy = [], HostCopies._copy_group
 
-    def watched(self, pairs, there, group):
+    def watched(self, pairs, there, ends, group):
         layers = self._parts[0].rows.unflatten(0, (-1, 2))
         seen.append((group, [bool(layer[:, pairs[:, 0]].any()) for layer in layers]))
-        copy(self, pairs, there, group)
+        copy(self, pairs, there, ends, group)
 
     monkeypatch.setattr(HostCopies, "_copy_group", watched)
     return seen

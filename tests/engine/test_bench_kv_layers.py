@@ -19,9 +19,9 @@ def test_writes_results(tmp_path):
     out = tmp_path / "kv-layers.json"
     assert kv_layers.main(arguments(out)) == 0
     report = json.loads(out.read_text())
-    assert [(row["prompt"], row["kind"], row["by_layer"]) for row in report["leaves"]] == [
-        *((64, "streamed", True), (64, "behind", False)),
-        *((96, "streamed", True), (96, "behind", False)),
+    assert [(row["prompt"], row["kind"], row["captured"]) for row in report["leaves"]] == [
+        *((64, "streamed", False), (64, "behind", False)),
+        *((96, "streamed", False), (96, "behind", False)),
     ]
     assert all(row["prompt_ms"] > 0 and row["copy_ms"] > 0 and row["bytes"] for row in report["leaves"])
     assert reports.kind_of(report) == "kv-layers"
@@ -30,7 +30,7 @@ def test_writes_results(tmp_path):
 
 
 def test_what_arrives_in_another_form_has_no_result(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(HostCopies, "_copy_group", lambda self, pairs, there, group: None)
+    monkeypatch.setattr(HostCopies, "_copy_group", lambda self, *group: None)
     assert kv_layers.main(arguments(tmp_path / "none.json")) == 1
     assert "other blocks arrived than the cache has: no result" in capsys.readouterr().err
 

@@ -1,6 +1,7 @@
 """What a replay reads, without a GPU: graphs that run the captured step again."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,14 +108,14 @@ def capture(model, kinds=None):
     return captured
 
 
-def make_graphs(model, may_share=lambda size: size >= 4, kinds=None, drafts=0):
+def make_graphs(model, may_share=lambda size: size >= 4, kinds=None, drafts=0, mark=None):
     """With room for 2, 5 or 20 decodes and 8 tokens of three chunks, or 20 decodes and 20 tokens of five chunks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SMALL", (8,))
         patch.setattr(module, "decode_sizes", lambda seats, tokens: [2, 5, seats] if tokens == 8 else [seats])
         sizes = (8, 20, 200)  # the last is more padding than fits the longest sequences
         limits = GraphLimits(SEATS, sizes, WIDTH, BLOCK, drafts, 6)
-        return StepGraphs(model, limits, CPU, may_share, REGIMES, capture(model, kinds))
+        return StepGraphs(model, limits, CPU, may_share, REGIMES, capture(model, kinds), mark)
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +129,23 @@ def shared_graphs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "chunk_capacity", lambda tokens: 4 if tokens == 8 else 6)
         return make_graphs(model), model
+
+
+def test_steps_with_prompts_say_where_their_layers_end():
+    """Each captured one in its own way, and the others not at all."""
+    marks = []
+
+    def mark():
+        marks.append(SimpleNamespace(note=lambda layer: None, events={}))
+        return marks[-1]
+
+    graphs = make_graphs(Model(), mark=mark)
+    kept = [(key, captured.marks) for key, captured in graphs._graphs.items()]
+    assert [of for key, of in kept if key.tokens] == marks and len(marks) > 1
+    assert all(of is None for key, of in kept if not key.tokens)
+    for captured in graphs._graphs.values():
+        assert captured.batch.metadata.stored is (captured.marks and captured.marks.note)
+    assert all(captured.marks is None for captured in make_graphs(Model())._graphs.values())
 
 
 def step_of(lengths, chunks=(), seed=0):

@@ -2,6 +2,7 @@
 layer."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tritonllm.engine import host_copies
 from tritonllm.engine.host_copies import HostCopies
 from tritonllm.engine.host_tier import Fills, Transfers
 from tritonllm.engine.layer_copies import LayerCopies, LayerGroup, copies_of, group_sizes
+from tritonllm.engine.layer_marks import LayerMarks
 
 BLOCKS, SLOTS = 12, 9
 
@@ -187,6 +189,48 @@ def test_real_shapes_beside_a_step(device, shuffled):
 
 
 @pytest.mark.gpu
+def test_layers_of_a_captured_step_leave_while_it_is_replayed(device):
+    """In every replay anew: what is copied is of this one, and of a layer that it has computed."""
+    layers, blocks = 12, 64
+    pool = torch.zeros(layers, 2, blocks, 16, 8, 128, dtype=torch.bfloat16, device=device)
+    copies = HostCopies([pool], blocks)
+    copies.warm_up()
+    host, marks = copies._parts[0].host, LayerMarks(copies.marked_layers)
+    assert list(marks.events) == [group.after for group in copies_of([layers], True)]
+    a, number = torch.randn(4096, 4096, device=device), torch.zeros(1, dtype=torch.bfloat16, device=device)
+
+    def step():
+        x = a
+        for layer in range(layers):
+            for _ in range(4):
+                x = x @ a / 64
+            pool[layer].fill_(layer).add_(number)
+            marks.note(layer)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    stores, seen = tuple((block, block) for block in range(blocks)), []
+    for replay in range(1, 6):
+        number.fill_(16 * replay)
+        torch.cuda.synchronize()
+        filled, ended = copies.fill(Fills(replay, stores), True, marks.events), torch.cuda.Event()
+        graph.replay()
+        ended.record()
+        filled.end()
+        limit = time.monotonic() + 60
+        while bool((host[-1, :2] != 16 * replay).any()) and time.monotonic() < limit:
+            pass
+        seen.append(ended.query())
+        assert copies.ending(replay)()
+        want = torch.arange(layers).repeat_interleave(2)[None, :, None] + 16 * replay
+        assert bool((host == want.to(host.dtype)).all())
+    assert not all(seen)  # the first layer was there before the last was computed
+
+
+@pytest.mark.gpu
 def test_the_first_layers_are_there_while_the_step_runs(device):
     """The host waits for nothing, and the step for none of the copies."""
     pool = torch.zeros(8, 2, 64, 16, 8, 128, dtype=torch.bfloat16, device=device)
@@ -208,8 +252,8 @@ def test_the_first_layers_are_there_while_the_step_runs(device):
             torch.cuda._sleep(6_000_000_000)  # some seconds
     filled.end()
     step.record()
-    while not bool((host[:, :2] == 1).all()):
-        assert not step.query()
+    while not bool((host[:, :2] == 1).all()) and not step.query():
+        pass
     assert not step.query() and copies.done == 1 and not bool((host[2:, 2:] != -1).any())
     assert copies.ending(2)() and step.query()
     assert all(bool((host[:, 2 * layer : 2 * layer + 2] == 1 + layer).all()) for layer in range(8))

@@ -28,6 +28,7 @@ import torch
 
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_cascade
+from tritonllm.engine.layer_marks import Marks
 from tritonllm.engine.step import Room, Step, layout_of
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
@@ -199,12 +200,14 @@ class Captured:
         hidden: of decodes alone a row each, with drafts one for each of these, too; else the rows that are sampled
             from.
         tokens: of each sequence; ``None`` if the graph does not draw.
+        marks: says where its layers end; ``None`` if nobody asks.
     """
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
     hidden: torch.Tensor
     tokens: torch.Tensor | None
+    marks: Marks | None = None
 
 
 class StepGraphs:
@@ -217,6 +220,7 @@ class StepGraphs:
         may_share: whether a step of so many decodes can come with a shared prefix.
         regimes: of the lengths that steps can have.
         capture: what captures.
+        mark: makes what says where the layers of a step with prompts end; ``None``: nobody asks.
     """
 
     def __init__(
@@ -227,7 +231,9 @@ class StepGraphs:
         may_share: Callable[[int], bool],
         regimes: Regimes,
         capture: Capture,
+        mark: Callable[[], Marks] | None = None,
     ) -> None:
+        self._mark = mark
         self._work, self._limits, self._device, self._capture_graph = work, limits, device, capture
         self._regimes = regimes
         self._sizes = graph_sizes(limits.max_num_seqs)
@@ -304,8 +310,11 @@ class StepGraphs:
         tables = self._tables[: room.segments.sequences]
         plan = self._plans[key.decodes] if key.shared else None
         batch = make_batch(self._memory, room, tables, key.max_decode_len, plan, not key.late, key.by_shards)
+        marks = None if self._mark is None or not key.tokens else self._mark()
+        if marks is not None:
+            batch = batch.telling(marks.note)
         graph, (hidden, tokens) = self._capture_graph(lambda: self._work(batch), key.tokens > 0)
-        return Captured(graph, batch, hidden, tokens)
+        return Captured(graph, batch, hidden, tokens, marks)
 
     def key_for(self, step: Step) -> GraphKey | None:
         """The smallest room that holds a step; ``None`` if there is none, if a step with prompts shares keys, or if the

@@ -19,7 +19,7 @@ writes straight into them, and reads them, wherever they are: nothing is gathere
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -124,23 +124,36 @@ class HostCopies:
         if transfers.wait > max([self._done, *(number for number, _ in self._events)]):
             main.wait_stream(self._stream)  # an interrupt came between that batch and its event
 
-    def fill(self, fills: Fills, by_layer: bool) -> LayerCopies:
+    @property
+    def marked_layers(self) -> list[int]:
+        """Where a step that is captured should say that layers end."""
+        return [] if self._on_device else [g.after for g in copies_of(self._layers, True) if g.after is not None]
+
+    def fill(self, fills: Fills, by_layer: bool, ends: Mapping[int, torch.cuda.Event] | None = None) -> LayerCopies:
         """Copies of what a step computes, which is launched next. The host waits for nothing.
 
         Args:
-            by_layer: the step says of each layer when it is launched (:meth:`LayerCopies.computed`).
+            by_layer: the step says of each layer when it is launched (:meth:`LayerCopies.computed`), or where it ends.
+            ends: where the layers end of a step that is launched as a whole: events by layer.
         """
         pairs = sorted(fills.stores, key=lambda pair: pair[1])  # slots that follow each other are copied together
         groups = copies_of(self._layers, by_layer and not self._on_device)
         there: list[torch.Tensor] = []  # blocks and slots, on the device when the first group needs them
-        copy = partial(self._copy_group, np.array(pairs, dtype=np.int64), there)
+        copy = partial(self._copy_group, np.array(pairs, dtype=np.int64), there, ends or {})
         return LayerCopies(groups, copy, partial(self._filled, fills.number))
 
     @torch.inference_mode()
-    def _copy_group(self, pairs: np.ndarray, there: list[torch.Tensor], group: LayerGroup) -> None:
-        """Begin the copy of some layers ``pairs[N, 2]`` int64, of blocks to slots, once what is launched has ended."""
+    def _copy_group(
+        self, pairs: np.ndarray, there: list[torch.Tensor], ends: Mapping[int, torch.cuda.Event], group: LayerGroup
+    ) -> None:
+        """Begin the copy of some layers of ``pairs[N, 2]`` int64, of blocks to slots, once these layers, or all that is
+        launched, have ended."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            end = None if group.after is None else ends.get(group.after)
+            if end is not None:
+                self._stream.wait_event(end)
+            else:
+                self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if not there:
                 there += upload([np.ascontiguousarray(pairs[:, at]) for at in (0, 1)], self._device)

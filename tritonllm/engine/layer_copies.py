@@ -7,9 +7,12 @@ the first so that copying begins early (of a small model copying takes longer th
 beginning plus all copies), the last so that little is left. In the middle they are large, for each takes launches of
 its own: of 32 layers there are nine, of 1, 2, 4, 8, 2, 8, 4, 2 and 1.
 
-What is not known by layers is copied when all of the step was launched, in one piece for each model: what a draft model
-computes, captured steps, whose launches the host does not see, and slots in the device's memory, where all takes less
-than a millisecond.
+Behind a layer means: behind an event of the stream that computes it. If the step is launched layer by layer, the event
+is recorded when the layer has been launched. A captured step records its events itself
+(:mod:`tritonllm.engine.layer_marks`).
+
+Beside a draft model, which would tell of its own layers by number, all is copied behind the whole step, in one piece
+for each model; and so it is into slots in the device's memory, where all takes less than a millisecond.
 """
 
 from collections import deque

@@ -23,6 +23,7 @@ from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
 from tritonllm.engine.kv_cache import block_bytes, make_cache
 from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.layer_copies import LayerCopies
+from tritonllm.engine.layer_marks import LayerMarks, Marks
 from tritonllm.engine.memory_fit import blocks_that_fit, peak_bytes
 from tritonllm.engine.passing import Passing
 from tritonllm.engine.plan import StepPlan
@@ -352,7 +353,9 @@ class ModelRunner:
                 assert captured is not None  # the runner has the graphs
                 return captured(batch)
 
-            self._graphs = StepGraphs(work, limits, self._device, self._may_share, self._regimes, capture)
+            layers = self.host.marked_layers if self.host is not None and self._tells_layers else []
+            mark = partial(LayerMarks, layers) if layers else None
+            self._graphs = StepGraphs(work, limits, self._device, self._may_share, self._regimes, capture, mark)
         self._seats.times.zero_()
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
@@ -423,9 +426,9 @@ class ModelRunner:
             for copies in self._copies:
                 copies.run(step.copies)
         key = None if self._graphs is None else self._graphs.key_for(step)
-        filled = self._copies_of_filled(step, captured=key is not None)
         if self._graphs is not None and key is not None:
             captured = self._graphs.load(step, key)
+            filled = self._copies_of_filled(step, captured.marks)
             batch, narrowed = captured.batch, key.tokens > 0
             if self._passing is not None:
                 self._passing.take_over(batch)
@@ -433,7 +436,8 @@ class ModelRunner:
             hidden, tokens = captured.hidden, captured.tokens
         else:
             batch, tokens, narrowed = self._upload(step), None, _narrows(step)
-            if filled is not None and self._layers_are_told:
+            filled = self._copies_of_filled(step)
+            if filled is not None and self._tells_layers:
                 batch = batch.telling(filled.computed)
             if self._passing is not None:
                 self._passing.take_over(batch)
@@ -445,16 +449,20 @@ class ModelRunner:
         return launched if self._passing is None else self._passing.pass_on(launched)
 
     @property
-    def _layers_are_told(self) -> bool:
-        """A step that is not captured says when each layer is launched; a draft model would say it of its own, too."""
-        return self.drafts.model is None
+    def _tells_layers(self) -> bool:
+        """Steps with prompts say when their layers are computed. A draft model would say it of its own, too."""
+        return self.host is not None and self.drafts.model is None
 
-    def _copies_of_filled(self, step: Step, *, captured: bool) -> LayerCopies | None:
-        """What takes the blocks that a step fills to the host's memory while it runs."""
+    def _copies_of_filled(self, step: Step, marks: Marks | None = None) -> LayerCopies | None:
+        """What takes the blocks that a step fills to the host's memory while it runs.
+
+        Args:
+            marks: of a captured step.
+        """
         if step.fills is None:
             return None
         assert self.host is not None  # the scheduler knows of it
-        return self.host.fill(step.fills, by_layer=self._layers_are_told and not captured)
+        return self.host.fill(step.fills, self._tells_layers, None if marks is None else marks.events)
 
     def _upload(self, step: Step) -> Batch:
         bound = self._regimes.bound(step.segments, step.longest)

@@ -35,7 +35,7 @@ class AttentionMetadata:
             what the tables have room for.
         local: which keys are this rank's, where ranks split them (:mod:`tritonllm.layers.context`); ``None``: all.
         stored: is told of each layer, by number, when the launches that store its keys and values are made; ``None``:
-            nobody listens. Not of captured steps, whose launches are not made anew.
+            nobody listens. Of a captured step this is while it is captured.
     """
 
     segments: Segments

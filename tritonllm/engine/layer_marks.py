@@ -1,0 +1,38 @@
+"""Where the layers of a captured step end: events that each replay records, for those who go on with these layers.
+
+A replay launches all layers at once, so the host cannot put anything between them. Events that are recorded during the
+capture as external ones become nodes of the graph (CUDA's ``cudaEventRecordExternal``): each replay records them anew,
+and another stream that waits for one behind the replay goes on when these layers are computed, not all.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+
+class Marks(Protocol):
+    """What a captured step says of its layers."""
+
+    @property
+    def events(self) -> Mapping[int, torch.cuda.Event]:
+        """By the layer behind which they are recorded."""
+
+    def note(self, layer: int) -> None:
+        """The launches that compute this layer are made, or captured."""
+
+
+class LayerMarks:
+    """Of one captured step.
+
+    Args:
+        layers: behind which there is an event.
+    """
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        self.events = {layer: torch.cuda.Event(external=True) for layer in layers}
+
+    def note(self, layer: int) -> None:
+        event = self.events.get(layer)
+        if event is not None:
+            event.record()
