@@ -10,6 +10,7 @@ from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
 
 from tritonllm import LLM
+from tritonllm.engine import host_copies
 from tritonllm.engine.host_copies import HostCopies
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +53,7 @@ def test_what_leaves_is_what_the_cache_has(arguments, alone, eager, tmp_path, mo
         copy(self, pairs, there, ends, group)
 
     monkeypatch.setattr(HostCopies, "_copy_group", watched)
+    monkeypatch.setattr(host_copies, "STREAMED_BYTES", 0)
     transfer = {"kv_connector": "FileStore", "kv_connector_extra_config": {"path": str(tmp_path)}}
     settings = {**arguments, "kv_offloading_size": 4.0, "enforce_eager": eager}
     llm = LLM(**settings, kv_transfer_config=transfer)

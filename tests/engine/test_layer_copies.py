@@ -85,6 +85,7 @@ def make(device, layers, staged=None, on_device=False, blocks=BLOCKS, slots=SLOT
     pools = [torch.zeros(count, 2, blocks, 4, 2, 8, device=device, dtype=torch.bfloat16) for count in layers]
     block_bytes = sum(pool[:, :, 0].nbytes for pool in pools)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copies, "STREAMED_BYTES", 0)
         if staged:
             patch.setattr(host_copies, "STAGING_BYTES", staged * block_bytes)
         return pools, HostCopies(pools, slots, on_device)
@@ -162,6 +163,17 @@ def test_a_batch_that_was_given_up_counts_as_ended(device):
 
 
 @pytest.mark.gpu
+def test_of_few_blocks_all_layers_leave_together(device):
+    pool = torch.zeros(4, 2, 64, 16, 8, 128, dtype=torch.bfloat16, device=device)  # 256 KB each
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copies, "STREAMED_BYTES", 2 << 20)
+        copies = HostCopies([pool], 16)
+    for count in (7, 8):
+        left = copies.fill(Fills(1, tuple((i, i) for i in range(count))), by_layer=True)._left
+        assert len(left) == (1 if count == 7 else 3)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_real_shapes_beside_a_step(device, shuffled):
     """Blocks of Llama-3.1-8B that a step on the main stream fills, and which other work overwrites behind it."""
@@ -189,10 +201,11 @@ def test_real_shapes_beside_a_step(device, shuffled):
 
 
 @pytest.mark.gpu
-def test_layers_of_a_captured_step_leave_while_it_is_replayed(device):
+def test_layers_of_a_captured_step_leave_while_it_is_replayed(device, monkeypatch):
     """In every replay anew: what is copied is of this one, and of a layer that it has computed."""
     layers, blocks = 12, 64
     pool = torch.zeros(layers, 2, blocks, 16, 8, 128, dtype=torch.bfloat16, device=device)
+    monkeypatch.setattr(host_copies, "STREAMED_BYTES", 0)
     copies = HostCopies([pool], blocks)
     copies.warm_up()
     host, marks = copies._parts[0].host, LayerMarks(copies.marked_layers)
@@ -231,8 +244,9 @@ def test_layers_of_a_captured_step_leave_while_it_is_replayed(device):
 
 
 @pytest.mark.gpu
-def test_the_first_layers_are_there_while_the_step_runs(device):
+def test_the_first_layers_are_there_while_the_step_runs(device, monkeypatch):
     """The host waits for nothing, and the step for none of the copies."""
+    monkeypatch.setattr(host_copies, "STREAMED_BYTES", 0)
     pool = torch.zeros(8, 2, 64, 16, 8, 128, dtype=torch.bfloat16, device=device)
     copies = HostCopies([pool], 64)
     copies.warm_up()

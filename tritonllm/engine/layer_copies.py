@@ -12,7 +12,8 @@ is recorded when the layer has been launched. A captured step records its events
 (:mod:`tritonllm.engine.layer_marks`).
 
 Beside a draft model, which would tell of its own layers by number, all is copied behind the whole step, in one piece
-for each model; and so it is into slots in the device's memory, where all takes less than a millisecond.
+for each model. So it is into slots in the device's memory, where all takes less than a millisecond, and if it is little
+(:data:`~tritonllm.engine.host_copies.STREAMED_BYTES`).
 """
 
 from collections import deque
