@@ -86,6 +86,7 @@ NO_TORCH = {
     "engine.kv_start",
     "engine.kv_transfer",
     "engine.kv_wire",
+    "engine.layer_copies",
     "engine.plan",
     "engine.pooled_spans",
     "engine.prefix_cache",

@@ -97,6 +97,7 @@ def some_stores(data, blocks=BLOCKS, slots=SLOTS):
     return tuple(zip(there[:count], here[:count], strict=True))
 
 
+@pytest.mark.also_gpu
 @given(
     data=st.data(),
     layers=st.sampled_from([(1,), (2,), (5,), (7, 2), (3, 1)]),
@@ -146,6 +147,7 @@ def test_each_layer_leaves_before_the_next_group_is_computed(layers, data):
     assert all(bool((host[:, layer] == 1 + layer).all()) for layer in range(layers))
 
 
+@pytest.mark.also_gpu
 def test_a_batch_that_was_given_up_counts_as_ended(device):
     pools, copies = make(device, (3,))
     filled = copies.fill(Fills(1, ((3, 5),)), by_layer=True)
