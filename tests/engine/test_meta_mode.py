@@ -84,6 +84,40 @@ def test_our_operators_call_their_launchers(monkeypatch):
     assert calls == [((4, 8), (4, 8))]
 
 
+def test_once_leaves_out_what_would_be_the_same_again(monkeypatch):
+    """Not what differs in a shape, a stride, a type, an alignment or a number, nor what failed."""
+    calls = []
+    monkeypatch.setitem(registry.LAUNCHERS, registry.OPS["norm"], lambda x, *rest: calls.append(x.shape))
+    wide = meta(4, 32)
+    others = [
+        lambda: rms_norm(meta(5, 8), meta(8)),
+        lambda: rms_norm(meta(4, 8), meta(8), eps=0.5),
+        lambda: rms_norm(meta(4, 8, dtype=BF16), meta(8, dtype=BF16)),
+        lambda: rms_norm(wide[:, :8], meta(8)),
+        lambda: rms_norm(wide[:, 8:16], meta(8)),
+        lambda: rms_norm(wide[:, 1:9], meta(8)),
+    ]
+    with MetaMode(once=True):
+        for _ in range(3):
+            rms_norm(meta(4, 8), meta(8))
+        assert len(calls) == 1
+        for number, other in enumerate(others, start=2):
+            other(), other()
+            assert len(calls) == number
+    with MetaMode(once=True):
+        rms_norm(meta(4, 8), meta(8))
+        assert len(calls) == len(others) + 2
+
+    def fail(*_):
+        raise RuntimeError("this")
+
+    monkeypatch.setitem(registry.LAUNCHERS, registry.OPS["norm"], fail)
+    with MetaMode(once=True):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="this"):
+                rms_norm(meta(4, 8), meta(8))
+
+
 LIST = """
 import sys, torch
 from tritonllm.config import EngineConfig

@@ -121,7 +121,7 @@ def list_kernels(gpu_name: str | None = None) -> Iterator[list[Specialization]]:
         stand_ins.append((known, key))
         return True  # not to be compiled, and so not launched
 
-    with knobs.runtime.scope(), tuning.meta_tensors_on(gpu_name), MetaMode():
+    with knobs.runtime.scope(), tuning.meta_tensors_on(gpu_name), MetaMode(once=True):
         knobs.runtime.jit_cache_hook = note
         try:
             yield noted
