@@ -202,6 +202,28 @@ def test_real_shapes_beside_a_step(device, shuffled):
         assert torch.equal(host[slot], want[:, :, block].flatten(2).flatten(0, 1).cpu())
 
 
+@pytest.mark.parametrize(
+    ("passes", "marked"),
+    [([0, 1, 2, 3, 4], [0, 2, 4]), ([0, 1, 2, 3, 4] * 2, [0, 2, 4]), ([0, 2, 1, 3, 4], [0]), ([4, 3, 2, 1, 0], [0])],
+)
+def test_layers_in_another_order_are_not_marked(monkeypatch, passes, marked):
+    """Their event would stand before layers of its group, or would never be recorded."""
+    recorded = []
+
+    class Event:
+        def __init__(self, external):
+            assert external
+
+        def record(self):
+            recorded.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    marks = LayerMarks([0, 2, 4])
+    for layer in passes:
+        marks.note(layer)
+    assert list(marks.events) == marked and all(event in recorded for event in marks.events.values())
+
+
 @pytest.mark.gpu
 def test_layers_of_a_captured_step_leave_while_it_is_replayed(device, monkeypatch):
     """In every replay anew: what is copied is of this one, and of a layer that it has computed."""
@@ -211,7 +233,6 @@ def test_layers_of_a_captured_step_leave_while_it_is_replayed(device, monkeypatc
     copies = HostCopies([pool], blocks)
     copies.warm_up()
     host, marks = copies._parts[0].host, LayerMarks(copies.marked_layers)
-    assert list(marks.events) == [group.after for group in copies_of([layers], True)]
     a, number = torch.randn(4096, 4096, device=device), torch.zeros(1, dtype=torch.bfloat16, device=device)
 
     def step():
@@ -223,6 +244,7 @@ def test_layers_of_a_captured_step_leave_while_it_is_replayed(device, monkeypatc
             marks.note(layer)
 
     step()
+    assert list(marks.events) == [group.after for group in copies_of([layers], True)]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

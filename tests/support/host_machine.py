@@ -164,7 +164,7 @@ class MachineWithHost(SchedulerMachine):
 
     @rule(begun=st.integers(0, 2))
     def break_off_a_step(self, begun):
-        """Before anything is launched, before the model, or in its middle, when blocks have been copied in part."""
+        """Before anything is launched, before the model, or behind it, when the step's copies are issued."""
         plan = self.scheduler.schedule()
         batches = [plan.transfers, plan.fills and Transfers(plan.fills.number, plan.fills.stores, ())]
         for batch in batches[:begun]:

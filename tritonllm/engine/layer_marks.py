@@ -23,16 +23,25 @@ class Marks(Protocol):
 
 
 class LayerMarks:
-    """Of one captured step.
+    """Of one captured step, or of the last pass through it. If its layers come in another order than theirs, there is
+    no event from there on.
 
     Args:
         layers: behind which there is an event.
     """
 
     def __init__(self, layers: Iterable[int]) -> None:
-        self.events = {layer: torch.cuda.Event(external=True) for layer in layers}
+        self._layers = frozenset(layers)
+        self._next = 0  # layer that is to be captured
+        self.events: dict[int, torch.cuda.Event] = {}
 
     def note(self, layer: int) -> None:
-        event = self.events.get(layer)
-        if event is not None:
+        if layer == 0:
+            self._next, self.events = 0, {}
+        if layer != self._next:
+            self._next = -1
+            return
+        self._next += 1
+        if layer in self._layers:
+            self.events[layer] = event = torch.cuda.Event(external=True)
             event.record()

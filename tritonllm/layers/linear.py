@@ -43,12 +43,14 @@ def linear_float32(
     *,
     columns: int | None = None,
     out: torch.Tensor | None = None,
+    together: int = 0,
 ) -> torch.Tensor:
     """``x[N, in] @ of[out, in].T + bias[out]`` -> ``[N, out]`` float32, whatever the dtype of the arguments.
 
     Args:
         columns: ``out``, for a product that is batch invariant; ``None`` for one that need not be.
         out: where to write it, by default a new tensor; of a GPU only.
+        together: as of :func:`tritonllm.kernels.linear`.
 
     On CUDA the product itself writes float32: rounded to bfloat16 first, logits near 16 would be 1/8 apart, and an
     argmax would meet ties that the model does not have.
@@ -59,7 +61,7 @@ def linear_float32(
     weight = of.data
     if few_rows(x) or (x.is_cuda and x.dtype != torch.float32):
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device) if out is None else out
-        return linear(x, of, bias, out=out, constant_weight=True)
+        return linear(x, of, bias, out=out, constant_weight=True, together=together)
     y = product(x, of, bias).float()
     return y if out is None else out.copy_(y)
 
@@ -210,9 +212,13 @@ class Embedding(nn.Module):
 
     Args:
         projects: the rows with which it is an output projection; ``None`` for all.
+
+    Attributes:
+        together: as of :class:`Linear`, for the projection.
     """
 
     batch_invariant = False
+    together = 0
 
     def __init__(
         self,
@@ -245,4 +251,10 @@ class Embedding(nn.Module):
         ``out`` or a new tensor."""
         columns = len(self._output()) if self.batch_invariant else None
         weight = Weight(self._output()) if self._packed is None else self._packed
-        return linear_float32(hidden, weight, columns=columns, out=out)
+        return linear_float32(hidden, weight, columns=columns, out=out, together=self.together)
+
+
+def put_beside(product: Linear | Embedding, together: int) -> None:
+    """The product comes before or after layers whose products have weights of so many elements: where those have other
+    kernels of few rows, or it is large itself, it has none of its own."""
+    product.together = max(together, 4 * product.weight.numel())

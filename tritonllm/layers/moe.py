@@ -145,7 +145,8 @@ class MoE(nn.Module):
         rows, weight, bias = x.rows, self.router.operand, self.router.bias
         if x.norm is None:
             columns = self.spec.num_experts if self.batch_invariant else None
-            logits = linear_float32(rows.to(weight.data.dtype), weight, bias, columns=columns)
+            together = self.router.together
+            logits = linear_float32(rows.to(weight.data.dtype), weight, bias, columns=columns, together=together)
             return Addend(self, Routed(rows, logits, tally))
         norm, spec = x.norm, x.norm.spec
         assert norm.weight is not None

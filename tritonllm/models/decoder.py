@@ -9,13 +9,14 @@ from torch import nn
 
 from tritonllm.dist.group import ALONE, Group, share_of
 from tritonllm.kernels import ROW_UNIT, SHARD_UNIT, cap_logits, decode_short_keys
+from tritonllm.kernels.dense.arguments import HEAVY
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.context import with_local_keys
 from tritonllm.layers.expert_counts import ExpertCounts, Tally
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner, LayerPlan, LayerTraits
 from tritonllm.layers.head import Head
 from tritonllm.layers.invariance import SEPARATE, make_batch_invariant
-from tritonllm.layers.linear import Embedding, Linear
+from tritonllm.layers.linear import Embedding, Linear, put_beside
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.moe import MoE
@@ -65,10 +66,11 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MoE(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
         self.mlp_post_norm = norm(after)
-        together = sum(p.numel() for p in self.parameters())
+        # a router's bits must not depend on how many experts a rank has
+        self.together = HEAVY if isinstance(self.mlp, MoE) else sum(p.numel() for p in self.parameters())
         for module in self.modules():
             if isinstance(module, Linear):
-                module.together = together
+                module.together = self.together
         self.traits = self._traits(spec, partial=group.size > 1)
 
     def _traits(self, spec: ModelSpec, *, partial: bool) -> LayerTraits:
@@ -187,10 +189,12 @@ class Decoder(nn.Module):
         how: dict[str, Any] = {"dtype": dtype, "device": device, "group": group, "context": context}
         layers = [DecoderLayer(local, i, **how) for i in self.stage.layers]
         self.layers = nn.ModuleList(layers)
+        self._together = max(layer.together for layer in layers)
         if spec.final_norm and self.stage.last:
             self.norm = Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device)
         if self.stage.first:
             self._add_head(local, dtype, device)
+        self._put_beside(*self.children())
         specs = [layer.attention for layer in self.spec.layers]
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         group.reserve(spec.hidden_size, dtype)
@@ -201,6 +205,12 @@ class Decoder(nn.Module):
         self.expert_counts = _expert_counts(self.spec, device) if counts_experts else None
         self._tables, self._table_of_layer = _rope_tables(self.spec, max_model_len, device)
         self._running: range | tuple[int, ...] = range(self.spec.num_layers)
+
+    def _put_beside(self, *modules: nn.Module) -> None:
+        """What of these is a product outside of the layers chooses its kernel of few rows as the layers do."""
+        for module in modules:
+            if isinstance(module, Linear | Embedding):
+                put_beside(module, self._together)
 
     @property
     def first_own_logit(self) -> int | None:

@@ -76,6 +76,7 @@ class EagleHead(Decoder):
             delattr(self, name)  # in their place the large model's, which are no part of this module
             vars(self)[name] = target.embed
         self.fc = Linear(self._inputs, spec.hidden_size, bias=bias, dtype=dtype, device=device)
+        self._put_beside(self.fc)
         self._target = (target,)
 
     @property

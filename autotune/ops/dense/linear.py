@@ -10,14 +10,13 @@ from autotune.ops import Tunable, product
 from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import linear, linear_ref, linear_workspace_size
 from tritonllm.kernels.dense import linear as dense_linear
+from tritonllm.kernels.dense.arguments import HEAVY
 from tritonllm.kernels.dense.linear import SMALL, TORCH
 from tritonllm.kernels.dense.portable import rows as portable_rows
 from tritonllm.kernels.dense.portable import tiles as portable_tiles
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
 from tritonllm.kernels.elementwise import activation, norm
 from tritonllm.kernels.runtime import tuning
-
-HEAVY = 2**62  # elements of a layer that is too large for `sm90/few.py`, which has a table of its own
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Product(Problem):
     """
 
     mutates = ("residual",)
-    together = HEAVY
+    together = HEAVY  # `sm90/few.py` has a table of its own
 
     m: int
     n: int

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+HEAVY = 2**62  # `together` of a layer that has other kernels than products of few rows between its products
+
 
 class Operands(NamedTuple):
     """The tensors of a product: ``x [M, K]``, ``weight [N, K]``, and ``out``, which is written, or added to."""

@@ -9,9 +9,13 @@ be empty, so kernels that take turns should not wish for what is far apart.
 
 import ctypes
 import functools
+import logging
+import weakref
 from typing import Any
 
+logger = logging.getLogger(__name__)
 _PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # CUfunction_attribute
+_told: weakref.WeakSet[Any] = weakref.WeakSet()  # kernels; a number of the driver may be another one's later
 
 
 @functools.cache
@@ -19,26 +23,22 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@functools.cache
-def _divide(function: int, percent: int) -> None:
-    status = _driver().cuFuncSetAttribute(
-        ctypes.c_void_p(function), ctypes.c_int(_PREFERRED_SHARED_MEMORY_CARVEOUT), ctypes.c_int(percent)
-    )
-    if status:
-        raise RuntimeError(f"the CUDA driver does not divide shared memory and cache by {percent}%: error {status}")
-
-
 def wish_for_shared_memory(kernel: Any, percent: int) -> None:
     """From its next launch on, the kernel runs where about so much of the memory is shared memory and the rest cache.
+
+    It is told once. If the driver refuses, it is only slower, and the log says so.
 
     Args:
         kernel: what Triton's launch has returned: the compiled kernel, whatever its specialisation. One that was not
             loaded onto a GPU (compiled ahead of time) is left as it is.
         percent: 0 to 100, of the most that shared memory can be; rounded up to what the chip has.
-
-    Raises:
-        RuntimeError: the driver refuses.
     """
     function = getattr(kernel, "function", None)
-    if isinstance(function, int):
-        _divide(function, percent)
+    if not isinstance(function, int) or kernel in _told:
+        return
+    _told.add(kernel)
+    status = _driver().cuFuncSetAttribute(
+        ctypes.c_void_p(function), ctypes.c_int(_PREFERRED_SHARED_MEMORY_CARVEOUT), ctypes.c_int(percent)
+    )
+    if status:
+        logger.warning("the CUDA driver does not divide shared memory and cache by %d%%: error %d", percent, status)

@@ -3,6 +3,7 @@ import torch
 from support.aot import assert_resources, assert_sass, compile_kernels
 
 from tritonllm.kernels import linear
+from tritonllm.kernels.dense.sm90 import few
 
 KERNEL = "linear_few_kernel"
 BF16 = torch.bfloat16
@@ -44,10 +45,11 @@ def test_few_compilations_for_all_steps():
 
 def test_other_dtypes_and_odd_sizes_compile():
     with compile_kernels(90, every=1) as kernels:
-        call(5, 56, 1000, "q", torch.float16)
-        call(5, 9, 8, "q", norm_dtype=torch.float32)
-        call(16, 40, 72, "g")
-    assert [kernel.name for kernel in kernels] == [KERNEL] * 3
+        call(5, 56, 1008, "q", torch.float16)
+        call(5, 9, 16, "q", norm_dtype=torch.float32)
+        call(16, 40, 80, "g")
+        call(16, 16, few.MAX_K, "o")
+    assert [kernel.name for kernel in kernels] == [KERNEL] * 4
     assert_resources(kernels)
 
 

@@ -53,7 +53,7 @@ LIGHT = 2**27
 # 0.883 with 14, 0.879 with 28, 0.875 with 43, 0.899 with 57; of Qwen3-4B 4.16, 3.59, -, 3.10, 3.09, 3.14: attention,
 # which is between the products, wants some.
 SHARED_PERCENT = 43
-MAX_TURNS = 64  # that are unrolled
+MAX_TURNS, MAX_K = 64, 2**15  # turns that are unrolled: of 8 warps at most
 
 
 @constexpr_function
@@ -291,7 +291,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | Non
         return False
     if m == MIN_ROWS and weight.numel() <= SMALL:  # `portable/rows.py`
         return False
-    return k % 8 == 0 and all(t.stride(0) % 8 == 0 for t in (x, weight)) and aligned(x, weight)
+    return k % 16 == 0 and k <= MAX_K and all(t.stride(0) % 8 == 0 for t in (x, weight)) and aligned(x, weight)
 
 
 def launch_few(operands: Operands, fused: Fused) -> None:
