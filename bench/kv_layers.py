@@ -99,7 +99,7 @@ def make_engine(folder: Path, prompt: int, options: dict[str, Any]) -> LLM:
 def parts_of(llm: LLM) -> Parts:
     runner, tier = llm.engine._runner, llm.engine._scheduler.tier
     assert tier is not None and runner.host is not None  # the options ask for it
-    return Parts(tier, runner.host, [copies.pool for copies in runner._copies])  # type: ignore[attr-defined]
+    return Parts(tier, runner.host, [copies.pool for copies in runner.caches.copies])  # type: ignore[attr-defined]
 
 
 def one_prompt(llm: LLM, parts: Parts, watch: Watch, prompt: int, seed: int) -> tuple[float, float]:

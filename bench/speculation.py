@@ -50,7 +50,7 @@ def make_certain(llm: Any) -> None:
     Raises:
         ValueError: a projection that is the embedding table itself.
     """
-    models = llm.engine._runner._models
+    models = llm.engine._runner.caches.models
     for model, acceptance in zip(models, (1.0, ACCEPTANCE), strict=False):
         _follow_one_text(model, acceptance)
 

@@ -141,7 +141,7 @@ def test_both_caches_are_what_memory_is_divided_among():
     llm = drafted(draft=tiny_checkpoint("llama"), num_blocks=None, cpu_cache_bytes=1 << 20)
     runner = llm.engine._runner
     assert isinstance(runner.drafts.drafter, DraftModel)
-    views = [*runner._cache, *runner.drafts.drafter.cache]
+    views = [*runner.caches.views, *runner.drafts.drafter.cache]
     held = sum(view.k.nbytes + view.v.nbytes for view in views)
     assert (1 << 20) - runner.block_bytes < held <= 1 << 20
     assert llm.engine.stats.num_blocks < plain.engine.stats.num_blocks

@@ -58,7 +58,7 @@ def check_tier(llm):
     tier, pool = llm.engine._scheduler.tier, llm.engine._scheduler.pool
     found = [(block, slot) for label, slot in tier._slot_of.items() for block in pool.find_leading([label])]
     runner = llm.engine._runner
-    for copies, part in zip(runner._copies, runner.host._parts, strict=True):
+    for copies, part in zip(runner.caches.copies, runner.host._parts, strict=True):
         for block, slot in found:
             assert torch.equal(copies.pool[:, :, block].flatten(2).flatten(0, 1), part.host[slot])
     slots = [*tier._slot_of.values(), *tier._free, *(slot for slot, label in tier._lent.items() if label is None)]

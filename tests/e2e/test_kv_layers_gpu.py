@@ -62,7 +62,7 @@ def test_what_leaves_is_what_the_cache_has(arguments, alone, eager, tmp_path, mo
     assert [layer for group, _ in groups for layer in group.layers][:LAYERS] == list(range(LAYERS))
     torch.cuda.synchronize()
     scheduler, runner = llm.engine._scheduler, llm.engine._runner
-    (part,), (copies,), found = runner.host._parts, runner._copies, 0
+    (part,), (copies,), found = runner.host._parts, runner.caches.copies, 0
     for label, slot in scheduler.tier._slot_of.items():
         for block in scheduler.pool.find_leading([label]):
             assert torch.equal(copies.pool[:, :, block].flatten(2).flatten(0, 1).cpu(), part.host[slot])

@@ -255,7 +255,7 @@ def test_memory_holds_both_caches(folder, small):
     runner = llm.engine._runner
     held = llm.engine.stats.num_blocks * runner.block_bytes
     assert 0.3 * total < held < 0.5 * total
-    assert sum(v.k.nbytes + v.v.nbytes for v in (*runner._cache, *runner.drafts.drafter.cache)) == held
+    assert sum(v.k.nbytes + v.v.nbytes for v in (*runner.caches.views, *runner.drafts.drafter.cache)) == held
     expected = token_ids(make(folder, num_blocks=1024).generate(PROMPTS, greedy(20), use_tqdm=False))
     assert token_ids(llm.generate(PROMPTS, greedy(20), use_tqdm=False)) == expected
 

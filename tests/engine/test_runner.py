@@ -45,13 +45,13 @@ def test_steps_before_the_first_request_leave_the_cache_alone(monkeypatch, token
     runner = make_runner()
     runner.start(num_blocks=3, max_model_len=64)
     with torch.inference_mode():
-        for layer in runner._cache:
+        for layer in runner.caches.views:
             layer.k.fill_(7.0)
             layer.v.fill_(7.0)
         runner.warm_up().prefill_step(tokens)
         for kind in ({}, {"shared": True}, {"prompt_token": True}):
             runner.warm_up().decode_step(min(tokens, 8), 4, **kind)
-    assert all((t == 7.0).all() for layer in runner._cache for t in (layer.k, layer.v))
+    assert all((t == 7.0).all() for layer in runner.caches.views for t in (layer.k, layer.v))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_split_keys_leave_room_for_more_tokens():
         runner = ModelRunner(model, config, CPU, max_model_len=64, team=team)
         assert runner.block_bytes == 2 * 3 * 4 * 1 * 16 * 4
         room[context] = runner.fit_num_blocks() * config.block_tokens
-        assert [cache.k.shape[1] for cache in started(runner)._cache] == [4, 4, 4]
+        assert [cache.k.shape[1] for cache in started(runner).caches.views] == [4, 4, 4]
     assert room[2] == 2 * room[1]
 
 

@@ -12,18 +12,16 @@ import torch
 from tritonllm.config import EngineConfig
 from tritonllm.dist.pipeline import ALONE, Team
 from tritonllm.engine.agreement import Evidence, Witness
-from tritonllm.engine.block_copies import BlockCopies
 from tritonllm.engine.builder import StepBuilder
+from tritonllm.engine.caches import Caches
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.drawing import Drawing, LaunchedStep
 from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, token_sizes
-from tritonllm.engine.host_copies import HostCopies, device_bytes
-from tritonllm.engine.host_memory import slots_for
+from tritonllm.engine.host_copies import HostCopies
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
-from tritonllm.engine.kv_cache import block_bytes, make_cache
+from tritonllm.engine.kv_cache import block_bytes
 from tritonllm.engine.launch_policy import host_bound_tokens
-from tritonllm.engine.layer_copies import LayerCopies
-from tritonllm.engine.layer_marks import LayerMarks, Marks
+from tritonllm.engine.layer_marks import LayerMarks
 from tritonllm.engine.memory_fit import blocks_that_fit, peak_bytes
 from tritonllm.engine.passing import Passing
 from tritonllm.engine.plan import StepPlan
@@ -36,7 +34,6 @@ from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.step import FREE, Restrictions, Step
 from tritonllm.engine.step_drafts import StepDrafts
 from tritonllm.engine.warm_up import Forward, Limits, WarmUp, Work
-from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.interface import CausalLM
@@ -74,7 +71,7 @@ class ModelRunner:
 
     Attributes:
         drafts: tokens that are proposed, which steps verify.
-        host: the cache's second tier; ``None`` without one, and before the start.
+        caches: the blocks of all models, and the tier behind them.
     """
 
     def __init__(
@@ -95,14 +92,12 @@ class ModelRunner:
         self._device = device
         self._block_size = config.block_tokens
         self._memory = memory
-        self._cache: list[KVCacheView] = []
-        self._copies: list[BlockCopies] = []
-        self.host: HostCopies | None = None
         self._graphs: StepGraphs | None = None
         self._undrawn: deque[LaunchedStep] = deque()
         self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self.drafts = StepDrafts(config, model, draft, max_model_len, device, proposes=self._pipe.first)
+        self.caches = Caches(model, self.drafts.model, config, device)
         history = max_model_len if self.drafts.look_back and self._pipe.first else 0
         self._seats = DeviceSeats(seats, self._block_size, device, drafts=self.drafts.most, history=history)
         vocab = model.spec.vocab_size
@@ -157,10 +152,19 @@ class ModelRunner:
         return Regimes(self._model.short_keys, self._max_model_len)
 
     @property
-    def _models(self) -> list[CausalLM]:
-        """Those that a step runs."""
-        draft = self.drafts.model
-        return [self._model] if draft is None else [self._model, draft.model]
+    def host(self) -> HostCopies | None:
+        """The cache's second tier; ``None`` without one, and before the start."""
+        return self.caches.host
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, keys and values, the draft model's included."""
+        return self.caches.block_bytes
+
+    @property
+    def host_slots(self) -> int:
+        """Blocks that the cache's second tier keeps."""
+        return self.caches.host_slots
 
     @property
     def _most_tokens(self) -> int:
@@ -170,28 +174,6 @@ class ModelRunner:
         verified = self.drafts.verified * (1 + self.drafts.most)
         padded = scheduler.max_num_seqs + max(captured, 1)  # 1: the warm-up has a prompt's token beside all decodes
         return max(scheduler.max_num_batched_tokens, padded, verified)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values, the draft model's included."""
-        extra = 0 if self.drafts.model is None else self.drafts.model.extra_bytes
-        sizes = zip(self._models, self._block_sizes, strict=False)
-        return extra + sum(block_bytes(model.spec, self._dtype, size) for model, size in sizes)
-
-    @property
-    def _block_sizes(self) -> tuple[int, int]:
-        """Keys of a block here, of the model and of a draft model: that one is whole on every rank."""
-        return self._config.cache.block_size, self._block_size
-
-    @property
-    def host_slots(self) -> int:
-        """Blocks that the cache's second tier keeps, in the host's memory as a rule."""
-        return slots_for(self._config.cache.kv_offloading_size, self.block_bytes)
-
-    @property
-    def _tier_on_device(self) -> bool:
-        transfer = self._config.kv_transfer_config
-        return transfer is not None and transfer.on_device
 
     @torch.inference_mode()
     def fit_num_blocks(self) -> int:
@@ -208,7 +190,7 @@ class ModelRunner:
             return max(1, cache.cpu_cache_bytes // self.block_bytes)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        self._allocate(1)
+        self.caches.allocate(1)
         warm_up, scheduler = self.warm_up(), self._config.scheduler
         warm_up.prefill_step(scheduler.max_num_batched_tokens)  # its memory stays with the allocator, for later steps
         decodes = partial(warm_up.decode_step, scheduler.max_num_seqs, longest=self._max_model_len)
@@ -226,12 +208,9 @@ class ModelRunner:
                 verify = partial(warm_up.verify_step, self.drafts.verified, width)
                 peaks[0] = max(peaks[0], peak_bytes(verify, self._device))
             captured = sum(peaks)
-        self._forget_cache()
-        transfer = self._config.kv_transfer_config
-        kept = 0 if transfer is None else transfer.kept_device_bytes
-        tier = device_bytes(self.block_bytes, self.host_slots, self._tier_on_device)
-        reserved = captured + tier + kept + self._passed_bytes
-        also = "kv_offloading_size or the connector's max_bytes, which are of the GPU" if self._tier_on_device else ""
+        self.caches.forget()
+        reserved, on_device = captured + self.caches.reserved_bytes + self._passed_bytes, self.caches.tier_on_device
+        also = "kv_offloading_size or the connector's max_bytes, which are of the GPU" if on_device else ""
         return blocks_that_fit(cache, self.block_bytes, reserved, self._device, also)
 
     def _captured_tokens(self) -> list[int]:
@@ -240,24 +219,10 @@ class ModelRunner:
             return []
         return token_sizes(self._config.scheduler.max_num_batched_tokens, self._host_bound)
 
-    def _allocate(self, num_blocks: int, memory: EngineMemory | None = None) -> None:
-        """Blocks of the same numbers for each model, from ``memory``."""
-        where = self._device, memory
-        sizes = zip(self._models, self._block_sizes, strict=False)
-        made = [make_cache(model.spec, self._dtype, num_blocks, size, *where) for model, size in sizes]
-        self._cache, self._copies = made[0][0], [copies for _, copies in made]
-        if self.drafts.model is not None:
-            self.drafts.model.take_cache(made[1][0])
-
-    def _forget_cache(self) -> None:
-        self._cache, self._copies = [], []
-        if self.drafts.model is not None:
-            self.drafts.model.take_cache([])
-
     def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of these tokens ``[R]``, or of all."""
         inputs = batch.inputs
-        return self._model(inputs.input_ids, inputs.positions, batch.metadata, self._cache, rows)
+        return self._model(inputs.input_ids, inputs.positions, batch.metadata, self.caches.views, rows)
 
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
@@ -297,12 +262,10 @@ class ModelRunner:
     def _warm_up_copies(self) -> None:
         if self._passing is not None:
             self._passing.warm_up()
-        for copies in self._copies:
-            copies.warm_up()
-            if self.drafts.tree is not None:
+        self.caches.warm_up()
+        if self.drafts.tree is not None:
+            for copies in self.caches.copies:
                 copies.move_slots(self.drafts.tree.no_moves())
-        if self.host is not None:
-            self.host.warm_up()
 
     def _warm_up_draws(self) -> None:
         """The first of several stages draws outside of graphs, which visit these sizes elsewhere."""
@@ -327,15 +290,13 @@ class ModelRunner:
             max_model_len: the longest sequence that may come, if that is less than before.
         """
         self._max_model_len = max_model_len
-        self._allocate(num_blocks, self._memory)
-        if self.host_slots:
-            pools = [copies.pool for copies in self._copies]
-            self.host = HostCopies(pools, self.host_slots, self._tier_on_device)
+        self.caches.allocate(num_blocks, self._memory)
+        self.caches.add_tier()
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
         reserve_pinned()
-        with rehearsal_of(self._models):
+        with rehearsal_of(self.caches.models):
             self.warm_up().run()
             if self.stages > 1 and self._pipe.first:
                 self._warm_up_draws()
@@ -344,7 +305,7 @@ class ModelRunner:
             drafts = self.drafts.most, self.drafts.verified
             drawn = *drafts, self._drawing.by_shards and self._pipe.stages == 1
             limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size, *drawn)
-            rehearsal = partial(rehearsal_of, self._models)
+            rehearsal = partial(rehearsal_of, self.caches.models)
             capture = GraphCapture(rehearsal, self._device, threads=self._team.size > 1)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
 
@@ -353,7 +314,7 @@ class ModelRunner:
                 assert captured is not None  # the runner has the graphs
                 return captured(batch)
 
-            layers = self.host.marked_layers if self.host is not None and self._tells_layers else []
+            layers = self.caches.marked_layers
             mark = partial(LayerMarks, layers) if layers else None
             self._graphs = StepGraphs(work, limits, self._device, self._may_share, self._regimes, capture, mark)
         self._seats.times.zero_()
@@ -417,18 +378,13 @@ class ModelRunner:
     def compute(self, step: Step) -> LaunchedStep:
         """Start one step up to what its tokens are drawn from. But for several stages, no other may be started before
         :meth:`finish`."""
-        if step.transfers is not None:
-            assert self.host is not None  # the scheduler knows of it
-            self.host.run(step.transfers)
         if step.parameters is not None:
             self._seats.tell(step.parameters)
-        if step.copies is not None:
-            for copies in self._copies:
-                copies.run(step.copies)
+        self.caches.run_copies(step)
         key = None if self._graphs is None else self._graphs.key_for(step)
         if self._graphs is not None and key is not None:
             captured = self._graphs.load(step, key)
-            filled = self._copies_of_filled(step, captured.marks)
+            filled = self.caches.copies_of_filled(step, captured.marks)
             batch, narrowed = captured.batch, key.tokens > 0
             if self._passing is not None:
                 self._passing.take_over(batch)
@@ -436,8 +392,8 @@ class ModelRunner:
             hidden, tokens = captured.hidden, captured.tokens
         else:
             batch, tokens, narrowed = self._upload(step), None, _narrows(step)
-            filled = self._copies_of_filled(step)
-            if filled is not None and self._tells_layers:
+            filled = self.caches.copies_of_filled(step)
+            if filled is not None and self.caches.tells_layers:
                 batch = batch.telling(filled.computed)
             if self._passing is not None:
                 self._passing.take_over(batch)
@@ -447,22 +403,6 @@ class ModelRunner:
         drafted = self._seats.drafted(step.num_rows) if step.segments.verify.sequences else None
         launched = LaunchedStep(step, batch, hidden, tokens, drafted, narrowed, key is not None)
         return launched if self._passing is None else self._passing.pass_on(launched)
-
-    @property
-    def _tells_layers(self) -> bool:
-        """Steps with prompts say when their layers are computed. A draft model would say it of its own, too."""
-        return self.host is not None and self.drafts.model is None
-
-    def _copies_of_filled(self, step: Step, marks: Marks | None = None) -> LayerCopies | None:
-        """What takes the blocks that a step fills to the host's memory while it runs.
-
-        Args:
-            marks: of a captured step.
-        """
-        if step.fills is None:
-            return None
-        assert self.host is not None  # the scheduler knows of it
-        return self.host.fill(step.fills, self._tells_layers, None if marks is None else marks.events)
 
     def _upload(self, step: Step) -> Batch:
         bound = self._regimes.bound(step.segments, step.longest)
@@ -483,7 +423,7 @@ class ModelRunner:
             running.evidence = self._witness.of(step, batch, tokens)
         else:
             running.evidence = self._passing.settle()
-        self.drafts.settle(batch, step.num_rows, self._copies)
+        self.drafts.settle(batch, step.num_rows, self.caches.copies)
         if step.tokens:
             self.drafts.tell_tokens(step.tokens, self._seats)
         return running
@@ -495,7 +435,9 @@ class ModelRunner:
             return self._forward(batch, rows)
         self._seats.advance(batch)
         batch, draft = self.drafts.propose(batch, self._seats, self._group), self.drafts.model
-        return self._forward(batch, rows) if draft is None else draft.advance(self._model, self._cache, batch, rows)
+        if draft is None:
+            return self._forward(batch, rows)
+        return draft.advance(self._model, self.caches.views, batch, rows)
 
     def _captured(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a graph holds of a step: of decodes alone all of it, from the last tokens to the next ones."""

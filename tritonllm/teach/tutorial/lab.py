@@ -53,7 +53,7 @@ class Lab:
     @property
     def bytes_per_token(self) -> int:
         """Of the cache's tensors in this process, for each of their slots."""
-        cache = self.runner._cache
+        cache = self.runner.caches.views
         blocks, size = cache[0].k.shape[:2]
         return sum(layer.k.nbytes + layer.v.nbytes for layer in cache) // (blocks * size)
 

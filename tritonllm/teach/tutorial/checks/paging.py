@@ -21,8 +21,8 @@ def engine_slots() -> tuple[list[int], list[int]]:
     known = ids[:6] + list(lab.outputs["A"].outputs[0].token_ids)[:-1]
     alone = Lab(block_size=SIZE, num_blocks=32, enable_prefix_caching=False)
     alone.ask("A", known, 1)
-    keys = alone.runner._cache[0].k.flatten(0, 1)  # of layer 0: they depend on the token and its position only
-    pool = lab.runner._cache[0].k.flatten(0, 1)
+    keys = alone.runner.caches.views[0].k.flatten(0, 1)  # of layer 0: they depend on the token and its position only
+    pool = lab.runner.caches.views[0].k.flatten(0, 1)
     return table, [int((pool - keys[i]).flatten(1).norm(dim=1).argmin()) for i in range(len(known))]
 
 
