@@ -8,6 +8,8 @@ A module that is batch invariant (:mod:`tritonllm.layers.invariance`) has one ki
 Parameters are for inference only (no gradient) and are left uninitialised: a loader writes every element once.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -254,7 +256,9 @@ class Embedding(nn.Module):
         return linear_float32(hidden, weight, columns=columns, out=out, together=self.together)
 
 
-def put_beside(product: Linear | Embedding, together: int) -> None:
-    """The product comes before or after layers whose products have weights of so many elements: where those have other
-    kernels of few rows, or it is large itself, it has none of its own."""
-    product.together = max(together, 4 * product.weight.numel())
+def put_beside(modules: Iterable[nn.Module], together: int) -> None:
+    """Products among these come before or after layers whose products have weights of so many elements: where those
+    have other kernels of few rows, or a product is large itself, it has none of its own."""
+    for module in modules:
+        if isinstance(module, Linear | Embedding):
+            module.together = max(together, 4 * module.weight.numel())

@@ -149,6 +149,7 @@ class Decoder(nn.Module):
         incoming: ``[tokens, hidden]``, where a stage behind the first finds what the one before it has computed of a
             step's tokens. A step overwrites it.
         expert_counts: of all steps so far; ``None`` if they are not counted.
+        together: the most elements that the products of one of its layers have (:class:`Linear`).
 
     Raises:
         ValueError: the model cannot be cut for so many ranks, or has no experts that could be counted.
@@ -189,12 +190,12 @@ class Decoder(nn.Module):
         how: dict[str, Any] = {"dtype": dtype, "device": device, "group": group, "context": context}
         layers = [DecoderLayer(local, i, **how) for i in self.stage.layers]
         self.layers = nn.ModuleList(layers)
-        self._together = max(layer.together for layer in layers)
+        self.together = max(layer.together for layer in layers)
         if spec.final_norm and self.stage.last:
             self.norm = Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device)
         if self.stage.first:
             self._add_head(local, dtype, device)
-        self._put_beside(*self.children())
+        put_beside(self.children(), self.together)
         specs = [layer.attention for layer in self.spec.layers]
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         group.reserve(spec.hidden_size, dtype)
@@ -205,12 +206,6 @@ class Decoder(nn.Module):
         self.expert_counts = _expert_counts(self.spec, device) if counts_experts else None
         self._tables, self._table_of_layer = _rope_tables(self.spec, max_model_len, device)
         self._running: range | tuple[int, ...] = range(self.spec.num_layers)
-
-    def _put_beside(self, *modules: nn.Module) -> None:
-        """What of these is a product outside of the layers chooses its kernel of few rows as the layers do."""
-        for module in modules:
-            if isinstance(module, Linear | Embedding):
-                put_beside(module, self._together)
 
     @property
     def first_own_logit(self) -> int | None:

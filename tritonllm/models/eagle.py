@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tritonllm.layers.fusion import FusionPlanner
-from tritonllm.layers.linear import Embedding, Linear
+from tritonllm.layers.linear import Embedding, Linear, put_beside
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.norm import BlockInput, Norm
 from tritonllm.layers.residual import Stream
@@ -76,7 +76,7 @@ class EagleHead(Decoder):
             delattr(self, name)  # in their place the large model's, which are no part of this module
             vars(self)[name] = target.embed
         self.fc = Linear(self._inputs, spec.hidden_size, bias=bias, dtype=dtype, device=device)
-        self._put_beside(self.fc)
+        put_beside([self.fc], self.together)
         self._target = (target,)
 
     @property

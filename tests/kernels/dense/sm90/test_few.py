@@ -1,11 +1,13 @@
 """The Hopper kernel of 2 to 16 rows: when it is taken, and that it computes what the reference does."""
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.captured_chain import assert_waits_for_what_it_reads
 from support.compare import assert_close, poisoned, with_row_padding
 
 from tritonllm.kernels import linear, linear_ref
@@ -197,23 +199,9 @@ def test_a_captured_chain_waits_for_what_it_reads(device):
     norm = torch.ones(1024, device=device, dtype=BF16)
     places = [start.clone(), torch.empty_like(start)]
 
-    def chain(wait: bool) -> None:
-        for n, weight in enumerate(weights):
-            options = {"activation": "gelu", "gated": True} if n % 2 else {}
-            linear(places[n % 2], weight, norm_weight=norm, **options, out=places[1 - n % 2], constant_weight=True)
-            if wait:
-                torch.cuda.synchronize()
+    def link(n: int) -> None:
+        options = {"activation": "gelu", "gated": True} if n % 2 else {}
+        more = {"out": places[1 - n % 2], "constant_weight": True}
+        linear(places[n % 2], weights[n], norm_weight=norm, **options, **more)
 
-    chain(wait=True)
-    expected = [place.clone() for place in places]
-    assert expected[0].isfinite().all() and expected[0].any()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        places[0].copy_(start)
-        chain(wait=False)
-    for _ in range(20):
-        for place in places:
-            place.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(*both) for both in zip(places, expected, strict=True))
+    assert_waits_for_what_it_reads(start, places, [partial(link, n) for n in range(len(weights))])
