@@ -34,7 +34,7 @@ from autotune.table import commit
 from autotune.worker import Failed, Worker
 from bench.engine_floors import floor
 from bench.engine_workloads import LATENCIES, MODELS, WORKLOADS, requests
-from bench.reports import LISTED, number, without_others
+from bench.reports import LISTED, gpus_of, number, without_others
 
 HERE = Path(__file__).parent
 ENGINES = ("tritonllm", "vllm")
@@ -84,7 +84,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m bench.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     every = [*WORKLOADS, START]
-    parser.add_argument("--workload", default=",".join(every), metavar="W1,W3a", help="some of them (%(default)s)")
+    usual = [name for name in every if name == START or WORKLOADS[name].gpus == 1]
+    parser.add_argument("--workload", metavar="W1,W3a", help=f"some of them ({','.join(usual)})")
     parser.add_argument("--engine", choices=ENGINES, default="tritonllm")
     parser.add_argument("--repeats", type=int, metavar="N", help="instead of each workload's own number")
     parser.add_argument(
@@ -102,7 +103,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the workloads and their floors")
     args = parser.parse_args(argv)
-    args.workload = args.workload.split(",")
+    args.workload = args.workload.split(",") if args.workload is not None else every if args.list else usual
     if unknown := [name for name in args.workload if name not in every]:
         parser.error(f"--workload must name some of {', '.join(every)}, got {', '.join(map(repr, unknown))}")
     if args.repeats is not None and args.repeats < 1:
@@ -151,11 +152,13 @@ def ceilings(how: str) -> dict[str, float]:
         gpu.close()
 
 
-def compared(row: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
-    """A workload's row with its unit, the floor, our aim, and the listed figure of vLLM.
+def compared(row: dict[str, Any], rates: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """A workload's row with its unit, the floor, and of one GPU our aim and the listed figure of vLLM.
 
-    ``times_better_than_listed`` is 2 for twice the rate or half the time.
+    ``times_better_than_listed`` is 2 for twice the rate or half the time. Several GPUs divide the work among them, and
+    nothing that they exchange counts: their floor is that of one with all their rates.
     """
+    rates = {name: gpus * rate for name, rate in rates.items()}
     workload = WORKLOADS[row["workload"]]
     batch, config, latency = requests(workload), MODELS[workload.model], workload.kind in LATENCIES
 
@@ -167,14 +170,14 @@ def compared(row: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     if workload.shared:
         shared = floor(workload, config, **rates, share=True).value(workload, batch)
         row |= {"floor_shared_reads": shared, "percent_of_floor_shared_reads": percent(shared)}
-    return row | beside(row["workload"], row["value"], less_is_better=latency)
+    return row | (beside(row["workload"], row["value"], less_is_better=latency) if gpus == 1 else {})
 
 
 def beside(name: str, value: float, less_is_better: bool) -> dict[str, Any]:
     """What ``listed_peers.json`` says of a row."""
     listed = LISTED["engine"]["rows"].get(name, {})
     found = {}
-    if "goal" in listed:  # W2x2 is not for one GPU
+    if "goal" in listed:
         met = value <= listed["goal"] if less_is_better else value >= listed["goal"]
         found |= {"goal": listed["goal"], "goal_met": met}
     if "peer" in listed:
@@ -216,19 +219,22 @@ def failures(process: Process, reason: Failed) -> list[dict[str, Any]]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure everything, writing what is there after each process; returns how many rows failed."""
-    rates = ceilings(args.ceilings)
+    rates, gpus = ceilings(args.ceilings), gpus_of(args.options)
     print("copy {:.0f} GB/s, bfloat16 products {:.0f} TFLOP/s".format(*rates.values()), args.ceilings, flush=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     report: dict[str, Any] = {"machine": {}, "engine": {"name": args.engine}, "commit": commit(), "date": now}
     report |= {"ceilings": rates, "ceilings_are": args.ceilings, "options": args.options, "rows": []}
+    report |= {"start_seconds": {}}  # of one process for each model, with the folders of compiled kernels as they are
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as caches:
         for process in processes(args.workload):
             try:
                 done = run_process(process, args, Path(caches))
                 rows = [start_row(process, done["start_seconds"])] if process.start else []
-                rows = without_others(rows + [compared(row, rates) for row in done["rows"]], done["machine"]["gpu"])
+                rows += [compared(row, rates, gpus) for row in done["rows"]]
+                rows = without_others(rows, done["machine"]["gpu"])
                 report |= {"machine": done["machine"], "engine": done["engine"]}
+                report["start_seconds"][process.model] = done["start_seconds"]
             except Failed as reason:
                 rows = failures(process, reason)
             report["rows"] += rows

@@ -127,6 +127,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+MODELS["llama-3.1-70b"] = MODELS["llama-3.1-8b"] | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,7 @@ class Workload:
         repeats: how often it is run by default; the result is the median.
         seed: of lengths and tokens.
         draft: of ``speculation``: a key of :data:`MODELS`, the draft model; ``None``: the drafter knows the texts.
+        gpus: fewest that it is meant for; one GPU's benchmark leaves out what is for more.
     """
 
     name: str
@@ -168,6 +175,7 @@ class Workload:
     repeats: int = 3
     seed: int = 0
     draft: str | None = None
+    gpus: int = 1
 
 
 _LONG = (100, 1024)
@@ -189,7 +197,10 @@ WORKLOADS = {
         # few sequences, of keys that hardly count
         *(Workload(f"F{n}", "qwen3-0.6b", "latency", n, (128, 128), (256, 256)) for n in (2, 4, 8, 16)),
         # W2 for two engines, or for two stages
-        Workload("W2x2", "llama-3.1-8b", "throughput", 512, _LONG, _LONG, 0.6, repeats=2),
+        Workload("W2x2", "llama-3.1-8b", "throughput", 512, _LONG, _LONG, 0.6, repeats=2, gpus=2),
+        # a model that takes several GPUs
+        Workload("A2", "llama-3.1-70b", "throughput", 128, _LONG, (100, 512), 0.6, repeats=1, gpus=4),
+        Workload("A3", "llama-3.1-70b", "latency", 1, (128, 128), (256, 256), gpus=4),
         # several tokens a step
         Workload("S1", "llama-3.1-8b", "speculation", 1, (128, 128), (256, 256)),
         Workload("S8", "llama-3.1-8b", "speculation", 8, (128, 128), (256, 256)),

@@ -10,7 +10,6 @@ table; of anything else measured twice, the newer result is shown.
 import argparse
 import datetime
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from bench import tables, timeline
 from bench.cluster.table import breaks
-from bench.reports import LISTED, RESULTS, best_listed, facts, kind_of, without_others
+from bench.reports import LISTED, RESULTS, best_listed, facts, gpus_of, kind_of, without_others
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- python -m bench.report: begin -->\n", "<!-- end -->\n"
@@ -81,11 +80,6 @@ def newest_of_kind(files: Iterable[File], kind: str) -> list[File]:
     for file in of_kind(files, kind):
         found.setdefault(facts(file.data).split(" (")[0], file)
     return list(found.values())
-
-
-def gpus_of(options: dict[str, Any]) -> int:
-    """How many GPUs an engine with these options has."""
-    return math.prod(options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
 
 
 def engines(files: Iterable[File], name: str, gpus: int = 1, *, deterministic: bool = False) -> list[File]:
@@ -220,8 +214,9 @@ def results(files: Sequence[File]) -> str:
     parts += section("Engine", [f"{f.head()}\n\n{tables.engine(f.data, same_day(f, files))}" for f in ours])
     parts += section("vLLM, measured here", [f"{f.head()}\n\n{tables.engine(f.data)}" for f in engines(files, "vllm")])
     parts += section("Bits that do not depend on the batch", prices(files))
-    both = engines(files, "tritonllm", gpus=2)
-    parts += section("Engine on two GPUs", [f"{f.head()}\n\n{tables.two_gpus(f.data)}" for f in both])
+    for gpus, word in ((2, "two"), (4, "four")):
+        several = engines(files, "tritonllm", gpus)
+        parts += section(f"Engine on {word} GPUs", [f"{f.head()}\n\n{tables.several_gpus(f.data)}" for f in several])
     sums = of_kind(files, "sums")
     parts += section("Sums over GPUs", [f"{f.head()}\n\n{tables.sums(f.data)}" for f in sums])
     attention = of_kind(files, "attention")[:1]

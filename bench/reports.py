@@ -6,6 +6,7 @@ the day.
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ def number(value: float) -> str:
 def of_floor(value: float, floor: float, latency: bool) -> float:
     """Percent of the floor that a value reaches: a time lies above its floor, a rate below it."""
     return 100 * (floor / value if latency else value / floor)
+
+
+def gpus_of(options: dict[str, Any]) -> int:
+    """How many GPUs an engine with these options has."""
+    return math.prod(options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

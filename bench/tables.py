@@ -33,22 +33,23 @@ def engine(report: Table, same_day: Table | None = None) -> str:
     return markdown(head, [_workload(row, values.get(row["workload"])) for row in report["rows"]])
 
 
-def two_gpus(report: Table) -> str:
-    """Workloads on two GPUs; of ``tensor_parallel_size=2`` on the GPUs that these are listed for, with floor, aim and
-    vLLM's."""
-    listed = LISTED["engine_tp2"]
+def several_gpus(report: Table) -> str:
+    """Workloads on several GPUs; of tensor parallelism on GPUs that it is listed for, with floor, aim and vLLM's."""
     options = ", ".join(f"`{name}={value}`" for name, value in report["options"].items())
-    theirs = report["options"] == {"tensor_parallel_size": 2} and report["machine"]["gpu"] == LISTED["machine"]
+    parallel = report["options"].get("tensor_parallel_size", 1)
+    listed = LISTED.get(f"engine_tp{parallel}", {"rows": {}, "peer": "", "date": ""})
+    theirs = report["options"] == {"tensor_parallel_size": parallel} and report["machine"]["gpu"] == LISTED["machine"]
+    theirs = theirs and any(row["workload"] in listed["rows"] for row in report["rows"])
     rows = []
     for row in report["rows"]:
-        of_two = listed["rows"].get(row["workload"], {}) if theirs else {}
+        of_all = listed["rows"].get(row["workload"], {}) if theirs else {}
         here = {name: value for name, value in row.items() if not name.startswith(("floor", "percent", "goal"))}
-        if of_two and "value" in row:
+        if of_all and "value" in row:
             latency = row["kind"] == "latency"
-            met = row["value"] <= of_two["goal"] if latency else row["value"] >= of_two["goal"]
-            here |= {"floor": of_two["floor"], "percent": of_floor(row["value"], of_two["floor"], latency)}
-            here |= {"goal": of_two["goal"], "goal_met": met}
-        rows.append(_workload(here, of_two.get("peer")))
+            met = row["value"] <= of_all["goal"] if latency else row["value"] >= of_all["goal"]
+            here |= {"floor": of_all["floor"], "percent": of_floor(row["value"], of_all["floor"], latency)}
+            here |= {"goal": of_all["goal"], "goal_met": met}
+        rows.append(_workload(here, of_all.get("peer")))
     head = ["workload", report["engine"]["name"], "floor (percent of it)", "aim"]
     head += [f"{listed['peer']}, {listed['date']}", "times better"]
     if not theirs:

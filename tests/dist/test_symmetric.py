@@ -239,30 +239,33 @@ def left_alone(group, say):
     return time.monotonic() - begin
 
 
-def on_two_gpus(test):
-    return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")(test))
+def on_gpus(count):
+    return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs"))
 
 
-@on_two_gpus
+SOME_GPUS = [pytest.param(count, marks=on_gpus(count)) for count in (2, 4)]
+
+
+@pytest.mark.parametrize("size", SOME_GPUS)
 @pytest.mark.parametrize("work", [sums, fused_sums])
-def test_of_all_sizes(work):
+def test_of_all_sizes(work, size):
     """From one row to more than one launch takes."""
-    assert run_gpu_ranks(2, of_all_kinds, work) == [True] * 2
+    assert run_gpu_ranks(size, of_all_kinds, work) == [True] * size
 
 
-@on_two_gpus
+@pytest.mark.parametrize("size", SOME_GPUS)
 @pytest.mark.parametrize("two_shot", [False, True])
-def test_replays_of_a_graph(two_shot):
-    assert run_gpu_ranks(2, replays, two_shot) == [True] * 2
+def test_replays_of_a_graph(two_shot, size):
+    assert run_gpu_ranks(size, replays, two_shot) == [True] * size
 
 
-@on_two_gpus
+@pytest.mark.parametrize("size", SOME_GPUS)
 @pytest.mark.parametrize("vocab", [128256, 151936])
-def test_limited_draws_read_where_logits_lie(vocab):
-    assert run_gpu_ranks(2, limited_draws, vocab) == [True] * 2
+def test_limited_draws_read_where_logits_lie(vocab, size):
+    assert run_gpu_ranks(size, limited_draws, vocab) == [True] * size
 
 
-@on_two_gpus
+@on_gpus(2)
 def test_a_kernel_that_waits_in_vain_ends():
     alone, _ = run_gpu_ranks(2, left_alone)
     assert 0.5 < alone < 3.0

@@ -35,6 +35,8 @@ LISTED = {
     "F8": ("3071b73efc23", 8, 1024, 2048, 384, 0.3252),
     "F16": ("4afcb8a01817", 16, 2048, 4096, 384, 0.3786),
     "W2x2": ("50dd50117cc6", 512, 297650, 291895, 2001, 16421),
+    "A2": ("09dac3a6b15e", 128, 73202, 40841, 1506, 1235),
+    "A3": ("2b0221e6c2fb", 1, 128, 256, 384, 31.72),
     "S1": ("2b0221e6c2fb", 1, 128, 256, 384, 3.431),
     "S8": ("3071b73efc23", 8, 1024, 2048, 384, 3.484),
     "S64": ("923d53cf1550", 64, 8192, 16384, 384, 3.911),
@@ -96,6 +98,13 @@ def test_floor_of_a_shared_beginning_read_once():
     saved = 255 * 2048 * 131072 / (1.03 * 4257e9)  # bytes of a step, of 256 sequences
     assert together.prefill == apart.prefill
     assert apart.decode - together.decode == pytest.approx(63 * saved, rel=1e-6)
+
+
+def test_several_gpus_are_compared_with_all_of_their_rates():
+    row = {"workload": "W3b", "kind": "latency", "value": 4.0}
+    one, four = (engine.compared(row, H200, gpus) for gpus in (1, 4))
+    assert one["floor"] == pytest.approx(4 * four["floor"]) and one["percent"] == pytest.approx(4 * four["percent"])
+    assert "goal" in one and not {"goal", "listed"} & four.keys()
 
 
 def test_floor_written_out():
