@@ -19,6 +19,7 @@ from typing import Any
 
 from bench import tables, timeline
 from bench.cluster.table import breaks
+from bench.prefill_decode_table import prefill_decode
 from bench.reports import LISTED, RESULTS, best_listed, facts, gpus_of, kind_of, without_others
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -36,6 +37,7 @@ UNPUBLISHED = (
     "kv-layers.json",
     "kv-link.json",
     "nano.json",
+    "prefill-decode.json",
     "swap.json",
     "timeline.json",
 )
@@ -237,6 +239,7 @@ def results(files: Sequence[File]) -> str:
         ("The cache's second tier", "swap", tables.swap),
         ("Blocks that leave while steps run", "kv-layers", tables.kv_layers),
         ("Blocks from GPU to GPU", "kv-link", tables.kv_link),
+        ("Prefill and decode on GPUs of their own", "prefill-decode", prefill_decode),
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),
     ):

@@ -84,6 +84,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "comparisons": "decoding",
         "copies": "swap",
         "loads": "kv-link",
+        "prefill_decode": "prefill-decode",
         "leaves": "kv-layers",
         "grammars": "grammars",
         "routing": "routing",

@@ -134,22 +134,38 @@ async def _send_share(url: str, asks: Sequence[Ask], begin: float, seed: int, vo
         return list(await asyncio.gather(*map(one, asks, prompts)))
 
 
+def send_all(asks: Sequence[Ask], url: str, clients: Executor, vocab: int, seed: int) -> tuple[list[Told], float]:
+    """What came of requests, which :data:`CLIENTS` processes share, and when they began by ``time.perf_counter``.
+
+    Args:
+        seed: of the prompts.
+    """
+    begin = time.perf_counter() + LEAD
+    futures = [
+        clients.submit(send_share, url, asks[number::CLIENTS], begin, CLIENTS * seed + number, vocab)
+        for number in range(CLIENTS)
+    ]
+    return [one for future in futures for one in future.result()], begin
+
+
+def latest_send(told: Sequence[Told], begin: float) -> float:
+    """Seconds that a request was sent too late, at most: of a client that has too much to do."""
+    return max((one.sent - begin - one.ask.at for one in told), default=0.0)
+
+
+def different_errors(told: Sequence[Told]) -> list[str]:
+    """Some of them."""
+    return sorted({one.error for one in told if one.error is not None})[:3]
+
+
 def run_scenario(scenario: Scenario, running: Server, clients: Executor, vocab: int) -> dict[str, Any]:
     """A row of the results; times are the clients'."""
-    asks = scenario.asks()
-    begin = time.perf_counter() + LEAD
-    shares = [asks[number::CLIENTS] for number in range(CLIENTS)]
-    seeds = [random.randrange(1 << 30) for _ in shares]  # no prefix cache knows these prompts
-    futures = [
-        clients.submit(send_share, running.url, share, begin, seed, vocab)
-        for share, seed in zip(shares, seeds, strict=True)
-    ]
-    told = [one for future in futures for one in future.result()]
+    seed = random.randrange(1 << 28)  # no prefix cache knows these prompts
+    told, begin = send_all(scenario.asks(), running.url, clients, vocab, seed)
     seconds = max((one.arrivals[-1] for one in told if one.arrivals), default=begin) - begin
-    late = max((one.sent - begin - one.ask.at for one in told), default=0.0)
-    errors = sorted({one.error for one in told if one.error is not None})
     row = {"scenario": scenario.name, "model": scenario.model, **results(told, seconds, {})}
-    return row | {"latest_send_seconds": late, "errors": errors[:3], "resources": running.resources()}
+    late, errors = latest_send(told, begin), different_errors(told)
+    return row | {"latest_send_seconds": late, "errors": errors, "resources": running.resources()}
 
 
 def offline(scenario: Scenario, folder: Path, options: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from bench import timeline
 from bench.cluster.table import cluster
+from bench.prefill_decode_table import prefill_decode
 from bench.reports import GROUPS, LISTED, best_listed, facts, kind_of, markdown, number, of_floor
 
 Table = dict[str, Any]  # a report, as its file holds it
@@ -344,6 +345,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "swap": swap,
         "kv-link": kv_link,
         "kv-layers": kv_layers,
+        "prefill-decode": prefill_decode,
         "grammars": grammars,
         "serving": serving,
         "nano": nano,
