@@ -47,7 +47,6 @@ from tritonllm.cli.bench_serve import Ask, Told
 
 MODEL = "llama-3.1-8b"
 DEFAULT_GROUPS = ("split", "shared", "chunked")
-PREFILL_MIN_TOKENS = 256  # the router's default: shorter prompts are not split
 BLOCK_SIZE = 16
 FIRST_ASKS = 8  # of each kind, before anything is measured: each server sees both kinds, and peers meet
 
@@ -199,7 +198,7 @@ class Report:
 
     def add(self, row: dict[str, Any]) -> None:
         """In the place of one of the same group and rate."""
-        names = ("group", "long_rate", "connector", "chunk")
+        names = ("group", "settings", "long_rate")
         self.rows[:] = [one for one in self.rows if any(one[name] != row[name] for name in names)]
         self.rows.append(row)
         self._out.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n")
@@ -228,14 +227,12 @@ def measure(args: argparse.Namespace, report: Report) -> list[str]:
         folder = write_model(MODEL, config, Path(root))
         for name in args.groups:
             try:
-                with started(name, args.setup, folder, PREFILL_MIN_TOKENS) as group:
+                with started(name, args.setup, folder) as group:
                     print(f"{name}: started after {group.start_seconds:.1f} s", flush=True)
                     warm_up(group, args.traffic, clients, vocab)
                     for seed, rate in enumerate(args.long_rates, 1):
                         traffic = replace(args.traffic, long_rate=rate)
-                        row = {"group": name, "long_rate": rate}
-                        row |= {"connector": args.connector if name == "split" else None}
-                        row |= {"chunk": args.chunk if name == "chunked" else None}
+                        row = {"group": name, "settings": args.setup.of_group(name), "long_rate": rate}
                         row |= {"start_seconds": group.start_seconds}
                         row |= run_traffic(group, traffic, clients, vocab, seed)
                         row["warnings"] = group.warnings()
@@ -269,9 +266,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--window", 25.0, "seconds that are measured", type=float, metavar="S")
     add("--chunk", 512, "--max-num-batched-tokens of the group chunked", type=int, metavar="N")
     add("--tier-gib", 8.0, "--kv-offloading-size of the split group's servers", type=float, metavar="GIB")
+    add("--prefill-min-tokens", 256, "shorter prompts are not split", type=int, metavar="N")
     add("--kept-gib", 8.0, "max_bytes of those that compute prompts", type=float, metavar="GIB")
     out = Path(__file__).parent / "results" / "prefill-decode.json"
     add("--out", out, "where the rows go", type=Path, metavar="FILE")
+    parser.add_argument("--sees-all", action="store_true", help="each server sees all GPUs, not only its own")
     parser.add_argument("--rehearsal", action="store_true", help="a tiny model on the CPU, and few requests")
     args = parser.parse_args(argv)
     _check(parser, args)
@@ -307,8 +306,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         options += ["--device", "cpu", "--max-num-seqs", "32", "--max-num-batched-tokens", "512"]
     lengths = [sum(kind) for kind in (args.traffic.long, args.traffic.short)]
     options += ["--max-model-len", str(max(lengths) + BLOCK_SIZE)]
-    sizes = args.tier_gib, args.kept_gib, args.chunk
-    args.setup = Setup(tuple(gpus), args.connector, *sizes, tuple(options))
+    sizes = args.tier_gib, args.kept_gib, args.prefill_min_tokens, args.chunk
+    args.setup = Setup(tuple(gpus), args.connector, *sizes, args.sees_all, tuple(options))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

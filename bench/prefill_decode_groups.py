@@ -11,15 +11,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.serving import Listening, Router, Server
 
 GROUPS = ("split", "shared", "chunked", "routed")
 CONNECTORS = ("CudaIpc", "Peer", "Nixl")
 COUNTERS = {name: f"tritonllm:kv_transfer_{name}_blocks_total" for name in ("saved", "fetched", "missed")}
-HOST = "127.0.0.1"
+VISIBLE, HOST = "CUDA_VISIBLE_DEVICES", "127.0.0.1"
 MOST_WARNINGS = 5
 
 
@@ -28,11 +29,13 @@ class Setup:
     """What groups are made of.
 
     Attributes:
-        gpus: each a value of ``CUDA_VISIBLE_DEVICES``; all ``cpu``: on the CPU.
+        gpus: each as ``CUDA_VISIBLE_DEVICES`` names it; all ``cpu``: on the CPU.
         connector: of :data:`CONNECTORS`.
         tier_gib: slots for blocks that come and go, of each server of a split group.
         kept_gib: copies for others, of each server that computes prompts.
+        prefill_min_tokens: shorter prompts are not split.
         chunk: ``max_num_batched_tokens`` of the chunked group.
+        sees_all: each server of a GPU sees all of them and is told which is its own; else it sees that one alone.
         options: of all servers.
     """
 
@@ -40,12 +43,28 @@ class Setup:
     connector: str
     tier_gib: float
     kept_gib: float
+    prefill_min_tokens: int
     chunk: int
+    sees_all: bool = False
     options: tuple[str, ...] = ()
 
-    @property
-    def on_cpu(self) -> bool:
-        return set(self.gpus) == {"cpu"}
+    def of_group(self, name: str) -> dict[str, Any]:
+        """What of it concerns one group only."""
+        split = {"connector": self.connector, "prefill_min_tokens": self.prefill_min_tokens}
+        return {"split": split, "chunked": {"max_num_batched_tokens": self.chunk}}.get(name, {})
+
+    def one(self, gpu: str) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Environment and options of a server on one GPU."""
+        if gpu == "cpu":
+            return {}, ()
+        if self.sees_all:
+            return self.all()[0], ("--device", f"cuda:{self.gpus.index(gpu)}")
+        return {VISIBLE: gpu}, ()
+
+    def all(self) -> tuple[dict[str, str], tuple[str, ...]]:
+        """The same of a server on all GPUs."""
+        environment = {} if "cpu" in self.gpus else {VISIBLE: ",".join(self.gpus)}
+        return environment, ("--data-parallel-size", str(len(self.gpus)))
 
 
 @dataclass(frozen=True)
@@ -53,29 +72,30 @@ class Part:
     """One server of a group.
 
     Attributes:
-        gpus: that it sees.
+        environment: variables that are set for it.
         options: of the command, beside those of all servers.
         role: of the router's backend.
     """
 
-    gpus: tuple[str, ...]
-    options: tuple[str, ...] = ()
+    environment: Mapping[str, str]
+    options: tuple[str, ...]
     role: str = ""
 
 
 def parts_of(name: str, setup: Setup) -> list[Part]:
     """The servers of a group."""
-    gpus = setup.gpus
-    if name == "routed":
-        return [Part((gpu,)) for gpu in gpus]
-    if name == "split":
-        half = len(gpus) // 2
-        prefill, decode = _sharing(setup, "kv_producer"), _sharing(setup, "kv_consumer")
-        return [Part((gpu,), prefill, "prefill") for gpu in gpus[:half]] + [Part((gpu,), decode) for gpu in gpus[half:]]
-    options = ["--data-parallel-size", str(len(gpus))]
-    if name == "chunked":
-        options += ["--max-num-batched-tokens", str(setup.chunk)]
-    return [Part(gpus, tuple(options))]
+    if name in ("shared", "chunked"):
+        environment, options = setup.all()
+        few = ("--max-num-batched-tokens", str(setup.chunk)) if name == "chunked" else ()
+        return [Part(environment, options + few)]
+    half, found = len(setup.gpus) // 2, []
+    for number, gpu in enumerate(setup.gpus):
+        environment, options = setup.one(gpu)
+        prefill = name == "split" and number < half
+        if name == "split":
+            options += _sharing(setup, "kv_producer" if prefill else "kv_consumer")
+        found.append(Part(environment, options, "prefill" if prefill else ""))
+    return found
 
 
 def _sharing(setup: Setup, role: str) -> tuple[str, ...]:
@@ -85,19 +105,17 @@ def _sharing(setup: Setup, role: str) -> tuple[str, ...]:
     return "--kv-offloading-size", str(setup.tier_gib), "--kv-transfer-config", json.dumps(transfer)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Group:
     """Servers that run.
 
     Attributes:
         url: where requests go.
         servers: all of them.
-        prefill: those that compute prompts for the others.
     """
 
     url: str
     servers: Sequence[Server]
-    prefill: Sequence[Server] = field(default_factory=list)
 
     @property
     def start_seconds(self) -> float:
@@ -115,36 +133,28 @@ class Group:
 
 
 @contextmanager
-def started(name: str, setup: Setup, folder: Path, prefill_min_tokens: int) -> Iterator[Group]:
+def started(name: str, setup: Setup, folder: Path) -> Iterator[Group]:
     """A group that is ready for requests. Its servers start and end together.
 
     Args:
         folder: of the model's configuration.
-        prefill_min_tokens: shorter prompts are not split.
 
     Raises:
         RuntimeError: a server did not start; the message holds the end of its log.
     """
     parts = parts_of(name, setup)
     with ThreadPoolExecutor(len(parts)) as threads, ExitStack() as stack:
-        starting = [
-            threads.submit(Server, folder, [*setup.options, *part.options], _environment(part, setup)) for part in parts
-        ]
+        starting = [threads.submit(Server, folder, [*setup.options, *part.options], part.environment) for part in parts]
         stack.callback(_close_all, starting, threads)
         servers = [future.result() for future in starting]
         url = servers[0].url
         if len(servers) > 1:
             config = folder / "router.toml"
-            config.write_text(router_config([one.url for one in servers], parts, prefill_min_tokens))
+            config.write_text(router_config([one.url for one in servers], parts, setup.prefill_min_tokens))
             router = Router(["--config", str(config)])
             stack.callback(router.close)
             url = router.url
-        prefill = [server for server, part in zip(servers, parts, strict=True) if part.role == "prefill"]
-        yield Group(url, servers, prefill)
-
-
-def _environment(part: Part, setup: Setup) -> Mapping[str, str]:
-    return {} if setup.on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(part.gpus)}
+        yield Group(url, servers)
 
 
 def router_config(urls: Sequence[str], parts: Sequence[Part], prefill_min_tokens: int) -> str:

@@ -9,9 +9,9 @@ Row = Mapping[str, Any]
 GOAL = 0.5  # of the shared group's 99th percentile between two tokens
 EQUAL = 0.98  # of its output tokens a second count as equal
 NAMES = {
-    "split": "split: half prefill, half decode",
+    "split": "split",
     "shared": "shared",
-    "chunked": "shared, short chunks",
+    "chunked": "shared, in chunks",
     "routed": "shared, behind a router",
 }
 
@@ -27,21 +27,25 @@ def prefill_decode(report: dict[str, Any]) -> str:
         f"{traffic['short'][0]} tokens in and {traffic['short'][1]} out, beside prompts of {traffic['long'][0]} tokens "
         f"with {traffic['long'][1]} out. Times are milliseconds."
     )
-    return "\n\n".join([text, markdown(head, map(_cells, rows)), *([f"- {line}" for line in judged(rows)])])
+    return "\n\n".join(
+        [text, markdown(head, map(_cells, rows)), "\n".join(f"- {line}" for line in judged(rows))]
+    ).rstrip()
 
 
 def _cells(row: Row) -> list[str]:
     gaps = row["all"]["inter_token_latency_ms"]
     firsts = [row[name]["time_to_first_token_ms"] for name in ("long", "short")]
-    name = NAMES[row["group"]]
-    name += f" (of {row['chunk']} tokens)" if row["group"] == "chunked" else ""
-    name += f" ({row['connector']})" if row["group"] == "split" else ""
-    cells = [f"{row['long_rate']:g}", name, number(row["output_tokens_per_second"])]
+    cells = [f"{row['long_rate']:g}", _name(row), number(row["output_tokens_per_second"])]
     cells.append(f"{row['output_tokens_per_second'] / row['asked_output_tokens_per_second']:.0%}")
     cells += ["" if gaps is None else number(gaps[at]) for at in ("50", "90", "99", "max")]
     cells += ["" if first is None else number(first[at]) for first in firsts for at in ("50", "99")]
     blocks = [f"{row['blocks'][kind]:.0f}" for kind in ("fetched", "missed")] if row["group"] == "split" else ["", ""]
     return [*cells, str(row["failed_requests"]), *blocks]
+
+
+def _name(row: Row) -> str:
+    settings = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
+    return f"{NAMES[row['group']]} ({settings})" if settings else NAMES[row["group"]]
 
 
 def judged(rows: Sequence[Row]) -> Iterator[str]:
@@ -55,7 +59,7 @@ def judged(rows: Sequence[Row]) -> Iterator[str]:
             rate = split["output_tokens_per_second"] / other["output_tokens_per_second"]
             met = "met" if time <= GOAL and rate >= EQUAL else "not met"
             yield (
-                f"{split['long_rate']:g} long prompts/s: the split group's p99 between tokens is {time:.2f} times that "
-                f"of `{other['group']}`, at {rate:.2f} times its output tokens/s. The goal, half at equal throughput, "
+                f"{split['long_rate']:g} long prompts/s, {_name(split)}: p99 between tokens is {time:.2f} times that "
+                f"of *{_name(other)}*, at {rate:.2f} times its output tokens/s. The goal, half at equal throughput, "
                 f"is {met}."
             )
