@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 import xxhash
 
-PIECE = 64 << 20  # bytes that are brought to the host at a time
+from tritonllm.engine.tensor_digest import digest_of
+
 NAMES_ONLY = ("transformers_version", "torch_dtype", "dtype")  # entries of config.json that change no key
 BY_LENGTH = ("longrope", '"su"', "dynamic")  # kinds of rotary positions that depend on the longest sequence
 
@@ -17,8 +17,9 @@ def model_fingerprint(
 ) -> Callable[[], bytes]:
     """What computes a digest of the weights as they are then, and of all else that keys and values depend on.
 
-    All bytes of the weights are read, 64 MB at a time: checkpoints that share a name, a size and most of their tensors
-    are still different models. That takes a second for some GB, and is done at the start and when weights change.
+    All bytes of the weights are read, where they are (:mod:`tritonllm.engine.tensor_digest`): checkpoints that share a
+    name, a size and most of their tensors are still different models. That is done at the start, and when weights
+    change.
 
     Args:
         models: modules, those that have blocks of the same numbers.
@@ -34,18 +35,10 @@ def model_fingerprint(
     def fingerprint() -> bytes:
         digest = xxhash.xxh3_128(f"{text} {length} {layout!r}".encode())
         for model in models:
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            named = [*model.named_parameters(), *model.named_buffers()]
+            for name, tensor in named:
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-                for piece in _bytes_of(tensor.detach()):
-                    digest.update(piece)
+            digest.update(digest_of(tensor for _, tensor in named))
         return digest.digest()
 
     return fingerprint
-
-
-def _bytes_of(tensor: torch.Tensor) -> Iterable[memoryview]:
-    if tensor.layout is not torch.strided:  # of oneDNN, on the CPU
-        tensor = tensor.to_dense()
-    if tensor.numel():
-        for piece in tensor.contiguous().view(-1).view(torch.uint8).split(PIECE):
-            yield memoryview(piece.cpu().numpy())
