@@ -187,16 +187,19 @@ def measure(job: Job, connector: str, folder: Path, row: Callable[[dict[str, Any
     """All lengths of a connector; those that fail have no row, and stderr says why.
 
     Args:
-        folder: of a file system with room for the blocks.
+        folder: where ``FileStore`` keeps blocks.
         row: is called with each row.
 
     Returns:
         What the start of both engines took.
 
     Raises:
-        RuntimeError: the engines do not start.
+        RuntimeError: the engines do not start, or the folder has no room.
     """
-    with tempfile.TemporaryDirectory(dir=folder, prefix="kv-found-") as store:
+    if connector == "FileStore" and (free := shutil.disk_usage(folder).free) < 1.1 * job.all_bytes:
+        wanted = 1.1 * job.all_bytes / 1e9
+        raise RuntimeError(f"--folder: {folder} has {free / 1e9:.1f} GB left of {wanted:.1f}: name another one")
+    with tempfile.TemporaryDirectory(dir=folder if connector == "FileStore" else None, prefix="kv-found-") as store:
         say(f"{connector}: both engines start")
         with engines(job, connector, Path(store)) as (first, second):
             names = "start_seconds", "fingerprint_seconds"
@@ -259,21 +262,6 @@ def job_of(args: argparse.Namespace, root: Path) -> Job:
     return Job(folder, args.tokens, block_bytes_of(config, options), args.gpus, args.repeats, options)
 
 
-def has_room(job: Job, args: argparse.Namespace) -> bool:
-    """Whether there are such GPUs, and room for ``FileStore``'s blocks; stderr says what is missing."""
-    here = torch.cuda.device_count()
-    if any(gpu is not None and gpu >= here for gpu in args.gpus):
-        say(f"needs the GPUs that --gpus names: there are {here}")
-        return False
-    free = shutil.disk_usage(args.folder).free
-    if "FileStore" in args.connectors and free < 1.1 * job.all_bytes:
-        say(
-            f"--folder: {args.folder} has {free / 1e9:.1f} GB left of {1.1 * job.all_bytes / 1e9:.1f}: name another one"
-        )
-        return False
-    return True
-
-
 def begun(args: argparse.Namespace) -> dict[str, Any]:
     """A report without rows, or with those that there are.
 
@@ -294,7 +282,10 @@ def begun(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    rows = 0
+    rows, here = 0, torch.cuda.device_count()
+    if any(gpu is not None and gpu >= here for gpu in args.gpus):
+        say(f"needs the GPUs that --gpus names: there are {here}")
+        return 1
     try:
         report = begun(args)
     except RuntimeError as error:
@@ -313,8 +304,6 @@ def main(argv: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as root:
         job = job_of(args, Path(root))
-        if not has_room(job, args):
-            return 1
         for connector in args.connectors:
             try:
                 report["starts"].append(measure(job, connector, args.folder, take))

@@ -34,6 +34,7 @@ UNPUBLISHED = (
     "engine.json",
     "engine-vllm.json",
     "kernels.json",
+    "kv-found.json",
     "kv-layers.json",
     "kv-link.json",
     "nano.json",
@@ -240,6 +241,7 @@ def results(files: Sequence[File]) -> str:
         ("Blocks that leave while steps run", "kv-layers", tables.kv_layers),
         ("Blocks from GPU to GPU", "kv-link", tables.kv_link),
         ("Prefill and decode on GPUs of their own", "prefill-decode", prefill_decode),
+        ("Prefixes that another replica has computed", "kv-found", tables.kv_found),
         ("Without a GPU", "cpu", tables.cpu),
         ("Parity with transformers", "parity", tables.parity),
     ):

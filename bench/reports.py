@@ -86,6 +86,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "loads": "kv-link",
         "prefill_decode": "prefill-decode",
         "leaves": "kv-layers",
+        "found": "kv-found",
         "grammars": "grammars",
         "routing": "routing",
         "load": "serving",

@@ -261,6 +261,24 @@ def kv_layers(report: Table) -> str:
     return markdown(head, rows)
 
 
+def kv_found(report: Table) -> str:
+    """A prefix that another engine has computed, beside computing it and beside having it."""
+    text = f"{report['model']}'s shape. First token behind the prefix and {report['new_tokens']} more tokens."
+    head = ["prefix", "GB", "found, ms", "computed, ms", "computed / found", "cached, ms", "loads, ms", "GB/s"]
+    rows = [
+        [
+            f"{row['connector']}, {row['tokens']:,} tokens",
+            f"{row['bytes'] / 1e9:.2f}",
+            *map(number, (row["found_ms"], row["computed_ms"])),
+            f"{row['times']:.2f}x",
+            *map(number, (row["cached_ms"], row["load_ms"])),
+            f"{row['gb_per_s']:.1f}",
+        ]
+        for row in report["found"]
+    ]
+    return f"{text}\n\n{markdown(head, rows)}"
+
+
 def nano(report: Table) -> str:
     """The 300-line engine beside the whole one."""
     head = ["workload", "output tok/s", "of LLM's", "start, s"]
@@ -346,6 +364,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "kv-link": kv_link,
         "kv-layers": kv_layers,
         "prefill-decode": prefill_decode,
+        "kv-found": kv_found,
         "grammars": grammars,
         "serving": serving,
         "nano": nano,
