@@ -35,7 +35,7 @@ from autotune.table import commit
 from bench.engine_worker import machine
 from bench.engine_workloads import MODELS, write_model
 from bench.kv_found_engine import NEW, Answer, Computed, Place, Remote
-from bench.swap import BLOCK_SIZE
+from bench.kv_layers import BLOCK_SIZE, block_bytes_of
 from tritonllm.engine.kv_connector import Params
 
 CONNECTORS = ("CudaIpc", "FileStore", "Peer")
@@ -86,13 +86,6 @@ class Job(NamedTuple):
     def all_bytes(self) -> int:
         """That are kept for others at once."""
         return (sum(self.tokens) // BLOCK_SIZE + SPARE) * self.block_bytes
-
-
-def block_bytes_of(config: dict[str, Any], options: dict[str, Any]) -> int:
-    """Of a block of a model's cache, in 16 bits unless the options say otherwise."""
-    head = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    each = 4 if options.get("dtype") == "float32" else 2
-    return int(2 * config["num_hidden_layers"] * BLOCK_SIZE * config["num_key_value_heads"] * head * each)
 
 
 def places(job: Job, connector: str, store: Path) -> list[Place]:
@@ -259,7 +252,9 @@ def job_of(args: argparse.Namespace, root: Path) -> Job:
     if args.rehearsal:
         config, options = config | TINY, {"dtype": "float32", **options}
     folder = write_model(args.model, config, root)
-    return Job(folder, args.tokens, block_bytes_of(config, options), args.gpus, args.repeats, options)
+    return Job(
+        folder, args.tokens, block_bytes_of(config, options.get("dtype") == "float32"), args.gpus, args.repeats, options
+    )
 
 
 def begun(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from bench.swap import BLOCK_SIZE
+from bench.kv_layers import BLOCK_SIZE
 from tritonllm import LLM, SamplingParams
 from tritonllm.engine.kv_connector import KVConnector, Params
 from tritonllm.engine.request import Request

@@ -5,11 +5,13 @@ runs, layer by layer, as engines do (:mod:`tritonllm.engine.layer_copies`). ``be
 step's results, as engines did before. ``prompt_ms`` is the time from the request to its first token, ``stored_ms`` the
 time from then until the last block has arrived, ``copy_ms`` what copying all of the prompt's blocks takes with nothing
 beside it. ``captured``: the last step was a CUDA graph. A row is written only if what arrived is what the cache has.
-Each figure is the median of some repetitions, after one that does not count; the two kinds take turns.
+Each figure is the median of some repetitions, after one that does not count; the two kinds take turns. A model's engine
+starts once, for its longest prompt; stderr says how far it is.
 """
 
 import argparse
 import datetime
+import gc
 import json
 import statistics
 import sys
@@ -26,14 +28,16 @@ from autotune.table import commit
 from bench.engine_worker import machine
 from bench.engine_workloads import MODELS, write_model
 from tritonllm import LLM, SamplingParams
-from tritonllm.engine.host_copies import HostCopies
+from tritonllm.engine.host_copies import HostCopies, runs
 from tritonllm.engine.host_tier import Fills, HostTier, Transfers
 from tritonllm.engine.kv_connector import Params, Slots
 from tritonllm.engine.layer_copies import LayerCopies
 from tritonllm.events import Event, StepFinished
+from tritonllm.models.checkpoint import read_config
 
 BLOCK_SIZE = 16
 SETTLES = 60.0  # seconds
+AT_ONCE = 64  # blocks that are compared
 
 
 class Nowhere:
@@ -88,12 +92,33 @@ class Watch:
         return self._fill(fills, by_layer, ends)
 
 
-def make_engine(folder: Path, prompt: int, options: dict[str, Any]) -> LLM:
+def make_engine(folder: Path, config: Mapping[str, Any], prompt: int, options: dict[str, Any]) -> LLM:
+    """An engine for prompts of at most so many tokens.
+
+    Args:
+        config: the model's; the tier has as many slots again as a prompt has blocks, for the connector may have half of
+            them. More would only take time to page-lock.
+        options: arguments of ``LLM`` that come before these.
+    """
     blocks = -(-prompt // BLOCK_SIZE) + 2
     settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "block_size": BLOCK_SIZE}
     settings |= {"num_blocks": 2 * blocks, "max_model_len": prompt + 64, "max_num_seqs": 8}
+    each = block_bytes_of(config, options.get("dtype") == "float32" or not torch.cuda.is_available())
+    settings |= {"kv_offloading_size": (2 * blocks + 1) * each / (1 << 30)}
     settings["kv_transfer_config"] = {"kv_connector": "bench.kv_layers:Nowhere", "kv_role": "kv_producer"}
     return LLM(model=str(folder), **{**settings, **options})
+
+
+def block_bytes_of(config: Mapping[str, Any], wide: bool) -> int:
+    """Of a block of a model's cache.
+
+    Args:
+        config: of ``config.json``.
+        wide: an element has 32 bits, not 16.
+    """
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    elements = 2 * config["num_hidden_layers"] * BLOCK_SIZE * config["num_key_value_heads"] * head
+    return int(elements * (4 if wide else 2))
 
 
 def parts_of(llm: LLM) -> Parts:
@@ -132,10 +157,15 @@ def check(llm: LLM, parts: Parts, prompt: int) -> None:
     found = [(slot, blocks.find_leading([label])) for label, slot in parts.tier._slot_of.items()]
     if len(found) != prompt // BLOCK_SIZE:
         raise RuntimeError(f"{len(found)} of {prompt // BLOCK_SIZE} blocks were stored: no result")
+    found.sort()  # runs of slots are compared where the blocks are, without gathering gigabytes on the host
     slots, there = [slot for slot, _ in found], [block for _, (block,) in found]
     for pool, part in zip(parts.pools, parts.host._parts, strict=True):
-        if not torch.equal(pool[:, :, there].flatten(3).permute(2, 0, 1, 3).flatten(1, 2).cpu(), part.host[slots]):
-            raise RuntimeError("other blocks arrived than the cache has: no result")
+        for at, slot, count in runs(slots):
+            for first in range(0, count, AT_ONCE):
+                last = min(first + AT_ONCE, count)
+                ours = pool[:, :, there[at + first : at + last]].flatten(3).permute(2, 0, 1, 3).flatten(1, 2)
+                if not torch.equal(ours, part.host[slot + first : slot + last].to(ours.device)):
+                    raise RuntimeError("other blocks arrived than the cache has: no result")
 
 
 def copy_seconds(parts: Parts, count: int, repeats: int) -> float:
@@ -154,15 +184,13 @@ def copy_seconds(parts: Parts, count: int, repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def measure(folder: Path, name: str, prompt: int, repeats: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(llm: LLM, watch: Watch, name: str, prompt: int, repeats: int) -> list[dict[str, Any]]:
     """Both rows of a model and a length.
 
     Raises:
         RuntimeError: what arrived is not what the cache has.
     """
-    llm = make_engine(folder, prompt, options)
     parts = parts_of(llm)
-    watch = Watch(llm, parts.host)
     times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for number in range(1 + repeats):
         for streamed in (True, False):
@@ -179,6 +207,11 @@ def measure(folder: Path, name: str, prompt: int, repeats: int, options: dict[st
     return rows
 
 
+def say(begin: float, text: str) -> None:
+    """How far it is, with the seconds since the beginning."""
+    print(f"{time.monotonic() - begin:.1f} s: {text}", file=sys.stderr, flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.kv_layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -186,25 +219,35 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", default="llama-3.1-8b,qwen3-0.6b", help="%(default)s")
     parser.add_argument("--folder", type=Path, help="of the one model, if it is none of the benchmarks'")
     parser.add_argument("--prompts", default="2048,8192,32768", metavar="N,N", help="tokens (%(default)s)")
-    parser.add_argument("--offloading-size", type=float, default=12.0, metavar="GIB", help="of the tier (%(default)s)")
+    size = "of the tier (what twice the longest prompt needs)"
+    parser.add_argument("--offloading-size", type=float, metavar="GIB", help=size)
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="%(default)s")
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="more arguments of LLM")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the numbers as JSON")
     args = parser.parse_args(argv)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     report: dict[str, Any] = {"machine": machine(), "commit": commit(), "date": now, "leaves": []}
-    options = {"kv_offloading_size": args.offloading_size, "max_num_batched_tokens": 8192, **args.options}
+    options = {"max_num_batched_tokens": 8192, **args.options}
+    if args.offloading_size is not None:
+        options["kv_offloading_size"] = args.offloading_size
+    prompts, begin = sorted(map(int, args.prompts.split(","))), time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         for name in args.models.split(","):
             folder = args.folder or write_model(name, MODELS[name], Path(root))
-            for prompt in map(int, args.prompts.split(",")):
+            say(begin, f"{name}: the engine starts")
+            llm = make_engine(folder, read_config(folder), prompts[-1], options)
+            watch = Watch(llm, parts_of(llm).host)
+            for prompt in prompts:
+                say(begin, f"{name}: {prompt} tokens")
                 try:
-                    report["leaves"] += measure(folder, name, prompt, args.repeats, options)
+                    report["leaves"] += measure(llm, watch, name, prompt, args.repeats)
                 except RuntimeError as error:
                     print(f"{name}, {prompt} tokens: {error}", file=sys.stderr)
                     return 1
                 if args.out is not None:
                     args.out.write_text(json.dumps(report, indent=1) + "\n")
+            del llm, watch  # the next model's takes their memory
+            gc.collect()
     return 0
 
 

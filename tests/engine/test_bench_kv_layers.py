@@ -7,7 +7,7 @@ from support.engines import tiny_checkpoint
 from bench import kv_layers, reports, tables
 from tritonllm.engine.host_copies import HostCopies
 
-SIZES = ["--models", "tiny", "--prompts", "64,96", "--offloading-size", "0.01", "--repeats", "1"]
+SIZES = ["--models", "tiny", "--prompts", "64,96", "--repeats", "1"]
 
 
 def arguments(out):
@@ -15,7 +15,7 @@ def arguments(out):
     return [*SIZES, "--folder", str(tiny_checkpoint()), "--options", options, "--out", str(out)]
 
 
-def test_writes_results(tmp_path):
+def test_writes_results(tmp_path, capsys):
     out = tmp_path / "kv-layers.json"
     assert kv_layers.main(arguments(out)) == 0
     report = json.loads(out.read_text())
@@ -25,13 +25,17 @@ def test_writes_results(tmp_path):
     ]
     assert all(row["prompt_ms"] > 0 and row["copy_ms"] > 0 and row["bytes"] for row in report["leaves"])
     assert reports.kind_of(report) == "kv-layers"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2] for line in lines if " s: " in line] == [
+        *("tiny: the engine starts", "tiny: 64 tokens", "tiny: 96 tokens")
+    ]
     text = tables.kv_layers(report)
     assert "tiny, 64 tokens" in text and text.count("\n|") == 1 + 2
 
 
 def test_what_arrives_in_another_form_has_no_result(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(HostCopies, "_copy_group", lambda self, *group: None)
-    assert kv_layers.main(arguments(tmp_path / "none.json")) == 1
+    assert kv_layers.main([*arguments(tmp_path / "none.json"), "--offloading-size", "0.01"]) == 1
     assert "other blocks arrived than the cache has: no result" in capsys.readouterr().err
 
 
