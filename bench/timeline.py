@@ -3,7 +3,8 @@
 Runs the requests of W1 and W3a (bench/engine_workloads.py) twice: once alone, for the time of a step, and once under
 torch's profiler, whose records (CUPTI's, in nanoseconds) say when each kernel of a CUDA graph began and ended. Out of
 the stretch in which all requests decode it takes whole steps, and reports for each place in the step the median over
-them. Recording lengthens steps a little; both times are reported.
+them. Recording lengthens steps a little; both times are reported. Of several ranks (``--options
+'{"tensor_parallel_size": 2}'``) it looks at the first, and says what they exchange.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 from autotune.table import commit
 from bench.engine_workloads import MODELS, WORKLOADS, requests, truncated, write_model
+from bench.timeline_links import line, links
 from bench.timeline_record import Drive, Event, drive, prepare, recorded
 
 BIG_GAP_NS = 10_000  # the GPU waits for the host; less is the way from one kernel of a graph to the next
@@ -161,8 +163,9 @@ def step_report(run: Drive, events: Sequence[Event], layers: int) -> dict[str, A
     }
 
 
-def report(llm: Any, name: str, max_tokens: int | None, layers: int) -> dict[str, Any]:
-    """A workload's timeline: run it alone, run it recorded, look at both. A step only if there are decode steps.
+def report(llm: Any, name: str, max_tokens: int | None, config: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
+    """A workload's timeline: run it alone, run it recorded, look at both. A step only if there are decode steps. Of
+    several ranks the first is looked at, and what they exchange is reported.
 
     ``busy_percent_alone`` is what the recorded kernels' time is of a step that nobody recorded: recording adds gaps.
     """
@@ -190,7 +193,9 @@ def report(llm: Any, name: str, max_tokens: int | None, layers: int) -> dict[str
     }
     if max(request.max_tokens for request in batches[0]) == 1:
         return result
-    step = step_report(run, ours, layers)
+    step = step_report(run, ours, config["num_hidden_layers"])
+    if ranks > 1:
+        step["links"] = links(step["kernels"], len(batches[0]), config, ranks)
     alone_us = 1e3 * alone.step_ms()
     return result | step | {"step_us": alone_us, "busy_percent_alone": min(100.0, 100 * step["busy_us"] / alone_us)}
 
@@ -223,6 +228,7 @@ def text(result: dict[str, Any], rows: int = 40) -> str:
             f"| {kernel['share']:.1f}% |"
         )
     lines.append(f"| all | {result['events']} | | {result['busy_us']:.1f} | {result['gap_us']:.1f} | |")
+    lines += ["", line(result["links"])] if "links" in result else []
     return "\n".join(lines)
 
 
@@ -259,7 +265,7 @@ def measure(names: Sequence[str], model: str, max_tokens: int | None, options: d
     print(f"import {engine.import_seconds:.1f} s, start {engine.start_seconds:.1f} s", flush=True)
     timelines = []
     for name in names:
-        timelines.append(report(engine.llm, name, max_tokens, config["num_hidden_layers"]))
+        timelines.append(report(engine.llm, name, max_tokens, config, options.get("tensor_parallel_size", 1)))
         print(f"\n{text(timelines[-1])}\n", flush=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"machine": machine(), "commit": commit(), "date": now, "timelines": timelines}

@@ -10,9 +10,11 @@ from support.engines import tiny_llm
 
 from bench import engine_workloads, plot, timeline
 from bench.engine_workloads import Workload, requests
+from bench.timeline_links import line, links
 from bench.timeline_record import MOST_STEPS, Drive, Event, drive, recorded
 
 LAYERS = 3
+CONFIG = {"num_hidden_layers": LAYERS, "hidden_size": 64}
 STEP = [("copy", 1, 1), ("embed", 2, 0), *[("gemm", 10, 0), ("attention", 5, 2)] * LAYERS, ("sample", 4, 20)]
 STEP_US = sum(us + gap for _, us, gap in STEP)
 
@@ -157,7 +159,7 @@ def test_whole_report_and_its_picture(monkeypatch, driven, tmp_path):
     events = Recorded()
     monkeypatch.setattr(timeline, "drive", drive_and_record)
     monkeypatch.setattr(timeline, "recorded", lambda: events)
-    result = timeline.report(llm, "T", 15, LAYERS)
+    result = timeline.report(llm, "T", 15, CONFIG)
     assert result["running"] == 5 and result["max_tokens"] == 15 and result["events"] == len(STEP)
     assert 0 < result["busy_percent"] < 100 and result["step_us"] > 0 and result["seconds"] > 0
     assert {kernel["name"] for kernel in result["totals"]} == {name for name, _, _ in STEP}
@@ -167,8 +169,32 @@ def test_whole_report_and_its_picture(monkeypatch, driven, tmp_path):
     (tmp_path / "timeline.json").write_text(json.dumps(whole))
     assert plot.main([str(tmp_path / "timeline.json"), "-o", str(tmp_path / "timeline.svg")]) == 0
     assert "gemm" in (tmp_path / "timeline.svg").read_text()
-    only_prefill = timeline.report(llm, "T", 1, LAYERS)  # no decode step: the whole run by kernel
+    only_prefill = timeline.report(llm, "T", 1, CONFIG)  # no decode step: the whole run by kernel
     assert "kernels" not in only_prefill and "| gemm |" in timeline.text(only_prefill)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "running", "each"),
+    [
+        (2, 8, 8 * 8192 * 2),  # one shot: the part, to the other
+        (4, 8, 3 * 8 * 8192 * 2),  # and to three
+        (4, 128, 1.5 * 128 * 8192 * 2),  # two shots: three quarters of the parts, and of the sums
+        (3, 128, 4 / 3 * 128 * 8192 * 2),  # NCCL's
+    ],
+)
+def test_what_ranks_exchange_in_a_step(ranks, running, each):
+    config = {"num_hidden_layers": 80, "hidden_size": 8192}
+    step = [
+        ("_all_reduce_kernel", 160, 1600.0, 10.0),
+        ("ncclDevKernel_AllGather", 1, 19.0, 0.5),
+        ("nvjet", 80, 9e3, 80.0),
+    ]
+    kernels = [dict(zip(("name", "count", "us", "share"), row, strict=True)) for row in step]
+    found = links(kernels, running, config, ranks)
+    assert found["collectives_us"] == 1619 and found["sums_us"] == 1600 and found["share"] == 10.5
+    assert found["bytes_sent"] == pytest.approx(160 * each) and found["sums"] == 160
+    assert found["gb_per_s"] == pytest.approx(160 * each / 1600e-6 / 1e9)
+    assert f"{ranks} ranks: collectives 1619 us" in line(found)
 
 
 @pytest.mark.parametrize(
