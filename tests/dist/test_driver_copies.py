@@ -70,3 +70,20 @@ def test_what_the_driver_refuses_is_an_error():
     memory = torch.zeros(4, 8)
     with pytest.raises(DriverError, match="cuMemcpy2DAsync: unknown error"):
         driver(Library(code=700)).copy_to_host([(memory.data_ptr(), memory.data_ptr(), 1)], 4, 32, 0)
+
+
+def test_one_piece_of_memory_that_cannot_be_given_back_keeps_no_other(caplog):
+    made, asked = driver(Library()), []
+
+    def call(name, address):
+        asked.append((name, address.value))
+        if address.value in (2, 9):
+            raise DriverError(f"{name}: {address.value}")
+
+    made._call = call
+    made.give_back(9, [1, 2, 3])
+    assert asked == [*(("cuIpcCloseMemHandle", address) for address in (1, 2, 3)), ("cuMemFree_v2", 9)]
+    assert "2 of 4 pieces of memory were not given back: cuIpcCloseMemHandle: 2" in caplog.text
+    caplog.clear()
+    made.give_back(None, [1])
+    assert not caplog.text

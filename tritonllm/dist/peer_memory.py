@@ -7,6 +7,7 @@ so that one which leads a second group of new ranks would wait for ever.
 """
 
 import ctypes
+import logging
 import socket
 import weakref
 import zlib
@@ -19,6 +20,7 @@ import torch
 
 from tritonllm.dist.group import ConnectedGroup
 
+logger = logging.getLogger(__name__)
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
 
@@ -40,7 +42,7 @@ class Driver(Protocol):
         """The address of another process's memory."""
 
     def give_back(self, own: int | None, opened: Sequence[int]) -> None:
-        """Memory of this process, and of others."""
+        """Memory of this process, and of others. What cannot be given back, the log names."""
 
 
 _END_OF_COPY: list[tuple[str, Any]] = [
@@ -148,13 +150,16 @@ class CudaDriver:
                 raise self._error("cuMemcpy2DAsync", code)
 
     def give_back(self, own: int | None, opened: Sequence[int]) -> None:
-        try:
-            for address in opened:
-                self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
-            if own is not None:
-                self._call("cuMemFree_v2", ctypes.c_uint64(own))
-        except DriverError:  # a kernel has failed before: then nothing can be given back, nor is needed any more
-            pass
+        calls = [("cuIpcCloseMemHandle", address) for address in opened]
+        calls += [] if own is None else [("cuMemFree_v2", own)]
+        failed = []
+        for name, address in calls:  # one that fails keeps none of the others
+            try:
+                self._call(name, ctypes.c_uint64(address))
+            except DriverError as error:
+                failed.append(str(error))
+        if failed:  # as all do once a kernel has failed; then the process has no more use for the device
+            logger.warning("%d of %d pieces of memory were not given back: %s", len(failed), len(calls), failed[0])
 
     def _call(self, name: str, *arguments: Any) -> None:
         with torch.cuda.device(self._device):
