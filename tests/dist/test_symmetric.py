@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 
 from tritonllm.dist.group import ConnectedGroup, share_of
 from tritonllm.dist.peer_memory import DriverError
-from tritonllm.dist.symmetric import FURTHER, REACH, Reach, SymmetricGroup
+from tritonllm.dist.symmetric import FURTHER, Reach, SymmetricGroup
 from tritonllm.kernels import best_of_shards, fused_add_rms_norm, sample, sample_limited_shards, sample_shard
 from tritonllm.kernels.collective import AddedNorm, all_reduce_ref, sum_rows
 
@@ -240,7 +240,7 @@ def left_alone(group, say):
 
 
 def on_gpus(count):
-    return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs"))
+    return [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")]
 
 
 SOME_GPUS = [pytest.param(count, marks=on_gpus(count)) for count in (2, 4)]
@@ -265,13 +265,23 @@ def test_limited_draws_read_where_logits_lie(vocab, size):
     assert run_gpu_ranks(size, limited_draws, vocab) == [True] * size
 
 
-@on_gpus(2)
-def test_a_kernel_that_waits_in_vain_ends():
-    alone, _ = run_gpu_ranks(2, left_alone)
+@pytest.mark.parametrize("size", SOME_GPUS[:1])
+def test_a_kernel_that_waits_in_vain_ends(size):
+    alone, _ = run_gpu_ranks(size, left_alone)
     assert 0.5 < alone < 3.0
 
 
-def test_two_shots_only_where_they_were_measured():
+def test_ways_are_chosen_by_bytes_and_ranks():
     """Two ranks send the same bytes in one shot and wait once; of other numbers than four nobody knows."""
-    assert REACH[4].two_shot > REACH[4].one_shot
-    assert not any(reach.two_shot for reach in (REACH[2], FURTHER))
+
+    def meet(group):
+        found, _ = with_made_up_memory(group)
+        found.reserve(64, torch.bfloat16)
+        small, large = found.reach.one_shot // 128, found.reach.most // 128  # rows
+        ways = [found._in_two(torch.empty(rows, 64, dtype=torch.bfloat16)) for rows in (1, small, small + 1)]
+        return ways, found.fused_rows == large, large > small
+
+    expected = {2: ([False, False, True], True, False), 3: ([False, False, True], True, False)}
+    expected[4] = [False, False, True], True, True
+    for size, ways in expected.items():
+        assert run_ranks(size, meet) == [ways] * size

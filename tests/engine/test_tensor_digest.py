@@ -22,6 +22,7 @@ def some_bytes(count, seed=0):
 
 def mixed(word):
     """The same steps with Python's integers."""
+    word ^= word >> 32
     word = word * (tensor_digest._FIRST & WRAP) & WRAP
     word ^= word >> 32
     word = word * (tensor_digest._SECOND & WRAP) & WRAP
@@ -39,7 +40,7 @@ def test_sums_are_those_of_integers_without_a_sign():
     assert [value & WRAP for value in found] == [one & WRAP, two & WRAP]
 
 
-@pytest.mark.parametrize("row, rows", [(1, 1), (4, 1), (4, 3), (1 << 16, 64)])
+@pytest.mark.parametrize("row, rows", [(1, 1), (4, 1), (4, 3), (512, 64)])
 def test_every_bit_and_every_place_counts(monkeypatch, row, rows):
     monkeypatch.setattr(tensor_digest, "ROW", row)
     monkeypatch.setattr(tensor_digest, "ROWS", rows)
@@ -57,6 +58,17 @@ def test_every_bit_and_every_place_counts(monkeypatch, row, rows):
     signs = data.clone()
     signs[7::8] ^= 128  # the upper bit of all words
     assert of(signs) != whole
+
+
+def test_signs_of_two_places_count_in_each_sum():
+    """The highest bit of a word is a float's sign. Each pair of 512 flips of it has first sums of its own."""
+    words = torch.zeros(512, 512, dtype=torch.int64)
+    words.fill_diagonal_(torch.iinfo(torch.int64).min)
+    first, second = tensor_digest._numbers(torch.device("cpu"))
+    changes = tensor_digest._sums(words, first, second) - tensor_digest._sums(torch.zeros_like(words), first, second)
+    for change in changes.T:
+        pairs = (change[:, None] + change)[torch.ones(512, 512, dtype=torch.bool).triu(1)]
+        assert len(pairs.unique()) == len(pairs) and (pairs != 0).all()
 
 
 def test_lengths_and_borders_count():

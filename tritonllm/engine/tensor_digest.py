@@ -6,8 +6,9 @@ each row two sums are kept, modulo 2**64: of the mixed words, and of these times
 of integers do not depend on their order, so every device finds the same ones. The rows' sums, in order, are hashed on
 the host (xxh3, 128 bits).
 
-One word that differs always changes the first sum. Any other change leaves both as they were with a probability of
-about 2**-128, unless somebody looks for such a change: this tells weights apart, and is no proof against forgery.
+One word that differs always changes the first sum. Other changes do unless what they change of the mixed words adds up
+to 0, in both sums: no checkpoint does that by chance, but who looks for such a change can find one. This tells weights
+apart, and is no proof against forgery. On the CPU a core does some 0.7 GB in a second.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ import torch
 import xxhash
 
 ROW = 1 << 16  # words; its mixed copy stays in a core's cache
-ROWS = 64  # that a GPU mixes at a time: 32 MB
+ROWS = 16  # that a GPU mixes at a time: 8 MB, and a few times as much for what is in between
 _FIRST, _SECOND = (
     -7046029254386353131,
     -4417276706812531889,
@@ -57,8 +58,8 @@ def _words(tensor: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:
-    """As it is, or a copy if its words begin in the middle of the storage's."""
-    return data.clone() if data.storage_offset() % 8 else data
+    """As it is, or a copy if its words do not begin where words of 64 bits may."""
+    return data.clone() if data.data_ptr() % 8 else data
 
 
 def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +77,10 @@ def _sums(words: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tor
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Spread every bit over the word, in place. Products wrap; what a shift brings in of the sign is masked."""
+    """Spread every bit over the word, in place: the finalizer of MurmurHash3 (Appleby, 2011) with other numbers. Its
+    first shift is for the highest bit, a float's sign, which a product would leave alone. Products wrap; what a shift
+    brings in of the sign is masked."""
+    words ^= (words >> 32).bitwise_and_(_LOW_32)
     words.mul_(_FIRST)
     words ^= (words >> 32).bitwise_and_(_LOW_32)
     words.mul_(_SECOND)
