@@ -179,7 +179,11 @@ def why_failed(name: str, row: dict[str, Any]) -> str | None:
 
 
 class Report:
-    """Rows in a file, which is written after each of them."""
+    """Rows in a file, which is written after each of them.
+
+    Raises:
+        ValueError: the file is there, and says that its rows were measured otherwise.
+    """
 
     def __init__(self, out: Path, facts: dict[str, Any]) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -187,8 +191,10 @@ class Report:
         facts = json.loads(json.dumps(facts))  # as a file has them
         if out.exists():
             there = json.loads(out.read_text())
-            if facts == {name: there.get(name) for name in facts}:
-                rows = there["prefill_decode"]
+            other = [name for name in facts if there.get(name) != facts[name]]
+            if other:
+                raise ValueError(f"--out: {out} has rows of another {' and '.join(other)}: give another name")
+            rows = there["prefill_decode"]
         self.data: dict[str, Any] = {**facts, "date": now, "prefill_decode": rows}
         out.parent.mkdir(parents=True, exist_ok=True)
 
@@ -239,7 +245,10 @@ def measure(args: argparse.Namespace, report: Report) -> list[str]:
                         report.add(row)
                         print(brief(row), *row["warnings"], sep="\n  ", flush=True)
                         failed += [why for why in [why_failed(name, row)] if why is not None]
-            except RuntimeError as error:  # the other groups' rows are worth having
+            except (
+                RuntimeError,
+                OSError,
+            ) as error:  # OSError: a server has died; the other groups' rows are worth having
                 failed.append(f"{name}: {error}")
                 print(failed[-1], file=sys.stderr, flush=True)
     return failed
@@ -319,7 +328,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     traffic = {name: value for name, value in asdict(args.traffic).items() if name != "long_rate"}
     facts = {"machine": machine(), "commit": commit(), "rehearsal": args.rehearsal, "model": MODEL, "gpus": len(gpus)}
     facts |= {"traffic": traffic, "tier_gib": args.tier_gib, "kept_gib": args.kept_gib}
-    report = Report(args.out, facts)
+    try:
+        report = Report(args.out, facts)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     failed = measure(args, report)
     print(*judged(report.rows), *(f"FAILED: {why}" for why in failed), sep="\n")
     print(f"{len(report.rows)} rows in {args.out} after {time.monotonic() - begin:.0f} s")

@@ -262,10 +262,11 @@ def measure(names: Sequence[str], model: str, max_tokens: int | None, options: d
         folder = write_model(model, config, Path(root))
         longest = max(WORKLOADS[name].max_model_len for name in names)
         engine = Engine("tritonllm", folder, {"max_model_len": longest} | options)
+    ranks = options.get("tensor_parallel_size", 1) if options.get("pipeline_parallel_size", 1) == 1 else 1
     print(f"import {engine.import_seconds:.1f} s, start {engine.start_seconds:.1f} s", flush=True)
     timelines = []
     for name in names:
-        timelines.append(report(engine.llm, name, max_tokens, config, options.get("tensor_parallel_size", 1)))
+        timelines.append(report(engine.llm, name, max_tokens, config, ranks))
         print(f"\n{text(timelines[-1])}\n", flush=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"machine": machine(), "commit": commit(), "date": now, "timelines": timelines}

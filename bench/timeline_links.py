@@ -18,8 +18,8 @@ def bytes_sent(nbytes: int, ranks: int) -> float:
 
 
 def links(kernels: Sequence[dict[str, Any]], running: int, config: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Of a decode step: the time of all collectives in microseconds and their share of it, and what a rank sends for
-    the sums behind its blocks, in bytes and in GB/s of the time that these take.
+    """Of a decode step in bfloat16 without stages: the time of all collectives in microseconds and their share of it,
+    and what a rank sends for the sums behind its blocks, in bytes and in GB/s of the time that these take.
 
     Args:
         kernels: a row for each kernel of the step (:func:`bench.timeline.table`).

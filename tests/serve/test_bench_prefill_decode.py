@@ -89,7 +89,8 @@ def test_a_file_is_continued(tmp_path):
         report.add(one)
     assert [one["group"] for one in Report(out, facts).rows] == ["shared", "split"]
     assert report.rows[1]["output_tokens_per_second"] == 90.0
-    assert Report(out, {**facts, "commit": "b"}).rows == []
+    with pytest.raises(ValueError, match="rows of another commit: give another name"):
+        Report(out, {**facts, "commit": "b"})
 
 
 def test_a_rehearsal(tmp_path, capsys):
