@@ -329,6 +329,42 @@ def test_slots_are_lent_and_come_back():
     assert tier.stats.num_used_host_blocks == 4
 
 
+class Counted(int):
+    """A slot that counts how often sets and dictionaries look at one."""
+
+    looks = 0
+
+    def __hash__(self):
+        Counted.looks += 1
+        return super().__hash__()
+
+
+@pytest.mark.parametrize("used", [0, 300])
+def test_lending_many_slots_takes_time_in_their_number(used):
+    """The prompt of 32,768 tokens that another engine has computed waits for 2,048 of them."""
+    tier = HostTier(1000, Rates())
+    stored(tier, range(used))
+    tier.done = tier.last
+    tier.begin()
+    tier._free = [Counted(slot) for slot in tier._free]
+    Counted.looks = 0
+    lent = tier.lend(500)
+    assert lent == sorted(lent) and len(lent) == 500
+    assert Counted.looks <= 4 * 500
+
+
+def test_slots_are_lent_in_order():
+    """Neighbours are copied together."""
+    tier = HostTier(8, Rates())
+    stored(tier, range(6))
+    tier.done = tier.last
+    tier.begin()
+    (first,) = tier.lend(1)  # both of the others are free still
+    tier.take_back(first)
+    assert (lent := tier.lend(4)) == sorted(lent) and len(lent) == 4  # two free ones, and two that are given up
+    assert tier.stats.num_used_host_blocks == 4
+
+
 def test_a_lent_slot_takes_no_other_block():
     tier = HostTier(4, Rates())
     (slot, other) = tier.lend(2)
