@@ -62,6 +62,22 @@ def test_the_end_of_a_prompt_is_given_up_first():
     assert len(plan.fills.stores) == 3 and [*map(scheduler.tier.has, labels)] == [True, True, True, False]
 
 
+def test_the_end_of_a_prompt_is_given_up_first_when_it_has_been_found_as_well():
+    """By the device's cache, and by the rest of it that comes back from here."""
+    scheduler = tiered(num_blocks=20, num_slots=6)
+    first = add(scheduler, "a", 25, 26)
+    drain(scheduler)
+    scheduler.pool.clear_labels()  # of the blocks behind the first three
+    (one, two, three, *_), blocks = first.block_hashes, scheduler.pool.allocate_many(3)
+    for label, block in zip((one, two, three), blocks, strict=True):
+        scheduler.pool.label(block, label)
+    scheduler.tier.rates.pays = lambda blocks: True
+    again = add(scheduler, "b", first.prompt_token_ids, 26)
+    run(scheduler)
+    assert again.num_cached_tokens == 24 and scheduler.tier.loaded == 3
+    assert [*scheduler.tier._slot_of] == first.block_hashes[5::-1]
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_block_of_an_output_is_stored_with_the_next_plan(beside):
     """The device knows its last token before the host does."""

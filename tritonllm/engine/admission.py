@@ -83,9 +83,9 @@ class Admission:
             slots = tier.find_own(request, self._block_size, len(cached))
         else:
             labels = cache.labels(request)
-            for label, block in zip(labels, cached, strict=False):
-                tier.keep(label, block)  # used now, so that the host does not forget what the device needs most
             slots = tier.find(labels[len(cached) :])
+            # used now, so that the host does not forget what the device needs most; of the two parts the first is last
+            tier.keep_all(dict(zip(labels, cached, strict=False)))
             if not tier.rates.pays(len(slots)):
                 slots = []
             for label, block in zip(labels[len(cached) :], new[: len(slots)], strict=False):

@@ -31,7 +31,7 @@ step wait on the device. That the host hears late or never makes nothing wrong.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -218,6 +218,14 @@ class HostTier:
             self._slot_of.move_to_end(label)
         elif label not in self._queue and label not in self._filled:
             (self._filled if fills else self._queue)[label] = block
+
+    def keep_all(self, blocks: Mapping[bytes, int], *, fills: bool = False) -> None:
+        """:meth:`keep` for a sequence of blocks by label, the first one first: the end is given up first."""
+        for label in reversed([label for label in blocks if label in self._slot_of]):
+            self._slot_of.move_to_end(label)
+        for label, block in blocks.items():
+            if label not in self._slot_of:
+                self.keep(label, block, fills=fills)
 
     def keep_own(self, requests: Sequence[Request], block_size: int) -> None:
         """Store the full blocks of sequences of one user's request that are being preempted together, where no prefix

@@ -67,10 +67,11 @@ class PrefixCache:
             return
         full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if full > done:
-            for block, digest in zip(request.block_ids[done:full], self._digests(request, full)[done:], strict=True):
+            new = dict(zip(self._digests(request, full)[done:], request.block_ids[done:full], strict=True))
+            for digest, block in new.items():
                 self.pool.label(block, digest)
-                if self._tier is not None:
-                    self._tier.keep(digest, block, fills=planning)
+            if self._tier is not None:
+                self._tier.keep_all(new, fills=planning)
             request.num_labelled_blocks = full
 
     def count(self, request: Request) -> None:
