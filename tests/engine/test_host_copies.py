@@ -57,6 +57,16 @@ def test_stores_come_before_loads(device, on_device):
     assert torch.equal(pools[0][:, :, 4], first)
 
 
+def test_slots_that_follow_each_other_are_one_copy(device, monkeypatch):
+    """In whatever order the tier names them."""
+    found = []
+    monkeypatch.setattr(host_copies, "runs", lambda slots: found.append(list(runs(slots))) or found[-1])
+    _, copies = make(device, layers=(2,))
+    copies.run(Transfers(1, tuple((block, block + 1) for block in (3, 1, 0, 4, 2)), (), wait=1))
+    copies.run(Transfers(2, (), tuple((slot, slot + 4) for slot in (5, 2, 3, 1, 4)), wait=2))
+    assert found == [[(0, 1, 5)]] * 2
+
+
 def test_staging_memory():
     assert staging_bytes(1 << 20, 0) == 0
     assert staging_bytes(1 << 20, 5) == 5 << 20

@@ -1,5 +1,6 @@
 """The second tier's bookkeeping, in small cases. Random ones: test_host_tier_stateful.py."""
 
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,24 @@ def test_the_end_of_a_prompt_is_given_up_first_when_it_has_been_found_as_well():
     run(scheduler)
     assert again.num_cached_tokens == 24 and scheduler.tier.loaded == 3
     assert [*scheduler.tier._slot_of] == first.block_hashes[5::-1]
+
+
+def test_a_prompts_blocks_are_neighbours_in_order():
+    """Then those that come to another engine in order are neighbours on both sides."""
+    scheduler = tiered(num_blocks=20, tokens=16)
+    request = add(scheduler, "a", 33, 40)
+    for _ in range(3):
+        run(scheduler)
+    slots = scheduler.tier.find(request.block_hashes)
+    assert slots == [*range(8)]
+    tier = HostTier(8, Rates())
+    for number in range(4):  # also in the place of others
+        labels = [b"%d %d" % (number, block) for block in range(4)]
+        tier.keep_all(dict(zip(labels, range(4), strict=True)))
+        tier.begin()
+        tier.finish(runs=True)
+        tier.done = tier.last
+        assert tier.find(labels) == [*range(4 * (number % 2), 4 * (number % 2) + 4)]
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -379,6 +398,23 @@ def test_slots_are_lent_in_order():
     tier.take_back(first)
     assert (lent := tier.lend(4)) == sorted(lent) and len(lent) == 4  # two free ones, and two that are given up
     assert tier.stats.num_used_host_blocks == 4
+
+
+def test_storing_beside_many_lent_slots_takes_time_in_the_number_of_blocks():
+    """A connector that saves slowly has half of all slots, those used longest ago."""
+    tier = HostTier(400, Rates())
+    tier.tells = True
+    stored(tier, range(400))
+    lent = {slot for _, slot in tier.take_stored()}
+    assert len(lent) == 200
+    tier._slot_of = OrderedDict((label, Counted(slot)) for label, slot in sorted(tier._slot_of.items(), key=str))
+    for label, slot in list(tier._slot_of.items()):
+        if slot not in lent:
+            tier._slot_of.move_to_end(label)
+    Counted.looks = 0
+    new = stored(tier, range(400, 500))
+    assert all(map(tier.has, new)) and all(slot in lent for slot in tier._lent)
+    assert Counted.looks <= 200 + 10 * 100
 
 
 def test_a_lent_slot_takes_no_other_block():

@@ -77,6 +77,17 @@ def test_copies_outlive_the_slots_and_neighbours_are_one_copy(host, engines):
     assert begun == [[7 * 24, 7 * 5], [5 * 24, 5 * 5], [24, 2 * 24, 5, 2 * 5]]
 
 
+def test_blocks_that_are_saved_from_the_end_of_a_prompt_are_one_copy_all_the_same(host, engines):
+    """So the tier tells of them (test_host_tier.py); of what is kept the end goes first."""
+    begun, there = [], memory(100)
+    host.before_copy = lambda spans: begun.append([nbytes for _, _, nbytes in spans])
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
+    offer = saved(producer, [6, 5, 4, 3, 2, 1, 0])
+    assert [*producer.kept._blocks] == KEYS[::-1]
+    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert begun == [[7 * 24, 7 * 5]] * 2
+
+
 def test_many_come_in_several_answers_and_copies(host, engines, monkeypatch):
     monkeypatch.setattr(kv_ipc, "FIRST", 1)
     monkeypatch.setattr(kv_ipc, "TOGETHER", 2)

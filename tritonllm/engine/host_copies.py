@@ -253,7 +253,7 @@ class HostCopies:
         if self._on_device:
             self._copy_on_device(transfers)
             return
-        for slots, blocks in self._pieces(transfers.stores):
+        for slots, blocks in self._pieces(sorted(transfers.stores, key=lambda pair: pair[1])):
             for rows, staging, host in self._parts:
                 pack_blocks(rows, blocks, staging[: len(slots)])
                 for at, slot, count in runs(slots):

@@ -151,9 +151,9 @@ class HostTier:
         return label in self._slot_of
 
     def lend(self, count: int) -> list[int]:
-        """At most so many slots for somebody who writes into them, until :meth:`take_back`; in order, because blocks that
-        are neighbours here and where they come from are copied together. Half of all slots are never lent. Takes time
-        in the number of slots that are lent or in use by copies, not in all."""
+        """At most so many slots for somebody who writes into them, until :meth:`take_back`; in order, because blocks
+        that are neighbours here and where they come from are copied together. Half of all slots are never lent. Takes
+        time in the number of slots that are lent or that copies touch, not in all."""
         if self.done < self._unknown:
             return []
         touched = self._stores.keys() | self._read
@@ -249,8 +249,7 @@ class HostTier:
         for label in (*swap.labels, *blocks):  # used now: others are given up for the new ones
             if label in self._slot_of:
                 self._slot_of.move_to_end(label)
-        for label, block in reversed(blocks.items()):
-            self._store(label, block)
+        self._store_all(blocks)
         own = [label for label in blocks if label not in prompts]
         self._swaps.leave(requests[0], [label for label in blocks if label in prompts], own)
 
@@ -281,8 +280,7 @@ class HostTier:
                     if moving.get(block) == number:
                         del moving[block]
         queue, self._queue = self._queue, {}
-        for label, block in reversed(queue.items()):
-            self._store(label, block)
+        self._store_all(queue)
         self._let_go(self.done)
 
     def hurry(self, running: Sequence[Request]) -> bool:
@@ -346,8 +344,7 @@ class HostTier:
         if not (beside and self.streams):
             self._queue.update(filled)
             return None
-        for label, block in reversed(filled.items()):  # what a batch before it reads or writes may be overwritten
-            self._store(label, block)
+        self._store_all(filled)  # what a batch before it reads or writes may be overwritten
         stores = [(block, slot) for slot, (_, block) in self._stores.items()]
         if not stores:
             return None
@@ -374,6 +371,14 @@ class HostTier:
                 del self.loading[request]
                 self._wait = max(self._wait, last)
 
+    def _store_all(self, blocks: dict[bytes, int]) -> None:
+        """Blocks by label, the first of a sequence first. It is stored last, so that the end is given up first; free
+        slots are in the order of the blocks all the same."""
+        new = min(sum(label not in self._slot_of for label in blocks), len(self._free))
+        self._free[len(self._free) - new :] = reversed(self._free[len(self._free) - new :])
+        for label, block in reversed(blocks.items()):
+            self._store(label, block)
+
     def _store(self, label: bytes, block: int) -> None:
         if label in self._slot_of:
             self._slot_of.move_to_end(label)
@@ -381,15 +386,27 @@ class HostTier:
         if self._free:
             slot = self._free.pop()
         else:
-            # stores come before loads: what a load of this batch reads must stay
-            used = self._slot_of.items()
-            oldest = next((label for label, slot in used if slot not in self._read and slot not in self._lent), None)
+            oldest = self._oldest()
             if oldest is None:
                 return
             slot = self._give_up(oldest)
         self._slot_of[label] = slot
         self._stores[slot] = label, block  # in the place of another one of this batch, which the slot was given first
         self._storing[block] = self._number
+
+    def _oldest(self) -> bytes | None:
+        """The block that is given up next. What is lent must stay: it counts as used now, or each look would pass all
+        of it again. What a load of this batch reads must stay, too, for stores come before loads."""
+        lent, oldest = [], None
+        for label, slot in self._slot_of.items():
+            if slot in self._lent:
+                lent.append(label)
+            elif slot not in self._read:
+                oldest = label
+                break
+        for label in lent:
+            self._slot_of.move_to_end(label)
+        return oldest
 
     def _give_up(self, label: bytes) -> int:
         """Forget this block, and those that are of no use without it; returns its slot."""

@@ -95,15 +95,17 @@ class DeviceReads:
                 if self._closed:
                     break
                 kept.make_room(len(some) * self._size)
-                places = self._take_places(len(some))
-                pairs = np.array([slot for _, slot in some]), np.array(places)
+                slots_of, places = np.array([slot for _, slot in some]), np.empty(len(some), np.int64)
+                order = np.argsort(slots_of)  # that of the blocks in a prompt; the keys begin with its end
+                places[order] = self._take_places(len(some))
+                pairs = slots_of[order], places[order]
                 try:
                     device.copy(arena.spans(self._base, self._slots, pairs, into_slots=False))()
                 except OSError as error:
-                    self._free.extend(places)
+                    self._free.extend(places.tolist())
                     logger.warning("blocks cannot be kept for others: %s", error)
                     break
-            for (key, _), place in zip(some, places, strict=True):
+            for (key, _), place in zip(some, places.tolist(), strict=True):
                 number = next(self._numbers).to_bytes(8, "little")
                 count += kept.put(key, number, b"", place, self._size)
         return count
