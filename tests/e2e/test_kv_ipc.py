@@ -7,6 +7,8 @@ from support.ipc_memory import Host
 from support.ipc_processes import Engine, processes
 from support.kv_sharing import FULL, PROMPTS, ROOM, all_slots_are_back, computed_alone, connected_llm, run_prompts
 from support.server import eventually
+from support.tiny_models import random_tokens
+from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm.engine import kv_start
 
@@ -40,6 +42,27 @@ def test_decode_goes_on_where_prefill_ended(host):
         llm.engine._transfer.connector.close()
         assert all_slots_are_back(llm)
     assert not host.owned and not host.opened
+
+
+def test_a_prompts_blocks_come_in_few_copies(host):
+    """Both tiers and the memory for others keep them in the prompt's order, also in the place of other blocks."""
+    producer, consumer = (connected_llm("CudaIpc", role, SETTINGS) for role in ("kv_producer", "kv_consumer"))
+    tier, each = consumer.engine._scheduler.tier, producer.engine._runner.block_bytes
+    copied = []  # copies of a load and their bytes; at most 64 tokens of a prompt are computed at once, and saved
+    host.before_copy = lambda spans: copied.append((len(spans), sum(nbytes for _, _, nbytes in spans)))
+    counts = []
+    for seed in range(2 * tier.num_slots // 25):
+        prompt = random_tokens(101, VOCAB_SIZE, seed=1000 + seed)
+        (first,) = producer.generate([prompt], wishes([{"do_remote_decode": True}], 1), use_tqdm=False)
+        copied.clear()
+        (output,) = consumer.generate([prompt], wishes([first.kv_transfer_params], 1), use_tqdm=False)
+        assert output.num_cached_tokens == 100
+        counts += [count for count, nbytes in copied if nbytes == 25 * each]
+    assert len(counts) >= 2 * tier.num_slots // 25
+    assert counts[0] == 1 and max(counts) < 10  # it would be 25
+    for llm in (producer, consumer):
+        llm.engine._transfer.connector.close()
+        assert all_slots_are_back(llm)
 
 
 @pytest.mark.parametrize("fault", ["refuse", "break", "closed"])

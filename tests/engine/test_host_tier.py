@@ -475,6 +475,14 @@ def test_what_was_stored_is_told_once_to_whoever_asks():
     assert tier.find(labels) and not tier._lent
 
 
+def test_of_a_prompt_that_is_too_long_the_beginning_is_told():
+    """Nobody can use the rest without it. The end comes first, so that others give it up first."""
+    tier = HostTier(8, Rates())
+    tier.tells = True
+    labels = stored(tier, range(6))
+    assert [label for label, _ in tier.take_stored()] == labels[3::-1]
+
+
 def test_of_a_slot_that_was_stored_twice_the_last_block_is_told():
     tier = HostTier(1, Rates())
     tier.tells = True

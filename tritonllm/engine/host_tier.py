@@ -177,10 +177,10 @@ class HostTier:
     def take_stored(self) -> list[tuple[bytes, int]]:
         """Labels and slots of what is stored by the batches that went with plans until now, as far as the last question
         did not tell, for somebody who reads them: they are lent until :meth:`take_back`. With half of all slots lent
-        the rest is left out."""
+        the rest is left out: the first of them, which are the ends of prompts."""
         told, self._told = self._told, []
         there = [(label, slot) for label, slot in told if self._slot_of.get(label) == slot and slot not in self._lent]
-        there = there[: max(0, self._most_lent - len(self._lent))]
+        there = there[max(0, len(there) - max(0, self._most_lent - len(self._lent))) :]
         self._lent.update({slot: label for label, slot in there})
         return there
 
