@@ -68,6 +68,7 @@ class Job(NamedTuple):
         block_bytes: of one block.
         gpus: of the engine that computes, and of the one that finds; ``None``: the CPU.
         options: more arguments of both engines.
+        settings: more of the connectors, by their names.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Job(NamedTuple):
     gpus: tuple[int | None, int | None]
     repeats: int
     options: dict[str, Any]
+    settings: dict[str, dict[str, Any]]
 
     @property
     def most(self) -> int:
@@ -103,6 +105,7 @@ def places(job: Job, connector: str, store: Path) -> list[Place]:
     extra |= {"path": str(store)} if connector == "FileStore" else {"peers": ["127.0.0.1"]}
     if connector == "CudaIpc":
         extra["max_bytes"] = job.all_bytes  # they are allocated, on the GPU
+    extra |= job.settings.get(connector, {})
     found = []
     for role, gpu in zip(("kv_producer", "kv_consumer"), job.gpus, strict=True):
         transfer = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
@@ -201,7 +204,9 @@ def measure(job: Job, connector: str, folder: Path, row: Callable[[dict[str, Any
             for tokens in job.tokens:
                 say(f"{connector}: {tokens} tokens")
                 try:
-                    row(row_of(connector, tokens, job.block_bytes, one_length(first, second, tokens, job.repeats)))
+                    took = one_length(first, second, tokens, job.repeats)
+                    given = {"settings": job.settings[connector]} if connector in job.settings else {}
+                    row(row_of(connector, tokens, job.block_bytes, took) | given)
                 except RuntimeError as error:
                     say(f"{connector}, {tokens} tokens: {error}")
     return start
@@ -226,6 +231,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--folder", type=Path, default=Path("/dev/shm"), help="FileStore's blocks go here (%(default)s)"
     )
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="more arguments of LLM")
+    example = """more of the connectors, as '{"FileStore": {"threads": 16}}'"""
+    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help=example)
     parser.add_argument("--add", action="store_true", help="to the rows that --out has")
     parser.add_argument("--rehearsal", action="store_true", help="a tiny model on the CPU")
     out = Path(__file__).parent / "results" / "kv-found.json"
@@ -252,9 +259,8 @@ def job_of(args: argparse.Namespace, root: Path) -> Job:
     if args.rehearsal:
         config, options = config | TINY, {"dtype": "float32", **options}
     folder = write_model(args.model, config, root)
-    return Job(
-        folder, args.tokens, block_bytes_of(config, options.get("dtype") == "float32"), args.gpus, args.repeats, options
-    )
+    block_bytes = block_bytes_of(config, options.get("dtype") == "float32")
+    return Job(folder, args.tokens, block_bytes, args.gpus, args.repeats, options, args.settings)
 
 
 def begun(args: argparse.Namespace) -> dict[str, Any]:

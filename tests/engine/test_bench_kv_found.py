@@ -29,7 +29,8 @@ def sides(tmp_path):
 
 def test_writes_results(tmp_path):
     out = tmp_path / "kv-found.json"
-    assert kv_found.main([*SIZES, "--connectors", "Peer", "--out", str(out)]) == 0
+    settings = '{"Peer": {"threads": 2}, "FileStore": {"threads": 1}}'
+    assert kv_found.main([*SIZES, "--connectors", "Peer", "--settings", settings, "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     (start,) = report["starts"]
     assert len(start["start_seconds"]) == len(start["fingerprint_seconds"]) == 2
@@ -38,6 +39,7 @@ def test_writes_results(tmp_path):
         assert row["bytes"] == row["tokens"] // 16 * 2 * 2 * 16 * 2 * 128 * 4
         assert row["times"] == pytest.approx(row["computed_ms"] / row["found_ms"])
         assert 0 < row["load_ms"] < row["found_ms"] and row["cached_ms"] > 0 and row["gb_per_s"] > 0
+        assert row["settings"] == {"threads": 2}
         assert all(len(times) == 1 for times in row["values_ms"].values())
     assert {"machine", "commit", "date"} <= set(report) and reports.kind_of(report) == "kv-found"
     text = tables.table(report, ())
