@@ -123,7 +123,8 @@ def engines(job: Job, connector: str, store: Path) -> Iterator[tuple[Remote, Rem
     """
     made: list[Remote] = []
     try:
-        made += [Remote(place) for place in places(job, connector, store)]
+        for place in places(job, connector, store):
+            made.append(Remote(place))
         for one in made:
             one.wait()
         if made[0].facts["fingerprint"] != made[1].facts["fingerprint"]:
@@ -271,10 +272,11 @@ def begun(args: argparse.Namespace) -> dict[str, Any]:
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     report: dict[str, Any] = {"machine": machine(), "commit": commit(), "date": now}
-    report |= {"model": args.model, "new_tokens": NEW, "repeats": args.repeats, "starts": [], "found": []}
+    report |= {"model": args.model, "new_tokens": NEW, "repeats": args.repeats, "options": args.options}
+    report |= {"folder": str(args.folder), "starts": [], "found": []}
     if args.add and args.out.exists():
         there = json.loads(args.out.read_text())
-        for name in ("machine", "commit", "model", "new_tokens", "repeats"):
+        for name in ("machine", "commit", "model", "new_tokens", "repeats", "options", "folder"):
             if there.get(name) != report[name]:
                 raise RuntimeError(f"--add: {name} of {args.out} is {there.get(name)}, now it is {report[name]}")
         report |= {name: there[name] for name in ("starts", "found")}
@@ -299,7 +301,8 @@ def main(argv: list[str] | None = None) -> int:
     def take(row: dict[str, Any]) -> None:
         nonlocal rows
         rows += 1
-        report["found"].append(row)
+        names = ("connector", "tokens", "settings")  # a row takes the place of one of the same
+        report["found"] = [one for one in report["found"] if any(one.get(n) != row.get(n) for n in names)] + [row]
         print(json.dumps(row), flush=True)
         write()
 

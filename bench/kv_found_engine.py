@@ -260,8 +260,8 @@ class Remote:
     def _call(self, name: str, *arguments: Any) -> Any:
         try:
             self._pipe.send((name, arguments))
-        except ConnectionError as error:
-            raise RuntimeError("a process has ended") from error
+        except OSError as error:
+            raise RuntimeError("a process has ended, or was given up") from error
         return self._heard()
 
     def _heard(self) -> Any:
@@ -270,9 +270,10 @@ class Remote:
         """
         try:
             if not self._pipe.poll(PATIENCE):
+                self.hang_up()  # a late answer must not be taken for that of another question
                 raise RuntimeError(f"a process has said nothing for {PATIENCE:.0f} s")
             kind, value = self._pipe.recv()
-        except (EOFError, ConnectionError) as error:
+        except (EOFError, OSError) as error:
             raise RuntimeError("a process has ended without a word") from error
         if kind == "failed":
             raise RuntimeError(value)
