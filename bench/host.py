@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--running", default="16,64,256", metavar="N,N", help="requests that decode (%(default)s)")
+    parser.add_argument("--running", default="1,8,16,64,256", metavar="N,N", help="requests that decode (%(default)s)")
     parser.add_argument("--steps", type=int, default=100, metavar="N", help="of a stretch (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the numbers as JSON")
     args = parser.parse_args(argv)

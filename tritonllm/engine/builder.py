@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tritonllm.engine.decode_inputs import DecodeInputs
 from tritonllm.engine.edits import SeatEdits, edits_of
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
 from tritonllm.engine.pooled_spans import move_to_first_tokens, pooled_spans
@@ -14,6 +15,7 @@ from tritonllm.engine.step import (
     PromptSpan,
     SeatedRequest,
     SeatTokens,
+    SharedPrefix,
     Step,
     StepInputs,
 )
@@ -52,6 +54,7 @@ class StepBuilder:
         self.seats = SeatTable(seats, max_blocks)
         self._block_size = block_size
         self._planner, self._finds_limits = planner, finds_limits
+        self._decodes = DecodeInputs(seats)
 
     def build(self, plan: StepPlan) -> Step:
         """The step of a plan that is not empty.
@@ -62,12 +65,14 @@ class StepBuilder:
         Raises:
             ValueError: a plan with drafts and with prompt chunks, or with more drafts than there may be.
         """
-        items, seats, n = plan.scheduled, self.seats, plan.segments.decode.sequences
-        requests, *columns = zip(*items, strict=True)
-        starts, counts, samples, in_flight = map(np.array, columns[:4])
+        items, seats, segments = plan.scheduled, self.seats, plan.segments
+        n = segments.decode.sequences
+        alone = n == len(items)  # decodes, each of which is sampled from
+        requests, first, counts, sampled, in_flight, _ = zip(*items, strict=True)
         at = seats.rows(requests)
         admitted = seats.take_admitted()
-        segments, ends = plan.segments, starts + counts
+        starts = np.array(first)
+        samples, ends = (self._decodes.samples(n), starts + 1) if alone else (np.array(sampled), starts + counts)
         if segments.verify.sequences:
             if segments.chunk.sequences or segments.verify.longest > 1 + self._drafts:
                 raise ValueError(
@@ -75,26 +80,32 @@ class StepBuilder:
                 )
             segments, n = Segments(verify=verified(len(items), 1 + self._drafts)), 0
             ends = starts + 1
-        width = -(-int(ends.max()) // self._block_size)
+        longest = int(ends.max())
+        width = -(-longest // self._block_size)
         if self._drafts:  # the device may be further than the host knows, and what follows the last draft has no block
             width = min(max(map(_num_blocks, requests)) + -(-self._drafts // self._block_size), seats.tables.shape[1])
         tables = seats.tables[at, :width]
-        drawing = requests if samples.all() else [item.request for item in items if item.samples]
-        rows, row_ends = at[samples], ends[samples]
         pooled = pooled_spans(items) if seats.pooled else ()
-        inputs = self._inputs(segments, items, (starts, ends, samples, in_flight), tables, rows)
-        move_to_first_tokens(inputs.logit_rows, pooled)
-        seq_lens = inputs.seq_lens
-        logprobs = int(seats.logprobs[rows].max(initial=-1))
-        edited, new_edits = self._edits(drawing, rows, row_ends)
+        drawing: Sequence[Request] = requests
+        if alone:
+            rows, row_ends = at, ends
+            inputs = self._decodes.make(items, in_flight, ends, at, seats.limits[at])
+        else:
+            drawing = [item.request for item in items if item.samples]
+            rows, row_ends = at[samples], ends[samples]
+            inputs = self._inputs(segments, items, (starts, ends, samples, np.array(in_flight)), tables, rows)
+            move_to_first_tokens(inputs.logit_rows, pooled)
+            longest = int(ends[:n].max(initial=0))
+        logprobs = int(seats.logprobs[rows].max(initial=-1)) if seats.reported else -1
+        edited, new_edits = self._edits(drawing, rows, row_ends) if seats.edited else (None, ())
         return Step(
             segments,
             inputs,
             tables,
             samples,
             parameters=seats.take_parameters(),
-            longest=int(seq_lens[:n].max(initial=0)),
-            shared=None if self._planner is None else self._planner.plan(tables[:n], seq_lens[:n]),
+            longest=longest,
+            shared=self._shared_prefix(tables[:n], inputs.seq_lens[:n], longest),
             logprobs=None if logprobs < 0 else logprobs,
             whole_logprobs=tuple(_rows_of(seats.whole_logprobs, rows)),
             edited=edited,
@@ -107,7 +118,14 @@ class StepBuilder:
             tokens=tuple(map(self._tokens, admitted)) if self._tell_tokens else (),
             transfers=plan.transfers,
             fills=plan.fills,
-            limited=not self._finds_limits and bool(seats.limited[rows].any()),
+            limited=not self._finds_limits and bool(_rows_of(seats.limited, rows)),
+        )
+
+    def _shared_prefix(self, tables: np.ndarray, seq_lens: np.ndarray, longest: int) -> SharedPrefix | None:
+        """Of decodes of at most ``longest`` tokens."""
+        planner = self._planner
+        return (
+            planner.plan(tables, seq_lens) if planner is not None and planner.may_plan(len(tables), longest) else None
         )
 
     def _tokens(self, request: Request) -> SeatTokens:
@@ -190,7 +208,7 @@ class StepBuilder:
     ) -> tuple[np.ndarray | None, tuple[SeatEdits, ...]]:
         """The seats of those whose logits this step edits, -1 for the others, and what the device must be told."""
         seats = self.seats
-        edited = seats.edits[rows] | (ends < seats.edited_lens[rows])
+        edited = ends < seats.edited_lens[rows]
         if not edited.any():
             return None, ()
         new = np.flatnonzero(edited & ~seats.edits_told[rows])

@@ -13,6 +13,8 @@ from tritonllm.engine.request import Request
 from tritonllm.engine.step import PARAMETERS, SamplingParameters
 from tritonllm.sampling_params import ALL
 
+ALWAYS = np.iinfo(np.int64).max  # longer than any sequence
+
 
 class SeatTable:
     """Arrays with one row per seat.
@@ -26,15 +28,16 @@ class SeatTable:
         parameters: what sampling wants, each ``[seats]``.
         limits: ``[seats]`` int32: how many tokens of a sequence may have their keys and values stored.
         changed: some of it since :meth:`take_parameters`.
-        limited: ``[seats]`` bool: ``top_k``, ``top_p`` or ``min_p`` leave a part of the vocabulary.
-        edits: ``[seats]`` bool: logits are edited at every token.
-        edited_lens: ``[seats]`` int64: they are edited while the sequence is shorter.
+        edited_lens: ``[seats]`` int64: logits are edited while the sequence is shorter.
         edits_told: ``[seats]`` bool: the device has been told how.
         logprobs: ``[seats]`` int64: how many of the most likely tokens to report; -1 for no report.
-        whole_logprobs: seats that want the whole vocabulary reported; their ``logprobs`` is 0.
+        limited: seats to which ``top_k``, ``top_p`` or ``min_p`` leave a part of the vocabulary.
+        edited: seats whose logits are edited, at least while the sequence is short.
+        reported: seats that want log-probabilities.
+        whole_logprobs: those of them that want the whole vocabulary's; their ``logprobs`` is 0.
         controlled: seats of which the host decides which tokens may come.
-        pooled: seats whose prompts are pooled. All three are sets because they are empty in most steps, and nothing is
-            as quick to ask.
+        pooled: seats whose prompts are pooled. All of these are sets because they are empty in most steps, and nothing
+            is as quick to ask.
     """
 
     def __init__(self, seats: int, max_blocks: int) -> None:
@@ -44,7 +47,10 @@ class SeatTable:
         self.limits = np.ones(seats, dtype=np.int32)
         self.edited_lens = np.zeros(seats, dtype=np.int64)
         self.logprobs = np.full(seats, -1, dtype=np.int64)
-        self.limited, self.edits, self.edits_told = np.zeros((3, seats), dtype=bool)
+        self.edits_told = np.zeros(seats, dtype=bool)
+        self.limited: set[int] = set()
+        self.edited: set[int] = set()
+        self.reported: set[int] = set()
         self.whole_logprobs: set[int] = set()
         self.controlled: set[int] = set()
         self.pooled: set[int] = set()
@@ -94,15 +100,17 @@ class SeatTable:
         mine.top_k[seat] = max(params.top_k, 0)
         mine.top_p[seat] = params.top_p
         mine.min_p[seat] = params.min_p
-        self.limited[seat] = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         mine.seeds[seat] = request.seed
         mine.steps[seat] = -len(request.prompt_token_ids)
         self.logprobs[seat] = -1 if params.logprobs is None else max(params.logprobs, 0)
-        whole, pools = params.logprobs == ALL, request.pooling is not None
+        self.edited_lens[seat] = ALWAYS if request.edits_logits else len(request.prompt_token_ids) + params.min_tokens
+        limits = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         for seats, wanted in (
-            *((self.whole_logprobs, whole), (self.controlled, request.controls)),
-            (self.pooled, pools),
+            (self.limited, limits),
+            (self.edited, request.edits_logits or params.min_tokens > 0),
+            (self.reported, params.logprobs is not None),
+            (self.whole_logprobs, params.logprobs == ALL),
+            (self.controlled, request.controls),
+            (self.pooled, request.pooling is not None),
         ):
             (seats.add if wanted else seats.discard)(seat)
-        self.edits[seat] = request.edits_logits
-        self.edited_lens[seat] = len(request.prompt_token_ids) + params.min_tokens
