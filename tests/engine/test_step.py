@@ -15,7 +15,7 @@ from support.tiny_tokenizer import VOCAB_SIZE
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.inputs import pack, views
+from tritonllm.engine.inputs import Inbox, views
 from tritonllm.engine.plan import ScheduledRequest
 from tritonllm.engine.request import Request
 from tritonllm.engine.runner import ModelRunner
@@ -117,17 +117,25 @@ def test_every_element_is_written():
         assert results[0]["seats"][4:] == [-1] * (larger.rows - 4)
 
 
-def test_the_device_sees_what_was_packed():
-    step = dummy_step(2, [4], rows=3, width=1)
+def test_the_device_sees_what_was_placed():
+    """Of one step after the other, and nothing of the one before."""
     larger = room(4, [8, 8], 4)
     layout = Layout(larger)
-    arrays = layout.arrays(np.zeros(layout.size, dtype=np.uint8))
-    place(step, arrays, larger)
-    there = views(pack(step, larger, CPU), layout.spans)
-    for name, column in COLUMNS.items():
-        tensor = there[name]
-        assert tensor.numpy().dtype == column.dtype
-        assert tensor.tolist() == getattr(arrays, name).tolist()
+    memory = torch.full((layout.size,), 255, dtype=torch.uint8)
+    inbox, there = Inbox(larger, memory), views(memory, layout.spans)
+    for step in (
+        dummy_step(4, [8], rows=4, width=1),
+        dummy_step(2, [4], rows=3, width=1),
+        dummy_step(0, [], rows=0, width=1),
+    ):
+        arrays = layout.arrays(np.zeros(layout.size, dtype=np.uint8))
+        place(step, arrays, larger)
+        inbox.send(step)
+        for name, column in COLUMNS.items():
+            tensor = there[name]
+            assert tensor.numpy().dtype == column.dtype
+            assert tensor.tolist() == getattr(arrays, name).tolist()
+    assert (memory[layout.sent :] == 255).all()
 
 
 def test_segments_move_apart_with_drafts_between_them():

@@ -174,10 +174,13 @@ class Drawing:
             The step, and its tokens on the device, if there are some.
         """
         step, batch, _, tokens, drafted, *_ = launched
+        rows, drafts = step.num_rows, None
+        if tokens is not None and step.plain and not (step.late or step.pooled):  # its graph has drawn all of it
+            tokens = tokens[:rows]
+            return RunningStep(step.samples, tokens, None, (), self._device, drafted=drafted), tokens
         hidden, prompt_logprobs, pooled = self._outcome(launched)
         logprobs = errors = None
         whole: Iterable[tuple[int, LogprobTensors]] = ()
-        rows, drafts = step.num_rows, None
         if drafted is not None:
             drafts = drafted[TIMES:].view(rows, -1)
         if rows and not step.draws:

@@ -18,16 +18,16 @@ Kinds of rooms, of which those with prompts and those without have memory of the
   the two large ones of Qwen3-0.6B take 0.07 s, which the first long prompts would wait for.)
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.inputs import Batch, make_batch, pack, upload, upload_cascade
+from tritonllm.engine.inputs import Batch, Inbox, make_batch, upload, upload_cascade
 from tritonllm.engine.layer_marks import Marks
 from tritonllm.engine.step import Room, Step, layout_of
 from tritonllm.kernels import CascadePlan
@@ -61,12 +61,12 @@ def shared_sizes(max_num_seqs: int) -> list[int]:
 
 
 def padded(n: int, sizes: Sequence[int]) -> int:
-    """The smallest of the sizes that holds ``n`` rows; 0 for none.
+    """The smallest of the sizes, in their order, that holds ``n`` rows; 0 for none.
 
     Logits are computed of so many rows, also in steps that are not captured: with the rows cuBLAS changes kernels, and
     loads each when it first comes, which waits for all that the device is doing. These have come in the captures.
     """
-    return next(size for size in (0, *sizes) if size >= n)
+    return sizes[bisect_left(sizes, n)] if n else 0
 
 
 def decode_sizes(max_num_seqs: int, tokens: int) -> list[int]:
@@ -246,9 +246,10 @@ class StepGraphs:
         self._rooms = {room: self._room(*room) for room in (*alone, *with_drafts, *self._beside)}
         rooms = self._rooms.values()
         self._memory = torch.zeros(max(layout_of(room).size for room in rooms), dtype=torch.uint8, device=device)
+        self._inboxes = {key: Inbox(room, self._memory) for key, room in self._rooms.items()}
         most = max(room.segments.sequences for room in rooms)
         self._tables = torch.zeros(most, limits.max_blocks, dtype=torch.int32, device=device)
-        self._loaded: np.ndarray | None = None  # what the tables hold of a step without prompts
+        self._loaded: tuple[tuple[int, ...], bytes] | None = None  # what the tables hold of a step without prompts
         self._graphs: dict[GraphKey, Captured] = {}
         self._late = decode_sizes(limits.max_num_seqs, 0)
         self._shared = [size for size in shared_sizes(limits.max_num_seqs) if may_share(size)]
@@ -319,9 +320,9 @@ class StepGraphs:
     def key_for(self, step: Step) -> GraphKey | None:
         """The smallest room that holds a step; ``None`` if there is none, if a step with prompts shares keys, or if the
         hidden states of all its tokens are wanted."""
-        decode, verify, chunk = step.segments
         if step.segments.only_decodes:
-            return self._key_of_decodes(decode.sequences, step)
+            return self._key_of_decodes(step.segments.decode.sequences, step)
+        decode, verify, chunk = step.segments
         if verify.sequences:
             fits = verify.longest == 1 + self._limits.drafts and step.segments.tokens == verify.tokens
             fits = fits and verify.sequences <= self._limits.verified
@@ -347,7 +348,7 @@ class StepGraphs:
     def _key(self, room: RoomKey, step: Step, late: bool = False) -> GraphKey:
         bound = self._regimes.bound(self._rooms[room].segments, step.longest)
         alone = step.segments.only_decodes
-        by_shards = alone and step.by_shards and self._limits.by_shards
+        by_shards = self._limits.by_shards and alone and step.by_shards
         return GraphKey(room.decodes, room.tokens, bound, step.shared is not None, room.drafts, late, by_shards)
 
     def load(self, step: Step, key: GraphKey) -> Captured:
@@ -361,10 +362,9 @@ class StepGraphs:
         return self._graphs[key]
 
     def _load(self, step: Step, key: GraphKey) -> None:
-        room = self._rooms[key.room]
-        packed = pack(step, room, self._device)
-        self._memory[: len(packed)].copy_(packed, non_blocking=True)
-        self._load_tables(step, room.segments)
+        room = key.room
+        self._inboxes[room].send(step)
+        self._load_tables(step, self._rooms[room].segments)
         new = upload_cascade(step, self._limits.block_size, self._device, key.decodes)
         if new is not None:
             mine = self._plans[key.decodes]
@@ -377,16 +377,15 @@ class StepGraphs:
         block 0."""
         tables, have = step.block_tables, step.segments
         alone = not have.chunk.tokens and not room.chunk.tokens
-        if (
-            alone and self._loaded is not None and np.array_equal(tables, self._loaded)
-        ):  # most steps of a small batch: no block has been filled
+        mine = (tables.shape, tables.tobytes()) if alone else None
+        if alone and mine == self._loaded:  # most steps of a small batch: no block has been filled
             return
         self._loaded = None  # until they are on their way: an exception (Ctrl-C) may come between
         (there,) = upload([tables], self._device)
         n, width = have.decode.sequences + have.verify.sequences, tables.shape[1]
         self._tables[:n, :width].copy_(there[:n])
         if alone:
-            self._loaded = tables
+            self._loaded = mine
             return
         begin = room.decode.sequences
         end = begin + have.chunk.sequences

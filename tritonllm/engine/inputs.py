@@ -105,12 +105,30 @@ def host_bytes(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-def pack(step: Step, room: Room, device: torch.device) -> torch.Tensor:
-    """The arrays of a step, placed in ``room``, in host memory: what one copy takes to the device."""
-    layout = layout_of(room)
-    host = host_bytes(layout.sent, device)
-    place(step, layout.arrays(host.numpy()), room)
-    return host
+class Inbox:
+    """What a room holds of a step, on the device, and where the host puts it together.
+
+    Args:
+        room: for steps.
+        memory: uint8, of which it takes the first bytes (:class:`~tritonllm.engine.step.Layout`).
+    """
+
+    def __init__(self, room: Room, memory: torch.Tensor) -> None:
+        layout = layout_of(room)
+        self._room, self._there = room, memory[: layout.sent]
+        self._here = np.empty(layout.sent, dtype=np.uint8)
+        self._arrays = layout.arrays(self._here)
+
+    def send(self, step: Step) -> None:
+        """Place a step's arrays in the room, in one copy, without waiting for it.
+
+        It is put together in the same memory as the steps before, whose views would take longer to make than to fill.
+        The copy begins in memory of its own, since those of the steps before may still be on their way.
+        """
+        place(step, self._arrays, self._room)
+        host = host_bytes(len(self._here), self._there.device)
+        host.numpy()[:] = self._here
+        self._there.copy_(host, non_blocking=True)
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -181,8 +199,7 @@ def upload_step(
         max_decode_len: see :class:`~tritonllm.layers.metadata.AttentionMetadata`.
     """
     room = Room(step.segments, rows)
-    packed = pack(step, room, device)
     memory = torch.empty(layout_of(room).size, dtype=torch.uint8, device=device)
-    memory[: len(packed)].copy_(packed, non_blocking=True)
+    Inbox(room, memory).send(step)
     (tables,) = upload([step.block_tables], device)
     return make_batch(memory, room, tables, max_decode_len, upload_cascade(step, block_size, device))

@@ -9,6 +9,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -111,6 +112,7 @@ def _columns(schema: type) -> Mapping[str, Column]:
 
 
 COLUMNS = _columns(StepInputs)
+_arrays_of = attrgetter(*COLUMNS)  # of a step
 PARAMETERS = _columns(SamplingParameters)
 
 
@@ -350,7 +352,7 @@ class Step:
     @property
     def draws(self) -> bool:
         """Some of its rows become tokens; of the others only the hidden states are wanted."""
-        return self.num_rows > sum(span.row >= 0 for span in self.pooled)
+        return self.num_rows > (sum(span.row >= 0 for span in self.pooled) if self.pooled else 0)
 
     @property
     def num_rows(self) -> int:
@@ -384,11 +386,14 @@ def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:
     """
     have, rows = step.segments, step.num_rows
     exact = have == room.segments
-    for name, column in COLUMNS.items():
-        values, out = getattr(step.inputs, name), getattr(into, name)
-        if exact or column.per not in (Per.TOKEN, Per.SEQUENCE):
-            out[: len(values)] = values
-            out[len(values) :] = column.padding
+    at_once = exact or room.segments.only_decodes  # all segments but one are empty
+    for values, out, column in zip(_arrays_of(step.inputs), _arrays_of(into), COLUMNS.values(), strict=True):
+        count = len(values)
+        if count == len(out):
+            out[:] = values
+        elif at_once or column.per not in (Per.TOKEN, Per.SEQUENCE):
+            out[:count] = values
+            out[count:] = column.padding
         elif column.per is Per.TOKEN:
             _spread(values, out, column.padding, [s.tokens for s in have], [s.tokens for s in room.segments])
         else:
