@@ -429,7 +429,7 @@ def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):
     graphs, steps = make_graphs(model), [sharing(5, 0, [], seed) for seed in (1, 2)]
     run(graphs, steps[0], GraphKey(8, 0, LONG))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "upload", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(module, "upload_one", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(graphs, steps[1], GraphKey(8, 0, LONG))
     model.see(steps[1])
@@ -439,8 +439,8 @@ def test_an_interrupted_upload_of_tables_is_done_again(monkeypatch):
 
 def test_tables_go_to_the_device_only_when_they_have_changed(monkeypatch):
     model, sent = Model(), []
-    graphs, upload = make_graphs(model), module.upload
-    monkeypatch.setattr(module, "upload", lambda arrays, device: sent.append(len(arrays)) or upload(arrays, device))
+    graphs, upload = make_graphs(model), module.upload_one
+    monkeypatch.setattr(module, "upload_one", lambda array, device: sent.append(array) or upload(array, device))
     step, mixed = sharing(5, 0, []), step_of([3], [(0, 8)])
     for next_step, count in ((step, 1), (step, 1), (mixed, 2), (step, 3), (step, 3)):
         run(graphs, next_step, graphs.key_for(next_step))

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.engine.inputs import cascade_arrays, upload
+from tritonllm.engine.inputs import cascade_arrays, upload, upload_one
 from tritonllm.engine.step import SharedPrefix
 from tritonllm.kernels import plan_cascade
 from tritonllm.kernels.attention.cascade import cascade_parts
@@ -25,6 +25,17 @@ def test_one_transfer_carries_every_array():
         assert there.data_ptr() % 16 == 0 or not array.size
         np.testing.assert_array_equal(there.cpu().numpy(), array)
         assert there.dtype == torch.from_numpy(array).dtype
+
+
+@pytest.mark.also_gpu
+def test_one_array(device):
+    whole = np.arange(35, dtype=np.int32).reshape(5, 7)
+    for array in (whole, whole[:, 1:4], whole[:0], whole[2]):
+        before = array.copy()
+        there = upload_one(array, device)
+        array += 1  # the copy is not asked what became of it
+        np.testing.assert_array_equal(there.cpu().numpy(), before)
+        assert there.dtype == torch.int32
 
 
 @given(

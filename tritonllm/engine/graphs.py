@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.inputs import Batch, Inbox, make_batch, upload, upload_cascade
+from tritonllm.engine.inputs import Batch, Inbox, make_batch, upload_cascade, upload_one
 from tritonllm.engine.layer_marks import Marks
 from tritonllm.engine.step import Room, Step, layout_of
 from tritonllm.kernels import CascadePlan
@@ -381,7 +381,7 @@ class StepGraphs:
         if alone and mine == self._loaded:  # most steps of a small batch: no block has been filled
             return
         self._loaded = None  # until they are on their way: an exception (Ctrl-C) may come between
-        (there,) = upload([tables], self._device)
+        there = upload_one(tables, self._device)
         n, width = have.decode.sequences + have.verify.sequences, tables.shape[1]
         self._tables[:n, :width].copy_(there[:n])
         if alone:

@@ -178,7 +178,7 @@ class RunningStep:
         if self._tokens is None:
             rows: list[list[int]] = []
         elif self._tokens.dim() == 1:
-            rows = self._tokens[:, None].tolist()
+            rows = self._tokens.numpy()[:, None].tolist()
         else:
             rows = [[token for token in row if token >= 0] for row in self._tokens.tolist()]
         if len(rows) == len(self._samples):
@@ -196,5 +196,5 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
     """Begin to copy to pinned memory."""
     if not values.is_cuda:
         return values.clone()  # the next step may overwrite it
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host = torch.empty_like(values, device="cpu", pin_memory=True)
     return host.copy_(values, non_blocking=True)
