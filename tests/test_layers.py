@@ -59,6 +59,7 @@ CIRCLES: dict[tuple[str, str], str] = {}
 NO_TORCH = {
     "engine.admission",
     "engine.control",
+    "engine.decode_inputs",
     "engine.block_pool",
     "engine.builder",
     "engine.dummy_step",
