@@ -196,5 +196,5 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
     """Begin to copy to pinned memory."""
     if not values.is_cuda:
         return values.clone()  # the next step may overwrite it
-    host = torch.empty_like(values, device="cpu", pin_memory=True)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
