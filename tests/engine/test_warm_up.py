@@ -294,6 +294,37 @@ def test_no_step_comes_twice(monkeypatch, longest):
     assert len(steps) == len(set(steps)) > 50
 
 
+@pytest.mark.parametrize(
+    ("more", "deterministic", "expected"),
+    [
+        ({}, False, 8),  # steps without prompts: a token of each sequence
+        ({"padded": (24, 72)}, False, 8 + 72),  # and the largest with prompts
+        ({"padded": (24, 72)}, True, max(8, 8 * 100) + 72),
+        ({"padded": (24,), "drafts": 3, "verified": 4}, False, max(8, 4 * 10) + 24),
+        ({"padded": (24,), "drafts": 3, "verified": 4}, True, max(8, 4 * 10, 8 * 100) + 24),
+    ],
+)
+def test_what_graphs_will_take_is_that_of_the_largest_steps_of_both_kinds(monkeypatch, more, deterministic, expected):
+    class Counts(WarmUp):
+        """A byte for a token, 10 for a sequence with drafts, and 100 for one of the longest."""
+
+        def prefill_step(self, tokens, width=1, *, sample=True):
+            self.bytes = tokens
+
+        def decode_step(self, sequences, width=1, *, longest, **kind):
+            assert longest == 4096
+            self.bytes = 100 * sequences
+
+        def verify_step(self, sequences, width):
+            assert width == 1
+            self.bytes = 10 * sequences
+
+    sizes = {"block_size": 16, "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    warm_up = Counts(None, Limits(**sizes, **more), None, META)
+    monkeypatch.setattr("tritonllm.engine.warm_up.peak_bytes", lambda step, device: step() or warm_up.bytes)
+    assert warm_up.captured_bytes(deterministic) == expected
+
+
 @pytest.mark.parametrize("seats", [16, 256])
 def test_precompiled_are_the_kernels_of_all_layers(seats):
     """Not only those of a model that is as small as its kinds of layers: what one layer leaves, the next one takes."""

@@ -22,7 +22,7 @@ from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
 from tritonllm.engine.kv_cache import block_bytes
 from tritonllm.engine.launch_policy import host_bound_tokens
 from tritonllm.engine.layer_marks import LayerMarks
-from tritonllm.engine.memory_fit import blocks_that_fit, peak_bytes
+from tritonllm.engine.memory_fit import blocks_that_fit
 from tritonllm.engine.passing import Passing
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
@@ -191,23 +191,10 @@ class ModelRunner:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         self.caches.allocate(1)
-        warm_up, scheduler = self.warm_up(), self._config.scheduler
-        warm_up.prefill_step(scheduler.max_num_batched_tokens)  # its memory stays with the allocator, for later steps
-        decodes = partial(warm_up.decode_step, scheduler.max_num_seqs, longest=self._max_model_len)
-        if self._config.deterministic:  # keeps sums of segments, of each sequence as many as the longest has
-            decodes()
-        captured = 0
-        if self._model.supports_graphs and not self._config.enforce_eager:  # two kinds, each with memory of its own
-            sizes = (0, *self._captured_tokens()[-1:])
-            steps = [partial(warm_up.prefill_step, scheduler.max_num_seqs + tokens) for tokens in sizes]
-            peaks = [peak_bytes(step, self._device) for step in steps]
-            if self._config.deterministic:
-                peaks[0] = max(peaks[0], peak_bytes(decodes, self._device))
-            if self.drafts.verified:  # in the memory of steps without prompts
-                width = -(-(1 + self.drafts.most) // self._block_size)
-                verify = partial(warm_up.verify_step, self.drafts.verified, width)
-                peaks[0] = max(peaks[0], peak_bytes(verify, self._device))
-            captured = sum(peaks)
+        warm_up, deterministic = self.warm_up(), self._config.deterministic
+        warm_up.largest_steps(deterministic)
+        captures = self._model.supports_graphs and not self._config.enforce_eager
+        captured = warm_up.captured_bytes(deterministic) if captures else 0
         self.caches.forget()
         reserved, on_device = captured + self.caches.reserved_bytes + self._passed_bytes, self.caches.tier_on_device
         also = "kv_offloading_size or the connector's max_bytes, which are of the GPU" if on_device else ""

@@ -9,6 +9,7 @@ write no cache and read no weights' values, so the same steps on meta tensors li
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import Batch, upload_step
+from tritonllm.engine.memory_fit import peak_bytes
 from tritonllm.engine.step import Step
 from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import Segments, decodes
@@ -104,6 +106,29 @@ class WarmUp:
             for width in widths:
                 if width * self._limits.block_size > self._limits.drafts:
                     self.verify_step(sequences, width)
+
+    def largest_steps(self, deterministic: bool) -> None:
+        """Those that need most memory, which then stays with the allocator for later ones."""
+        self.prefill_step(self._limits.max_num_batched_tokens)
+        if deterministic:
+            self._longest_decodes()
+
+    def captured_bytes(self, deterministic: bool) -> int:
+        """What graphs will take: those of steps without prompts and those with them each have memory of their own."""
+        limits = self._limits
+        sizes = (limits.max_num_seqs, *limits.padded[-1:])
+        peaks = [peak_bytes(partial(self.prefill_step, tokens), self._device) for tokens in sizes]
+        if deterministic:
+            peaks[0] = max(peaks[0], peak_bytes(self._longest_decodes, self._device))
+        if limits.verified:
+            width = -(-(1 + limits.drafts) // limits.block_size)
+            verify = partial(self.verify_step, limits.verified, width)
+            peaks[0] = max(peaks[0], peak_bytes(verify, self._device))
+        return sum(peaks)
+
+    def _longest_decodes(self) -> None:
+        """Batch-invariant attention keeps sums of segments, of each sequence as many as the longest has."""
+        self.decode_step(self._limits.max_num_seqs, longest=self._limits.max_model_len)
 
     def prefill_step(self, tokens: int, width: int = 1, *, sample: bool = True) -> None:
         """``tokens`` prompt tokens, with logits for as many seats as they could fill.
