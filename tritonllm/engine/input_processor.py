@@ -27,6 +27,7 @@ class TokenizedPrompt:
     token_types: list[int] | None = None  # as many
 
 
+SURELY_QUICK = 1 << 16  # characters of a prompt, some ten milliseconds of the tokenizer's
 NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")  # vLLM's; they may be there, and empty
 
 
@@ -109,6 +110,8 @@ class InputProcessor:
                 check_text(name, value)
         if ids is None:
             assert text is not None  # one of both is there
+            if truncate is None:
+                self._refuse_far_too_long(text, most, continued)
             ids = self.encode(text)
         if truncate is not None:
             count = most if truncate == -1 else truncate
@@ -118,13 +121,25 @@ class InputProcessor:
         if not ids:
             raise ValueError("prompt is empty: it needs at least one token")
         if len(ids) > most:
-            new = "with at least one new token " if continued else ""
-            raise ValueError(
-                f"prompt has {len(ids)} tokens, but {new}it must fit max_model_len={self.max_model_len}: shorten it, "
-                "or raise max_model_len"
-            )
+            raise self._too_long(f"{len(ids)}", continued)
         self.check_ids(ids)
         return TokenizedPrompt(text, ids, salt, types)
+
+    def _refuse_far_too_long(self, text: str, most: int, continued: bool) -> None:
+        """Refuse a text by its beginning, if that alone has twice as many tokens as may be: to encode 15 MB takes 17 s,
+        in which a server encodes nobody else's prompt. Texts of up to 8 characters a token are not looked at."""
+        beginning = text[: SURELY_QUICK + 8 * most]
+        if len(beginning) < len(text):
+            count = len(self.encode(beginning))
+            if count > 2 * most:  # where the text is cut counts for less
+                raise self._too_long(f"more than {count}", continued)
+
+    def _too_long(self, count: str, continued: bool) -> ValueError:
+        new = "with at least one new token " if continued else ""
+        return ValueError(
+            f"prompt has {count} tokens, but {new}it must fit max_model_len={self.max_model_len}: shorten it, or raise "
+            "max_model_len"
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, however long.

@@ -1,0 +1,61 @@
+"""Prompts that are far too long are refused by their beginning."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from tritonllm.demo import model_path
+from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
+
+MOST = 64  # max_model_len
+
+
+class Counting:
+    """A tokenizer that says how many characters it was given."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.read = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text, **options):
+        self.read += len(text)
+        return self._tokenizer.encode(text, **options)
+
+
+@pytest.fixture
+def inputs():
+    found = InputProcessor(AutoTokenizer.from_pretrained(str(model_path())), 1 << 20, MOST, frozenset({0}), 0)
+    found.tokenizer = Counting(found.tokenizer)
+    return found
+
+
+def test_a_prompt_that_is_far_too_long_is_not_read_to_its_end(inputs):
+    with pytest.raises(ValueError, match=r"prompt has more than \d+ tokens, but with at least one new .*=64: shorten"):
+        inputs.tokenize("the little dog " * 1_000_000)
+    assert 0 < inputs.tokenizer.read <= SURELY_QUICK + 8 * MOST
+
+
+@pytest.mark.parametrize("words", [30, 100, 20_000])
+def test_others_are_counted(inputs, words):
+    """Also one that begins with so many characters that are few tokens, and all that shall be truncated."""
+    text = "dog " * words
+    count = len(inputs.tokenizer._tokenizer.encode(text))
+    if count < MOST:
+        assert len(inputs.tokenize(text).token_ids) == count
+    elif len(text) <= SURELY_QUICK:
+        with pytest.raises(ValueError, match=f"prompt has {count} tokens, but"):
+            inputs.tokenize(text)
+    assert inputs.tokenize(text, 20).token_ids == inputs.tokenizer._tokenizer.encode(text)[-20:]
+    assert len(inputs.tokenize(text, -1).token_ids) == min(count, MOST - 1)
+
+
+def test_a_long_text_of_few_tokens_is_taken(inputs):
+    whole = inputs.tokenizer.encode("x" * (SURELY_QUICK + 8 * MOST + 1))
+
+    class Few(Counting):
+        def encode(self, text, **options):
+            return whole[: MOST // 2] if len(text) > SURELY_QUICK + 8 * MOST else whole[: MOST // 4]
+
+    inputs.tokenizer = Few(inputs.tokenizer)
+    assert len(inputs.tokenize("x" * (SURELY_QUICK + 8 * MOST + 1)).token_ids) == MOST // 2
