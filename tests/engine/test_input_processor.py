@@ -1,9 +1,12 @@
 """Prompts that are far too long are refused by their beginning."""
 
+from functools import partial
+
 import pytest
 from transformers import AutoTokenizer
 
 from tritonllm.demo import model_path
+from tritonllm.engine.chat import ChatOptions, render
 from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
 
 MOST = 64  # max_model_len
@@ -59,3 +62,15 @@ def test_a_long_text_of_few_tokens_is_taken(inputs):
 
     inputs.tokenizer = Few(inputs.tokenizer)
     assert len(inputs.tokenize("x" * (SURELY_QUICK + 8 * MOST + 1)).token_ids) == MOST // 2
+
+
+def test_a_conversation_that_is_far_too_long(inputs):
+    """Its special tokens stand in the text already."""
+    text, encode = "the little dog", partial(inputs.encode_prompt, add_special_tokens=False)
+    message = {"role": "user", "content": text}
+    options = ChatOptions(chat_template="{{ messages[0].content }}", add_generation_prompt=True)
+    assert render(inputs.tokenizer, [message], options, encode) == render(inputs.tokenizer, [message], options)
+    inputs.tokenizer.read = 0
+    with pytest.raises(ValueError, match="prompt has more than"):
+        render(inputs.tokenizer, [{**message, "content": text * 1_000_000}], options, encode)
+    assert 0 < inputs.tokenizer.read <= SURELY_QUICK + 8 * MOST

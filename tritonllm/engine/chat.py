@@ -1,7 +1,7 @@
 """A conversation as a prompt, by the tokenizer's chat template."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,16 @@ class ChatOptions:
         }
 
 
-def render(tokenizer: Any, conversation: Sequence[Message], options: ChatOptions) -> Prompt:
+def render(
+    tokenizer: Any,
+    conversation: Sequence[Message],
+    options: ChatOptions,
+    encode: Callable[[str], list[int]] | None = None,
+) -> Prompt:
     """The prompt of one conversation.
+
+    Args:
+        encode: what makes tokens of a text in which special tokens stand already; by default the tokenizer.
 
     Raises:
         ValueError: no tokenizer, no chat template, a malformed conversation, or a template that fails on it.
@@ -91,7 +99,8 @@ def render(tokenizer: Any, conversation: Sequence[Message], options: ChatOptions
         text = render_template(tokenizer, filled, **options.variables())
     check_text("messages", text)
     # the template writes the special tokens itself
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    ids = tokenizer.encode(text, add_special_tokens=False) if encode is None else encode(text)
+    return {"prompt": text, "prompt_token_ids": ids}
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:

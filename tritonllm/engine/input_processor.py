@@ -110,9 +110,7 @@ class InputProcessor:
                 check_text(name, value)
         if ids is None:
             assert text is not None  # one of both is there
-            if truncate is None:
-                self._refuse_far_too_long(text, most, continued)
-            ids = self.encode(text)
+            ids = self.encode(text) if truncate is not None else self.encode_prompt(text, continued=continued)
         if truncate is not None:
             count = most if truncate == -1 else truncate
             if len(ids) > count:
@@ -125,14 +123,20 @@ class InputProcessor:
         self.check_ids(ids)
         return TokenizedPrompt(text, ids, salt, types)
 
-    def _refuse_far_too_long(self, text: str, most: int, continued: bool) -> None:
-        """Refuse a text by its beginning, if that alone has twice as many tokens as may be: to encode 15 MB takes 17 s,
-        in which a server encodes nobody else's prompt. Texts of up to 8 characters a token are not looked at."""
+    def encode_prompt(self, text: str, add_special_tokens: bool = True, *, continued: bool = True) -> list[int]:
+        """:meth:`encode` a text that must fit, and refuse it by its beginning if that alone has twice as many tokens as
+        may be: to encode 15 MB takes 17 s, in which a server encodes nobody else's prompt.
+
+        Raises:
+            ValueError: it is far too long (not if it is only too long), or as :meth:`encode`.
+        """
+        most = self.max_model_len - continued
         beginning = text[: SURELY_QUICK + 8 * most]
         if len(beginning) < len(text):
-            count = len(self.encode(beginning))
+            count = len(self.encode(beginning, add_special_tokens))
             if count > 2 * most:  # where the text is cut counts for less
                 raise self._too_long(f"more than {count}", continued)
+        return self.encode(text, add_special_tokens)
 
     def _too_long(self, count: str, continued: bool) -> ValueError:
         new = "with at least one new token " if continued else ""

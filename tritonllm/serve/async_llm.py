@@ -159,9 +159,13 @@ class AsyncLLM(EngineHealth, EngineCalls):
         """Run what uses the tokenizer."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
-    async def render_chat(self, conversation: Sequence[Message], options: ChatOptions) -> Prompt:
-        """The prompt of a conversation; errors as :func:`tritonllm.engine.chat.render`."""
-        return await self.in_tokenizer_thread(render, self.inputs.tokenizer, conversation, options)
+    async def render_chat(
+        self, conversation: Sequence[Message], options: ChatOptions, *, must_fit: bool = False
+    ) -> Prompt:
+        """The prompt of a conversation; errors as :func:`tritonllm.engine.chat.render`, and if it ``must_fit`` as
+        :meth:`tritonllm.engine.input_processor.InputProcessor.encode_prompt`."""
+        encode = partial(self.inputs.encode_prompt, add_special_tokens=False) if must_fit else None
+        return await self.in_tokenizer_thread(render, self.inputs.tokenizer, conversation, options, encode)
 
     async def generate(
         self,

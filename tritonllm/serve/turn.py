@@ -44,7 +44,8 @@ async def prepare(service: Service, body: ChatRequest, logprobs: int | None = No
     functions = body.tool_names()
     form = forced_form(body, functions)
     options = body.options(config.chat_template, config.trust_request_chat_template)
-    prompt: Any = await service.llm.render_chat(body.messages, options)
+    whole = body.truncate_prompt_tokens is None
+    prompt: Any = await service.llm.render_chat(body.messages, options, must_fit=whole)
     thinks = service.llm.inputs.knows_thoughts and formats.may_think(prompt["prompt"])
     more: dict[str, Any] = {}
     held = form or body.form()
