@@ -271,3 +271,17 @@ def test_no_rank_outlives_the_engine(tmp_path, doing):
     assert not alive(pid)
     assert shared_memory() <= shared
     assert doing != "end" or said == ""
+
+
+@pytest.mark.parametrize("sizes", ["tensor_parallel_size=2", "pipeline_parallel_size=2"])
+def test_a_script_without_a_guard_is_told(tmp_path, sizes):
+    """The rank's process imports the script, and would make an engine itself."""
+    text = SCRIPT.replace('if __name__ == "__main__":', "if True:").replace("tensor_parallel_size=2", sizes)
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tiny_checkpoint()), "end"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1 and not ended.stdout
+    last = ended.stderr.splitlines()[-1]
+    assert "rank 1" in last and "status 1; a script makes an engine below `if __name__ == '__main__':`" in last

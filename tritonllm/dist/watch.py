@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 TICK = 0.2  # seconds between beats, and between looks at them
 GATHER = 0.3  # seconds in which a rank that was the first to fail may say so: the others fail of it
 SETTLE = 5.0  # seconds in which the reason of a broken collective is known
+UNGUARDED = "; a script makes an engine below `if __name__ == '__main__':`, for this process imports it"
 
 
 class WorkerError(RuntimeError):
@@ -175,16 +176,17 @@ class Watch:
         return found
 
     def _problem(self, rank: int, process: BaseProcess, elapsed: float) -> tuple[int, str, bool] | None:
+        code = process.exitcode  # before its report: after its end nothing more comes
         report = self._read(rank)
         if report is not None and report.error is not None:
             return (2 if report.followed else 0), report.error, report.invalid
         if report is not None:
             (self._ready if report.ready else self._coming).add(rank)
             self.failure.look_again()
-        code = process.exitcode
         if code is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-            return 0, f"its process {how}", False
+            is_silent = rank not in self._coming and rank not in self._ready  # what it cannot report is its script
+            return 0, f"its process {how}{UNGUARDED if code == 1 and is_silent else ''}", False
         if rank not in self._ready:
             return None  # it loads and compiles: only its end counts
         beats, acts = self._mailbox.beats(rank - 1), self._mailbox.acts(rank - 1)

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.watch import UNGUARDED
 from tritonllm.serve.engine_process import run_engine
 from tritonllm.serve.messages import Abort, Failed, News, Ready, Stop, ToEngine
 from tritonllm.serve.profiling import ProfilerConfig
@@ -166,8 +167,7 @@ class EngineProcess:
         if report is None:
             self.process.join()
             status = self.process.exitcode
-            script = "; a script makes an engine below `if __name__ == '__main__':`, for this process imports it"
-            hint = script if status == 1 else ""
+            hint = UNGUARDED if status == 1 else ""
             raise RuntimeError(f"the engine process ended while it started, with status {status}{hint}")
         raise ValueError(report.message) if report.is_value_error else RuntimeError(report.message)
 
