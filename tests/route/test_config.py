@@ -136,6 +136,10 @@ def test_a_mistake_is_wrong_usage(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(tmp_path, capsys):
-    assert main(["route", "--config", str(tmp_path / "none.toml")]) == 1
-    assert "none.toml" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "why"), [("none.toml", "No such file"), ("", "Is a directory")])
+def test_a_file_that_cannot_be_read_is_wrong_usage(tmp_path, capsys, name, why):
+    path = tmp_path / name
+    with pytest.raises(SystemExit) as caught:
+        main(["route", "--config", str(path)])
+    assert caught.value.code == 2
+    assert f"--config {path}: {why}" in capsys.readouterr().err

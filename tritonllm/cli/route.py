@@ -113,14 +113,16 @@ def check(args: argparse.Namespace) -> tuple[RouterConfig, dict[str, Any]]:
     """The configuration that the arguments ask for, and those of its options that win over a file's.
 
     Raises:
-        ValueError: a bad value.
-        OSError: the file cannot be read.
+        ValueError: a bad value, or the file cannot be read.
     """
     options = given(args, OPTIONS)
     if args.api_key is not None:
         options["api_keys"] = tuple(args.api_key)
     if args.config is not None:
-        return read_config(args.config, options), options
+        try:
+            return read_config(args.config, options), options
+        except OSError as error:
+            raise ValueError(f"--config {args.config}: {error.strerror}: name a TOML file") from error
     backends = tuple(BackendConfig(url=url, api_key=env.BACKEND_API_KEY) for url in args.backend)
     return RouterConfig(backends=backends, **{"api_keys": default_keys(), **options}), options
 
