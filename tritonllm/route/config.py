@@ -1,6 +1,7 @@
 """What an operator chooses about the router: from options of the command line, or from a TOML file."""
 
 import dataclasses
+import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -237,10 +238,13 @@ def _checked(kind: type, table: Mapping[str, Any], where: str) -> dict[str, Any]
     Raises:
         ValueError: a key that ``kind`` does not have, lacks, or of which the value has another type.
     """
+    names = [field.name for field in dataclasses.fields(kind)]
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name != "backends"}
     for name in table:
         if name not in fields:
-            raise ValueError(f"{where}unknown key {name!r}: there are {', '.join(fields)}")
+            near = difflib.get_close_matches(name.replace("-", "_"), names, n=1)
+            meant = f"did you mean {near[0]!r}? There" if near else "there"
+            raise ValueError(f"{where}unknown key {name!r}: {meant} are {', '.join(names)}")
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in table:
             raise ValueError(f"{where}{name} is missing")
