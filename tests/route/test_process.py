@@ -176,7 +176,8 @@ def test_a_taken_address_is_an_error(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["route", "--backend", "http://127.0.0.1:1", "--port", port]) == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use: give another --port, or 0" in said
 
 
 def test_it_needs_no_torch():

@@ -15,6 +15,9 @@ import pytest
 from support.server import ROOT, eventually, running_server, socket_folders
 from support.streams import LONG, Stream, all_gone
 
+from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.run import bind
+
 
 def test_a_client_that_leaves_is_aborted(server):
     """Streams that are cut at random places, and whole answers that nobody waits for."""
@@ -123,8 +126,23 @@ def test_sigterm_lets_requests_end_and_aborts_what_takes_too_long():
 
 def test_a_port_that_is_taken(server):
     port = server.url.rpartition(":")[2]
-    with pytest.raises(AssertionError, match="error: cannot listen on"):
+    with pytest.raises(AssertionError, match="error: cannot listen on .*: give another --port, or 0 for a free one"):
         running_server("--port", port).__enter__()
+
+
+@pytest.mark.parametrize("kind", ["file", "socket"])
+def test_a_path_that_is_taken(tmp_path, kind):
+    path = tmp_path / "taken"
+    with socket.socket(socket.AF_UNIX) as other:
+        if kind == "file":
+            path.write_text("kept")
+        else:
+            other.bind(str(path))
+            other.listen()
+        why = {"file": "the file exists and is no socket", "socket": "another server listens there"}[kind]
+        with pytest.raises(OSError, match=f"cannot listen on unix:{path}: .*: {why}: give another --uds"):
+            bind(ServerConfig(model_names=("m",), uds=str(path)))
+    assert kind == "socket" or path.read_text() == "kept"
 
 
 def test_sigterm_while_the_model_is_loaded():

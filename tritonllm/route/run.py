@@ -1,6 +1,7 @@
 """Run the router until it is told to stop."""
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -76,7 +77,8 @@ def bind(config: RouterConfig) -> socket.socket:
         sock.bind((config.host, config.port))
     except OSError as error:
         sock.close()
-        raise OSError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+        fix = ": give another --port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"cannot listen on {config.host}:{config.port}: {error.strerror}{fix}") from error
     return sock
 
 

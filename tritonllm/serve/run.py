@@ -1,6 +1,7 @@
 """Run the server until it is told to stop, or its engine dies."""
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -74,10 +75,20 @@ def bind(config: ServerConfig) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise OSError(f"cannot listen on {address_of(config)}: {error.strerror or error}") from error
+        fix = _fix(config) if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"cannot listen on {address_of(config)}: {error.strerror or error}{fix}") from error
     if config.uds is not None:
         os.chmod(config.uds, 0o660)  # this user and group
     return sock
+
+
+def _fix(config: ServerConfig) -> str:
+    """What to do about an address that is taken."""
+    if config.uds is None:
+        return ": give another --port, or 0 for a free one"
+    if not Path(config.uds).is_socket():
+        return ": the file exists and is no socket: give another --uds"
+    return ": another server listens there: give another --uds"
 
 
 def _remove_stale(path: str) -> None:
