@@ -46,7 +46,7 @@ BACKEND = '[[backends]]\nurl = "http://a"\n'
         ("backends = 1", r"write \[\[backends\]\]"),
         ("colour = 1\n" + BACKEND, "unknown key 'colour'"),
         (BACKEND + "colour = 1", r"\[\[backends\]\] 1: unknown key 'colour'"),
-        ("[[backend]]\nurl = 'http://a'", r"unknown key 'backend': did you mean 'backends'\? There are backends, host, "),
+        ("[[backend]]\nurl = 'http://a'", r"unknown key 'backend': did you mean 'backends'\? There are backends, "),
         ("prefill-min-tokens = 1\n" + BACKEND, "'prefill-min-tokens': did you mean 'prefill_min_tokens'"),
         ("api_key = 'x'\n" + BACKEND, "unknown key 'api_key': did you mean 'api_keys'"),
         ("quiet = true\n" + BACKEND, "unknown key 'quiet': there are"),

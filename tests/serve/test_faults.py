@@ -126,7 +126,7 @@ def test_sigterm_lets_requests_end_and_aborts_what_takes_too_long():
 
 def test_a_port_that_is_taken(server):
     port = server.url.rpartition(":")[2]
-    with pytest.raises(AssertionError, match="error: cannot listen on .*: give another --port, or 0 for a free one"):
+    with pytest.raises(AssertionError, match=r"error: cannot listen on .*: give another --port, or 0 for a free one"):
         running_server("--port", port).__enter__()
 
 
