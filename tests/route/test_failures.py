@@ -336,3 +336,43 @@ def test_fakes_fail_as_they_should():
         backend.stop()
     with pytest.raises(httpx.ConnectError):
         httpx.get(backend.url)
+
+
+def test_clients_read_names_and_the_operator_addresses(backends, routing, caplog):
+    """A backend that is down, over plain HTTP: nothing in the words may look as if it were about TLS."""
+    (a,) = backends()
+    address = a.url.removeprefix("http://")
+    for name, who in (("left", "the backend left"), ("", "a backend")):
+        router = routing([BackendConfig(url=a.url, name=name, models=("m",))], health_interval=60, max_retries=0)
+        if name:
+            a.stop()
+        else:
+            next(iter(router.router.pool.backends.values())).alive = True  # as before the first probe that fails
+        answer = ask(router)
+        assert answer.status_code == 502
+        assert answer.json()["error"]["message"] == f"{who} did not answer: connection refused"
+        (status,) = router.status().values()
+        why = f"cannot connect to {address}: connection refused"
+        assert status["last_error"]["message"] == f"the backend {name or a.url} did not answer: {why}"
+        assert address not in router.client.get("/v1/models").text
+    assert f"backend {a.url} is down: cannot connect to {address}: connection refused" in caplog.text
+
+
+def test_a_backend_without_a_name_has_no_address_where_none_can_be_used(backends, routing):
+    (a,) = backends()
+    a.stop()
+    router = routing([BackendConfig(url=a.url, models=("m",)), BackendConfig(url=a.url + "/x", name="right")])
+    message = ask(router).json()["error"]["message"]
+    assert message == "no backend for the model 'm' can be used: a backend (down)"
+    message = router.client.post(COMPLETE, json={"model": "other", "prompt": "p"}).json()["error"]["message"]
+    assert message == "what may serve the model 'other' has not answered: the backend right"
+
+
+def test_an_answer_that_breaks_is_told_in_words(backends, routing):
+    (a,) = backends()
+    router = routing([BackendConfig(url=a.url)])
+    a.answer = "cut"
+    said = "broke off its answer: the connection ended in the middle of the answer"
+    assert ask(router).json()["error"]["message"] == f"a backend {said}"
+    assert stream(router)[1][0]["message"] == f"a backend {said}"
+    assert router.status()[a.url]["last_error"]["message"] == f"the backend {a.url} {said}"

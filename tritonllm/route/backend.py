@@ -20,6 +20,7 @@ class Backend:
 
     Attributes:
         label: in logs and metrics.
+        told: what clients read in its place; without a name there is no address in it.
         hashed: the same, in the hash that places prompts.
     """
 
@@ -43,12 +44,13 @@ class Backend:
     def apply(self, config: BackendConfig, settings: RouterConfig) -> None:
         """Take a new configuration of the same name and URL."""
         if config.models:
-            entry = {"object": "model", "created": 0, "owned_by": config.label}
+            entry = {"object": "model", "created": 0, "owned_by": config.name or "router"}
             self.models, self.any_model = {name: {"id": name, **entry} for name in config.models}, False
         elif self.config.models:  # they were listed, and no longer are
             self.models = None
         self.config = config
         self.label = config.label
+        self.told = f"the backend {config.name}" if config.name else "a backend"
         self.hashed = self.label.encode()
         self.breaker.settings = settings
 

@@ -28,19 +28,23 @@ class RouteError(Exception):
     Args:
         code: a word for programs.
         retry_after: seconds that a refused client should wait.
+        told: what the client reads, where the message is for the log alone.
     """
 
-    def __init__(self, status: int, message: str, code: str | None = None, retry_after: float = 1.0) -> None:
+    def __init__(
+        self, status: int, message: str, code: str | None = None, retry_after: float = 1.0, told: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.retry_after = status, message, code, retry_after
+        self.told = message if told is None else told
 
     def body(self, path: str) -> dict[str, Any]:
         default = "invalid_request_error" if self.status < 500 else "server_error"
         if path.startswith(ANTHROPIC_PATHS):
             kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            return {"type": "error", "error": {"type": kind, "message": self.told}}
         kind = TYPES.get(self.status, default)
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": self.told, "type": kind, "param": None, "code": self.code}}
 
     def content(self, path: str) -> bytes:
         return json.dumps(self.body(path)).encode()
@@ -48,7 +52,7 @@ class RouteError(Exception):
     def event(self, path: str) -> bytes:
         """The last event of a stream that has begun."""
         if path == RESPONSES_PATH:  # its events have a name and no envelope
-            content = {"type": "error", "code": self.code, "message": self.message, "param": None}
+            content = {"type": "error", "code": self.code, "message": self.told, "param": None}
             return b"event: error\ndata: %b\n\n" % json.dumps(content).encode()
         name = b"event: error\n" if path.startswith(ANTHROPIC_PATHS) else b""
         return b"%bdata: %b\n\n" % (name, self.content(path))

@@ -102,7 +102,7 @@ class Pool:
         usable = [backend for backend in serving if backend.usable]
         if not usable:
             away = min(backend.seconds_away for backend in serving)
-            why = ", ".join(f"{backend.label} ({backend.why_not})" for backend in serving)
+            why = ", ".join(f"{backend.told} ({backend.why_not})" for backend in serving)
             what = f"the model {ask.model!r}" if ask.model else "the request"
             raise RouteError(503, f"no backend for {what} can be used: {why}", "no_backend", away)
         tried = set(tried)
@@ -114,10 +114,8 @@ class Pool:
             return found
         unknown = [backend for backend in backends if backend.models is None]
         if unknown:  # it may be one of theirs: they have not told yet
-            names = ", ".join(backend.label for backend in unknown)
-            raise RouteError(
-                503, f"backends that may serve the model {model!r} have not answered: {names}", "no_backend"
-            )
+            who = ", ".join(backend.told for backend in unknown)
+            raise RouteError(503, f"what may serve the model {model!r} has not answered: {who}", "no_backend")
         raise RouteError(404, f"the model {model!r} does not exist; there are {list(self.models())}", "model_not_found")
 
     def _one_of(self, backends: list[Backend], ask: Ask) -> Backend:

@@ -11,6 +11,7 @@ import aiohttp
 from yarl import URL
 
 from tritonllm.route.backend import Backend
+from tritonllm.route.cause import cause_of
 from tritonllm.route.config import RouterConfig
 from tritonllm.route.pool import Pool
 
@@ -106,7 +107,7 @@ class Prober:
         except TimeoutError:
             return f"{path} took more than {self._pool.config.health_timeout:g} seconds"
         except (aiohttp.ClientError, OSError) as error:
-            return str(error) or type(error).__name__
+            return cause_of(error).logged
         return None if 200 <= status < 300 else f"{path} has status {status}"
 
     async def _read_models(self, backend: Backend) -> None:

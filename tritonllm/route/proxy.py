@@ -14,6 +14,7 @@ import aiohttp
 from tritonllm.route.ask import Ask
 from tritonllm.route.backend import Backend
 from tritonllm.route.budget import RetryBudget
+from tritonllm.route.cause import Cause, cause_of
 from tritonllm.route.config import RouterConfig
 from tritonllm.route.errors import RouteError
 from tritonllm.route.events import WholeEvents
@@ -120,14 +121,14 @@ class Proxy:
             else:
                 await self._relay_bytes(opened, reply, config)
         except (aiohttp.ClientError, OSError) as error:
-            raise self._broken(opened, str(error) or type(error).__name__) from error
+            raise self._broken(opened, cause_of(error)) from error
 
-    def _broken(self, opened: Opened, why: str) -> BrokenAnswer:
+    def _broken(self, opened: Opened, why: Cause) -> BrokenAnswer:
         backend = opened.backend
         self._metrics.broke(backend.label)
-        message = f"the backend {backend.label} broke off its answer: {why}"
+        message = f"the backend {backend.label} broke off its answer: {why.logged}"
         self._upstream.count_failure(backend, opened.permit, message)
-        return BrokenAnswer(502, message, "backend_failed")
+        return BrokenAnswer(502, message, "backend_failed", told=f"{backend.told} broke off its answer: {why.told}")
 
     async def _next(self, opened: Opened, config: RouterConfig) -> bytes:
         try:
@@ -148,7 +149,8 @@ class Proxy:
             data = await self._next(opened, config)
         is_framed = "Content-Length" in response.headers or "Transfer-Encoding" in response.headers
         if not is_framed and ask.path in ENDS_WITH_DONE and not events.is_done:
-            raise self._broken(opened, "it ended without [DONE]")  # where the connection's end ends the answer
+            why = "it ended without [DONE]"  # where the connection's end ends the answer
+            raise self._broken(opened, Cause(why, why))
         await reply.end(events.rest)
 
     async def _relay_whole(self, opened: Opened, reply: Reply, config: RouterConfig) -> None:

@@ -11,6 +11,7 @@ from yarl import URL
 
 from tritonllm.route.ask import Ask
 from tritonllm.route.backend import Backend
+from tritonllm.route.cause import Cause, cause_of
 from tritonllm.route.config import RouterConfig
 from tritonllm.route.errors import RouteError
 from tritonllm.route.metrics import Metrics
@@ -130,14 +131,14 @@ class Upstream:
             done = True
             return response, first
         except aiohttp.ClientConnectorError as error:  # nothing was sent
-            raise Failure("connect", _unreachable(backend, error), begun=False) from error
+            raise Failure("connect", _unreachable(backend, cause_of(error)), begun=False) from error
         except aiohttp.ConnectionTimeoutError as error:
             seconds = f"no connection within {config.connect_timeout:g} seconds"
-            raise Failure("connect", _unreachable(backend, seconds), begun=False) from error
+            raise Failure("connect", _unreachable(backend, Cause(seconds, seconds)), begun=False) from error
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise self._too_late(backend, waiting, config) from error
-            raise Failure("disconnect", _unreachable(backend, error)) from error
+            raise Failure("disconnect", _unreachable(backend, cause_of(error))) from error
         finally:
             if waiting is not None:
                 self._forget(backend, waiting)
@@ -168,10 +169,10 @@ class Upstream:
 
     def _too_late(self, backend: Backend, waiting: Waiting | None, config: RouterConfig) -> Failure:
         if waiting is not None and waiting.moved:
-            message = f"the backend {backend.label} was found dead before it answered"
-            return Failure("dead", RouteError(502, message, "backend_failed"), is_paid=True)
-        message = f"the backend {backend.label} did not answer within {config.first_byte_timeout:g} seconds"
-        return Failure("first_byte_timeout", RouteError(504, message, "backend_timeout"))
+            what = "was found dead before it answered"
+            return Failure("dead", failed(backend, Cause(what, what)), is_paid=True)
+        what = f"did not answer within {config.first_byte_timeout:g} seconds"
+        return Failure("first_byte_timeout", failed(backend, Cause(what, what), 504, "backend_timeout"))
 
     async def _refusal(
         self, response: aiohttp.ClientResponse, first: bytes, backend: Backend, permit: int, config: RouterConfig
@@ -184,7 +185,8 @@ class Upstream:
             self.count_failure(backend, permit, f"status {status}")
         if status in REFUSALS:
             backend.pause(retry_after(response.headers.get("Retry-After")))
-        error = RouteError(502, f"the backend {backend.label} answered with status {status}", "backend_failed")
+        what = f"answered with status {status}"
+        error = failed(backend, Cause(what, what))
         try:
             async with asyncio.timeout(config.between_bytes_timeout):
                 body = first + await response.read()
@@ -201,9 +203,17 @@ class Upstream:
             logger.warning("the circuit of backend %s is open for %.1f seconds: %s", backend.label, seconds, error)
 
 
-def _unreachable(backend: Backend, error: object) -> RouteError:
-    text = str(error) or type(error).__name__
-    return RouteError(502, f"the backend {backend.label} did not answer: {text}", "backend_failed")
+def failed(backend: Backend, what: Cause, status: int = 502, code: str = "backend_failed") -> RouteError:
+    """The error of a request that a backend failed.
+
+    Args:
+        what: goes on after its name.
+    """
+    return RouteError(status, f"the backend {backend.label} {what.logged}", code, told=f"{backend.told} {what.told}")
+
+
+def _unreachable(backend: Backend, why: Cause) -> RouteError:
+    return failed(backend, Cause(f"did not answer: {why.logged}", f"did not answer: {why.told}"))
 
 
 def answer_headers(response: aiohttp.ClientResponse, drop: tuple[bytes, ...] = ()) -> list[tuple[bytes, bytes]]:
