@@ -34,6 +34,9 @@ def error_of(response):
         ("completions", {**STORY, "prompt": ""}, "prompt is empty"),
         ("completions", {**STORY, "prompt": []}, "prompt is empty"),
         ("completions", {**STORY, "prompt": [[]]}, "prompt is empty"),
+        ("completions", {**STORY, "prompt": ["a", "", "b"]}, "prompt[1] is empty"),
+        ("completions", {**STORY, "prompt": ["a", "word " * 5000]}, "prompt[1] has "),
+        ("completions", {**STORY, "prompt": [[1], [10**9]]}, "prompt[1]: prompt_token_ids must be integers"),
         ("completions", {**STORY, "prompt": [1, "a"]}, "prompt"),
         ("completions", {**STORY, "prompt": [10**9]}, "prompt_token_ids must be integers"),
         ("completions", {**STORY, "prompt": "a\ud800"}, "not valid Unicode"),
@@ -183,12 +186,25 @@ def test_deep_nesting_is_400(server, depth):
     assert server.client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 90_000, b"null", b'"text"', b"[]", b"\x00"])
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "the body is missing"),
+        (b"{", "the body is not valid JSON"),
+        (b"\xff\xfe", "the body is not valid JSON"),
+        (b'{"prompt": "\xe9"}', "the body is not UTF-8"),
+        (b"[" * 90_000, "nested too deep"),
+        (b"null", "the body must be a JSON object"),
+        (b'"text"', "the body must be a JSON object"),
+        (b"[]", "the body must be a JSON object"),
+        (b"\x00", "the body is not"),
+    ],
+)
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_no_object_is_400(server, path, body):
+def test_what_is_no_object_is_400(server, path, body, why):
     response = server.client.post(path, content=body, headers=JSON)
     assert response.status_code == 400, response.text
-    error_of(response)
+    assert why in error_of(response)["message"]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,8 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
                 async for output in stream:
                     await queue.put((index, output))
             await queue.put((index, None))
+        except ValueError as error:
+            await queue.put((index, _of_prompt(index, error)))
         except Exception as error:
             await queue.put((index, error))
 
@@ -141,6 +143,14 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _of_prompt(index: int, error: ValueError) -> ValueError:
+    """The error of one of several prompts, with its index if it is about the prompt."""
+    name, text = f"prompt[{index}]", str(error)
+    if text.startswith("prompt "):
+        return ValueError(name + text.removeprefix("prompt"))
+    return ValueError(f"{name}: {text}") if text.startswith("prompt_token_ids ") else error
 
 
 def answer_id(prefix: str, request: Request, chosen: str | None) -> str:

@@ -18,7 +18,7 @@ from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.chat_api import chat, tokens_of_chat
 from tritonllm.serve.completions_api import complete
 from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.errors import APIError, as_api_error, error_response, validation_error
+from tritonllm.serve.errors import APIError, as_api_error, error_response, unreadable_body, validation_error
 from tritonllm.serve.guard import Guard
 from tritonllm.serve.messages_api import count_tokens, message
 from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
@@ -124,6 +124,8 @@ def _add_errors(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
+        if unreadable := unreadable_body(error):
+            return error_response(unreadable, path)
         response = error_response(APIError(error.status_code, f"{request.method} {path}: {error.detail}"), path)
         response.headers.update(error.headers or {})  # of 405: what is allowed
         return response

@@ -100,6 +100,13 @@ def error_response(error: APIError, path: str = "") -> JSONResponse:
     return JSONResponse(body, error.status, headers=error_headers(error))
 
 
+def unreadable_body(error: Exception) -> APIError | None:
+    """What is wrong with a body that could not be parsed, if that is why a request is refused."""
+    if isinstance(error.__cause__, UnicodeDecodeError):
+        return APIError(400, "the body is not UTF-8: send JSON in UTF-8")
+    return as_api_error(error.__cause__) if isinstance(error.__cause__, RecursionError) else None
+
+
 def validation_error(error: RequestValidationError) -> APIError:
     """The first thing that pydantic found wrong with a body, with the field's name."""
     first = error.errors()[0]
@@ -107,6 +114,8 @@ def validation_error(error: RequestValidationError) -> APIError:
     place = place.removesuffix(".str")  # a kind that the field may be, too, as lists are
     if first["type"] == "missing" and not place:
         return APIError(400, "the body is missing: send a JSON object")
+    if first["type"] == "model_attributes_type" and not place:
+        return APIError(400, "the body must be a JSON object")
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if first["type"] == "extra_forbidden":
