@@ -75,7 +75,7 @@ def test_the_openai_client(router, expected):
         whole = client.chat.completions.create(messages=messages, **greedy()).choices[0].message.content
         parts = client.chat.completions.create(messages=messages, **greedy(), stream=True)
         assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
-        with pytest.raises(openai.NotFoundError, match="does not exist"):
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
             client.completions.create(prompt="x", model="unknown")
         with pytest.raises(openai.BadRequestError):
             client.completions.create(prompt="x", model=MODEL, temperature=-1)

@@ -95,6 +95,9 @@ def test_models_decide_first(backends, routing):
         assert router.client.get(f"/v1/models/{model}").json()["id"] == model
     answer = ask(router, model="unknown")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    error = answer.json()["error"]
+    assert error["param"] == "model"
+    assert error["message"].startswith("model ") and "is not served here; there is " in error["message"]
     assert router.client.get("/v1/models/unknown").status_code == 404
     assert ask(router, model=None).status_code == 200  # no name: anybody
 

@@ -29,13 +29,21 @@ class RouteError(Exception):
         code: a word for programs.
         retry_after: seconds that a refused client should wait.
         told: what the client reads, where the message is for the log alone.
+        param: the field of the body that is wrong.
     """
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, retry_after: float = 1.0, told: str | None = None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        retry_after: float = 1.0,
+        told: str | None = None,
+        param: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.retry_after = status, message, code, retry_after
+        self.param = param
         self.told = message if told is None else told
 
     def body(self, path: str) -> dict[str, Any]:
@@ -44,7 +52,7 @@ class RouteError(Exception):
             kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.told}}
         kind = TYPES.get(self.status, default)
-        return {"error": {"message": self.told, "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": self.told, "type": kind, "param": self.param, "code": self.code}}
 
     def content(self, path: str) -> bytes:
         return json.dumps(self.body(path)).encode()
@@ -52,7 +60,7 @@ class RouteError(Exception):
     def event(self, path: str) -> bytes:
         """The last event of a stream that has begun."""
         if path == RESPONSES_PATH:  # its events have a name and no envelope
-            content = {"type": "error", "code": self.code, "message": self.told, "param": None}
+            content = {"type": "error", "code": self.code, "message": self.told, "param": self.param}
             return b"event: error\ndata: %b\n\n" % json.dumps(content).encode()
         name = b"event: error\n" if path.startswith(ANTHROPIC_PATHS) else b""
         return b"%bdata: %b\n\n" % (name, self.content(path))

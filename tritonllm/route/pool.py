@@ -116,7 +116,9 @@ class Pool:
         if unknown:  # it may be one of theirs: they have not told yet
             who = ", ".join(backend.told for backend in unknown)
             raise RouteError(503, f"what may serve the model {model!r} has not answered: {who}", "no_backend")
-        raise RouteError(404, f"the model {model!r} does not exist; there are {list(self.models())}", "model_not_found")
+        known = ", ".join(self.models()) or "none"
+        message = f"model {model!r} is not served here; there is {known}"  # as the server says it
+        raise RouteError(404, message, "model_not_found", param="model")
 
     def _one_of(self, backends: list[Backend], ask: Ask) -> Backend:
         self._turn += 1
