@@ -329,6 +329,8 @@ def test_a_priority_for_each_prompt(llm):
         (["--priority", "1", "--priority", "2"], "--priority: 2 values for 1 prompts"),
         (["--prompt-file", "x"], "not allowed with"),
         (["--surprise"], "--surprise"),
+        (["--data-parallel-size", "2"], "serve and batch have --data-parallel-size, and LLM has data_parallel_size"),
+        (["-dp=2"], "serve and batch have --data-parallel-size, and LLM has"),
         (["--regex", "a", "--choice", "b"], "not allowed with"),
         (["--choice", ""], "choice must be of strings"),
         (["--regex", "a", "--ignore-eos"], "leave ignore_eos out"),

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 try:
     from tritonllm import env as env  # reads the variables; a bad one is no traceback
@@ -36,15 +36,29 @@ from tritonllm.cli import (
     trace,
     tutorial,
 )
+from tritonllm.cli.options import SEVERAL
 from tritonllm.version import __version__
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141  # argparse exits with 2; the last two are 128 + the signal's number
 
 
+class Parser(argparse.ArgumentParser):
+    """Says of an option that a command lacks which ones have it."""
+
+    def error(self, message: str) -> NoReturn:
+        words = {word.partition("=")[0] for word in message.split()} if "unrecognized" in message else set()
+        for name, keywords in SEVERAL.items():
+            if words & {f"--{name}", keywords["short"]}:
+                message += f": serve and batch have --{name}, and LLM has {name.replace('-', '_')}"
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tritonllm", description="LLM inference on Triton kernels.")
+    parser = Parser(prog="tritonllm", description="LLM inference on Triton kernels.")
     parser.add_argument("--version", action="version", version=f"tritonllm {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
     alone = [command.add_parser(commands) for command in (generate, embed, serve, batch, info, precompile)]
     of_models = [*alone, *chat.add_parsers(commands), *bench.add_parsers(commands)]
     for added in of_models:
