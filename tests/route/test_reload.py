@@ -1,12 +1,14 @@
 """Another configuration while requests run: nobody notices, and a bad one changes nothing."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 
 import pytest
 from support.server import eventually
 
+from tritonllm.route import reload
 from tritonllm.route.config import BackendConfig, RouterConfig
 from tritonllm.route.reload import ConfigFile
 
@@ -126,9 +128,44 @@ def test_a_bad_file_is_refused(reloading, tmp_path, caplog, text, why):
         write(text)
     router.run(asked(file))
     eventually(lambda: router.metric("reloads_total", result="refused") >= 1)
-    assert router.router.config is before
+    assert router.router.config is before and "Errno" not in caplog.text
     assert why in caplog.text and "the old one stays" in caplog.text
     assert ask(router).status_code == 200
+
+
+def test_a_file_that_is_gone_is_said_once(reloading, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(reload, "LOOK_SECONDS", 0.05)
+    router, made, write, _ = reloading
+    (tmp_path / "router.toml").unlink()
+    eventually(lambda: router.metric("reloads_total", result="refused") == 1)
+    assert f"refused, the old one stays: {tmp_path / 'router.toml'}: No such file or directory" in caplog.text
+    assert ask(router).status_code == 200
+    write(config_text(made[:2]))
+    eventually(lambda: router.metric("reloads_total", result="done") == 1)
+    assert router.metric("reloads_total", result="refused") == 1
+
+
+LEFT, RIGHT = BackendConfig(url="http://a", name="left"), BackendConfig(url="http://b", name="right")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "nothing changed"),
+        ({"policy": "round-robin"}, "changed: policy (prefix -> round-robin)"),
+        ({"api_keys": ("secret",)}, "changed: api_keys"),
+        ({"port": 1}, "nothing changed"),  # said apart
+        ({"backends": (RIGHT,)}, "backends added: right; draining: left"),
+        ({"backends": (LEFT, RIGHT), "max_retries": 1}, "backends added: right; changed: max_retries (2 -> 1)"),
+        (
+            {"backends": (BackendConfig(url="http://c", name="left", api_key="secret"),)},
+            "changed: left (url, api_key)",
+        ),
+    ],
+)
+def test_what_changed_is_said_in_words(options, said):
+    old = RouterConfig(backends=(LEFT,))
+    assert reload.changes(old, dataclasses.replace(old, **options)) == said
 
 
 def test_all_backends_can_be_replaced_at_once(reloading):

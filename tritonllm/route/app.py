@@ -20,6 +20,7 @@ from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
 from tritonllm.route.probe import Prober
 from tritonllm.route.proxy import Proxy
+from tritonllm.route.reload import changes
 from tritonllm.route.reply import Receive, Reply, Send, end_to_end
 from tritonllm.route.upstream import DROPPED
 from tritonllm.version import __version__
@@ -76,15 +77,14 @@ class Router:
         for name in NEEDS_RESTART:
             if getattr(config, name) != getattr(self.config, name):
                 logger.warning("%s changes only when the router starts again", name)
-        before = {backend.label for backend in self.pool.all}
+        what = changes(self.config, config)
         new = self.pool.missing(config)
         await self._prober.ask_once(new)  # before the old ones leave, or there might be none that can be used
         self.config = config
         self.pool.apply(config, new)
         self._proxy.apply(config)
         self._prober.follow()
-        after = set(self.pool.backends)
-        logger.info("new configuration: backends added: %s, draining: %s", after - before or "-", before - after or "-")
+        logger.info("new configuration: %s", what)
 
     def cut(self) -> None:
         """End what still runs, with an error."""
