@@ -60,6 +60,11 @@ class KVTransferConfig:
         return self.kv_role != "kv_producer"
 
     @property
+    def asks_named(self) -> bool:
+        """Blocks are brought from the engine that a request names; so they may be by a connector of your own."""
+        return self.loads and self.kv_connector != "FileStore"
+
+    @property
     def on_device(self) -> bool:
         """Blocks come and go through the GPU's memory; ``kv_offloading_size`` is of that then."""
         return self.kv_connector in ON_DEVICE

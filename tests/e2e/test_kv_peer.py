@@ -73,6 +73,14 @@ def test_what_is_no_dictionary_is_refused():
             llm.generate(PROMPTS[:1], greedy(1, extra_args=extra), use_tqdm=False)
 
 
+def test_blocks_of_another_size_are_not_found(engines, alone, caplog):
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", engine={"block_size": 8}, wait=0)
+    assert decode(consumer, prefill(producer)) == (alone, [0] * 6)
+    assert consumer.engine.stats.kv_missed_blocks == sum((len(prompt) - 1) // 8 for prompt in PROMPTS)
+    port = producer.engine._transfer.connector.offer()["remote_port"]
+    assert caplog.text.count(f"the engine at 127.0.0.1:{port} has none of the prompt's blocks: is it of other w") == 1
+
+
 def test_blocks_of_another_model_are_not_found(engines):
     producer, consumer = engines("kv_producer"), engines("kv_consumer", similar_checkpoint(), wait=0)
     tokens, cached = decode(consumer, prefill(producer))

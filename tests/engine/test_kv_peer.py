@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.fault_proxy import fault_proxy
 from support.server import eventually
 
-from tritonllm.engine import kv_peer_client, kv_peer_server
+from tritonllm.engine import kv_peer, kv_peer_client, kv_peer_server
 from tritonllm.engine.kv_connector import Offering
 from tritonllm.engine.kv_peer import Peer
 from tritonllm.engine.kv_start import make_connector
@@ -180,6 +180,28 @@ def test_a_peer_that_fails_is_left_alone_for_a_while(peers, monkeypatch):
         assert consumer.lookup(KEYS, params).result(5) == SLOTS
         monkeypatch.undo()
         assert consumer.lookup(KEYS, params).result(5) == SLOTS
+
+
+def test_a_peer_that_has_none_of_the_blocks_is_named_once_and_waited_for_no_more(peers, monkeypatch, caplog):
+    producer, consumer = peers("kv_producer"), peers("kv_consumer")
+    params = producer.offer()
+    where = f"the engine at 127.0.0.1:{params['remote_port']} has none of the prompt's blocks: is it of other weights, "
+    waits, ask = [], kv_peer.question
+    monkeypatch.setattr(kv_peer, "question", lambda kind, keys, wait: waits.append(wait) or ask(kind, keys, 0.0))
+    assert [consumer.lookup(KEYS, params).result(10) for _ in range(5)] == [0] * 5
+    short = kv_peer_client.SHORT_WAIT
+    assert waits == [1.0] * kv_peer_client.FAILURES + [short] * 2
+    assert caplog.text.count(where + "dtype or block_size?") == 1
+    now = time.monotonic
+    monkeypatch.setattr(kv_peer_client.time, "monotonic", lambda: now() + kv_peer_client.REST)
+    monkeypatch.setattr(kv_peer.time, "monotonic", lambda: now() + kv_peer_client.REST)
+    assert [consumer.lookup(KEYS, params).result(10) for _ in range(2)] == [0] * 2
+    assert waits[5:] == [1.0, short] and caplog.text.count(where) == 1
+    producer.save(KEYS[:1], [0], lambda: True).result(5)
+    assert [consumer.lookup(KEYS, params).result(10) for _ in range(2)] == [1] * 2  # something: it is asked as before
+    assert waits[7:] == [short, 1.0]
+    monkeypatch.setattr(kv_peer_client.time, "monotonic", lambda: now() + kv_peer_client.TELL)
+    assert consumer.lookup(KEYS[1:], params).result(10) == 0 and caplog.text.count(where) == 2
 
 
 def test_a_peer_that_comes_back_is_connected_to_again(peers):

@@ -87,6 +87,14 @@ def test_nothing_there(count):
     assert fetch.done and not engine.connector.asked
 
 
+@pytest.mark.parametrize(("count", "missed"), [(0, 3), (None, 3), (2, 1), (3, 0)])
+def test_what_the_named_engine_should_have_is_missed(count, missed):
+    engine = Engine()
+    engine.transfer.fetch(make("a", 14), {"remote_host": "there"}, 0.0)
+    engine.answer(count)
+    assert engine.transfer.stats == (0, 0, missed)
+
+
 def test_no_question_about_what_is_here_or_must_be_computed():
     engine = Engine()
     assert engine.fetch(4) is None  # its last token is computed in any case

@@ -38,6 +38,7 @@ MOST_BLOCK_BYTES = 1 << 31
 WAIT = 1.0
 THREADS = 8
 CLOSING = 5.0  # seconds
+NOTHING = "the engine at %s:%d has none of the prompt's blocks: is it of other weights, dtype or block_size?"
 ANYWHERE = ("0.0.0.0", "::")  # addresses that nobody can connect to
 LOOKUP_PART, LOAD_PART = 0.25, 0.5  # of the time that a request waits; the rest is for the engine's own steps
 WAITING_PART = 0.9  # of what is left, that the other engine may wait; the rest is for its last answers
@@ -179,7 +180,7 @@ class Peer:
         left = deadline - time.monotonic()
         if left <= 0:
             return 0
-        wait = 0.0 if pending else min(self._wait, WAITING_PART * left)
+        wait = 0.0 if pending else self._peers.wait(address, min(self._wait, WAITING_PART * left))
         try:
             with self._peers.channel(address, deadline) as channel:
                 channel.send(question(Kind.LOOKUP, keys, wait), deadline)
@@ -187,7 +188,11 @@ class Peer:
         except (OSError, WireError) as error:
             _log(address, error)
             return 0
-        return len(keys) if pending else count
+        if pending:
+            return len(keys)
+        if self._peers.answered(address, count):
+            logger.warning(NOTHING, *address)
+        return count
 
     def _bring(
         self, address: Address, keys: Sequence[bytes], slots: Sequence[int], pending: bool, deadline: float

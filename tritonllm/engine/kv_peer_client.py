@@ -4,6 +4,10 @@ A connection is used again after an answer that was whole, if the next question 
 one that was idle for long may lead to a host that is gone, which nobody has told. A peer that fails ``FAILURES``
 times in a row is left alone for ``REST`` seconds, so that requests do not wait for it one after the other; then it is
 tried again, and left alone again after the first failure.
+
+A peer that answers and has none of the blocks that it should have (its weights are others, for instance) would cost
+each request the whole time that a lookup waits for blocks that are late. So after ``FAILURES`` such answers in a row
+lookups there wait for ``SHORT_WAIT`` seconds at most, for ``REST`` seconds; then they wait in full again.
 """
 
 import socket
@@ -22,6 +26,8 @@ CONNECTING = 3.0  # seconds, at most
 MOST_IDLE = 4  # connections that are kept for one peer
 FRESH = 2.0  # seconds that one is kept: no host is replaced by another in less
 MOST_PEERS = 256  # that are remembered
+SHORT_WAIT = 0.05  # seconds; the last blocks of an answered prompt are late by some milliseconds
+TELL = 60.0  # seconds between two warnings that a peer has nothing
 
 Address = tuple[str, int]
 
@@ -31,6 +37,9 @@ class _Peer:
     idle: list[tuple[Channel, float]] = field(default_factory=list)  # until when it is used again, the last one longest
     failures: int = 0
     rests_until: float = 0.0
+    empty: int = 0  # lookups in a row that waited in full and found nothing
+    hurries_until: float = 0.0  # until when lookups wait for a short time only
+    told: float | None = None  # when it was said last that it has nothing
 
 
 class Peers:
@@ -58,6 +67,33 @@ class Peers:
             self._failed(address, channel, counts=isinstance(error, OSError | WireError))
             raise
         self._succeeded(address, channel)
+
+    def wait(self, address: Address, seconds: float) -> float:
+        """How long a lookup should wait there for blocks that are late.
+
+        Args:
+            seconds: that it may wait.
+        """
+        with self._lock:
+            hurries = time.monotonic() < self._peer(address).hurries_until
+        return min(seconds, SHORT_WAIT) if hurries else seconds
+
+    def answered(self, address: Address, count: int) -> bool:
+        """A lookup there has found so many blocks. Whether it is time to say that there are none."""
+        now = time.monotonic()
+        with self._lock:
+            peer = self._peer(address)
+            if count:
+                peer.empty, peer.hurries_until = 0, 0.0
+                return False
+            if now >= peer.hurries_until:  # else it did not wait in full
+                peer.empty += 1
+                if peer.empty >= FAILURES:
+                    peer.hurries_until = now + REST
+            tells = peer.told is None or now - peer.told >= TELL
+            if tells:
+                peer.told = now
+            return tells
 
     def close(self) -> None:
         """End all connections, those in use as well."""

@@ -191,6 +191,8 @@ class KVTransfer:
         fetch.future = None
         self._overdue.discard(fetch)
         fetch.count = min(count or 0, len(fetch.keys))
+        if self._config.asks_named and fetch.params.get("remote_host") is not None:
+            self._missed += len(fetch.keys) - fetch.count  # the request says that they are there
         if not fetch.count:
             self._go_on(fetch)
 
