@@ -1,5 +1,6 @@
 """Requests in two halves: what goes to the backend that computes the prompt, and what to the one that answers."""
 
+import dataclasses
 import json
 
 import pytest
@@ -60,6 +61,26 @@ def test_without_prefill_the_request_goes_as_it_came(pair, how):
     answer = router.client.post("/v1/completions", content=body)
     assert answer.status_code == 200 and answer.json()["from"] == "b"
     assert [seen["body"] for seen in decode.seen] == [body]
+    result = "no_place" if how == "nowhere" else "failed"
+    assert router.metric("prefills_total", result=result) == router.metric("prefills_total") == 1
+
+
+def test_a_prefill_backend_that_names_no_place_is_told_once_until_the_configuration_is_read_again(pair, caplog):
+    prefill, decode, router = pair
+    prefill.more = {}
+    told = "the prefill backend a answers without kv_transfer_params, so prompts are computed twice: it needs a kv"
+
+    def ask():
+        assert router.client.post("/v1/completions", json=BODY).json()["from"] == "b"
+        return [record.levelname for record in caplog.records if record.getMessage().startswith(told)]
+
+    assert [ask(), ask()] == [["WARNING"]] * 2
+    router.run(router.router.apply(dataclasses.replace(router.config)))
+    assert [ask(), ask()] == [["WARNING"] * 2] * 2
+    prefill.more = {"kv_transfer_params": PLACE}
+    assert len(ask()) == 2 and bodies(decode)[-1]["kv_transfer_params"] == PLACE
+    assert router.metric("prefills_total", result="no_place") == 4
+    assert router.metric("prefills_total", result="used") == 1
 
 
 def test_one_that_hangs_until_probes_find_it_dead(pair):
@@ -90,7 +111,7 @@ def test_a_circuit_that_is_open_costs_no_time(backends, routing):
 def test_what_is_not_split(pair, path, more):
     prefill, decode, router = pair
     assert router.client.post(path, json={**BODY, **more}).json()["from"] == "b"
-    assert not prefill.seen and bodies(decode) == [{**BODY, **more}]
+    assert not prefill.seen and bodies(decode) == [{**BODY, **more}] and router.metric("prefills_total") == 0
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ class Metrics:
         self._broken = self._counter("broken_answers", "Answers that broke off after they began.", "backend")
         self._refused = self._counter("refused", "Requests that the router ended with an error.", "code")
         self._reloads = self._counter("reloads", "Configurations that were read again.", "result")
+        self._prefills = self._counter("prefills", "Requests whose prompts went to a prefill backend first.", "result")
         self._first = self._histogram("first_byte_seconds", "From sending a request to its answer's first byte.")
         self._whole = self._histogram("request_seconds", "From sending a request to its answer's end.")
 
@@ -78,6 +79,9 @@ class Metrics:
 
     def reloaded(self, result: str) -> None:
         self._reloads.labels(result).inc()
+
+    def prefilled(self, result: str) -> None:
+        self._prefills.labels(result).inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

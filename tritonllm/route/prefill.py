@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -34,6 +34,14 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 class _Answer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
+
+
+class _Half(NamedTuple):
+    """A backend's answer to a first half."""
+
+    backend: str
+    status: int
+    body: bytes
 
 
 def first_half(body: bytes, min_tokens: int = 0) -> bytes | None:
@@ -68,11 +76,12 @@ class Prefill:
     """Args:
     pool: of backends.
     upstream: asks them.
-    metrics: learns how long it took.
+    metrics: learns how long it took, and what came of it.
     """
 
     def __init__(self, pool: Pool, upstream: Upstream, metrics: Metrics) -> None:
         self._pool, self._upstream, self._metrics = pool, upstream, metrics
+        self._config, self._told = pool.config, set[str]()  # backends that name no place, under this configuration
 
     async def prepared(self, ask: Ask) -> Ask:
         """The request that is left when its prompt is computed; the same one if nobody has computed it, or should."""
@@ -82,21 +91,45 @@ class Prefill:
         if body is None:
             return ask
         try:
-            rest = second_half(ask.body, await self._answer(dataclasses.replace(ask, body=body)))
+            answer = await self._answer(dataclasses.replace(ask, body=body))
         except (Failure, RouteError, aiohttp.ClientError, OSError) as error:
             why = error.error.message if isinstance(error, Failure) else str(error) or type(error).__name__
-            logger.info("request %s goes on without prefill: %s", ask.request_id, why)
+            return self._failed(ask, why)
+        if answer.status != 200:
+            return self._failed(ask, f"the backend {answer.backend} answers with status {answer.status}")
+        rest = second_half(ask.body, answer.body)
+        self._metrics.prefilled("no_place" if rest is None else "used")
+        if rest is None:
+            self._tell(answer.backend)
             return ask
-        return ask if rest is None else dataclasses.replace(ask, body=rest)
+        return dataclasses.replace(ask, body=rest)
 
-    async def _answer(self, ask: Ask) -> bytes:
+    def _failed(self, ask: Ask, why: str) -> Ask:
+        self._metrics.prefilled("failed")
+        logger.info("request %s goes on without prefill: %s", ask.request_id, why)
+        return ask
+
+    def _tell(self, backend: str) -> None:
+        """Say once, and again after a new configuration, that a backend's work is of no use."""
+        if self._config is not self._pool.config:
+            self._config, self._told = self._pool.config, set()
+        if backend not in self._told:
+            self._told.add(backend)
+            logger.warning(
+                "the prefill backend %s answers without kv_transfer_params, so prompts are computed twice: it needs "
+                "a kv_transfer_config with kv_role kv_producer (and the kv_connector Peer, Nixl or CudaIpc)",
+                backend,
+            )
+
+    async def _answer(self, ask: Ask) -> _Half:
         config = self._pool.config
         backend = self._pool.choose(ask, prefill=True)
         with backend.carrying(ask.tokens):
             opened = await self._upstream.open(ask, backend, config, may_move=True)
             try:
                 async with asyncio.timeout(config.between_bytes_timeout):
-                    return opened.first + await opened.response.read()
+                    answer = opened.first + await opened.response.read()
+                    return _Half(backend.label, opened.response.status, answer)
             except (aiohttp.ClientError, OSError) as error:
                 self._broke_off(opened, error)
                 raise
