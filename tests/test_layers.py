@@ -80,6 +80,7 @@ NO_TORCH = {
     "engine.kv_nixl",
     "engine.kv_nixl_agent",
     "engine.kv_nixl_reader",
+    "engine.kv_params",
     "engine.kv_peer",
     "engine.kv_peer_client",
     "engine.kv_peer_server",

@@ -66,6 +66,14 @@ def test_answers_say_nothing_unless_they_are_asked_and_there_is_something(engine
         assert output.kv_transfer_params is None
 
 
+def test_who_has_no_connector_says_so_once(caplog):
+    llm = tiny_llm()
+    place = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 9}
+    for _ in range(2):
+        llm.generate(PROMPTS[:2], wish(1, **place), use_tqdm=False)
+    assert caplog.text.count("name the engine at 127.0.0.1:9, but this engine has no kv_transfer_config") == 1
+
+
 def test_what_is_no_dictionary_is_refused():
     llm = tiny_llm()
     for extra in ({"kv_transfer_params": 3}, {"kv_transfer_params": {}, "mine": 1}):

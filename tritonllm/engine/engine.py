@@ -27,7 +27,8 @@ from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.jump_forward import jump
-from tritonllm.engine.kv_transfer import KVTransfer, TransferStats, transfer_params
+from tritonllm.engine.kv_params import transfer_params
+from tritonllm.engine.kv_transfer import KVTransfer, TransferStats
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
 from tritonllm.engine.plan import describe

@@ -13,6 +13,7 @@ from tritonllm.engine.control import THOUGHTS, AfterThought, Control, ReadsOutpu
 from tritonllm.engine.detokenizer import Words
 from tritonllm.engine.edits import check_edits
 from tritonllm.engine.grammar import GrammarControl, Grammars
+from tritonllm.engine.kv_params import TransferParams
 from tritonllm.engine.request import Request
 from tritonllm.engine.tokenizer import bad_word_ids
 from tritonllm.inputs import KNOWN_FORMS, Prompt, TokensPrompt, check_text, is_array, to_list
@@ -59,6 +60,7 @@ class InputProcessor:
     seed: the engine's, for requests without one.
     default_params: of requests that bring none.
     takes_extra_args: there are logits processors, who may read them.
+    transfer_params: checks what requests say of other engines; by default those of an engine that asks none.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class InputProcessor:
         default_params: SamplingParams | None = None,
         *,
         takes_extra_args: bool = False,
+        transfer_params: TransferParams | None = None,
     ) -> None:
         self._takes_extra_args = takes_extra_args
+        self._transfer_params = transfer_params or TransferParams(None)
         self.tokenizer, self.words = tokenizer, Words(tokenizer)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -233,8 +237,7 @@ class InputProcessor:
             known = ", ".join(end for _, end in THOUGHTS)
             raise ValueError(f"thinking_token_budget needs a tokenizer with an end-of-thought token ({known})")
         extra = params.extra_args or {}
-        if not isinstance(extra.get("kv_transfer_params"), Mapping | None):
-            raise ValueError(f"kv_transfer_params must be a dict, got {extra['kv_transfer_params']!r}")
+        self._transfer_params.check(extra.get("kv_transfer_params"))
         if extra.keys() - {"kv_transfer_params"} and not self._takes_extra_args:
             raise ValueError("extra_args are for logits processors: register some with LLM(logits_processors=[...])")
         for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):

@@ -234,12 +234,6 @@ class KVTransfer:
         self._saved += result_of(done) or 0
 
 
-def transfer_params(params: object) -> Params:
-    """What a request's parameters say of where its blocks are: ``extra_args["kv_transfer_params"]``, as in vLLM."""
-    extra = getattr(params, "extra_args", None) or {}
-    return extra.get("kv_transfer_params") or {}
-
-
 def result_of(done: "Future[Any]") -> Any:
     """What a connector has answered; ``None`` if it failed, which it should not."""
     error = None if done.cancelled() else done.exception()

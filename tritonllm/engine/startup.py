@@ -19,6 +19,7 @@ from tritonllm.engine.host_memory import check_offloading
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.kv_fingerprint import model_fingerprint
+from tritonllm.engine.kv_params import TransferParams
 from tritonllm.engine.kv_start import make_connector, make_transfer
 from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.pooler import Pooler
@@ -399,6 +400,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     inputs = InputProcessor(
         *(tokenizer, spec.vocab_size, limits[1], eos, config.model.seed, defaults),
         takes_extra_args=bool(config.logits_processors),
+        transfer_params=TransferParams(config.kv_transfer_config, tells=True),
     )
     log_ready(spec, config, dtype, device, runner, begin)
     MONITOR.serving = True
