@@ -56,6 +56,21 @@ def test_what_is_refused(server):
     assert "kv_transfer_params" in bad.text and "do not go together" in search.text
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"do_remote_prefil": True}, "'do_remote_prefil' is unknown; there are do_remote_prefill, do_remote_decode"),
+        ({"do_remote_prefill": True, "remote_host": "a"}, "needs remote_host and remote_port"),
+        ({"remote_host": "a", "remote_port": "9000"}, "remote_port must be an integer from 1 to 65535, got '9000'"),
+    ],
+)
+def test_what_is_misspelt_or_incomplete_is_refused(server, path, body, params, message):
+    for more in ({}, {"stream": True}):
+        answer = server.client.post(path, json={**body, **more, "kv_transfer_params": params})
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
 def is_cached(answer):
     """All but the last tokens of the prompt, which are computed in any case."""
     usage = answer["usage"]

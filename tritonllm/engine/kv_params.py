@@ -1,5 +1,8 @@
 """What requests say of where their blocks are (``kv_transfer_params``, docs/kv-transfer.md), as it comes in. No torch.
 
+A name that is misspelt would be a miss that nobody sees, so unknown ones are refused. Routers for vLLM send more than
+means something here; those names are known, and ignored. A connector of your own may read any.
+
 What is asked for in vain is said once: a server that cannot load from the engine that a request names computes the
 prompt, and nobody would see why that is slow.
 """
@@ -9,9 +12,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from tritonllm.engine.kv_connector import Params
-from tritonllm.kv_transfer_config import KVTransferConfig
+from tritonllm.kv_transfer_config import CONNECTORS, KVTransferConfig
 
 logger = logging.getLogger(__name__)
+KNOWN = {
+    "do_remote_prefill": "true or false",
+    "do_remote_decode": "true or false",
+    "pending": "true or false",
+    "remote_host": "a host's name or address",
+    "remote_port": "an integer from 1 to 65535",
+}
+IGNORED = (  # what vLLM's connectors and their routers say besides
+    *("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_num_tokens", "transfer_id"),
+    *("remote_bootstrap_addr", "remote_handshake_port", "remote_notify_port"),
+    *("tp_size", "remote_tp_size", "remote_pp_size", "remote_dp_size", "remote_dp_rank", "remote_dcp_size"),
+    "remote_pcp_size",
+)
 FROM_PEERS = "kv_connector Peer, Nixl or CudaIpc (as the other engine has)"
 
 
@@ -25,17 +41,51 @@ class TransferParams:
 
     def __init__(self, config: KVTransferConfig | None, tells: bool = False) -> None:
         self._vain = vain(config) if tells else None
+        self._any_name = config is not None and config.kv_connector not in CONNECTORS
 
     def check(self, params: object) -> None:
         """Raises:
-        ValueError: they are no dictionary.
+        ValueError: they are no dictionary, or, unless a connector of your own reads them, a name is unknown, a value
+            is of another kind, or the place of blocks is incomplete.
         """
-        if params is not None and not isinstance(params, Mapping):
+        if params is None:
+            return
+        if not isinstance(params, Mapping):
             raise ValueError(f"kv_transfer_params must be a dict, got {params!r}")
-        if params is not None and params.get("do_remote_prefill") is True and self._vain is not None:
+        if not self._any_name:
+            check_names(params)
+        if params.get("do_remote_prefill") is True and self._vain is not None:
             where = params.get("remote_host"), params.get("remote_port")
             logger.warning("kv_transfer_params name the engine at %.100s:%s, but %s", *where, self._vain)
             self._vain = None
+
+
+def check_names(params: Params) -> None:
+    """Raises:
+    ValueError: as of :meth:`TransferParams.check`.
+    """
+    for name, value in params.items():
+        if name not in KNOWN and name not in IGNORED:
+            raise ValueError(
+                f"kv_transfer_params: {name!r:.100} is unknown; there are {', '.join(KNOWN)}, and of vLLM's, which are "
+                f"ignored, {', '.join(IGNORED)}"
+            )
+        if value is not None and name in KNOWN and not _fits(name, value):
+            raise ValueError(f"kv_transfer_params: {name} must be {KNOWN[name]}, got {value!r:.100}")
+    lacks = [name for name in ("remote_host", "remote_port") if params.get(name) is None]
+    if params.get("do_remote_prefill") and lacks:
+        raise ValueError(
+            "kv_transfer_params: do_remote_prefill=true needs remote_host and remote_port, where the blocks are. "
+            f"Missing: {', '.join(lacks)}; take what the prefill server's answer has"
+        )
+
+
+def _fits(name: str, value: object) -> bool:
+    if name == "remote_host":
+        return isinstance(value, str) and bool(value.strip())
+    if name == "remote_port":
+        return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 16
+    return isinstance(value, bool)
 
 
 def vain(config: KVTransferConfig | None) -> str | None:

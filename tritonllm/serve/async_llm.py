@@ -96,7 +96,11 @@ class AsyncLLM(EngineHealth, EngineCalls):
             profiler.check_folder()
         self._client = link or start_engines(config, log_level, import_tokenizers, profiler, max_restarts)
         try:
-            self.inputs = input_processor(self._client.ready, takes_extra_args=bool(config.logits_processors))
+            self.inputs = input_processor(
+                self._client.ready,
+                takes_extra_args=bool(config.logits_processors),
+                transfer=config.kv_transfer_config,
+            )
         except BaseException:
             self._client.close()
             raise

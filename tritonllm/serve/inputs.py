@@ -1,7 +1,9 @@
 """What an API process checks and tokenizes requests with, as the engine told it."""
 
 from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.kv_params import TransferParams
 from tritonllm.engine.tokenizer import load_tokenizer
+from tritonllm.kv_transfer_config import KVTransferConfig
 from tritonllm.serve.messages import Ready, unpack_params
 
 
@@ -12,12 +14,15 @@ def import_tokenizers() -> None:
     _ = transformers.AutoTokenizer  # what imports it
 
 
-def input_processor(ready: Ready, *, takes_extra_args: bool = False) -> InputProcessor:
+def input_processor(
+    ready: Ready, *, takes_extra_args: bool = False, transfer: KVTransferConfig | None = None
+) -> InputProcessor:
     """Checks requests as the engine does, so that most errors need no way there.
 
     Args:
         ready: what the engine has told.
         takes_extra_args: it has logits processors, who may read them.
+        transfer: how it shares its cache.
     """
     tokenizer = None
     if ready.tokenizer is not None:
@@ -30,4 +35,5 @@ def input_processor(ready: Ready, *, takes_extra_args: bool = False) -> InputPro
         ready.seed,
         unpack_params(ready.default_params),
         takes_extra_args=takes_extra_args,
+        transfer_params=TransferParams(transfer),
     )
