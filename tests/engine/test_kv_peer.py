@@ -160,6 +160,27 @@ def test_who_is_listed(peers, listed):
     assert (consumer._address(other) is None) == (":" in listed)
 
 
+@pytest.mark.parametrize(
+    ("listed", "host", "is_asked"),
+    [
+        ("fd00::5", "fd00::5", True),
+        ("fd00::5:9000", "fd00::5", True),
+        ("[fd00::5]:9000", "fd00::5", True),
+        ("1:2:3:4:5:6:7:8:9000", "1:2:3:4:5:6:7:8", True),
+        ("[fd00::5]:9001", "fd00::5", False),
+        ("fd00::6", "fd00::5", False),
+        ("some_host.example", "some_host.example", True),
+        ("some-host:9000", "some-host", True),
+        ("some-host:9001", "some-host", False),
+    ],
+)
+def test_names_and_addresses_of_engines(peers, caplog, listed, host, is_asked):
+    consumer = peers("kv_consumer", peers=[listed])
+    where = {"remote_host": host, "remote_port": 9000}
+    assert consumer._address(where) == ((host, 9000) if is_asked else None)
+    assert ("it is not asked. If it may be, add it to kv_connector_extra_config.peers" in caplog.text) != is_asked
+
+
 def test_a_name_that_is_none_is_a_miss(peers):
     consumer = peers("kv_consumer", peers=["*"])
     for name in ("a" * 70 + ".b", "\0", "no-such-host.invalid"):
@@ -315,6 +336,16 @@ def test_what_others_are_told(peers):
         ({"port": 1 << 16}, "port must be an integer from 0 to 65535, got 65536"),
         ({"port": True}, "port must be an integer from 0 to 65535, got True"),
         ({"peers": "127.0.0.1"}, "peers must be a list of 'host' or 'host:port', got '127.0.0.1'"),
+        *(
+            ({"peers": ["10.0.0.5", one]}, r"peers\[1\] must be 'host' or 'host:port' .*, or '\*', got " + got)
+            for one, got in (
+                ("http://10.0.0.5:9000", "'http://10.0.0.5:9000'"),
+                *(("", "''"), (" ", "' '"), ("a:b:c", "'a:b:c'"), ("a:b", "'a:b'"), (":80", "':80'"), ("a:", "'a:'")),
+                *(("host:0", "'host:0'"), ("host:99999", "'host:99999'"), ("host:080", "'host:080'"), (3, "3")),
+                *(("10.0.0.*", "'10.0"), ("10.0.0.0/8", "'10.0"), ("[::1]", "'"), ("[::1]:0", "'"), ("[a]:80", "'")),
+                ("10.0.0.5:9000,10.0.0.6:9000", "'10.0.0.5:9000,10"),
+            )
+        ),
         ({"peers": []}, "peers is missing: list the engines whose blocks may be loaded"),
         ({"max_bytes": 0}, "max_bytes must be an integer of at least 1"),
         ({"threads": 0}, "threads must be an integer of at least 1"),

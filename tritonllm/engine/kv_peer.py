@@ -17,9 +17,11 @@ other, and fill the cache with what it likes.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from ipaddress import IPv6Address
 from typing import TypeVar
 
 from tritonllm.config_checks import at_least
@@ -33,6 +35,8 @@ from tritonllm.kv_transfer_config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_HOST = re.compile(r"[^\s:/?#@*\[\]]+")  # a name, or an IPv4 address
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
 MAX_BYTES = 4 << 30
 MOST_BLOCK_BYTES = 1 << 31
 WAIT = 1.0
@@ -171,8 +175,12 @@ class Peer:
         if not isinstance(host, str) or not isinstance(port, int) or not 0 < port < 1 << 16:
             logger.warning("kv_transfer_params: remote_host=%.100r, remote_port=%.100r is no address", host, port)
             return None
-        if not {host, f"{host}:{port}", "*"} & self._allowed:
-            logger.warning("kv_transfer_params: %.100r is none of the engines in peers: it is not asked", host)
+        if not {host, f"{host}:{port}", f"[{host}]:{port}", "*"} & self._allowed:
+            logger.warning(
+                "kv_transfer_params: %.100r is none of the engines in peers: it is not asked. If it may be, add it to "
+                "kv_connector_extra_config.peers",
+                host,
+            )
             return None
         return host, port
 
@@ -226,15 +234,40 @@ def _check_address(name: str, config: KVTransferConfig, host: object, port: obje
 
 def _check_peers(name: str, config: KVTransferConfig, peers: object) -> None:
     """Raises:
-    ValueError: they are no list of hosts, or there are none although blocks are to be loaded.
+    ValueError: they are no list of hosts, one of them is none, or there are none although blocks are to be loaded.
     """
-    if not isinstance(peers, list | tuple) or not all(isinstance(one, str) and one for one in peers):
+    if not isinstance(peers, list | tuple):
         raise ValueError(f"{name}peers must be a list of 'host' or 'host:port', got {peers!r}")
+    for index, one in enumerate(peers):
+        if not isinstance(one, str) or not _names_engines(one):
+            raise ValueError(
+                f"{name}peers[{index}] must be 'host' or 'host:port' with a port from 1 to 65535, as requests name the "
+                f"engine, or '*', got {one!r:.100}"
+            )
     if config.loads and not peers:
         raise ValueError(
             f"{name}peers is missing: list the engines whose blocks may be loaded, as 'host' or 'host:port', or give "
             "this one kv_role='kv_producer'"
         )
+
+
+def _names_engines(entry: str) -> bool:
+    """It can be an entry of ``peers``. An IPv6 address may end like a port, and with one it may stand in brackets."""
+    if entry == "*" or _HOST.fullmatch(entry) or _is_ipv6(entry):
+        return True
+    host, _, port = entry.rpartition(":")
+    if not _PORT.fullmatch(port) or int(port) >= 1 << 16:
+        return False
+    in_brackets = host.startswith("[") and host.endswith("]")
+    return bool(_HOST.fullmatch(host)) or _is_ipv6(host[1:-1] if in_brackets else host)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_number(value: object) -> bool:
