@@ -291,7 +291,7 @@ class EngineConfig:
             self._check_speculation(self.speculative_config)
         if self.kv_transfer_config is not None:
             is_a("kv_transfer_config", self.kv_transfer_config, KVTransferConfig)
-            self._check_transfer()
+            self._check_transfer(self.kv_transfer_config)
         if self.kernel_cache is not None:
             is_a("kernel_cache", self.kernel_cache, str)
         makers = self.logits_processors
@@ -327,7 +327,8 @@ class EngineConfig:
                 f"them out with pipeline_parallel_size={stages}, or give requests processors of their own"
             )
 
-    def _check_transfer(self) -> None:
+    def _check_transfer(self, transfer: KVTransferConfig) -> None:
+        transfer.check_engines(self.parallel.data_parallel_size)
         if not self.cache.kv_offloading_size:
             raise ValueError(
                 "kv_transfer_config needs kv_offloading_size: blocks come and go through that memory. Give "

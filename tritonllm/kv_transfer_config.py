@@ -46,6 +46,17 @@ class KVTransferConfig:
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
             raise ValueError(f"{name}timeout must be a number of seconds above 0, got {seconds!r}")
 
+    def check_engines(self, count: int) -> None:
+        """Raises:
+        ValueError: so many engines of one machine (``data_parallel_size``) would all serve their blocks at one port.
+        """
+        port = self.kv_connector_extra_config.get("port")
+        if count > 1 and port and self.saves and self.kv_connector in CONNECTORS:
+            raise ValueError(
+                f"kv_transfer_config: port={port!r} with data_parallel_size={count}: each engine needs its own; leave "
+                "port at 0"
+            )
+
     @property
     def timeout(self) -> float:
         seconds: float = self.kv_connector_extra_config.get("timeout", TIMEOUT)

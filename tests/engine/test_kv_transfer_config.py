@@ -83,3 +83,17 @@ def test_bad_values(value, message):
 def test_what_it_needs_of_the_engine(more, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig.from_kwargs(model="m", kv_transfer_config=FILES, **more)
+
+
+@pytest.mark.parametrize("connector", ["Peer", "Nixl", "CudaIpc"])
+def test_several_engines_do_not_listen_at_one_port(connector):
+    def made(count, role="kv_both", **extra):
+        transfer = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
+        more = {"data_parallel_size": count, "kv_offloading_size": 1, "kv_transfer_config": transfer}
+        return EngineConfig.from_kwargs(model="m", **more)
+
+    for role in ("kv_both", "kv_producer"):
+        with pytest.raises(ValueError, match="port=9007 with data_parallel_size=2: each engine needs its own; leave p"):
+            made(2, role, port=9007)
+    for config in (made(2, port=0), made(2), made(1, port=9007), made(2, "kv_consumer", port=9007)):
+        assert config.kv_transfer_config is not None
