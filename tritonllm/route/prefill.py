@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from tritonllm.route.ask import Ask, length
+from tritonllm.route.cause import cause_of
 from tritonllm.route.errors import RouteError
 from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
@@ -93,7 +94,7 @@ class Prefill:
         try:
             answer = await self._answer(dataclasses.replace(ask, body=body))
         except (Failure, RouteError, aiohttp.ClientError, OSError) as error:
-            why = error.error.message if isinstance(error, Failure) else str(error) or type(error).__name__
+            why = error.error.message if isinstance(error, Failure) else cause_of(error).logged
             return self._failed(ask, why)
         if answer.status != 200:
             return self._failed(ask, f"the backend {answer.backend} answers with status {answer.status}")
@@ -140,5 +141,5 @@ class Prefill:
     def _broke_off(self, opened: Opened, error: Exception) -> None:
         label = opened.backend.label
         self._metrics.broke(label)
-        message = f"the backend {label} broke off its answer: {str(error) or type(error).__name__}"
+        message = f"the backend {label} broke off its answer: {cause_of(error).logged}"
         self._upstream.count_failure(opened.backend, opened.permit, message)
