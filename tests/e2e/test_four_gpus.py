@@ -4,22 +4,12 @@ import json
 
 import pytest
 import torch
-from support.engines import greedy, token_ids
+from support.engines import token_ids
+from support.gpu_engines import KINDS, NGRAMS, PROMPTS, make
 from support.mechanism_configs import MECHANISMS
 from support.real_configs import QWEN3_0_6B
-from support.tiny_models import random_tokens
-
-from tritonllm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")]
-PROMPTS = [random_tokens(n, 10000, seed=n) for n in (1, 700, 33, 128, 2, 511, 90, 300)]
-KINDS = [
-    greedy(40),
-    SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0.5, seed=3, max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.2),
-    SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1),
-]
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 MODELS = {
     "8 key heads": QWEN3_0_6B,
     "2 key heads": QWEN3_0_6B | {"num_key_value_heads": 2},  # each on two ranks
@@ -40,12 +30,6 @@ WAYS = [
     ("experts", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
     ("experts", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True}),
 ]
-
-
-def make(folder, **options):
-    """float32, where sums in another order differ far less than tokens do."""
-    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 2048}
-    return LLM(folder, **{**settings, "num_blocks": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 512, **options})
 
 
 @pytest.fixture(scope="module")

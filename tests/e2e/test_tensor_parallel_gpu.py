@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 from support.engines import greedy, token_ids
+from support.gpu_engines import KINDS, NGRAMS, PROMPTS, make
 from support.mechanism_configs import MECHANISMS
 from support.real_configs import QWEN3_0_6B
-from support.tiny_models import random_tokens
 
-from tritonllm import LLM, SamplingParams
+from tritonllm import SamplingParams
 from tritonllm.dist.watch import WorkerError
 from tritonllm.experts.rebalance import rebalance
 
@@ -22,14 +22,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-PROMPTS = [random_tokens(n, 10000, seed=n) for n in (1, 700, 33, 128, 2, 511, 90, 300)]
-KINDS = [
-    greedy(40),
-    SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0.5, seed=3, max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.2),
-    SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1),
-]
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +29,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
     (folder / "config.json").write_text(json.dumps(QWEN3_0_6B))
     return str(folder)
-
-
-def make(folder, **kwargs):
-    """float32, where sums in another order differ far less than tokens do."""
-    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 2048}
-    return LLM(folder, **{**settings, "num_blocks": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 512, **kwargs})
 
 
 @pytest.fixture(scope="module")
