@@ -81,10 +81,7 @@ class StepBuilder:
             segments, n = Segments(verify=verified(len(items), 1 + self._drafts)), 0
             ends = starts + 1
         longest = int(ends.max())
-        width = -(-longest // self._block_size)
-        if self._drafts:  # the device may be further than the host knows, and what follows the last draft has no block
-            width = min(max(map(_num_blocks, requests)) + -(-self._drafts // self._block_size), seats.tables.shape[1])
-        tables = seats.tables[at, :width]
+        tables = seats.tables[at, : self._width(requests, longest)]
         pooled = pooled_spans(items) if seats.pooled else ()
         drawing: Sequence[Request] = requests
         if alone:
@@ -120,6 +117,14 @@ class StepBuilder:
             fills=plan.fills,
             limited=not self._finds_limits and bool(_rows_of(seats.limited, rows)),
         )
+
+    def _width(self, requests: Sequence[Request], longest: int) -> int:
+        """Blocks of a sequence that the step may read or write; ``longest``: tokens, as far as the host knows."""
+        if not self._drafts:
+            return -(-longest // self._block_size)
+        # the device may be further, and what follows the last draft has no block
+        behind = -(-self._drafts // self._block_size)
+        return min(max(map(_num_blocks, requests)) + behind, self.seats.tables.shape[1])
 
     def _shared_prefix(self, tables: np.ndarray, seq_lens: np.ndarray, longest: int) -> SharedPrefix | None:
         """Of decodes of at most ``longest`` tokens."""
