@@ -13,6 +13,7 @@ from support.server import eventually
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind
+from tritonllm.serve.answering import Service
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import QueueFullError
 from tritonllm.serve.config import ServerConfig
@@ -191,6 +192,55 @@ def test_more_than_the_queue_holds_is_refused(llm, loop):
     loop.run(crowd())
     with pytest.raises(ValueError, match="n=9 is more than this engine queues, 8"):
         loop.run(collected(llm, "never", n=9))
+
+
+def served(llm, loop, prompts, **more):
+    """What one body with these prompts gets, as a server runs it."""
+
+    async def run():
+        service = Service(llm, ServerConfig(model_names=("m",)))
+        return [item async for item in service.run("body", prompts, params(**more), 0)]
+
+    return loop.run(run())
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ([], r"^prompt\[2\] is empty"),
+        ([10**6], r"^prompt\[2\]: prompt_token_ids must be integers"),
+        ({"prompt_token_ids": [5], "cache_salt": ""}, r"^prompt\[2\]\['cache_salt'\] must be"),
+        (PROMPT * 100, r"^prompt\[2\] has 2000 tokens"),
+    ],
+)
+def test_no_prompt_of_a_body_runs_before_all_are_checked(llm, loop, monkeypatch, last, message):
+    sent = []
+    monkeypatch.setattr(llm._client, "send", sent.append)
+    with pytest.raises(ValueError, match=message):
+        served(llm, loop, [PROMPT, PROMPT, last])
+    assert not sent and llm.num_unfinished == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_a_body_may_have_more_prompts_than_the_engine_takes(llm, loop, monkeypatch, n):
+    """A client cannot do anything about a queue that is always full of its own prompts."""
+    most = []
+
+    class Watch:
+        def added(self, request_id, prompt_tokens, params):
+            most.append(llm.num_unfinished)
+
+        def updated(self, update): ...
+
+        def aborted(self, request_id): ...
+
+    monkeypatch.setattr(llm, "observer", Watch())
+    prompts = [[5, 6 + index] for index in range(20)]
+    items = served(llm, loop, prompts, n=n, max_tokens=3)
+    ended = sorted(index for index, output in items if output.finished)
+    assert ended == list(range(20))
+    assert len(most) == 20 and max(most) == max(4 // n * n, n), "others find a place"
+    loop.run(idle(llm))
 
 
 @pytest.mark.parametrize(

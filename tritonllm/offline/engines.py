@@ -60,7 +60,7 @@ class Engines:
         self._llm = AsyncLLM(config, max_queue=UNLIMITED, link=link)
         self.inputs = self._llm.inputs
         self.pooling = _ability(self._llm.pooling)
-        self._most = AHEAD * (self._llm.max_sequences - UNLIMITED)
+        self._most = AHEAD * self._llm.max_num_seqs
         self._waiting: list[tuple[int, int, str, Prompt, RequestParams]] = []  # a heap: the first has to go first
         self._arrivals = 0
         self._running: dict[str, tuple[Result, int]] = {}  # those in the engines, and their numbers of sequences

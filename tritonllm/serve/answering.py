@@ -10,15 +10,16 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
 from tritonllm.beam_search_params import BeamSearchParams
+from tritonllm.engine.input_processor import TokenizedPrompt
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
-from tritonllm.sampling_params import SamplingParams
-from tritonllm.serve.async_llm import AsyncLLM
+from tritonllm.serve.async_llm import AsyncLLM, sequences_of
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_body
 from tritonllm.serve.parsing.choose import TOOL_PARSERS, choose
 from tritonllm.serve.replies import DONE, as_json, event
+from tritonllm.serve.tokenizing import Params
 
 T = TypeVar("T")
 CLIENT_LEFT = 499  # nobody reads the answer; the log shows why there is none
@@ -64,67 +65,84 @@ class Service:
     async def run(
         self,
         answer_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | BeamSearchParams | PoolingParams,
+        prompts: Sequence[Prompt | TokenizedPrompt],
+        params: Params,
         priority: int,
     ) -> AsyncGenerator[tuple[int, Any], None]:
-        """Run one request for each prompt.
+        """Run one request for each prompt. If there are several, all of them are checked before the first one starts.
 
         Yields:
             ``(index of the prompt, what is new)``.
 
         Raises:
+            ValueError: one is bad; the message begins with its index if there are several.
             APIError: a request ended with an error, or took too long.
             Exception: as :meth:`AsyncLLM.generate`.
         """
         unique = uuid.uuid4().hex[:8]  # two clients may send the same X-Request-Id
         starts: dict[type, Any] = {PoolingParams: self.llm.encode, BeamSearchParams: self.llm.beam_search}
         start = starts.get(type(params), self.llm.generate)
+        end = _Deadline(self.config.request_timeout)
+        if len(prompts) > 1:
+            prompts = await end.before(self.llm.check_prompts(prompts, params))
         streams = [
             start(prompt, params, f"{answer_id}-{unique}-{index}", priority=priority)
             for index, prompt in enumerate(prompts)
         ]
-        merged = merge(streams)
-        seconds = self.config.request_timeout
-        end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        merged = merge(streams, self._at_once(params))
         async with aclosing(merged):
             while True:
                 try:
-                    index, output = await (anext(merged) if end is None else _before(end, anext(merged)))
+                    index, output = await end.before(anext(merged))
                 except StopAsyncIteration:
                     return
-                except TimeoutError:
-                    raise APIError(504, f"the request took more than {seconds:g} seconds", code="timeout") from None
                 if output.error is not None:
                     raise APIError(500, f"the engine failed: {output.error}", code="engine_error")
                 yield index, output
 
-
-async def _before(end: float, work: Awaitable[T]) -> T:
-    """Raises:
-    TimeoutError: the event loop's clock reaches ``end`` first.
-    """
-    async with asyncio.timeout_at(end):
-        return await work
+    def _at_once(self, params: Params) -> int:
+        """How many requests of one body may be in the engine: enough to fill it, but others find a place in the queue,
+        and a body may have more prompts than the engine takes."""
+        sequences = max(self.llm.max_num_seqs, self.llm.max_sequences // 2)
+        return max(sequences // sequences_of(params), 1)
 
 
-async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """What several generators yield, with the index of each; closing this one closes them."""
+class _Deadline:
+    """In so many seconds from now; ``None``: never."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    async def before(self, work: Awaitable[T]) -> T:
+        """Raises:
+        APIError: 504, the work takes longer.
+        """
+        if self._end is None:
+            return await work
+        try:
+            async with asyncio.timeout_at(self._end):
+                return await work
+        except TimeoutError:
+            raise APIError(504, f"the request took more than {self._seconds:g} seconds", code="timeout") from None
+
+
+async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], at_once: int) -> Outputs:
+    """What several generators yield, with the index of each; so many run at a time, and closing this closes them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for output in only:
                 yield 0, output
         return
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(len(streams))
+    places = asyncio.Semaphore(at_once)
 
     async def forward(index: int) -> None:
         try:
-            async with aclosing(streams[index]) as stream:
+            async with places, aclosing(streams[index]) as stream:
                 async for output in stream:
                     await queue.put((index, output))
             await queue.put((index, None))
-        except ValueError as error:
-            await queue.put((index, _of_prompt(index, error)))
         except Exception as error:
             await queue.put((index, error))
 
@@ -143,14 +161,6 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _of_prompt(index: int, error: ValueError) -> ValueError:
-    """The error of one of several prompts, with its index if it is about the prompt."""
-    name, text = f"prompt[{index}]", str(error)
-    if text.startswith("prompt "):
-        return ValueError(name + text.removeprefix("prompt"))
-    return ValueError(f"{name}: {text}") if text.startswith("prompt_token_ids ") else error
 
 
 def answer_id(prefix: str, request: Request, chosen: str | None) -> str:

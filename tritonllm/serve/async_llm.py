@@ -3,15 +3,12 @@
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Protocol
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.engine.arg_utils import EngineArgs
-from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import TokenizedPrompt
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
@@ -30,6 +27,7 @@ from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_para
 from tritonllm.serve.profiling import ProfilerConfig
 from tritonllm.serve.replicas import Replicas, start_engines
 from tritonllm.serve.shared_count import SharedCount
+from tritonllm.serve.tokenizing import Params, Tokenizing
 from tritonllm.vllm_arguments import no_adapter
 
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
@@ -44,6 +42,13 @@ class AsyncEngineArgs(EngineArgs):
     """Arguments of :class:`AsyncLLM`, under vLLM's name; they are those of :class:`EngineArgs`."""
 
 
+def sequences_of(params: Params) -> int:
+    """How many a request has in the engine."""
+    if isinstance(params, BeamSearchParams):
+        return params.beam_width
+    return params.n if isinstance(params, SamplingParams) else 1
+
+
 class Observer(Protocol):
     """Is told what happens to requests, for metrics."""
 
@@ -54,7 +59,7 @@ class Observer(Protocol):
     def aborted(self, request_id: str) -> None: ...
 
 
-class AsyncLLM(EngineHealth, EngineCalls):
+class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
     """Serves requests of one event loop.
 
     A generator that is closed, or whose task is cancelled, aborts its request. At most ``max_num_seqs + max_queue``
@@ -96,7 +101,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
             profiler.check_folder()
         self._client = link or start_engines(config, log_level, import_tokenizers, profiler, max_restarts)
         try:
-            self.inputs = input_processor(
+            inputs = input_processor(
                 self._client.ready,
                 takes_extra_args=bool(config.logits_processors),
                 transfer=config.kv_transfer_config,
@@ -106,7 +111,8 @@ class AsyncLLM(EngineHealth, EngineCalls):
             raise
         self.stats: Stats = self._client.ready.stats
         self.pooling = self._client.ready.pooling
-        self.max_sequences = self._client.ready.max_num_seqs + max_queue
+        self.max_num_seqs = self._client.ready.max_num_seqs
+        self.max_sequences = self.max_num_seqs + max_queue
         self.observer: Observer | None = None
         self.on_death: Callable[[str], None] | None = None
         self._collectors: dict[
@@ -115,9 +121,8 @@ class AsyncLLM(EngineHealth, EngineCalls):
         self._ending: set[str] = set()  # aborted; their last updates are on their way
         self._sequences = SharedCount() if sequences is None else sequences
         EngineCalls.__init__(self)
+        Tokenizing.__init__(self, inputs, causal=self.pooling.causal)
         self._loop: asyncio.AbstractEventLoop | None = None
-        # One thread: the tokenizer is not made for several, and a long prompt does not hold up the event loop.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, max_queue: int = MAX_QUEUE) -> "AsyncLLM":
@@ -125,19 +130,9 @@ class AsyncLLM(EngineHealth, EngineCalls):
         return cls(engine_args.create_engine_config(), max_queue=max_queue)
 
     @property
-    def max_model_len(self) -> int:
-        return self.inputs.max_model_len
-
-    @property
     def num_unfinished(self) -> int:
         """Sequences in the engine, of all its API processes."""
         return self._sequences.total
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        return self.inputs.default_params.clone()
-
-    async def get_tokenizer(self) -> Any:
-        return self.inputs.tokenizer
 
     def attach(self) -> None:
         """Begin to listen to the engine, in the running event loop; the first request does it otherwise.
@@ -159,21 +154,23 @@ class AsyncLLM(EngineHealth, EngineCalls):
         if self.unavailable is not None:
             raise self.unavailable
 
-    async def in_tokenizer_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run what uses the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+    async def check_prompts(self, prompts: Sequence[Prompt | TokenizedPrompt], params: Params) -> list[TokenizedPrompt]:
+        """The prompts of one body, checked before the first one runs; :meth:`generate` and its kin take the results.
 
-    async def render_chat(
-        self, conversation: Sequence[Message], options: ChatOptions, *, must_fit: bool = False
-    ) -> Prompt:
-        """The prompt of a conversation; errors as :func:`tritonllm.engine.chat.render`, and if it ``must_fit`` as
-        :meth:`tritonllm.engine.input_processor.InputProcessor.encode_prompt`."""
-        encode = partial(self.inputs.encode_prompt, add_special_tokens=False) if must_fit else None
-        return await self.in_tokenizer_thread(render, self.inputs.tokenizer, conversation, options, encode)
+        Raises:
+            ValueError: one of them is bad, and the message begins with its index; or the parameters are.
+            QueueFullError, EngineDeadError, AsleepError: none could run now.
+        """
+        if isinstance(params, SamplingParams):
+            params = self.inputs.take_params(params)
+        elif isinstance(params, PoolingParams):
+            params = params.checked()
+        self._check_room(sequences_of(params))
+        return await self._all_tokenized(prompts, params)
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | TokenizedPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -183,7 +180,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
         """Continue a prompt.
 
         Args:
-            prompt: text, token ids, or a dict of either.
+            prompt: text, token ids, a dict of either, or what :meth:`check_prompts` has made of one.
             sampling_params: by default the model's. ``output_kind`` says what each output holds.
             request_id: unique among the unfinished ones.
             lora_request: none; there are no adapters yet.
@@ -202,7 +199,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
         self.attach()
         params = self.inputs.take_params(sampling_params)
         self._check_room(params.n)
-        tokenized = await self.in_tokenizer_thread(self.inputs.tokenize, prompt, params.truncate_prompt_tokens)
+        tokenized = await self._tokenized(prompt, params)
         collector = self._add(request_id, tokenized, params, priority)
         finished = False
         try:
@@ -216,7 +213,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
 
     async def encode(
         self,
-        prompt: Prompt,
+        prompt: Prompt | TokenizedPrompt,
         pooling_params: PoolingParams,
         request_id: str,
         *,
@@ -226,7 +223,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
         """Pool a prompt.
 
         Args:
-            prompt: text, token ids, or a dict of either.
+            prompt: text, token ids, a dict of either, or what :meth:`check_prompts` has made of one.
             pooling_params: with a ``task``.
             request_id: unique among the unfinished ones.
             lora_request: none; there are no adapters yet.
@@ -246,9 +243,8 @@ class AsyncLLM(EngineHealth, EngineCalls):
             raise ValueError(f"pooling_params must be PoolingParams, got {type(pooling_params).__name__}")
         params = pooling_params.checked()
         self.attach()
-        self._check_room(1)
-        tokenize = partial(self.inputs.tokenize, continued=False, separated=not self.pooling.causal)
-        tokenized = await self.in_tokenizer_thread(tokenize, prompt, params.truncate_prompt_tokens)
+        self._check_room(sequences_of(params))
+        tokenized = await self._tokenized(prompt, params)
         collector = PoolingCollector(tokenized.token_ids)
         message = Add(
             *(request_id, tokenized.text, tokenized.token_ids, tokenized.cache_salt, {}, priority),
@@ -258,12 +254,12 @@ class AsyncLLM(EngineHealth, EngineCalls):
         yield await self._only_output(message, collector, AS_SAMPLING)
 
     async def beam_search(
-        self, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
+        self, prompt: Prompt | TokenizedPrompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Search for the most likely continuations of a prompt.
 
         Args:
-            prompt: text, token ids, or a dict of either.
+            prompt: text, token ids, a dict of either, or what :meth:`check_prompts` has made of one.
             params: how to search.
             request_id: unique among the unfinished ones.
             priority: lower is earlier; needs ``policy="priority"``.
@@ -281,8 +277,8 @@ class AsyncLLM(EngineHealth, EngineCalls):
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, got {type(params).__name__}")
         self.attach()
-        self._check_room(params.beam_width)
-        tokenized = await self.in_tokenizer_thread(self.inputs.tokenize, prompt)
+        self._check_room(sequences_of(params))
+        tokenized = await self._tokenized(prompt, params)
         collector = Collector(tokenized.text, tokenized.token_ids, RequestOutputKind.FINAL_ONLY)
         search = {field.name: getattr(params, field.name) for field in fields(params)}
         facts = tokenized.text, tokenized.token_ids, tokenized.cache_salt
@@ -399,7 +395,7 @@ class AsyncLLM(EngineHealth, EngineCalls):
     def shutdown(self) -> None:
         """End the engine process; unfinished requests get :class:`EngineDeadError`. May be called again."""
         self._client.close()
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._end_tokenizing()
         for request_id in list(self._collectors):
             collector = self._forget(request_id)
             assert collector is not None
