@@ -52,6 +52,11 @@ def rows_of_logits(seats):
     return [rows for rows in range(1, seats + 1) if rows <= 40 or rows % 8 in (0, 1) or rows == seats - 1]
 
 
+def short_prompts(tokens, longest, width):
+    lengths = [*[longest] * (tokens // longest), *[tokens % longest] * (tokens % longest > 0)]
+    return dummy_step(0, lengths, rows=len(lengths), width=max(width, -(-longest // 16)))
+
+
 @pytest.mark.parametrize(
     ("model", "seats", "gpu"),
     [
@@ -60,7 +65,8 @@ def rows_of_logits(seats):
     ],
 )
 def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
-    """Prompts, decodes and rows of logits of sizes that the warm-up leaves out, with tables of any width."""
+    """Prompts (one or many in a step), decodes and rows of logits of sizes that the warm-up leaves out, with tables of
+    any width."""
     spec = spec_from_config(MODELS[model])
     spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
     config = EngineConfig.from_kwargs(
@@ -84,6 +90,9 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
             sizes = (*beyond, 100, 300, 600, 1023, 1500, 20 * seats, 32 * seats - 1)
             for tokens, width in product((n for n in sizes if n <= 32 * seats), (1, 100)):
                 steps.prefill_step(tokens, width)
+                for longest in (4, 30, 500):
+                    if longest < tokens <= longest * seats:
+                        runner.follow(short_prompts(tokens, longest, width))
             for rows in rows_of_logits(seats):
                 runner._drawing.warm_up(torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=META))
     assert {described(kernel) for kernel in found} <= loaded

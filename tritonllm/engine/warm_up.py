@@ -1,10 +1,9 @@
 """Steps that are run before the first request: they compile (or load) every kernel that a request may need.
 
-Launch configurations, and with them compiled kernels, change with the power of two of a step's tokens or sequences,
-of prompts with the width of the block table, and of decodes with the regime of the lengths. The steps below visit all
-of those once. They
-write no cache and read no weights' values, so the same steps on meta tensors list the kernels without a GPU
-(:mod:`tritonllm.engine.precompile`).
+Launch configurations, and with them compiled kernels, change with the power of two of a step's tokens or sequences, of
+prompts with the width of the block table and the rows that are wanted of them, and of decodes with the regime of the
+lengths. The steps below visit all of those once. They write no cache and read no weights' values, so the same steps on
+meta tensors list the kernels without a GPU (:mod:`tritonllm.engine.precompile`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +22,9 @@ from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import Segments, decodes
 
 Forward = Callable[[Batch, torch.Tensor | None], torch.Tensor]  # a batch, the rows that are wanted -> hidden
+
+
+MANY = 512  # tokens of a step that is planned as all larger ones are (tritonllm/layers/fusion.py)
 
 
 def warm_up_sizes(budget: int) -> list[int]:
@@ -94,6 +96,9 @@ class WarmUp:
             for width in widths:
                 if width * self._limits.block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
+        tokens = min(max(MANY, 2 * self._limits.max_num_seqs), self._limits.max_num_batched_tokens)
+        for rows in warm_up_sizes(min(self._limits.max_num_seqs, tokens)):
+            self.prefill_step(tokens, rows=rows, sample=False)
         for sequences in warm_up_sizes(self._limits.max_num_seqs):
             bounds = self._regimes.bounds(Segments(decodes(sequences)))
             for longest in bounds:
@@ -130,17 +135,19 @@ class WarmUp:
         """Batch-invariant attention keeps sums of segments, of each sequence as many as the longest has."""
         self.decode_step(self._limits.max_num_seqs, longest=self._limits.max_model_len)
 
-    def prefill_step(self, tokens: int, width: int = 1, *, sample: bool = True) -> None:
-        """``tokens`` prompt tokens, with logits for as many seats as they could fill.
+    def prefill_step(self, tokens: int, width: int = 1, *, rows: int | None = None, sample: bool = True) -> None:
+        """``tokens`` prompt tokens.
 
         Args:
             width: blocks that a sequence has room for, if that is more than it needs: before the tokens could come
                 others, cached. Kernels for many keys are other ones.
+            rows: of which logits are wanted, which is all that the last layer goes on with; by default as many as
+                there are seats.
             sample: end with the sampling, which is the same for every width.
         """
         length = min(tokens, self._limits.max_model_len)
         lengths = [end - start for start, end in pairwise([*range(0, tokens, length), tokens])]
-        rows, width = min(self._limits.max_num_seqs, tokens), max(width, -(-length // self._limits.block_size))
+        rows, width = rows or min(self._limits.max_num_seqs, tokens), max(width, -(-length // self._limits.block_size))
         batch = self._upload(dummy_step(0, lengths, rows=rows, width=width))
         hidden = self._work.forward(batch, None if rows == tokens else batch.inputs.logit_rows)
         if sample:
