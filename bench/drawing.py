@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from bench.engine_workloads import LATENCIES
 from bench.reports import GROUPS, LISTED, best_listed, kind_of, of_floor
 
 # Text stays text and ids are derived from a constant, so that the same results give the same file.
@@ -161,7 +162,7 @@ def engine_rows(report: dict[str, Any]) -> list[Row]:
     for row in report["rows"]:
         if "floor" not in row or "value" not in row:
             continue
-        latency, floor = row["kind"] == "latency", row.get("floor_shared_reads", row["floor"])
+        latency, floor = row["kind"] in LATENCIES, row.get("floor_shared_reads", row["floor"])
         label = f"{short(row['value'])} {row['unit']}"
         bars = [Bar(report["engine"]["name"], of_floor(row["value"], floor, latency), label)]
         if "listed" in row:

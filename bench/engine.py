@@ -6,6 +6,7 @@ request runs first, then each workload so often as it says, every repetition wit
 repetition:
 
 - throughput (W1, W2, W5): all requests at once, output tokens over the time to the last one;
+- turn (T8, T128): milliseconds to the first token of a prompt whose first 32,768 tokens are in the prefix cache;
 - latency (W3a, W3b, W5b; L1, L8, L8m with long contexts; F2 to F16 with few sequences):
   (time of 256 tokens - time of 1 token) / 255;
 - speculation (S1, S8, S64): the same with 4 drafts a step of which each is right with probability 0.8, and beside it
@@ -47,6 +48,7 @@ UNITS = {
     "speculation": "ms/token",
     "prefix": "req/s",
     "prefill": "prompt tok/s",
+    "turn": "ms",
 }
 # Where engines keep what they compiled: a folder of ours instead makes a start cold.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
@@ -167,7 +169,7 @@ def compared(row: dict[str, Any], rates: dict[str, Any], gpus: int) -> dict[str,
 
     bound = floor(workload, config, **rates).value(workload, batch)
     row = row | {"unit": UNITS[workload.kind], "floor": bound, "percent": percent(bound)}
-    if workload.shared:
+    if workload.shared and workload.kind != "turn":
         shared = floor(workload, config, **rates, share=True).value(workload, batch)
         row |= {"floor_shared_reads": shared, "percent_of_floor_shared_reads": percent(shared)}
     return row | (beside(row["workload"], row["value"], less_is_better=latency) if gpus == 1 else {})

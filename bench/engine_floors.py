@@ -3,7 +3,7 @@
 All prompts are computed at the rate of large products. Then each decode step takes the longer of its bytes (every
 weight that it touches once, and the keys and values of every running sequence) over the bandwidth of reads, and its
 FLOPs over the rate of products (the roofline model: Williams, Waterman, Patterson, CACM 52(4), 2009). With drafts it is
-still the floor of plain decoding, a token a step.
+still the floor of plain decoding, a token a step. A turn behind cached tokens is a step like those.
 """
 
 from dataclasses import dataclass
@@ -78,6 +78,8 @@ class Floor:
     def value(self, workload: Workload, batch: list[Request]) -> float:
         """In the unit in which the workload is reported."""
         seconds = self.prefill + self.decode
+        if workload.kind == "turn":
+            return 1e3 * self.prefill
         if workload.kind in LATENCIES:
             return 1e3 * self.decode / self.steps
         if workload.kind == "prefix":
@@ -100,9 +102,13 @@ def floor(
     shape, batch = Shape.of(config), requests(workload)
     peak, bandwidth = matmul_tflop_per_s * 1e12, READ_OVER_COPY * copy_gb_per_s * 1e9
     prompts = np.array([len(request.prompt) for request in batch])
-    cached = np.where(np.arange(len(batch)) > 0, workload.shared, 0)  # by the first request, for the others
+    turn = workload.kind == "turn"
+    cached = np.where((np.arange(len(batch)) > 0) | turn, workload.shared, 0)  # by the first request, for the others
     pairs = (prompts * (prompts - 1) - cached * (cached - 1)) / 2
     prefill = ((prompts - cached) * shape.token_flops + pairs * shape.pair_flops + 2 * shape.head).sum() / peak
+    if turn:  # as few tokens as a decode step has: they read all weights and keys
+        read = shape.weight_bytes(int((prompts - cached).sum())) + prompts.sum() * shape.kv
+        prefill = max(prefill, read / bandwidth)
     left = np.array([request.max_tokens - 1 for request in batch])
     decode, steps = 0.0, int(left.max(initial=0))
     for step in range(steps):

@@ -152,7 +152,8 @@ class Workload:
         model: a key of :data:`MODELS`.
         kind: ``throughput`` (output tokens a second), ``latency`` (milliseconds a token at batch 1, prefill left out),
             ``speculation`` (the same with drafts of a set acceptance, bench/speculation.py), ``prefix`` (requests a
-            second, prompts that begin alike) or ``prefill`` (prompt tokens a second).
+            second, prompts that begin alike), ``prefill`` (prompt tokens a second) or ``turn`` (milliseconds to the
+            first token of a prompt whose ``shared`` beginning is cached: the next turn of a chat).
         count: number of requests.
         prompt: fewest and most tokens of a prompt that are its own.
         output: fewest and most tokens to generate.
@@ -194,6 +195,13 @@ WORKLOADS = {
         Workload("L1", "qwen3-0.6b", "latency", 1, (30000, 30000), (256, 256), max_model_len=40960),
         Workload("L8", "llama-3.1-8b", "latency", 8, (16000, 16000), (256, 256), max_model_len=131072),
         Workload("L8m", "qwen3-0.6b", "latency", 8, (100, 30000), (256, 256), max_model_len=40960),
+        # the next turn of a long chat: few new tokens behind many cached ones
+        *(
+            Workload(
+                f"T{new}", "llama-3.1-8b", "turn", 1, (new, new), (1, 1), max_model_len=36864, shared=32768, repeats=5
+            )
+            for new in (8, 128)
+        ),
         # few sequences, of keys that hardly count
         *(Workload(f"F{n}", "qwen3-0.6b", "latency", n, (128, 128), (256, 256)) for n in (2, 4, 8, 16)),
         # W2 for two engines, or for two stages
@@ -211,7 +219,7 @@ WORKLOADS = {
 }
 
 
-LATENCIES = ("latency", "speculation")  # kinds whose value is milliseconds a token
+LATENCIES = ("latency", "speculation", "turn")  # kinds whose value is milliseconds
 
 
 def _tokens(generator: np.random.Generator, count: int) -> list[int]:

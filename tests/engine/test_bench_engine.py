@@ -30,6 +30,8 @@ LISTED = {
     "L1": ("95b1bb1e0fa1", 1, 30000, 256, 30256, 1.06),
     "L8": ("537d78ceb923", 8, 128000, 2048, 16256, 7.28),
     "L8m": ("f38ac87bc4bc", 8, 81800, 2048, 25790, 2.438),
+    "T8": ("63be15bb04e3", 1, 32776, 1, 32777, 4.403),
+    "T128": ("f741cacdf660", 1, 32896, 1, 32897, 5.784),
     "F2": ("cf607c8cbc7d", 2, 256, 512, 384, 0.2852),
     "F4": ("2b2942094341", 4, 512, 1024, 384, 0.2985),
     "F8": ("3071b73efc23", 8, 1024, 2048, 384, 0.3252),
@@ -120,6 +122,24 @@ def test_floor_written_out():
     assert (found.prefill, found.decode, found.steps) == pytest.approx((prefill / 1e9, sum(steps) / 1e9, 2))
 
 
+def test_the_floor_of_a_turn():
+    """Of few new tokens it is the reading of weights and keys, of many their products."""
+    config, rates = MODELS["llama-3.1-8b"], {"copy_gb_per_s": 4257, "matmul_tflop_per_s": 690}
+    shape = Shape.of(config)
+    few, many = (Workload("", "llama-3.1-8b", "turn", 1, (n, n), (1, 1), shared=32768) for n in (8, 2048))
+    read = (shape.weight_bytes(8) + 32776 * shape.kv) / (1.03 * 4257e9)
+    assert floor(few, config, **rates).value(few, requests(few)) == pytest.approx(1e3 * read)
+    pairs = (32768 + 1024) * 2048 * shape.pair_flops
+    computed = (2048 * shape.token_flops + pairs + 2 * shape.head) / 690e12
+    assert floor(many, config, **rates).value(many, requests(many)) == pytest.approx(1e3 * computed, rel=1e-3)
+
+
+def test_a_turn_that_found_nothing_cached_is_no_result(tiny, tmp_path):
+    options = '{"device": "cpu", "enable_prefix_caching": false}'
+    with pytest.raises(RuntimeError, match="0 of 32 tokens were in the prefix cache"):
+        bench(tmp_path, "--workload", "T5", "--options", options)
+
+
 def test_experts_that_a_step_touches():
     shape = Shape.of(MODELS["qwen3-30b-a3b"])
     one, all_of_them = shape.weight_bytes(1), shape.weight_bytes(10_000)
@@ -133,6 +153,7 @@ TINY = {
     "T1": Workload("T1", "tiny", "throughput", 5, (4, 9), (3, 6), 0.6, max_model_len=64, repeats=2),
     "T3": Workload("T3", "tiny", "latency", 1, (5, 5), (4, 4), max_model_len=64, repeats=3),
     "T4": Workload("T4", "tiny", "prefix", 4, (3, 3), (2, 2), max_model_len=64, shared=32),
+    "T5": Workload("T5", "tiny", "turn", 1, (3, 3), (1, 1), max_model_len=64, shared=32, repeats=2),
     "T6": Workload("T6", "other", "prefill", 2, (16, 16), (1, 1), max_model_len=64),
 }
 
@@ -179,12 +200,12 @@ def bench(tmp_path, *more):
 def test_whole_run(tiny, tmp_path, capsys):
     code, report = bench(tmp_path)
     assert code == 0
-    assert [row["workload"] for row in report["rows"]] == ["start cold", "start warm", "T1", "T3", "T4", "T6"]
+    assert [row["workload"] for row in report["rows"]] == ["start cold", "start warm", "T1", "T3", "T4", "T5", "T6"]
     assert report["engine"]["name"] == "tritonllm" and report["machine"]["torch"] == torch.__version__
     assert report["ceilings"] == H200 and report["date"].startswith("20")
-    cold, _, t1, t3, t4, t6 = report["rows"]
+    cold, _, t1, t3, t4, t5, t6 = report["rows"]
     assert cold["value"] == cold["seconds"]["import"] + cold["seconds"]["start"] and not cold["goal_met"]
-    assert [len(row["values"]) for row in (t1, t3, t4, t6)] == [2, 3, 3, 3]
+    assert [len(row["values"]) for row in (t1, t3, t4, t5, t6)] == [2, 3, 3, 2, 3]
     assert t1["unit"] == "output tok/s" and t1["goal_met"] and t1["checksum"] == checksum(requests(TINY["T1"]))
     tokens = sum(request.max_tokens for request in requests(TINY["T1"]))
     assert t1["value"] == pytest.approx(tokens / t1["seconds"])
@@ -195,6 +216,8 @@ def test_whole_run(tiny, tmp_path, capsys):
     assert t3["times_better_than_listed"] == pytest.approx(10 / t3["value"])
     assert t4["value"] == pytest.approx(4 / t4["seconds"]) and t4["warm_value"] == pytest.approx(4 / t4["warm_seconds"])
     assert t4["floor_shared_reads"] > t4["floor"]
+    assert t5["unit"] == "ms" and t5["value"] == pytest.approx(1e3 * t5["seconds"]) and t5["first_turn_seconds"] > 0
+    assert t5["percent"] == pytest.approx(100 * t5["floor"] / t5["value"]) and "floor_shared_reads" not in t5
     assert t6["value"] == pytest.approx(32 / t6["seconds"]) and t6["floor"] > 0
     assert all(row["kernels_compiled"] == 0 for row in report["rows"][2:])
     printed = capsys.readouterr().out
