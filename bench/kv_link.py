@@ -29,7 +29,7 @@ from tritonllm.dist.device_copies import load_cuda
 from tritonllm.engine.kv_connector import DeviceSlots
 from tritonllm.engine.kv_ipc import DeviceReads
 from tritonllm.engine.kv_ipc_memory import MakeDevice
-from tritonllm.engine.kv_peer import Peer
+from tritonllm.engine.kv_peer import Peer, PeerSettings
 from tritonllm.kv_transfer_config import KVTransferConfig
 
 PATIENCE = 300.0  # seconds without an answer
@@ -78,7 +78,7 @@ def make_slots(job: Job, place: torch.device) -> tuple[torch.Tensor, DeviceSlots
 def make_peer(job: Job, role: str, make: MakeDevice, slots: DeviceSlots) -> Peer:
     config = KVTransferConfig(kv_connector="CudaIpc", kv_role=role, kv_connector_extra_config={"timeout": 60.0})
     size = max(2, job.most) * job.block_bytes
-    peer = Peer(config, peers=["127.0.0.1"], max_bytes=size, plane=DeviceReads(make))
+    peer = Peer(config, PeerSettings(peers=["127.0.0.1"], max_bytes=size), DeviceReads(make))
     peer.register([slots])
     return peer
 

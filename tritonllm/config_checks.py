@@ -9,6 +9,12 @@ def at_least(name: str, value: int | None, low: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
 
 
+def is_count(name: str, value: object) -> None:
+    """A whole number above 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
 def is_a(name: str, value: object, kind: type) -> None:
     """Of this type itself."""
     if type(value) is not kind:  # neither 1 for True nor "false" for False

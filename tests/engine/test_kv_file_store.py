@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tritonllm.engine import kv_file_store
-from tritonllm.engine.kv_file_store import FileStore
+from tritonllm.engine.kv_file_store import FileStore, FileStoreSettings
 
 KEYS = [bytes([n]) * 16 for n in range(7)]
 
@@ -19,7 +19,7 @@ def memory(fill=0):
 
 
 def opened(folder, slots=None, **settings):
-    store = FileStore(folder if folder is None else str(folder), **settings)
+    store = FileStore(FileStoreSettings(path=folder if folder is None else str(folder), **settings))
     store.register(memory() if slots is None else slots)
     return store
 
@@ -67,6 +67,7 @@ def test_closing_saves_what_waits_but_not_for_ever(tmp_path, monkeypatch, patien
         ({"path": None}, "path must be the folder for FileStore's blocks, got None"),
         ({"path": " "}, "path must be the folder"),
         ({"max_bytes": 0}, "max_bytes must be an integer of at least 1"),
+        ({"max_bytes": None}, "max_bytes must be an integer of at least 1"),
         ({"threads": 0}, "threads must be an integer of at least 1"),
         ({"max_age": 0}, "max_age must be a number of seconds above 0"),
         ({"max_age": True}, "max_age must be a number of seconds above 0"),

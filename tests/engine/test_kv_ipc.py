@@ -20,7 +20,7 @@ from tritonllm.engine import kv_ipc, kv_peer_client, kv_start
 from tritonllm.engine.kv_ipc import DeviceReads
 from tritonllm.engine.kv_ipc_memory import arena_bytes
 from tritonllm.engine.kv_nixl import Reads
-from tritonllm.engine.kv_peer import Peer
+from tritonllm.engine.kv_peer import Peer, PeerSettings
 from tritonllm.engine.kv_plane import Frames
 from tritonllm.engine.kv_start import make_connector
 from tritonllm.engine.kv_wire import places_frame
@@ -274,7 +274,7 @@ def test_closing_ends_what_is_under_way(engines):
 
 
 def made(role="kv_both", plane=None):
-    return Peer(KVTransferConfig(kv_connector="CudaIpc", kv_role=role), peers=["*"], plane=plane)
+    return Peer(KVTransferConfig(kv_connector="CudaIpc", kv_role=role), PeerSettings(peers=["*"]), plane)
 
 
 def test_what_cannot_start(host):

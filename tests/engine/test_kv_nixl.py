@@ -15,7 +15,7 @@ from support.small_slots import ALL, KEYS, SLOTS, check_harm, loaded, memory, sa
 
 from tritonllm.engine import kv_nixl, kv_peer_client
 from tritonllm.engine.kv_nixl import Reads
-from tritonllm.engine.kv_peer import Peer
+from tritonllm.engine.kv_peer import Peer, PeerSettings
 from tritonllm.engine.kv_plane import Frames
 from tritonllm.engine.kv_start import make_connector
 from tritonllm.engine.kv_wire import Place
@@ -39,7 +39,7 @@ def engines(network):
     def start(role, slots=None, timeout=200.0, plane=Reads, **extra):
         config = KVTransferConfig(kv_connector="Nixl", kv_role=role, kv_connector_extra_config={"timeout": timeout})
         own = plane(network.agent) if plane is Reads else plane()
-        opened.append(Peer(config, **{"peers": ["127.0.0.1"], **extra}, plane=own))
+        opened.append(Peer(config, PeerSettings(**{"peers": ["127.0.0.1"], **extra}), own))
         opened[-1].register(memory() if slots is None else slots)
         return opened[-1]
 
@@ -221,11 +221,11 @@ def test_what_cannot_start(network):
         raise OSError("no UCX here")
 
     for role in ("kv_producer", "kv_consumer"):
-        peer = Peer(KVTransferConfig(kv_connector="Nixl", kv_role=role), peers=["*"], plane=Reads(no_agent))
+        peer = Peer(KVTransferConfig(kv_connector="Nixl", kv_role=role), PeerSettings(peers=["*"]), Reads(no_agent))
         with pytest.raises(ValueError, match=r"kv_connector='Nixl' cannot start here \(no UCX here\): take 'Peer'"):
             peer.register(memory())
         peer.close()
-    peer = Peer(KVTransferConfig(kv_connector="Nixl"), peers=["*"], plane=Reads(network.agent))
+    peer = Peer(KVTransferConfig(kv_connector="Nixl"), PeerSettings(peers=["*"]), Reads(network.agent))
     with pytest.raises(ValueError, match="must be contiguous"):
         peer.register([part[:, ::2] for part in memory()])
     peer.close()

@@ -7,6 +7,14 @@ import pytest
 from support.router import RouterProcess
 from support.server import MODEL, RunningServer
 
+from tritonllm.config import EngineConfig
+from tritonllm.demo import model_path
+from tritonllm.offline.engines import Engines
+from tritonllm.serve.async_llm import AsyncLLM
+from tritonllm.serve.config import ServerConfig
+from tritonllm.serve.engine_client import EngineProcess
+from tritonllm.serve.run import serve
+
 PROMPT = "Once upon a time, there was a little dog. He liked to play in the park with his friend. " * 2
 BODY = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 8}
@@ -137,3 +145,21 @@ def test_the_router_sends_requests_through_both(server, pair, tmp_path, path, bo
         answer = post(router, path, fresh)
     assert text_of(answer) == text_of(post(server, path, fresh)) and is_cached(answer)
     assert "kv_transfer_params" in answer
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda config: serve(config, ServerConfig(model_names=("m",), port=0), max_queue=0),
+        lambda config: serve(config, ServerConfig(model_names=("m",), port=0, api_server_count=2), max_queue=0),
+        AsyncLLM,
+        Engines,
+    ],
+    ids=["serve", "serve_several", "AsyncLLM", "Engines"],
+)
+def test_wrong_settings_are_refused_before_a_process_is_started(start, monkeypatch):
+    monkeypatch.setattr(EngineProcess, "__init__", lambda *args, **more: pytest.fail("an engine's process was started"))
+    transfer = {"kv_connector": "FileStore", "kv_connector_extra_config": {"folder": "x"}}
+    config = EngineConfig.from_kwargs(model=str(model_path()), kv_offloading_size=0.05, kv_transfer_config=transfer)
+    with pytest.raises(ValueError, match="'folder' is none of FileStore's; there are path"):
+        start(config)

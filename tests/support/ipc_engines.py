@@ -8,7 +8,7 @@ from typing import Any
 from support.ipc_memory import Host, device_slots
 from support.small_slots import memory
 from tritonllm.engine.kv_ipc import DeviceReads
-from tritonllm.engine.kv_peer import Peer
+from tritonllm.engine.kv_peer import Peer, PeerSettings
 from tritonllm.engine.kv_plane import Plane
 from tritonllm.kv_transfer_config import KVTransferConfig
 
@@ -21,7 +21,8 @@ def ipc_engines(host: Host) -> Iterator[Callable[..., Peer]]:
 
     def start(role: str, slots: Any = None, timeout: float = 200.0, plane: Plane | None = None, **extra: Any) -> Peer:
         config = KVTransferConfig(kv_connector="CudaIpc", kv_role=role, kv_connector_extra_config={"timeout": timeout})
-        opened.append(Peer(config, **{"peers": ["127.0.0.1"], **extra}, plane=plane or DeviceReads(host.device)))
+        settings = PeerSettings(**{"peers": ["127.0.0.1"], **extra})
+        opened.append(Peer(config, settings, plane or DeviceReads(host.device)))
         arrays = memory() if slots is None else slots
         opened[-1].register(arrays if plane else device_slots(arrays))
         return opened[-1]

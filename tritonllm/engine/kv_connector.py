@@ -89,6 +89,19 @@ class Offering(Protocol):
         """What another engine's request has to say (its ``Params``) to find this engine's blocks."""
 
 
+@runtime_checkable
+class Sizing(Protocol):
+    """A connector that says before the model is loaded whether it can take blocks of its size."""
+
+    def check_size(self, size: int) -> None:
+        """Args:
+            size: bytes of a block, or a little less where a draft model keeps more than its layers.
+
+        Raises:
+            ValueError: it cannot.
+        """
+
+
 def arrays(memory: Sequence[Slots]) -> list[np.ndarray]:
     """Slots of the host's memory, for connectors that read and write it.
 

@@ -5,11 +5,12 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tritonllm.config_checks import at_least
+from tritonllm.config_checks import is_count
 from tritonllm.engine.kv_connector import Params, Slots, arrays
 from tritonllm.engine.kv_files import BlockFiles
 
@@ -18,8 +19,9 @@ CLOSING = 5.0  # seconds in which blocks that wait to be saved still are
 THREADS = 4  # reads and checksums release Python's lock; one thread brings some GB/s
 
 
-class FileStore:
-    """Blocks in files.
+@dataclass(frozen=True, kw_only=True)
+class FileStoreSettings:
+    """What a user can choose; it is checked here, without a folder.
 
     Args:
         path: the folder.
@@ -28,22 +30,38 @@ class FileStore:
         threads: that read, and as many that write.
 
     Raises:
-        ValueError: a bad value, or a folder that cannot be written to.
+        ValueError: a bad value.
     """
 
-    SETTINGS = ("path", "max_bytes", "max_age", "threads")
+    path: str | Path | None = None
+    max_bytes: int = MAX_BYTES
+    max_age: float | None = None
+    threads: int = THREADS
 
-    def __init__(
-        self, path: str | None = None, max_bytes: int = MAX_BYTES, max_age: float | None = None, threads: int = THREADS
-    ) -> None:
-        name = "kv_transfer_config: kv_connector_extra_config: "
-        if not isinstance(path, str | Path) or not str(path).strip():
-            raise ValueError(f"{name}path must be the folder for FileStore's blocks, got {path!r}")
-        at_least(name + "max_bytes", max_bytes, 1)
-        at_least(name + "threads", threads, 1)
-        if max_age is not None and (not isinstance(max_age, int | float) or isinstance(max_age, bool) or max_age <= 0):
-            raise ValueError(f"{name}max_age must be a number of seconds above 0, got {max_age!r}")
-        self.files = BlockFiles(Path(path), max_bytes, max_age)
+    def __post_init__(self) -> None:
+        name, age = "kv_transfer_config: kv_connector_extra_config: ", self.max_age
+        if not isinstance(self.path, str | Path) or not str(self.path).strip():
+            raise ValueError(f"{name}path must be the folder for FileStore's blocks, got {self.path!r}")
+        is_count(name + "max_bytes", self.max_bytes)
+        is_count(name + "threads", self.threads)
+        if age is not None and (not isinstance(age, int | float) or isinstance(age, bool) or not age > 0):
+            raise ValueError(f"{name}max_age must be a number of seconds above 0, got {age!r}")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path or "")
+
+
+class FileStore:
+    """Blocks in files.
+
+    Raises:
+        ValueError: a folder that cannot be written to.
+    """
+
+    def __init__(self, settings: FileStoreSettings) -> None:
+        threads = settings.threads
+        self.files = BlockFiles(settings.folder, settings.max_bytes, settings.max_age)
         self._threads = threads
         self._ends = float("inf")
         self._memory: Sequence[np.ndarray] = ()
@@ -52,7 +70,9 @@ class FileStore:
 
     def register(self, memory: Sequence[Slots]) -> None:
         self._memory = arrays(memory)
-        size = sum(part.shape[1] for part in memory)
+        self.check_size(sum(part.shape[1] for part in memory))
+
+    def check_size(self, size: int) -> None:
         if size > self.files.max_bytes // 2:
             raise ValueError(
                 f"kv_transfer_config: kv_connector_extra_config: max_bytes={self.files.max_bytes} holds not even two "

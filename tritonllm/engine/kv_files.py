@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -57,14 +58,10 @@ class BlockFiles:
     def __init__(self, folder: Path, max_bytes: int, max_age: float | None = None) -> None:
         self.folder, self.max_bytes, self.max_age = folder, max_bytes, max_age
         self._new = folder / "new"
-        try:
+        with written_to(folder):
             self._new.mkdir(parents=True, exist_ok=True)
             with self._lock() as size:
                 self._measure(size, 0)
-        except OSError as error:
-            raise ValueError(
-                f"kv_transfer_config: kv_connector_extra_config: path={str(folder)!r} cannot be written to ({error})"
-            ) from error
 
     def path_of(self, key: bytes) -> Path:
         name = key.hex()
@@ -180,6 +177,27 @@ class BlockFiles:
     def _remove(self, path: Path) -> None:
         with suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises:
+    ValueError: the folder is not there and cannot be made, or it cannot be written to. What is in it is not looked at.
+    """
+    with written_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+
+
+@contextmanager
+def written_to(folder: Path) -> Iterator[None]:
+    """Inside the block a failure means that the folder of the settings cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"kv_transfer_config: kv_connector_extra_config: path={str(folder)!r} cannot be written to ({error})"
+        ) from error
 
 
 def _header(key: bytes, parts: Sequence[memoryview]) -> bytes:

@@ -21,10 +21,11 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from ipaddress import IPv6Address
 from typing import TypeVar
 
-from tritonllm.config_checks import at_least
+from tritonllm.config_checks import is_count
 from tritonllm.engine.kv_connector import Params, Slots
 from tritonllm.engine.kv_kept import KeptBlocks
 from tritonllm.engine.kv_peer_client import Address, LeftAloneError, Peers
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _HOST = re.compile(r"[^\s:/?#@*\[\]]+")  # a name, or an IPv4 address
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
+NAME = "kv_transfer_config: kv_connector_extra_config: "
 MAX_BYTES = 4 << 30
 MOST_BLOCK_BYTES = 1 << 31
 WAIT = 1.0
@@ -48,11 +50,11 @@ LOOKUP_PART, LOAD_PART = 0.25, 0.5  # of the time that a request waits; the rest
 WAITING_PART = 0.9  # of what is left, that the other engine may wait; the rest is for its last answers
 
 
-class Peer:
-    """Blocks of other engines.
+@dataclass(frozen=True, kw_only=True)
+class PeerSettings:
+    """What a user can choose; it is checked here, before anything listens.
 
     Args:
-        config: the role, and the seconds that a request waits.
         host, port: where this engine serves its blocks, if it saves any; port 0 takes a free one.
         advertised_host: what others connect to; by default ``host``.
         peers: whose blocks may be loaded: ``"host"`` or ``"host:port"`` as requests name them; ``"*"``: anybody's.
@@ -60,63 +62,86 @@ class Peer:
         max_age: seconds after its last use that a block is kept; ``None`` as long as there is room.
         wait: seconds that a lookup waits for blocks that are not there yet.
         threads: requests whose blocks are brought at once.
+
+    Raises:
+        ValueError: a bad value.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertised_host: str | None = None
+    peers: Sequence[str] = ()
+    max_bytes: int = MAX_BYTES
+    max_age: float | None = None
+    wait: float = WAIT
+    threads: int = THREADS
+
+    def __post_init__(self) -> None:
+        _check_address(self.host, self.port, self.advertised_host)
+        _check_peers(self.peers)
+        is_count(NAME + "max_bytes", self.max_bytes)
+        is_count(NAME + "threads", self.threads)
+        if self.max_age is not None and not (_is_number(self.max_age) and self.max_age > 0):
+            raise ValueError(f"{NAME}max_age must be a number of seconds above 0, got {self.max_age!r}")
+        if not (_is_number(self.wait) and self.wait >= 0):
+            raise ValueError(f"{NAME}wait must be a number of seconds of at least 0, got {self.wait!r}")
+
+    def check_role(self, config: KVTransferConfig) -> None:
+        """Raises:
+        ValueError: the role needs what is not given.
+        """
+        if config.saves and self.host in ANYWHERE and self.advertised_host is None:
+            raise ValueError(f"{NAME}host={self.host!r} tells nobody where to connect: add advertised_host")
+        if config.loads and not self.peers:
+            raise ValueError(
+                f"{NAME}peers is missing: list the engines whose blocks may be loaded, as 'host' or 'host:port', or "
+                "give this one kv_role='kv_producer'"
+            )
+
+
+class Peer:
+    """Blocks of other engines.
+
+    Args:
+        config: the role, and the seconds that a request waits.
+        settings: of this connector.
         plane: how blocks go from engine to engine; by default in frames of the connection that asks for them.
 
     Raises:
-        ValueError: a bad value, or it cannot listen there.
+        ValueError: the role needs other settings, or it cannot listen there.
     """
 
-    SETTINGS = ("host", "port", "advertised_host", "peers", "max_bytes", "max_age", "wait", "threads")
-
-    def __init__(
-        self,
-        config: KVTransferConfig,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        advertised_host: str | None = None,
-        peers: Sequence[str] = (),
-        max_bytes: int = MAX_BYTES,
-        max_age: float | None = None,
-        wait: float = WAIT,
-        threads: int = THREADS,
-        plane: Plane | None = None,
-    ) -> None:
-        name = "kv_transfer_config: kv_connector_extra_config: "
-        _check_address(name, config, host, port, advertised_host)
-        _check_peers(name, config, peers)
-        at_least(name + "max_bytes", max_bytes, 1)
-        at_least(name + "threads", threads, 1)
-        if max_age is not None and not (_is_number(max_age) and max_age > 0):
-            raise ValueError(f"{name}max_age must be a number of seconds above 0, got {max_age!r}")
-        if not (_is_number(wait) and wait >= 0):
-            raise ValueError(f"{name}wait must be a number of seconds of at least 0, got {wait!r}")
+    def __init__(self, config: KVTransferConfig, settings: PeerSettings, plane: Plane | None = None) -> None:
+        settings.check_role(config)
+        host, port = settings.host, settings.port
         self._config, self._plane = config, plane or Frames()
-        self.kept = KeptBlocks(max_bytes, max_age, self._plane.gone)
-        self._timeout, self._wait, self._allowed = config.timeout, wait, frozenset(peers)
-        self._host = advertised_host or host
+        self.kept = KeptBlocks(settings.max_bytes, settings.max_age, self._plane.gone)
+        self._timeout, self._wait, self._allowed = config.timeout, settings.wait, frozenset(settings.peers)
+        self._host = settings.advertised_host or host
         self._peers = Peers()
         self._server: PeerServer | None = None
         if config.saves:
             try:
                 self._server = PeerServer(self.kept, self._plane, host, port)
             except (OSError, UnicodeError) as error:
-                raise ValueError(f"{name}host={host!r}, port={port}: cannot listen there ({error})") from error
-        self._readers = ThreadPoolExecutor(threads, "kv-peer-load")
+                raise ValueError(f"{NAME}host={host!r}, port={port}: cannot listen there ({error})") from error
+        self._readers = ThreadPoolExecutor(settings.threads, "kv-peer-load")
         self._saver = ThreadPoolExecutor(1, "kv-peer-save")
 
     def register(self, memory: Sequence[Slots]) -> None:
-        size = sum(part.shape[1] for part in memory)
-        name = "kv_transfer_config: kv_connector_extra_config: "
-        if size > MOST_BLOCK_BYTES:
-            raise ValueError(f"kv_transfer_config: blocks of {size} bytes cannot be sent: lower block_size")
-        if self._server is not None and 2 * size > self.kept.max_bytes:
-            raise ValueError(
-                f"{name}max_bytes={self.kept.max_bytes} holds not even two blocks of {size} bytes: raise it"
-            )
+        self.check_size(sum(part.shape[1] for part in memory))
         self._plane.register(memory, self._config, self.kept.max_bytes)
         if self._server is not None:
             self._server.start()
             logger.info("blocks of the cache are served at %s:%d", self._host, self._server.port)
+
+    def check_size(self, size: int) -> None:
+        if size > MOST_BLOCK_BYTES:
+            raise ValueError(f"kv_transfer_config: blocks of {size} bytes cannot be sent: lower block_size")
+        if self._server is not None and 2 * size > self.kept.max_bytes:
+            raise ValueError(
+                f"{NAME}max_bytes={self.kept.max_bytes} holds not even two blocks of {size} bytes: raise it"
+            )
 
     def offer(self) -> Params:
         """What vLLM's prefill servers say, as far as it means something here."""
@@ -218,37 +243,30 @@ class Peer:
         return there
 
 
-def _check_address(name: str, config: KVTransferConfig, host: object, port: object, advertised_host: object) -> None:
+def _check_address(host: object, port: object, advertised_host: object) -> None:
     """Raises:
     ValueError: where an engine listens, or what others should connect to, is no address.
     """
     if not isinstance(host, str) or not host.strip():
-        raise ValueError(f"{name}host must be the address to listen at, got {host!r}")
+        raise ValueError(f"{NAME}host must be the address to listen at, got {host!r}")
     if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 1 << 16:
-        raise ValueError(f"{name}port must be an integer from 0 to 65535, got {port!r}")
+        raise ValueError(f"{NAME}port must be an integer from 0 to 65535, got {port!r}")
     if advertised_host is not None and (not isinstance(advertised_host, str) or not advertised_host.strip()):
-        raise ValueError(f"{name}advertised_host must be an address of this machine, got {advertised_host!r}")
-    if config.saves and host in ANYWHERE and advertised_host is None:
-        raise ValueError(f"{name}host={host!r} tells nobody where to connect: add advertised_host")
+        raise ValueError(f"{NAME}advertised_host must be an address of this machine, got {advertised_host!r}")
 
 
-def _check_peers(name: str, config: KVTransferConfig, peers: object) -> None:
+def _check_peers(peers: object) -> None:
     """Raises:
-    ValueError: they are no list of hosts, one of them is none, or there are none although blocks are to be loaded.
+    ValueError: they are no list of hosts, or one of them is none.
     """
     if not isinstance(peers, list | tuple):
-        raise ValueError(f"{name}peers must be a list of 'host' or 'host:port', got {peers!r}")
+        raise ValueError(f"{NAME}peers must be a list of 'host' or 'host:port', got {peers!r}")
     for index, one in enumerate(peers):
         if not isinstance(one, str) or not _names_engines(one):
             raise ValueError(
-                f"{name}peers[{index}] must be 'host' or 'host:port' with a port from 1 to 65535, as requests name the "
+                f"{NAME}peers[{index}] must be 'host' or 'host:port' with a port from 1 to 65535, as requests name the "
                 f"engine, or '*', got {one!r:.100}"
             )
-    if config.loads and not peers:
-        raise ValueError(
-            f"{name}peers is missing: list the engines whose blocks may be loaded, as 'host' or 'host:port', or give "
-            "this one kv_role='kv_producer'"
-        )
 
 
 def _names_engines(entry: str) -> bool:

@@ -18,9 +18,10 @@ from tritonllm.engine.generation_config import default_params, end_tokens, read_
 from tritonllm.engine.host_memory import check_offloading
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.kv_cache import block_bytes
 from tritonllm.engine.kv_fingerprint import model_fingerprint
 from tritonllm.engine.kv_params import TransferParams
-from tritonllm.engine.kv_start import make_connector, make_transfer
+from tritonllm.engine.kv_start import check_blocks, check_connector, make_connector, make_transfer
 from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.pooling import PoolingAbility
@@ -365,6 +366,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     transfer_config = config.kv_transfer_config
     if transfer_config is None or not transfer_config.on_device:
         check_offloading(config.cache.kv_offloading_size)
+    check_connector(config)
     connector = None if transfer_config is None else make_connector(transfer_config)
     if config.kernel_cache is not None:
         read_kernels_from(Path(config.kernel_cache))
@@ -378,6 +380,7 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
             ranks.begin()
             prepared = prepare(config, origin, ranks.device_index)
             device, dtype = prepared.device, prepared.dtype
+            check_blocks(prepared.config, connector, block_bytes(spec, dtype, config.block_tokens))
             if compiler is not None and device.type == "cuda":
                 gpu = gpu_at(device.index or 0)
                 compiler.begin(Target(gpu.arch, name_in_tables(gpu), dtype, origin.limit))

@@ -11,6 +11,7 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import TokenizedPrompt
+from tritonllm.engine.kv_start import check_connector
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
 from tritonllm.engine.pooling import AS_SAMPLING
 from tritonllm.engine.sleep import AsleepError
@@ -99,6 +100,8 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         profiler = None if profiler_config is None else ProfilerConfig.of(profiler_config)
         if profiler is not None:
             profiler.check_folder()
+        if link is None:
+            check_connector(config)
         self._client = link or start_engines(config, log_level, import_tokenizers, profiler, max_restarts)
         try:
             inputs = input_processor(
