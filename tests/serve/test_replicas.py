@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 
 import httpx
@@ -15,9 +16,10 @@ from support.streams import Stream, all_gone
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, SamplingParams, env
 from tritonllm.config import EngineConfig
+from tritonllm.serve import replicas as replicas_module
 from tritonllm.serve.engine_client import EngineDeadError
 from tritonllm.serve.messages import Abort, Add, Answer, Call, Completion, News, PoolingFacts, Ready, Stats, Update
-from tritonllm.serve.replicas import Replicas, check_gpus, together
+from tritonllm.serve.replicas import Replicas, check_gpus, start_engines, together
 
 ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 PROMPTS = [list(range(5 + i, 25 + i)) for i in range(12)]
@@ -207,6 +209,23 @@ def test_each_sees_its_own_gpus(monkeypatch):
         seen("0,1", [2])
 
 
+@pytest.mark.parametrize(("count", "names"), [(1, [None]), (2, [0, 1])])
+def test_engines_have_names_where_there_are_several(count, names, monkeypatch):
+    """Also those that are started again, which keep theirs."""
+    named = []
+
+    class Started:
+        def __init__(self, config, log_level, devices, profiler, replica):
+            named.append(replica)
+
+    monkeypatch.setattr(replicas_module, "EngineProcess", Started)
+    monkeypatch.setattr(replicas_module, "StartingProcess", Started)
+    monkeypatch.setattr(replicas_module, "EngineClient", lambda config, process: Link())
+    config = EngineConfig.from_kwargs(model="none", data_parallel_size=count, device="cpu")
+    start_engines(config, max_restarts=1)._restarts._start(count - 1)
+    assert named == [*names, names[-1]]
+
+
 def test_too_few_gpus(monkeypatch):
     """Or the last engines would run on the CPU."""
 
@@ -265,6 +284,7 @@ def test_a_server_with_two_loses_one_and_ends_with_the_last(llm):
     """Streams of the other one go on to their ends."""
     before = socket_folders()
     with running_server("--data-parallel-size", "2") as server:
+        assert sorted(re.findall(r"INFO .*: (replica \d): \w+ .* is ready", server.text)) == ["replica 0", "replica 1"]
         streams = [Stream(server, prompt=f"{i} + {i} =", max_tokens=600, return_token_ids=True) for i in range(6)]
         engines = [child for child in server.children() if child.memory_info().rss > 150e6]
         assert len(engines) == 2

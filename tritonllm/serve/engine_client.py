@@ -126,6 +126,7 @@ class EngineProcess:
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
         devices: those of the GPUs here that the engine sees; ``None`` for all.
         profiler: how it may write traces.
+        replica: its number among several, for its messages.
 
     Attributes:
         kill: ends the process, if it still runs, and removes the folder. May be called again.
@@ -137,12 +138,13 @@ class EngineProcess:
         log_level: int | None = None,
         devices: Sequence[int] | None = None,
         profiler: ProfilerConfig | None = None,
+        replica: int | None = None,
     ) -> None:
         self.folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
         spawn = multiprocessing.get_context("spawn")
         self.reports, theirs = spawn.Pipe(duplex=False)
         seen = None if devices is None else list(devices)
-        arguments = (config, self.folder, theirs, log_level, seen, profiler)
+        arguments = (config, self.folder, theirs, log_level, seen, profiler, replica)
         self.process = spawn.Process(target=run_engine, args=arguments, name="tritonllm-engine")
         try:
             self.process.start()

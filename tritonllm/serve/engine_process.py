@@ -93,9 +93,13 @@ def end_with_parent(folder: str) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def log_to_stderr(level: int) -> None:
+def log_to_stderr(level: int, replica: int | None = None) -> None:
+    """Args:
+    replica: which of several engines this is, for each line to say so.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    who = "" if replica is None else f"replica {replica}: "
+    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s: {who}%(message)s"))
     logging.getLogger("tritonllm").addHandler(handler)
     logging.getLogger("tritonllm").setLevel(level)
 
@@ -107,6 +111,7 @@ def run_engine(
     log_level: int | None,
     devices: list[int] | None = None,
     profiler: ProfilerConfig | None = None,
+    replica: int | None = None,
 ) -> None:
     """The process's main function.
 
@@ -117,6 +122,7 @@ def run_engine(
         log_level: of the package's messages on stderr; ``None`` sets up no logging.
         devices: those of this machine's GPUs that it sees; ``None`` for all.
         profiler: how traces are written, if they may be.
+        replica: which of several engines it is, for its messages; ``None`` for the only one.
     """
     if devices is not None:
         env.see_devices(devices)
@@ -124,7 +130,7 @@ def run_engine(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(folder)
     if log_level is not None:
-        log_to_stderr(log_level)
+        log_to_stderr(log_level, replica)
     encode = msgspec.msgpack.encode
     try:
         if profiler is not None and profiler.kernel_iterations:

@@ -47,9 +47,15 @@ def start_engines(
     def devices(number: int) -> range | None:
         return None if count == 1 else range(number * each, (number + 1) * each)
 
+    def name(number: int) -> int | None:
+        return None if count == 1 else number
+
+    def start_again(number: int) -> StartingProcess:
+        return StartingProcess(alone, log_level, devices(number), profiler, name(number))
+
     try:
         for number in range(count):
-            started.append(EngineProcess(alone, log_level, devices(number), profiler))
+            started.append(EngineProcess(alone, log_level, devices(number), profiler, name(number)))
         meanwhile()
         for number, process in enumerate(started):
             links.append(_ready(number, alone, process))
@@ -59,8 +65,7 @@ def start_engines(
         for process in started:
             process.kill()
         raise
-    restarts = Restarts(max_restarts, lambda number: StartingProcess(alone, log_level, devices(number), profiler))
-    return Replicas(links, config.block_tokens, restarts)
+    return Replicas(links, config.block_tokens, Restarts(max_restarts, start_again))
 
 
 def check_gpus(config: EngineConfig) -> None:

@@ -36,9 +36,10 @@ class StartingProcess:
         log_level: int | None,
         devices: Sequence[int] | None,
         profiler: ProfilerConfig | None,
+        replica: int | None = None,
     ) -> None:
         self._config = config
-        self._process = EngineProcess(config, log_level, devices, profiler)
+        self._process = EngineProcess(config, log_level, devices, profiler, replica)
 
     def link(self) -> EngineLink:
         return EngineClient(self._config, process=self._process)
