@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import psutil
 import pytest
-from support.server import ROOT, eventually, running_server, socket_folders
+from support.server import ROOT, eventually, refuses, running_server, socket_folders
 from support.streams import LONG, Stream, all_gone
 
 from tritonllm.serve.config import ServerConfig
@@ -65,9 +67,11 @@ def test_a_stopped_server_loses_nothing(server):
     assert tokens[0] == tokens[1][:100] == tokens[2][:100]  # greedy, of one prompt
 
 
-def test_a_reader_that_stands_still_holds_nobody_up(server):
+@contextmanager
+def unread_stream(server, **more):
+    """A stream that nobody reads."""
     host, _, port = server.url.removeprefix("http://").partition(":")
-    body = json.dumps({**LONG, "stream": True, "n": 4, "return_token_ids": True}).encode()
+    body = json.dumps({**LONG, "stream": True, **more}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
@@ -75,6 +79,11 @@ def test_a_reader_that_stands_still_holds_nobody_up(server):
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n" % len(body) + body
         )
+        yield
+
+
+def test_a_reader_that_stands_still_holds_nobody_up(server):
+    with unread_stream(server, n=4, return_token_ids=True):
         eventually(lambda: server.metric("vllm:num_requests_running") > 0)
         assert server.client.post("/v1/completions", json={**LONG, "max_tokens": 3}).status_code == 200
     eventually(server.is_idle)
@@ -119,9 +128,35 @@ def test_sigterm_lets_requests_end_and_aborts_what_takes_too_long():
         events = short.end()
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
-        assert all("[DONE]" not in stream.end() for stream in long)
+        assert all(is_cut_off(stream) for stream in long)
     eventually(lambda: all_gone(children))
     assert socket_folders() <= before
+
+
+def is_cut_off(stream):
+    """It ends with an error that says so."""
+    *_, error, end = stream.end()
+    return end == "[DONE]" and json.loads(error)["error"]["code"] == "stopped"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_sigterm_does_not_wait_and_tells_clients(processes):
+    """Nor does it wait for one who does not read; and it is no error."""
+    with running_server("--api-server-count", str(processes), "--drain-seconds", "10000") as server:
+        children = server.children()
+        streams = [Stream(server, n=8) for _ in range(2)]
+        with ThreadPoolExecutor() as threads, unread_stream(server, n=8, logprobs=5):
+            whole = threads.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=60)
+            eventually(lambda: server.metric("vllm:num_requests_running") == 4 * 8)
+            server.process.terminate()
+            eventually(lambda: refuses(server))
+            assert server.process.poll() is None, "the requests run"
+            server.process.terminate()
+            assert server.wait() == 0
+            assert all(is_cut_off(stream) for stream in streams)
+            assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "stopped")
+        assert "Traceback" not in server.text and "stopped" in server.text
+        eventually(lambda: all_gone(children))
 
 
 def test_a_port_that_is_taken(server):

@@ -81,29 +81,6 @@ def test_sigterm_lets_requests_end():
         eventually(lambda: all_gone(children))
 
 
-def test_a_second_sigterm_does_not_wait_and_is_no_error():
-    with running_server("--api-server-count", "2") as server:
-        stream = Stream(server)
-        server.process.send_signal(signal.SIGTERM)
-        eventually(lambda: refuses(server))
-        assert server.process.poll() is None, "the request runs"
-        server.process.send_signal(signal.SIGTERM)
-        assert server.wait() == 0
-        assert stream.end()[-1] != "[DONE]"
-        assert "Traceback" not in server.text and "stopped" in server.text
-
-
-def refuses(server):
-    """It takes no new connections; they do not wait either."""
-    try:
-        httpx.get(f"{server.url}/health", timeout=2)
-    except httpx.ConnectError:
-        return True
-    except httpx.TransportError:
-        pass
-    return False
-
-
 def test_a_killed_parent_leaves_nobody():
     before = socket_folders()
     with running_server("--api-server-count", "2") as server:

@@ -119,6 +119,17 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+def refuses(server: RunningServer) -> bool:
+    """It takes no new connections; they do not wait either."""
+    try:
+        httpx.get(f"{server.url}/health", timeout=2)
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:
+        pass
+    return False
+
+
 def socket_folders() -> set[Path]:
     """Folders of sockets between API and engine processes, of anybody's servers."""
     return set(Path(gettempdir()).glob("tritonllm-ipc-*"))

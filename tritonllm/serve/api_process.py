@@ -27,6 +27,8 @@ from tritonllm.serve.shared_count import SharedCount
 
 logger = logging.getLogger(__name__)
 NEWS_OF_DEATH = 1.0  # seconds in which clients and probes still get an answer after the engine has died
+LAST_WORDS = 0.5  # seconds in which clients read that their requests are cut off
+STOPPED = "the server was stopped before the answer was whole: ask again"
 STOP, STOP_NOW, LISTENING = "stop", "stop now", "listening"  # orders, and the only answer; else: why the engine died
 
 
@@ -34,19 +36,42 @@ class StoppableServer(uvicorn.Server):
     """Args:
     config: of uvicorn.
     app: learns that it is draining.
+    llm: ends the requests that are not waited for.
+    drain_seconds: that requests have to end.
     """
 
-    def __init__(self, config: uvicorn.Config, app: Any) -> None:
+    def __init__(self, config: uvicorn.Config, app: Any, llm: AsyncLLM, drain_seconds: float) -> None:
+        config.timeout_graceful_shutdown = None  # what takes longer than drain_seconds is cut off here, with an error
         super().__init__(config)
-        self._app = app
+        self._app, self._llm, self._drain_seconds = app, llm, drain_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._cut)
+        await super().shutdown(sockets)
 
     def stop(self, now: bool = False) -> None:
-        """Let the requests end; called again, or with ``now``, do not wait for them."""
+        """Let the requests end; called again, or with ``now``, do not wait for them. May be called by a signal."""
         self._app.state.draining = True
-        self.force_exit = now or self.should_exit
-        self.should_exit = True
-        if self.force_exit:  # uvicorn logs a traceback for what it cuts off
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        again, self.should_exit = now or self.should_exit, True
+        if again and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._cut)
+
+    def _cut(self) -> None:
+        """End the requests with an error, and soon after that the connections of clients that do not read it."""
+        self._llm.end_requests(STOPPED)
+        asyncio.get_running_loop().call_later(LAST_WORDS, self._force)
+
+    def _force(self) -> None:
+        self.force_exit = True
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs a traceback for what is cut off
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
 class _Quiet(StoppableServer):
@@ -64,7 +89,6 @@ def settings_of(app: Any, config: ServerConfig) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=round(config.drain_seconds),
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
     )
@@ -132,7 +156,7 @@ def run_api(
     link = PipedLink(folder, msgspec.msgpack.decode(ready, type=Ready), pipe)
     llm = AsyncLLM(engine, max_queue=max_queue, link=link, sequences=SharedCount(sequences, number))
     app = make_app(llm, config, metrics_folder=folder, running=SharedCount(requests, number))
-    server = _Quiet(settings_of(app, config), app)
+    server = _Quiet(settings_of(app, config), app, llm, config.drain_seconds)
     link.on_order = lambda order: server.stop(now=order == STOP_NOW)
     llm.on_death = lambda why: _end_soon(server)
     gc.collect()

@@ -38,6 +38,10 @@ class QueueFullError(RuntimeError):
     """As many requests wait as may wait: try again later."""
 
 
+class StoppedError(RuntimeError):
+    """The server ends, and does not wait for this request."""
+
+
 @dataclass(kw_only=True, repr=False)
 class AsyncEngineArgs(EngineArgs):
     """Arguments of :class:`AsyncLLM`, under vLLM's name; they are those of :class:`EngineArgs`."""
@@ -122,6 +126,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             str, tuple[Collector | PoolingCollector, int]
         ] = {}  # and the request's number of sequences
         self._ending: set[str] = set()  # aborted; their last updates are on their way
+        self._stopped: str | None = None  # why there are no requests any more
         self._sequences = SharedCount() if sequences is None else sequences
         EngineCalls.__init__(self)
         Tokenizing.__init__(self, inputs, causal=self.pooling.causal)
@@ -298,6 +303,8 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             raise
 
     def _check_room(self, sequences: int) -> None:
+        if self._stopped is not None:
+            raise StoppedError(self._stopped)
         if self.errored:
             raise self.dead_error
         if not self.stats.takes_requests:
@@ -394,6 +401,12 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             collector.fail(EngineDeadError(why))
         if self.on_death is not None:
             self.on_death(why)
+
+    def end_requests(self, why: str) -> None:
+        """Let unfinished requests, and those to come, end with a :class:`StoppedError`. The engine runs on."""
+        self._stopped = why
+        for collector, _ in self._collectors.values():
+            collector.fail(StoppedError(why))
 
     def shutdown(self) -> None:
         """End the engine process; unfinished requests get :class:`EngineDeadError`. May be called again."""

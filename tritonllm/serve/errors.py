@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from tritonllm.engine.sleep import AsleepError
-from tritonllm.serve.async_llm import QueueFullError
+from tritonllm.serve.async_llm import QueueFullError, StoppedError
 from tritonllm.serve.engine_calls import CallFailedError
 from tritonllm.serve.engine_client import EngineDeadError
 from tritonllm.serve.protocol import ChatRequest, CompletionRequest
@@ -42,6 +42,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(429, str(error), code="queue_full")
     if isinstance(error, EngineDeadError):
         return APIError(503, f"the server cannot answer: {error}", code="engine_dead")
+    if isinstance(error, StoppedError):
+        return APIError(503, str(error), code="stopped")
     if isinstance(error, AsleepError):
         return APIError(503, str(error), code="asleep")
     if isinstance(error, CallFailedError):

@@ -170,7 +170,7 @@ def _sigterm_ends() -> Iterator[None]:
 
 def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket) -> int:
     app = make_app(llm, config)
-    server = Server(settings_of(app, config), app)
+    server = Server(settings_of(app, config), app, llm, config.drain_seconds)
 
     def died(why: str) -> None:
         logger.error("%s: the server ends", why)
