@@ -1,5 +1,6 @@
 """Checks a request and turns it into token ids, before anything in the engine changes."""
 
+import copy
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,12 @@ class InputProcessor:
         self._grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size, eos_token_ids)
         self._thought = None if tokenizer is None else thought_tokens(tokenizer.get_vocab())
         self.default_params = default_params or SamplingParams()
+
+    def copied(self) -> "InputProcessor":
+        """The same with a tokenizer of its own, for another thread."""
+        copied = copy.copy(self)
+        copied.tokenizer = copy.deepcopy(self.tokenizer)
+        return copied
 
     @property
     def knows_thoughts(self) -> bool:

@@ -26,11 +26,12 @@ from tritonllm.serve.metrics import Metrics
 from tritonllm.serve.pooling_api import add_pooling
 from tritonllm.serve.profile_api import add_profile
 from tritonllm.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tritonllm.serve.replies import now
+from tritonllm.serve.replies import as_json, now
 from tritonllm.serve.responses_api import respond_to
 from tritonllm.serve.responses_protocol import ResponsesRequest
 from tritonllm.serve.shared_count import SharedCount
 from tritonllm.serve.status_api import add_status
+from tritonllm.serve.tokenizing import TOKEN_CHARACTERS
 from tritonllm.serve.tracing import Observers, Traces, WithParent, make_provider
 from tritonllm.version import __version__
 
@@ -181,18 +182,23 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
-        tokenizer = require_tokenizer()
-        if body.prompt is not None:
-            ids = await llm.in_tokenizer_thread(llm.inputs.encode, body.prompt, body.add_special_tokens)
+        require_tokenizer()
+        if (text := body.prompt) is not None:
+            ids = await llm.with_tokenizer(len(text), lambda inputs: inputs.encode(text, body.add_special_tokens))
         else:
             ids = await tokens_of_chat(service, body)
-        texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        texts = None
+        if body.return_token_strs:
+            size = TOKEN_CHARACTERS * len(ids)
+            texts = await llm.with_tokenizer(size, lambda inputs: inputs.tokenizer.convert_ids_to_tokens(ids))
         answer = {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts}
-        return JSONResponse(answer)
+        return Response(as_json(answer), media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
-        tokenizer = require_tokenizer()
+        require_tokenizer()
         llm.inputs.check_ids(body.tokens, "tokens")
-        return JSONResponse({"prompt": await llm.in_tokenizer_thread(tokenizer.decode, body.tokens)})
+        size = TOKEN_CHARACTERS * len(body.tokens)
+        text = await llm.with_tokenizer(size, lambda inputs: inputs.tokenizer.decode(body.tokens))
+        return JSONResponse({"prompt": text})

@@ -8,6 +8,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from tritonllm.beam_search_params import BeamSearchParams
+from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.inputs import Prompt
 from tritonllm.sampling_params import SamplingParams
@@ -62,10 +63,14 @@ async def _without_tokens(outputs: Outputs) -> AsyncGenerator[tuple[int, Request
 async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
     parts: dict[str, Any] = {}
     if isinstance(prompt, str):
-        parts["prompt"] = prompt
+        parts["prompt"] = text = prompt
         if not body.add_special_tokens:
-            encode = service.llm.inputs.encode
-            parts["prompt_token_ids"] = await service.llm.in_tokenizer_thread(encode, prompt, False)
+            must_fit = body.truncate_prompt_tokens is None
+
+            def encode(inputs: InputProcessor) -> list[int]:
+                return (inputs.encode_prompt if must_fit else inputs.encode)(text, add_special_tokens=False)
+
+            parts["prompt_token_ids"] = await service.llm.with_tokenizer(len(prompt), encode)
     else:
         parts["prompt_token_ids"] = prompt
     if body.cache_salt is not None:

@@ -32,9 +32,9 @@ async def message(service: Service, request: Request, body: MessagesRequest) -> 
 
 
 async def count_tokens(service: Service, body: CountRequest) -> Response:
-    """As :func:`message`, but for the answer."""
+    """As :func:`message`, but for the answer, and whether the prompt would fit or not."""
     service.check_model(body.model)
-    turn: Any = await prepare(service, chat_request(body.fields()))
+    turn: Any = await prepare(service, chat_request(body.fields()), must_fit=False)
     return JSONResponse({"input_tokens": len(turn.prompt["prompt_token_ids"])})
 
 

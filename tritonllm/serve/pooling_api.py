@@ -3,7 +3,6 @@
 import base64
 from collections.abc import Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,6 +110,13 @@ class _PoolingAPI:
             results.append({"index": i, **document, "relevance_score": scores[i]})
         return {"id": head["id"], "model": head["model"], "usage": head["usage"], "results": results}
 
+    async def _pair(self, first: str, second: str) -> Prompt:
+        llm = self._service.llm
+        typed = llm.pooling.token_types > 1
+        return await llm.with_tokenizer(
+            len(first) + len(second), lambda inputs: inputs.pair(first, second, with_types=typed)
+        )
+
     async def _scores(
         self, prefix: str, request: Request, body: PoolingBody, first: list[str], second: list[str]
     ) -> tuple[dict[str, Any], list[float]]:
@@ -123,8 +129,7 @@ class _PoolingAPI:
         if "classify" in llm.pooling.tasks:
             if llm.pooling.labels != 1:
                 raise ValueError(f"scores need a classifier with one label, this one has {llm.pooling.labels}")
-            join = partial(llm.inputs.pair, with_types=llm.pooling.token_types > 1)
-            pairs = [await llm.in_tokenizer_thread(join, *pair) for pair in zip(first, second, strict=True)]
+            pairs = [await self._pair(*pair) for pair in zip(first, second, strict=True)]
             head, outputs = await self._run(prefix, request, body, pairs, body.pooling_params("classify"))
             return head, [float(output.outputs.data) for output in outputs]
         ones = first[:1] if len(set(first)) == 1 else first

@@ -1,19 +1,28 @@
-"""Prompts become token ids in a thread of their own: a long one does not hold up the event loop."""
+"""Prompts become token ids in two threads. One has the short texts, some milliseconds each. The other has long ones: to
+tokenize 5 MB takes seconds, and neither the event loop nor a short prompt waits for that.
+
+Each thread has a tokenizer of its own. One is not made for two threads: whatever a call sets in it (a truncation, say)
+would hold for the other's call. Those of the package ``tokenizers`` let other threads run while they work.
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.engine.chat import ChatOptions, Message, render
-from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
+from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor, TokenizedPrompt
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
 Params = SamplingParams | BeamSearchParams | PoolingParams
+T = TypeVar("T")
+TOKEN_CHARACTERS = 4  # about
 
 
 class Tokenizing:
@@ -27,7 +36,9 @@ class Tokenizing:
     def __init__(self, inputs: InputProcessor, *, causal: bool) -> None:
         self.inputs = inputs
         self._causal = causal
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")  # tokenizers are not made for several
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
+        self._long_inputs: InputProcessor | None = None  # with a tokenizer of its own, from the first long text on
 
     @property
     def max_model_len(self) -> int:
@@ -39,17 +50,40 @@ class Tokenizing:
     async def get_tokenizer(self) -> Any:
         return self.inputs.tokenizer
 
-    async def in_tokenizer_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run what uses the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+    async def with_tokenizer(self, size: int, work: Callable[[InputProcessor], T]) -> T:
+        """Run what uses the tokenizer, in a thread.
+
+        Args:
+            size: characters of the text, of which long ones wait for each other.
+            work: is given what has the thread's tokenizer.
+        """
+        loop = asyncio.get_running_loop()
+        if size <= SURELY_QUICK:
+            return await loop.run_in_executor(self._short, work, self.inputs)
+        return await loop.run_in_executor(self._long, self._with_long_text, work)
+
+    def _with_long_text(self, work: Callable[[InputProcessor], T]) -> T:
+        if self._long_inputs is None:
+            try:
+                self._long_inputs = self.inputs.copied()
+            except TypeError as error:
+                logger.warning("the tokenizer cannot be copied (%s): short prompts wait for long texts", error)
+                self._long_inputs = self.inputs
+        if self._long_inputs is self.inputs:
+            return self._short.submit(work, self.inputs).result()
+        return work(self._long_inputs)
 
     async def render_chat(
         self, conversation: Sequence[Message], options: ChatOptions, *, must_fit: bool = False
     ) -> Prompt:
         """The prompt of a conversation; errors as :func:`tritonllm.engine.chat.render`, and if it ``must_fit`` as
         :meth:`tritonllm.engine.input_processor.InputProcessor.encode_prompt`."""
-        encode = partial(self.inputs.encode_prompt, add_special_tokens=False) if must_fit else None
-        return await self.in_tokenizer_thread(render, self.inputs.tokenizer, conversation, options, encode)
+
+        def rendered(inputs: InputProcessor) -> Prompt:
+            encode = partial(inputs.encode_prompt, add_special_tokens=False) if must_fit else None
+            return render(inputs.tokenizer, conversation, options, encode)
+
+        return await self.with_tokenizer(characters(conversation) + characters(options.tools), rendered)
 
     async def _tokenized(self, prompt: Prompt | TokenizedPrompt, params: Params) -> TokenizedPrompt:
         """Raises:
@@ -58,10 +92,12 @@ class Tokenizing:
         if isinstance(prompt, TokenizedPrompt):
             return prompt
         truncate = None if isinstance(params, BeamSearchParams) else params.truncate_prompt_tokens
-        tokenize = self.inputs.tokenize
+        more: dict[str, Any] = {}
         if isinstance(params, PoolingParams):
-            tokenize = partial(tokenize, continued=False, separated=not self._causal)
-        return await self.in_tokenizer_thread(tokenize, prompt, truncate)
+            more = {"continued": False, "separated": not self._causal}
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        size = len(text) if isinstance(text, str) else 0
+        return await self.with_tokenizer(size, lambda inputs: inputs.tokenize(prompt, truncate, **more))
 
     async def _all_tokenized(
         self, prompts: Sequence[Prompt | TokenizedPrompt], params: Params
@@ -80,4 +116,14 @@ class Tokenizing:
         return tokenized
 
     def _end_tokenizing(self) -> None:
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def characters(value: object) -> int:
+    """Of all texts in what JSON can hold."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(characters, value.values()))
+    return sum(map(characters, value)) if isinstance(value, Sequence) else 0

@@ -36,15 +36,18 @@ class Turn:
     ends_with_calls: bool
 
 
-async def prepare(service: Service, body: ChatRequest, logprobs: int | None = None) -> Turn:
-    """Raises:
+async def prepare(service: Service, body: ChatRequest, logprobs: int | None = None, *, must_fit: bool = True) -> Turn:
+    """Args:
+        must_fit: a prompt that is far too long is refused by its beginning.
+
+    Raises:
     ValueError: the body asks for what does not go together, or its messages cannot be rendered.
     """
     config, formats = service.config, service.formats
     functions = body.tool_names()
     form = forced_form(body, functions)
     options = body.options(config.chat_template, config.trust_request_chat_template)
-    whole = body.truncate_prompt_tokens is None
+    whole = must_fit and body.truncate_prompt_tokens is None
     prompt: Any = await service.llm.render_chat(body.messages, options, must_fit=whole)
     thinks = service.llm.inputs.knows_thoughts and formats.may_think(prompt["prompt"])
     more: dict[str, Any] = {}
