@@ -7,11 +7,12 @@ from typing import Any
 # One of these holds the tokens; without any, transformers makes an empty tokenizer and says nothing.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # what transformers warns of, once a tokenizer
 WAY_OUT = "Pass tokenizer= with a folder that has one, or skip_tokenizer_init=True to work with token ids"
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or hub id.
+    """The tokenizer of a folder or hub id. It does not warn of long texts, as others do that transformers makes.
 
     Raises:
         ValueError: no tokenizer there, or one that cannot be read.
@@ -23,13 +24,18 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
 
     # of a damaged file transformers may ask for anything, and the package tokenizers has no class of errors of its own
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, DAMAGED):
             raise
         raise ValueError(
             f"tokenizer: none could be loaded from {name!r} ({type(error).__name__}: {error}). {WAY_OUT}"
         ) from error
+    # the length of prompts is checked here, against max_model_len, and a long one is never run
+    warned = getattr(tokenizer, "deprecation_warnings", None)
+    if isinstance(warned, dict):
+        warned[TOO_LONG] = True
+    return tokenizer
 
 
 def render_template(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], **options: Any) -> str:
