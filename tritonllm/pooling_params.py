@@ -1,5 +1,6 @@
 """What a pooling request asks for, and how an engine pools by default. Names and meanings are vLLM's."""
 
+import json
 from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -130,15 +131,20 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: object) -> "PoolerConfig":
-        """From what vLLM takes: a configuration, or a dictionary of its fields.
+        """From what vLLM takes: a configuration, a dictionary of its fields, or their JSON as a command line gives it.
 
         Raises:
             ValueError: anything else.
         """
         if isinstance(value, cls):
             return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"pooler_config is no JSON ({error}): {value!r}") from error
         if not isinstance(value, Mapping):
-            raise ValueError(f"pooler_config must be a PoolerConfig or a dict, got {value!r}")
+            raise ValueError(f"pooler_config must be a PoolerConfig, a dict or its JSON, got {value!r}")
         known = [field.name for field in fields(cls)]
         for name in value:
             if name not in known:

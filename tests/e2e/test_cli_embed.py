@@ -47,7 +47,7 @@ def test_a_task_that_the_model_lacks(capsys):
     [
         (["--dimensions", "0"], "dimensions must be of type int of at least 1"),
         (["--task", "rank"], "invalid choice: 'rank'"),
-        (["--pooler-config", "{"], "argument --pooler-config"),
+        (["--pooler-config", "{"], "pooler_config is no JSON"),
         (["--pooler-config", '{"pooling_type": "MAX"}'], "pooling_type must be one of LAST, CLS, MEAN"),
         (["--runner", "generate", "--convert", "embed"], "runner='generate' contradicts convert='embed'"),
     ],

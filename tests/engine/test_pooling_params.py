@@ -48,7 +48,8 @@ def make(**kwargs):
         ({"runner": "generate", "convert": "embed"}, "runner='generate' contradicts convert='embed'"),
         ({"runner": "pooling", "convert": "none"}, "contradicts"),
         ({"task": "embed"}, "task='embed': .* use runner='pooling', and convert='embed'"),
-        ({"pooler_config": "MEAN"}, "pooler_config must be a PoolerConfig or a dict, got 'MEAN'"),
+        ({"pooler_config": "MEAN"}, "pooler_config is no JSON .*: 'MEAN'"),
+        ({"pooler_config": "3"}, "pooler_config must be a PoolerConfig, a dict or its JSON, got 3"),
         ({"pooler_config": {"pooling": "MEAN"}}, "pooler_config: 'pooling' is not supported; there are pooling_type"),
         ({"pooler_config": {"pooling_type": "MAX"}}, "pooler_config: pooling_type must be one of LAST, CLS, MEAN"),
         ({"pooler_config": {"pooling_type": "CLS", "seq_pooling_type": "CLS"}}, "are the same: give one"),
@@ -62,6 +63,7 @@ def test_bad_engine_arguments_are_named(kwargs, message):
 
 def test_pooler_configs():
     assert make(pooler_config={"pooling_type": "CLS"}).pooler_config == PoolerConfig(seq_pooling_type="CLS")
+    assert make(pooler_config='{"pooling_type": "CLS"}').pooler_config == PoolerConfig(seq_pooling_type="CLS")
     assert make(override_pooler_config=PoolerConfig(pooling_type="STEP")).pooler_config.tok_pooling_type == "STEP"
     assert make(pooler_config=None).pooler_config == PoolerConfig()
 

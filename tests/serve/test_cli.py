@@ -22,6 +22,7 @@ from tritonllm.serve.template import read_template
         (["--served-model-name", ""], "--served-model-name must not be empty"),
         (["--ssl-certfile", "x.pem"], "--ssl-keyfile"),
         (["--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["--pooler-config", "{"], "pooler_config is no JSON"),
         (["--scheduling-policy", "fair"], "invalid choice"),
         (["--unknown"], "unrecognized arguments"),
     ],

@@ -156,6 +156,7 @@ def test_classes():
     [
         ("/v1/embeddings", {"input": ""}, "input is empty"),
         ("/v1/embeddings", {"input": []}, "input is empty"),
+        ("/v1/embeddings", {"input": ["the", [1]]}, "input: must be a text, token ids, or a list of texts or of lists"),
         ("/v1/embeddings", {"input": "the", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "the", "dimensions": 8}, "set is_matryoshka to true"),
         ("/v1/embeddings", {"input": "the", "dimensions": 0}, "dimensions must be"),

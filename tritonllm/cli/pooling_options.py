@@ -1,6 +1,5 @@
 """Options of models that embed or classify, which several commands have."""
 
-import json
 from typing import Any
 
 from tritonllm.config import CONVERSIONS, RUNNERS
@@ -9,5 +8,5 @@ from tritonllm.config import CONVERSIONS, RUNNERS
 POOLING: dict[str, dict[str, Any]] = {
     "runner": {"choices": RUNNERS, "help": "generate or pooling refuses the other; auto (default) takes both"},
     "convert": {"choices": CONVERSIONS, "help": "embed without a classifier's head, or classify (default: auto)"},
-    "pooler-config": {"type": json.loads, "metavar": "JSON", "help": 'how to pool, \'{"pooling_type": "MEAN"}\' say'},
+    "pooler-config": {"metavar": "JSON", "help": 'how to pool, \'{"pooling_type": "MEAN"}\' say'},
 }

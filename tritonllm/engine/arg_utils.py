@@ -33,7 +33,7 @@ class EngineArgs(VllmEngine):
     generation_config: str = "auto"
     runner: str = "auto"
     convert: str = "auto"
-    pooler_config: dict[str, Any] | PoolerConfig | None = None
+    pooler_config: str | dict[str, Any] | PoolerConfig | None = None
     block_size: int | None = None
     num_gpu_blocks_override: int | None = None
     gpu_memory_utilization: float = 0.9

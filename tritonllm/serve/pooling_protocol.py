@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tritonllm.pooling_params import PoolingParams, PoolingTask
-from tritonllm.serve.protocol import MAX_PROMPTS, Body
+from tritonllm.serve.protocol import MAX_PROMPTS, Body, Prompts
 
 Document = str | dict[str, str]
 
@@ -31,7 +31,7 @@ class PoolingBody(Body):
 class InputBody(PoolingBody):
     """With texts or token ids, one or several."""
 
-    input: str | list[str] | list[int] | list[list[int]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
 
     @model_validator(mode="after")

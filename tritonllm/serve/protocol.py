@@ -5,7 +5,15 @@ from dataclasses import fields
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from tritonllm.engine.chat import ChatOptions
 from tritonllm.sampling_params import (
@@ -33,6 +41,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
+
+
+def _in_one_form(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Of a union pydantic says what is wrong with its first member only."""
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise ValueError("must be a text, token ids, or a list of texts or of lists of token ids") from error
+
+
+Prompts = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_in_one_form)]
 Word = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the message to the engine holds
 TokenCount = Annotated[int, Field(ge=1, lt=2**63)]
 SAMPLING_FIELDS = (
@@ -207,7 +226,7 @@ class SamplingBody(Body):
 class CompletionRequest(SamplingBody):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     max_tokens: Word | None = 16
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = False
