@@ -131,7 +131,7 @@ def test_sigterm_ends_what_takes_too_long_with_an_error(processes):
         assert router.wait() == 0
 
 
-def test_a_second_signal_does_not_wait(processes):
+def test_a_second_signal_does_not_wait_and_tells_clients(processes):
     with RouterProcess(*options_of(processes("a"))) as router:
         streams = Streams(router, 1, max_tokens=100_000)
         eventually(lambda: streams.begun == 1)
@@ -140,6 +140,7 @@ def test_a_second_signal_does_not_wait(processes):
         router.stop()
         assert router.wait() == 0
         assert check_ends(streams.end(), 100_000) == (0, 1)
+        assert all("shutting down" in errors[0] for _, errors, _ in streams.ends.values())
 
 
 def refuses(url):

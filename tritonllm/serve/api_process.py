@@ -27,7 +27,7 @@ from tritonllm.serve.shared_count import SharedCount
 
 logger = logging.getLogger(__name__)
 NEWS_OF_DEATH = 1.0  # seconds in which clients and probes still get an answer after the engine has died
-LAST_WORDS = 0.5  # seconds in which clients read that their requests are cut off
+LAST_WORDS = 1.0  # seconds in which clients read that their requests are cut off
 STOPPED = "the server was stopped before the answer was whole: ask again"
 STOP, STOP_NOW, LISTENING = "stop", "stop now", "listening"  # orders, and the only answer; else: why the engine died
 
