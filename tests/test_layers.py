@@ -33,6 +33,7 @@ LAYER = {
     "http_guard": 0,
     "lost_hosts": 0,
     "inputs": 0,
+    "starting": 0,
     "vllm_arguments": 0,
     "testing": 0,
     "demo": 0,
@@ -58,6 +59,7 @@ CIRCLES: dict[tuple[str, str], str] = {}
 # The scheduler and what it stands on can be tested, and read, without a tensor.
 NO_TORCH = {
     "engine.admission",
+    "engine.asleep",
     "engine.control",
     "engine.decode_inputs",
     "engine.block_pool",
@@ -202,6 +204,39 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 def test_module_keeps_to_its_layer(module):
     path = MODULES[module]
     assert violations(path.read_text(), module, is_package=path.name == "__init__.py") == []
+
+
+def at_once(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The imports that an import of the module runs: not those of functions and type checkers."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield node
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not (
+                isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            ):
+                waiting.append(node)
+
+
+def loaded_with(module: str) -> set[str]:
+    """The modules of the package that an import of this one runs (packages above them aside)."""
+    found, waiting = set(), {module}
+    while waiting:
+        found.add(module := waiting.pop())
+        path = MODULES[module]
+        body = ast.Module(list(at_once(ast.parse(path.read_text()))), [])
+        names = [name for _, name in imported(body, module, path.name == "__init__.py")]
+        waiting |= {home_of(name) for name in names if name.split(".")[0] == "tritonllm"} - found
+    return found
+
+
+def test_what_answers_http_loads_no_engine():
+    """The API process has one in a process beside it: kernels and models would only be time and 70 MB of its memory."""
+    loaded = loaded_with("serve.run")
+    assert {"serve.app", "serve.async_llm", "serve.engine_client", "engine.outputs"} <= loaded
+    assert not {module for module in loaded if module.split(".")[0] in ("kernels", "layers", "models")}
+    assert "engine.engine" in loaded_with("serve.engine_process")
 
 
 def imports_of_all() -> dict[str, set[str]]:

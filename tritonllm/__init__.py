@@ -9,6 +9,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from tritonllm.starting import no_searches
 from tritonllm.version import __version__
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    with no_searches():
+        module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ from support.streams import Stream
 
 from tritonllm import LLM, AsyncEngineArgs, AsyncLLM
 from tritonllm.demo import model_path
-from tritonllm.engine.sleep import AsleepError
+from tritonllm.engine.asleep import AsleepError
 from tritonllm.serve.app import make_app
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineDeadError

@@ -13,6 +13,7 @@ from tritonllm import env
 from tritonllm.cli.options import ENGINE, SEVERAL, add_options, given
 from tritonllm.cli.pooling_options import POOLING
 from tritonllm.config import POLICIES, EngineConfig
+from tritonllm.starting import no_searches
 
 DESCRIPTION = """\
 Serve a model over HTTP with OpenAI's API. It listens on this machine only unless you give --host. SIGTERM or Ctrl-C
@@ -222,7 +223,8 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     except ValueError as error:
         args.wrong_usage(str(error))
     try:
-        from tritonllm.serve.run import serve
+        with no_searches(ours=True):
+            from tritonllm.serve.run import serve
     except ImportError as error:
         raise ImportError(EXTRA.format(error)) from error
     if config.otlp_traces_endpoint is not None:

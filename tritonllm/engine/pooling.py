@@ -12,13 +12,12 @@ from tritonllm.config import ModelConfig
 from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics
-from tritonllm.engine.request import Pooling, Request
+from tritonllm.engine.request import AS_SAMPLING, Pooling, Request
 from tritonllm.inputs import Prompt
 from tritonllm.layers.head import HeadSpec
 from tritonllm.models.interface import ModelFacts
 from tritonllm.models.sentence_transformers import SentenceModules
 from tritonllm.pooling_params import PoolerConfig, PoolingParams
-from tritonllm.sampling_params import SamplingParams
 
 How = Literal["last", "cls", "mean", "all"]
 _HOW: dict[str, How] = {"LAST": "last", "CLS": "cls", "MEAN": "mean"}
@@ -215,10 +214,6 @@ def _with_types(prompt: TokenizedPrompt, kinds: int, vocab_size: int) -> list[in
     if not all(isinstance(kind, int) and 0 <= kind < kinds for kind in prompt.token_types):
         raise ValueError(f"token_type_ids must be integers below {kinds}, the kinds that the model knows")
     return [token + kind * vocab_size for token, kind in zip(prompt.token_ids, prompt.token_types, strict=True)]
-
-
-# For the scheduler a pooled prompt is a sequence that ends with its first new token.
-AS_SAMPLING = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
 
 
 @dataclass

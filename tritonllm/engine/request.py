@@ -48,6 +48,10 @@ class Pooling(NamedTuple):
     cached: bool = True
 
 
+# For the scheduler a pooled prompt is a sequence that ends with its first new token.
+AS_SAMPLING = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence to generate, or a prompt to pool: for the scheduler that is a sequence that ends with its first new

@@ -15,6 +15,7 @@ from torch import nn
 
 from tritonllm.config import ModelConfig
 from tritonllm.engine.announcer import Announcer
+from tritonllm.engine.asleep import AsleepError
 from tritonllm.engine.device_memory import Arena
 from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.kv_transfer import KVTransfer
@@ -30,10 +31,6 @@ CPU = torch.device("cpu")
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
 RETURN_BYTES = 1 << 30  # of torch's own memory that may lie free while weights move into the arena
-
-
-class AsleepError(RuntimeError):
-    """The engine sleeps, or its weights are gone: it takes no requests."""
 
 
 class EngineMemory:
@@ -218,16 +215,6 @@ def _take(module: nn.Module, new: nn.Module) -> None:
             setattr(module, name, value)
     if getattr(new, "_packed", None) is not None:
         module._packed = new._packed
-
-
-def check_rpc(method: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-    """Raises:
-    ValueError: ``collective_rpc`` is asked for a method or an argument that there is not.
-    """
-    if method != "reload_weights":
-        raise ValueError(f"collective_rpc: method must be 'reload_weights', got {method!r}")
-    if len(args) > 1 or set(kwargs or {}) - {"model"} or (args and kwargs):
-        raise ValueError("collective_rpc: reload_weights takes one argument, model")
 
 
 class SleepMethods:

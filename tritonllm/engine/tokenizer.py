@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tritonllm.starting import no_searches
+
 # One of these holds the tokens; without any, transformers makes an empty tokenizer and says nothing.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
@@ -20,7 +22,8 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     folder = Path(name)
     if folder.is_dir() and not trust_remote_code and not any((folder / file).exists() for file in VOCABULARY_FILES):
         raise ValueError(f"tokenizer: {name!r} has none of {', '.join(VOCABULARY_FILES)}. {WAY_OUT}")
-    from transformers import AutoTokenizer  # a second of import time that token-id mode does not need
+    with no_searches():
+        from transformers import AutoTokenizer  # a second of import time that token-id mode does not need
 
     # of a damaged file transformers may ask for anything, and the package tokenizers has no class of errors of its own
     try:

@@ -23,9 +23,9 @@ import msgspec
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
+from tritonllm.engine.asleep import AsleepError
 from tritonllm.engine.engine import STEP_FAILED, EngineOutput
 from tritonllm.engine.pooling import PoolingAbility
-from tritonllm.engine.sleep import AsleepError
 from tritonllm.engine.stats import EngineStats
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.inputs import Prompt

@@ -10,11 +10,11 @@ from tqdm import tqdm
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
+from tritonllm.engine.asleep import check_rpc
 from tritonllm.engine.beam_search import beam_search_output
 from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
-from tritonllm.engine.sleep import check_rpc
 from tritonllm.engine.stats import EngineStats
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.inputs import Prompt, as_list

@@ -6,11 +6,13 @@ The engine's process follows its events only while somebody asks again and again
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tritonllm.engine.engine import LLMEngine
 from tritonllm.teach.dashboard.recorder import Recorder
 from tritonllm.teach.dashboard.snapshot import View, to_json
+
+if TYPE_CHECKING:
+    from tritonllm.engine.engine import LLMEngine
 
 LINGER = 10.0  # seconds after the last question for which the events are still followed
 
@@ -22,7 +24,7 @@ class Activity:
         engine: started.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: "LLMEngine") -> None:
         self._engine = engine
         self._recorder: Recorder | None = None
         self._asked = 0.0

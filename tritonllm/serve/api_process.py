@@ -19,9 +19,9 @@ import uvicorn
 from tritonllm.config import EngineConfig
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
+from tritonllm.serve.child_process import end_with_parent, log_to_stderr
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineLink
-from tritonllm.serve.engine_process import end_with_parent, log_to_stderr
 from tritonllm.serve.messages import Ready
 from tritonllm.serve.shared_count import SharedCount
 

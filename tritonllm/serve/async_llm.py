@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.engine.arg_utils import EngineArgs
+from tritonllm.engine.asleep import AsleepError
 from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import TokenizedPrompt
 from tritonllm.engine.kv_start import check_connector
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
-from tritonllm.engine.pooling import AS_SAMPLING
-from tritonllm.engine.sleep import AsleepError
+from tritonllm.engine.request import AS_SAMPLING
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams

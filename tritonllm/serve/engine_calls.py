@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tritonllm.engine.sleep import check_rpc
+from tritonllm.engine.asleep import check_rpc
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.messages import Answer, Call, Stats

@@ -19,9 +19,9 @@ import zmq.asyncio
 
 from tritonllm.config import EngineConfig
 from tritonllm.dist.watch import UNGUARDED
-from tritonllm.serve.engine_process import run_engine
 from tritonllm.serve.messages import Abort, Failed, News, Ready, Stop, ToEngine
 from tritonllm.serve.profiling import ProfilerConfig
+from tritonllm.starting import run_spawned
 
 logger = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that the engine process has to end by itself
@@ -144,8 +144,9 @@ class EngineProcess:
         spawn = multiprocessing.get_context("spawn")
         self.reports, theirs = spawn.Pipe(duplex=False)
         seen = None if devices is None else list(devices)
-        arguments = (config, self.folder, theirs, log_level, seen, profiler, replica)
-        self.process = spawn.Process(target=run_engine, args=arguments, name="tritonllm-engine")
+        target = "tritonllm.serve.engine_process", "run_engine"  # this process does without what it imports
+        arguments = (*target, config, self.folder, theirs, log_level, seen, profiler, replica)
+        self.process = spawn.Process(target=run_spawned, args=arguments, name="tritonllm-engine")
         try:
             self.process.start()
         except BaseException:  # a script without a guard, whose import here would start processes again

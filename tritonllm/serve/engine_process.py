@@ -7,16 +7,12 @@ SIGTERM reach all processes of a terminal or of a service: here they are ignored
 import dataclasses
 import gc
 import logging
-import multiprocessing
-import os
-import shutil
 import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterable
 from concurrent import futures
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -26,16 +22,17 @@ from tritonllm import env
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.dist.watch import WorkerError
+from tritonllm.engine.asleep import AsleepError
 from tritonllm.engine.engine import EngineOutput, LLMEngine
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.engine.results import StepTimeoutError
-from tritonllm.engine.sleep import AsleepError
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.models import checkpoint
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve import profiling
 from tritonllm.serve.activity import Activity
+from tritonllm.serve.child_process import end_with_parent, log_to_stderr
 from tritonllm.serve.messages import (
     Abort,
     Add,
@@ -56,7 +53,6 @@ from tritonllm.serve.pooling_messages import pack_pooled, pooling_facts
 from tritonllm.serve.profiling import ProfilerConfig, Profiles
 
 logger = logging.getLogger(__name__)
-PARENT_DIED = 3  # exit status
 # Of the engine, that a Call may name.
 METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache", "expert_load", "reset_expert_load")
 WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
@@ -78,30 +74,6 @@ class Parsing:
     message: Add
     params: Params
     aborted: bool = False
-
-
-def end_with_parent(folder: str) -> None:
-    """Wait for the parent's death in a thread; then remove the sockets' folder and end this process at once."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(PARENT_DIED)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def log_to_stderr(level: int, replica: int | None = None) -> None:
-    """Args:
-    replica: which of several engines this is, for each line to say so.
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    who = "" if replica is None else f"replica {replica}: "
-    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s: {who}%(message)s"))
-    logging.getLogger("tritonllm").addHandler(handler)
-    logging.getLogger("tritonllm").setLevel(level)
 
 
 def run_engine(

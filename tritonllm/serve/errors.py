@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from tritonllm.engine.sleep import AsleepError
+from tritonllm.engine.asleep import AsleepError
 from tritonllm.serve.async_llm import QueueFullError, StoppedError
 from tritonllm.serve.engine_calls import CallFailedError
 from tritonllm.serve.engine_client import EngineDeadError

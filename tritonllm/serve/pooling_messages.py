@@ -3,18 +3,20 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.outputs import PoolingOutput, PoolingRequestOutput
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.serve.messages import PoolingFacts, Update
 
+if TYPE_CHECKING:
+    from tritonllm.engine.engine import LLMEngine
 
-def pooling_facts(engine: LLMEngine) -> PoolingFacts:
+
+def pooling_facts(engine: "LLMEngine") -> PoolingFacts:
     pooling = engine.pooling
     return PoolingFacts(
         tasks=list(pooling.tasks),

@@ -1,0 +1,48 @@
+import gc
+import sys
+
+import pytest
+
+from tritonllm.starting import no_searches, run_spawned
+
+
+@pytest.fixture(autouse=True)
+def searches():
+    """Whatever a test does, the next one has searches."""
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_searches_go_on_as_before(before):
+    gc.enable() if before else gc.disable()
+    with no_searches():
+        assert not gc.isenabled()
+    assert gc.isenabled() == before
+    with pytest.raises(ImportError), no_searches():
+        raise ImportError
+    assert gc.isenabled() == before
+
+
+def test_what_users_have_is_still_searched(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    with no_searches():
+        pass
+    assert frozen == []
+    with no_searches(ours=True):
+        pass
+    assert frozen == [False]  # before a search
+
+
+def test_a_spawned_process_imports_its_function_without_searches(tmp_path, monkeypatch):
+    (tmp_path / "of_a_new_process.py").write_text(
+        "import gc\nwhile_imported = gc.isenabled()\n"
+        "def main(told, more):\n    told.append((while_imported, gc.isenabled(), more))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    told = []
+    run_spawned("of_a_new_process", "main", told, 5)
+    del sys.modules["of_a_new_process"]
+    assert told == [(False, True, 5)]

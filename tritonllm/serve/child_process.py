@@ -1,0 +1,35 @@
+"""What every process that a server starts does first."""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+from multiprocessing.connection import wait
+
+PARENT_DIED = 3  # exit status
+
+
+def end_with_parent(folder: str) -> None:
+    """Wait for the parent's death in a thread; then remove the sockets' folder and end this process at once."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(PARENT_DIED)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def log_to_stderr(level: int, replica: int | None = None) -> None:
+    """Args:
+    replica: which of several engines this is, for each line to say so.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    who = "" if replica is None else f"replica {replica}: "
+    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s: {who}%(message)s"))
+    logging.getLogger("tritonllm").addHandler(handler)
+    logging.getLogger("tritonllm").setLevel(level)
