@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.engines import greedy, tiny_llm, token_ids
+from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -82,7 +82,7 @@ def check_clean(llm, expected, where):
 @pytest.mark.parametrize(("ahead", "error"), [(False, RuntimeError), (True, KeyboardInterrupt)])
 def test_at_every_line_of_a_call(ahead, error):
     settings = {"async_scheduling": ahead, "max_num_batched_tokens": 16, "num_blocks": 20, "max_model_len": 40}
-    llm = tiny_llm(**settings)
+    llm = tiny_llm(tiny_checkpoint(num_hidden_layers=1), **settings)  # called thousands of times
     expected = run(llm)
     with Injector() as counter:
         assert run(llm) == expected

@@ -16,10 +16,10 @@ from tritonllm.engine.outputs import RequestOutput
 
 
 @cache
-def tiny_checkpoint(family: str = "qwen3") -> Path:
-    """A random checkpoint with a tokenizer; <|endoftext|> (0) ends its outputs."""
+def tiny_checkpoint(family: str = "qwen3", **fields: Any) -> Path:
+    """A random checkpoint with a tokenizer; <|endoftext|> (0) ends its outputs. ``fields`` are of its config."""
     folder = Path(mkdtemp(prefix="tiny-checkpoint-"))
-    write_checkpoint(folder, tiny_config(family, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0))
+    write_checkpoint(folder, tiny_config(family, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0, **fields))
     save_tokenizer(folder)
     return folder
 
