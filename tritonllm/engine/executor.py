@@ -35,8 +35,9 @@ from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.results import RunningStep
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.step import FREE, Restrictions, Step
-from tritonllm.engine.worker import START_PATIENCE, Place, run_worker
+from tritonllm.engine.worker import START_PATIENCE
 from tritonllm.models.interface import CausalLM
+from tritonllm.starting import run_spawned
 
 FAREWELL = 3.0  # seconds in which a worker ends by itself once it was told to
 
@@ -65,8 +66,9 @@ class SpawnedRanks(Ranks):
         self._mailbox, met = mailbox, self._met
         for rank in range(1, self._size):
             reports[rank], theirs = spawn.Pipe(duplex=False)
-            arguments = self._config, Place(rank, port), mailbox, theirs
-            processes[rank] = spawn.Process(target=run_worker, args=arguments, name=f"tritonllm-rank-{rank}")
+            target = "tritonllm.engine.worker", "run_worker"
+            arguments = (*target, self._config, rank, port, mailbox, theirs)
+            processes[rank] = spawn.Process(target=run_spawned, args=arguments, name=f"tritonllm-rank-{rank}")
             processes[rank].start()
             theirs.close()
         self.watch = Watch(

@@ -50,18 +50,19 @@ class Place(NamedTuple):
         return meet(store, self.rank, parallel, device, timeout=START_PATIENCE, local=True)
 
 
-def run_worker(config: EngineConfig, place: Place, mailbox: Mailbox, reports: Connection) -> None:
+def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, reports: Connection) -> None:
     """The process's main function.
 
     Args:
         config: of the engine, as the user gave it.
+        rank, port: see :class:`Place`.
         mailbox: brings pickled steps; an empty message ends the process.
         reports: gets a :class:`Report` when the rank meets the others, when it is ready, and if it fails.
     """
     tqdm.set_lock(threading.RLock())  # its own would be a semaphore, which is left over when the process is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent decides
     parent_watch(lambda: os._exit(PARENT_DIED))
-    reader, ready = place.rank - 1, False
+    place, reader, ready = Place(rank, port), rank - 1, False
     threading.Thread(target=_beat, args=(mailbox, reader), name="tritonllm-beat", daemon=True).start()
     try:
 

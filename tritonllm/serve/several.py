@@ -17,9 +17,10 @@ import msgspec
 
 from tritonllm import env
 from tritonllm.config import EngineConfig
-from tritonllm.serve.api_process import STOP, STOP_NOW, run_api
+from tritonllm.serve.api_process import STOP, STOP_NOW
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineClient
+from tritonllm.starting import run_spawned
 
 logger = logging.getLogger(__name__)
 DONE, FAILED = 0, 1
@@ -126,8 +127,11 @@ def run_several(
         with _signals_stop(apis) as signalled:
             for number in range(config.api_server_count):
                 mine, theirs = spawn.Pipe()
+                target = "tritonllm.serve.api_process", "run_api"
                 arguments = (config, engine, ready, client.folder, sock, theirs, max_queue, log_level, *counts, number)
-                process = spawn.Process(target=run_api, args=arguments, name=f"tritonllm-api-{number}", daemon=True)
+                process = spawn.Process(
+                    target=run_spawned, args=(*target, *arguments), name=f"tritonllm-api-{number}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 apis.add(process, mine)
