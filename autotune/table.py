@@ -3,7 +3,6 @@
 import datetime
 import hashlib
 import json
-import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ from typing import Any
 from triton.runtime.jit import JITCallable
 
 from autotune.ops import Tunable
+from autotune.revision import commit
 from tritonllm.kernels.runtime import tuning
 
 LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg"})  # any launch takes these
@@ -41,18 +41,6 @@ def kernel_hash(*modules: ModuleType) -> str:
 def hash_of(tunable: Tunable) -> str:
     """:func:`kernel_hash` of all that the operation launches."""
     return kernel_hash(tunable.module, *tunable.also)
-
-
-def commit() -> str | None:
-    """The commit that is checked out, with ``-dirty`` if files differ from it; without git what the file ``.commit``
-    of an exported tree says, or None."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        exported = Path(__file__).parents[1] / ".commit"
-        return exported.read_text().strip() if exported.exists() else None
-    return done.stdout.strip()
 
 
 def build(tunable: Tunable, machine: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

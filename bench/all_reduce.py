@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.engine_worker import machine
 from tritonllm.dist.connect import connect
 from tritonllm.dist.group import ConnectedGroup

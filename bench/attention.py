@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from autotune.revision import commit
 from autotune.search import Caller
-from autotune.table import commit
 from autotune.worker import Failed, Worker
 from bench import reports
 from bench.attention_cases import ROWS, SWEEP, Attention

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench import smollm2
 from bench.host import processor
 from tritonllm import LLM, SamplingParams

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.engine_worker import machine, watch_compilations
 from bench.engine_workloads import MODELS, Request, Workload, requests, write_model
 from bench.synthetic_vocabulary import write_tokenizer

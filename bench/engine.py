@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.table import commit
+from autotune.revision import commit
 from autotune.worker import Failed, Worker
 from bench.engine_floors import floor
 from bench.engine_workloads import LATENCIES, MODELS, WORKLOADS, requests

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench import smollm2
 from bench.host import processor
 from bench.tables import grammars

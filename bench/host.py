@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from autotune.table import commit
+from autotune.revision import commit
 from tritonllm.config import EngineConfig
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.engine import LLMEngine

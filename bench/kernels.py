@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autotune.revision import commit
 from autotune.search import Caller
-from autotune.table import commit
 from autotune.worker import Failed, Worker
 from bench.cases import CASES
 from bench.reports import GROUPS

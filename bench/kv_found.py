@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.engine_worker import machine
 from bench.engine_workloads import MODELS, write_model
 from bench.kv_found_engine import NEW, Answer, Computed, Place, Remote

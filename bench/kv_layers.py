@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.engine_worker import machine
 from bench.engine_workloads import MODELS, write_model
 from tritonllm import LLM, SamplingParams

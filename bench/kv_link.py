@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.engine_worker import machine
 from bench.swap import BLOCK_SIZE, LAYOUTS
 from tritonllm.dist.device_copies import load_cuda

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from autotune.table import commit
+from autotune.revision import commit
 from autotune.worker import Failed
 from bench.engine_worker import machine, watch_compilations
 from bench.engine_workloads import MODELS, WORKLOADS, Request, checksum, requests, truncated, write_model

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.engine_worker import machine
 from bench.engine_workloads import write_model
 from bench.prefill_decode_groups import CONNECTORS, GROUPS, Group, Setup, started

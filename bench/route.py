@@ -30,7 +30,7 @@ import aiohttp
 import psutil
 import uvicorn
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.host import processor
 
 ROOT = Path(__file__).parents[1]

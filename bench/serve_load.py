@@ -43,7 +43,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench import serve_faults
 from bench.engine_workloads import MODELS, TOKEN_IDS, write_model
 from bench.serving import NAME, ROOT, Server, server

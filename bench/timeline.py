@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.engine_workloads import MODELS, WORKLOADS, requests, truncated, write_model
 from bench.timeline_links import line, links
 from bench.timeline_record import Drive, Event, drive, prepare, recorded

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.cluster.checked import compared
 from bench.cluster.measures import Objective
 from bench.cluster.step_times import measured

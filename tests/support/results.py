@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.table import commit
+from autotune.revision import commit
 from bench.runner import machine
 
 
