@@ -87,6 +87,7 @@ NO_TORCH = {
     "engine.kv_peer_client",
     "engine.kv_peer_server",
     "engine.kv_plane",
+    "engine.kv_settings",
     "engine.kv_start",
     "engine.kv_transfer",
     "engine.kv_wire",

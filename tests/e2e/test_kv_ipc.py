@@ -10,7 +10,7 @@ from support.server import eventually
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
-from tritonllm.engine import kv_start
+from tritonllm.engine import kv_settings
 
 SETTINGS = {"peers": ["127.0.0.1"], "timeout": 60.0, "wait": 20.0, "max_bytes": 1 << 20}
 TINY = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_offloading_size": ROOM}
@@ -19,7 +19,7 @@ TINY = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_t
 @pytest.fixture
 def host(monkeypatch):
     host = Host()
-    monkeypatch.setattr(kv_start, "load_cuda", lambda: host.device)
+    monkeypatch.setattr(kv_settings, "load_cuda", lambda: host.device)
     return host
 
 

@@ -7,7 +7,7 @@ from support.engines import greedy
 from support.kv_sharing import FULL, PROMPTS, all_slots_are_back, computed_alone, connected_llm, run_prompts
 from support.nixl_agents import Network
 
-from tritonllm.engine import kv_start
+from tritonllm.engine import kv_settings
 
 installed = pytest.mark.skipif(find_spec("nixl") is None, reason="needs the extra nixl")
 
@@ -16,7 +16,7 @@ installed = pytest.mark.skipif(find_spec("nixl") is None, reason="needs the extr
 def test_decode_goes_on_where_prefill_ended(library, monkeypatch):
     network = Network()
     if library == "stand-in":
-        monkeypatch.setattr(kv_start, "load_nixl", lambda: network.agent)
+        monkeypatch.setattr(kv_settings, "load_nixl", lambda: network.agent)
     settings = {"peers": ["127.0.0.1"], "timeout": 60.0, "wait": 20.0, "max_bytes": 1 << 24}
     producer, consumer = (connected_llm("Nixl", role, settings) for role in ("kv_producer", "kv_consumer"))
     first = greedy(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
@@ -34,7 +34,7 @@ def test_decode_goes_on_where_prefill_ended(library, monkeypatch):
 @pytest.mark.parametrize("fault", ["refuse", "break", "flip", "stall"])
 def test_harm_on_the_way_changes_no_token(fault, monkeypatch):
     network = Network()
-    monkeypatch.setattr(kv_start, "load_nixl", lambda: network.agent)
+    monkeypatch.setattr(kv_settings, "load_nixl", lambda: network.agent)
     settings = {"peers": ["127.0.0.1"], "timeout": 1.0, "max_bytes": 1 << 24}
     producer, consumer = (connected_llm("Nixl", role, settings) for role in ("kv_producer", "kv_consumer"))
     producer.generate(PROMPTS, greedy(1), use_tqdm=False)

@@ -16,13 +16,13 @@ from support.nixl_agents import Network
 from support.server import eventually
 from support.small_slots import ALL, KEYS, SIZE, SLOTS, check_harm, loaded, memory, saved
 
-from tritonllm.engine import kv_ipc, kv_peer_client, kv_start
+from tritonllm.engine import kv_ipc, kv_peer_client, kv_settings
 from tritonllm.engine.kv_ipc import DeviceReads
 from tritonllm.engine.kv_ipc_memory import arena_bytes
 from tritonllm.engine.kv_nixl import Reads
 from tritonllm.engine.kv_peer import Peer, PeerSettings
 from tritonllm.engine.kv_plane import Frames
-from tritonllm.engine.kv_start import make_connector
+from tritonllm.engine.kv_settings import make_connector
 from tritonllm.engine.kv_wire import places_frame
 from tritonllm.kv_transfer_config import KVTransferConfig
 
@@ -318,7 +318,7 @@ def test_a_machine_without_a_gpu_is_told_to_take_peer(monkeypatch):
 
 
 def test_its_settings_are_those_of_peer(host, monkeypatch, caplog):
-    monkeypatch.setattr(kv_start, "load_cuda", lambda: host.device)
+    monkeypatch.setattr(kv_settings, "load_cuda", lambda: host.device)
     with pytest.raises(ValueError, match="'path' is none of CudaIpc's; there are host, port, advertised_host, peers"):
         make_connector(KVTransferConfig(kv_connector="CudaIpc", kv_connector_extra_config={"path": "x"}))
     with pytest.raises(ValueError, match="max_bytes must be"):

@@ -17,7 +17,7 @@ from tritonllm.engine import kv_nixl, kv_peer_client
 from tritonllm.engine.kv_nixl import Reads
 from tritonllm.engine.kv_peer import Peer, PeerSettings
 from tritonllm.engine.kv_plane import Frames
-from tritonllm.engine.kv_start import make_connector
+from tritonllm.engine.kv_settings import make_connector
 from tritonllm.engine.kv_wire import Place
 from tritonllm.kv_transfer_config import KVTransferConfig
 
@@ -238,7 +238,7 @@ def test_the_package_is_named_if_it_is_missing(monkeypatch):
 
 
 def test_its_settings_are_those_of_peer(network, monkeypatch, caplog):
-    monkeypatch.setattr("tritonllm.engine.kv_start.load_nixl", lambda: network.agent)
+    monkeypatch.setattr("tritonllm.engine.kv_settings.load_nixl", lambda: network.agent)
     with pytest.raises(ValueError, match="'path' is none of Nixl's; there are host, port, advertised_host, peers"):
         make_connector(KVTransferConfig(kv_connector="Nixl", kv_connector_extra_config={"path": "x"}))
     with caplog.at_level(logging.INFO):

@@ -15,7 +15,7 @@ from support.server import eventually
 from tritonllm.engine import kv_peer, kv_peer_client, kv_peer_server
 from tritonllm.engine.kv_connector import Offering
 from tritonllm.engine.kv_peer import Peer
-from tritonllm.engine.kv_start import make_connector
+from tritonllm.engine.kv_settings import make_connector
 from tritonllm.kv_transfer_config import KVTransferConfig
 
 SLOTS = 7

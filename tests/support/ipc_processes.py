@@ -87,12 +87,12 @@ def _start(gpu: int | None, given: dict[str, Any]) -> Any:
     import torch
 
     from tritonllm import LLM
-    from tritonllm.engine import kv_start
+    from tritonllm.engine import kv_settings
 
     if gpu is None:
         torch.set_num_threads(1)
         host = Host()
-        kv_start.load_cuda = lambda: host.device  # type: ignore[assignment]
+        kv_settings.load_cuda = lambda: host.device  # type: ignore[assignment]
     else:
         torch.cuda.set_device(gpu)
     return always_load(LLM(**given))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonllm.engine.kv_start import make_connector
+from tritonllm.engine.kv_settings import make_connector
 from tritonllm.kv_transfer_config import KVTransferConfig
 
 SLOTS, SIZE = 16, 1 << 20

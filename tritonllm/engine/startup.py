@@ -21,7 +21,8 @@ from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.kv_cache import block_bytes
 from tritonllm.engine.kv_fingerprint import model_fingerprint
 from tritonllm.engine.kv_params import TransferParams
-from tritonllm.engine.kv_start import check_blocks, check_connector, make_connector, make_transfer
+from tritonllm.engine.kv_settings import check_connector, make_connector
+from tritonllm.engine.kv_start import check_blocks, make_transfer
 from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.pooling import PoolingAbility

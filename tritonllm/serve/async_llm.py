@@ -12,7 +12,7 @@ from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.asleep import AsleepError
 from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import TokenizedPrompt
-from tritonllm.engine.kv_start import check_connector
+from tritonllm.engine.kv_settings import check_connector
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
 from tritonllm.engine.request import AS_SAMPLING
 from tritonllm.inputs import Prompt

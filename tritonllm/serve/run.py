@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.kv_start import check_connector
+from tritonllm.engine.kv_settings import check_connector
 from tritonllm.lost_hosts import end_when_clients_are_silent
 from tritonllm.serve.api_process import NEWS_OF_DEATH, StoppableServer, settings_of
 from tritonllm.serve.app import make_app

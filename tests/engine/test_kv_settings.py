@@ -7,7 +7,7 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine import startup
 from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.kv_file_store import FileStore
-from tritonllm.engine.kv_start import check_connector, make_connector
+from tritonllm.engine.kv_settings import check_connector, make_connector
 from tritonllm.kv_transfer_config import KVTransferConfig
 
 KEY = 3
