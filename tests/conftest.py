@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tritonllm import env  # noqa: E402
+from tritonllm.starting import leave_out_of_searches  # noqa: E402
 
 # A folder for temporary files of this process and those that it starts: tests look there for what others leave behind,
 # and another run on the same machine must not be taken for them.
@@ -95,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Leave out of each search for garbage what is there before the first test: a tenth of the processor time."""
-    gc.freeze()
+    leave_out_of_searches()
     gc.enable()
 
 

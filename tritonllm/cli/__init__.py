@@ -9,7 +9,6 @@ good, so a mistake and ``--help`` answer at once.
 """
 
 import argparse
-import gc
 import logging
 import os
 import sys
@@ -148,8 +147,6 @@ def main(argv: Sequence[str] | None = None, *, make_llm: Callable[..., Any] = ma
         finally:  # an error is seen here and not at Python's own last flush; `--help` has a reader, too
             if sys.stdout is not None:
                 sys.stdout.flush()
-            if argv is None:
-                gc.freeze()  # nor does Python's own end search for garbage, 0.15 s
     except BrokenPipeError:  # the reader of our output has seen enough
         drop_unwritable()
         return BROKEN_PIPE

@@ -26,6 +26,7 @@ from tritonllm.engine.agreement import Comparison
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.startup import load_rank
 from tritonllm.kernels.compile.monitor import MONITOR
+from tritonllm.starting import leave_out_of_searches
 
 logger = logging.getLogger(__name__)
 PARENT_DIED = 3  # exit status
@@ -72,7 +73,7 @@ def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, rep
 
         runner, device, team = load_rank(config, join, place.rank)
         gc.collect()
-        gc.freeze()  # a search for garbage in the middle of a step would hold all ranks up
+        leave_out_of_searches()  # a search for garbage in the middle of a step would hold all ranks up
         MONITOR.serving = ready = True
         reports.send(Report(ready=True))
         follow(runner, mailbox, reader, SPIN if device.type == "cuda" else 0.0)

@@ -24,6 +24,7 @@ from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineLink
 from tritonllm.serve.messages import Ready
 from tritonllm.serve.shared_count import SharedCount
+from tritonllm.starting import leave_out_of_searches
 
 logger = logging.getLogger(__name__)
 NEWS_OF_DEATH = 1.0  # seconds in which clients and probes still get an answer after the engine has died
@@ -160,7 +161,7 @@ def run_api(
     link.on_order = lambda order: server.stop(now=order == STOP_NOW)
     llm.on_death = lambda why: _end_soon(server)
     gc.collect()
-    gc.freeze()
+    leave_out_of_searches()
     server.run(sockets=[sock])
     llm.shutdown()
 

@@ -51,6 +51,7 @@ from tritonllm.serve.messages import (
 )
 from tritonllm.serve.pooling_messages import pack_pooled, pooling_facts
 from tritonllm.serve.profiling import ProfilerConfig, Profiles
+from tritonllm.starting import leave_out_of_searches
 
 logger = logging.getLogger(__name__)
 # Of the engine, that a Call may name.
@@ -121,7 +122,7 @@ def run_engine(
         reports.send_bytes(encode(Failed(str(error) if kind else f"{type(error).__name__}: {error}", kind)))
         return
     gc.collect()
-    gc.freeze()  # what lives as long as the engine is not searched for garbage in the middle of a step
+    leave_out_of_searches()  # what lives as long as the engine is not searched for garbage in the middle of a step
     reports.send_bytes(encode(ready))
     profiles = Profiles(engine, profiler)
     try:

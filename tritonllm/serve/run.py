@@ -25,6 +25,7 @@ from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineClient
 from tritonllm.serve.several import run_several
+from tritonllm.starting import leave_out_of_searches
 
 logger = logging.getLogger(__name__)
 DONE, FAILED = 0, 1
@@ -178,7 +179,7 @@ def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket) -> int:
 
     llm.on_death = died
     gc.collect()
-    gc.freeze()  # what lives as long as the server is not searched for garbage while streams wait
+    leave_out_of_searches()  # what lives as long as the server is not searched for garbage while streams wait
     logger.info("serving %s on %s", ", ".join(config.model_names), address_of(config, sock))
     server.run(sockets=[sock])
     if llm.errored:
