@@ -31,6 +31,7 @@ LAYER = {
     "beam_search_params": 0,
     "sampling_params": 0,
     "http_guard": 0,
+    "http_server": 0,
     "lost_hosts": 0,
     "inputs": 0,
     "starting": 0,

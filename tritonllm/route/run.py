@@ -13,22 +13,21 @@ from typing import Any
 
 import uvicorn
 
+from tritonllm.http_server import DrainingServer
 from tritonllm.lost_hosts import end_when_clients_are_silent
 from tritonllm.route.app import Router
 from tritonllm.route.config import RouterConfig
 from tritonllm.route.reload import ConfigFile
 
 logger = logging.getLogger(__name__)
-LAST_WORDS = 1.0  # seconds in which clients read that their answers are cut off
 
 
-class Server(uvicorn.Server):
+class Server(DrainingServer):
     """Ends with status 0 when SIGINT or SIGTERM comes; a second signal does not wait for the requests."""
 
     def __init__(self, config: uvicorn.Config, router: Router, file: ConfigFile | None) -> None:
-        super().__init__(config)
+        super().__init__(config, router.config.drain_seconds)
         self._router, self._file = router, file
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -41,22 +40,13 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop()
+
+    def begin_to_drain(self) -> None:
         self._router.draining = True
-        again, self.should_exit = self.should_exit, True
-        if again and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._cut)
 
-    def _cut(self) -> None:
-        """End the answers with an error, and soon after that the connections of clients that do not read it."""
+    def end_requests(self) -> None:
         self._router.cut()
-        asyncio.get_running_loop().call_later(LAST_WORDS, self._force)
-
-    def _force(self) -> None:
-        self.force_exit = True
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs a traceback for what is cut off
-        for connection in list(self.server_state.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
 
     def _reload(self, number: int, frame: FrameType | None) -> None:
         if self._file is None:
@@ -65,13 +55,11 @@ class Server(uvicorn.Server):
             self._file.reload()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self._file is not None:
             self._watch = asyncio.create_task(self._file.watch())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(self._router.config.drain_seconds, self._cut)
         if self._file is not None:
             self._watch.cancel()
         await super().shutdown(sockets)

@@ -17,6 +17,7 @@ import msgspec
 import uvicorn
 
 from tritonllm.config import EngineConfig
+from tritonllm.http_server import DrainingServer
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.child_process import end_with_parent, log_to_stderr
@@ -28,12 +29,11 @@ from tritonllm.starting import leave_out_of_searches
 
 logger = logging.getLogger(__name__)
 NEWS_OF_DEATH = 1.0  # seconds in which clients and probes still get an answer after the engine has died
-LAST_WORDS = 1.0  # seconds in which clients read that their requests are cut off
 STOPPED = "the server was stopped before the answer was whole: ask again"
 STOP, STOP_NOW, LISTENING = "stop", "stop now", "listening"  # orders, and the only answer; else: why the engine died
 
 
-class StoppableServer(uvicorn.Server):
+class StoppableServer(DrainingServer):
     """Args:
     config: of uvicorn.
     app: learns that it is draining.
@@ -42,37 +42,14 @@ class StoppableServer(uvicorn.Server):
     """
 
     def __init__(self, config: uvicorn.Config, app: Any, llm: AsyncLLM, drain_seconds: float) -> None:
-        config.timeout_graceful_shutdown = None  # what takes longer than drain_seconds is cut off here, with an error
-        super().__init__(config)
-        self._app, self._llm, self._drain_seconds = app, llm, drain_seconds
-        self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(config, drain_seconds)
+        self._app, self._llm = app, llm
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(self._drain_seconds, self._cut)
-        await super().shutdown(sockets)
-
-    def stop(self, now: bool = False) -> None:
-        """Let the requests end; called again, or with ``now``, do not wait for them. May be called by a signal."""
+    def begin_to_drain(self) -> None:
         self._app.state.draining = True
-        again, self.should_exit = now or self.should_exit, True
-        if again and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._cut)
 
-    def _cut(self) -> None:
-        """End the requests with an error, and soon after that the connections of clients that do not read it."""
+    def end_requests(self) -> None:
         self._llm.end_requests(STOPPED)
-        asyncio.get_running_loop().call_later(LAST_WORDS, self._force)
-
-    def _force(self) -> None:
-        self.force_exit = True
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs a traceback for what is cut off
-        for connection in list(self.server_state.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
 
 
 class _Quiet(StoppableServer):
