@@ -281,7 +281,7 @@ class StepGraphs:
             return Room(Segments(verify=verified(sequences, 1 + drafts)), sequences)
         if not tokens:
             return Room(Segments(decodes(sequences)), sequences)
-        chunk = Segment(chunk_capacity(tokens), tokens, tokens)
+        chunk = Segment(chunk_capacity(tokens), tokens, min(tokens, self._limits.max_blocks * self._limits.block_size))
         rows = padded(min(sequences + chunk.sequences, self._sizes[-1]), self._sizes)
         return Room(Segments(decodes(sequences), EMPTY, chunk), rows)
 

@@ -21,6 +21,7 @@ from tritonllm.layers.segments import Segment, Segments
 from tritonllm.sampling_params import SamplingParams
 
 ALIGNMENT = 16  # bytes: kernels are compiled for pointers that are multiples of it
+MOST_PADDING = 128  # tokens of a chunk that is only padding: its attention's cost grows with their square
 Array = TypeVar("Array")  # np.ndarray on the host, torch.Tensor on the device
 
 
@@ -380,7 +381,7 @@ class Step:
 def place(step: Step, into: StepInputs[np.ndarray], room: Room) -> None:
     """Write every element of the arrays of a step that ``room`` holds: each segment, and padding up to the next one.
 
-    The padded prompt tokens are dealt out to the chunks that are not there, at least one: they read whatever lies in
+    The padded prompt tokens are dealt out to chunks that are not there, at least one: they read whatever lies in
     block 0 and store nothing, so every row of the step is an ordinary, finite one. So are padded drafts dealt out. A
     padded decode has length 0.
     """
@@ -429,7 +430,11 @@ def _moved(tokens: np.ndarray, have: Segments, room: Segments) -> np.ndarray:
 
 
 def _deal_out(starts: np.ndarray, lens: np.ndarray, have: Segment, room: Segment) -> None:
-    """Give the padding's tokens of a segment to the padding's sequences."""
-    count = have.sequences
-    starts[count:] = np.linspace(have.tokens, room.tokens, room.sequences + 1 - count).astype(np.int32)
+    """Give the padding's tokens of a segment to as few of the padding's sequences as there should be: kernels take each
+    for work of its own (a program of prefill attention, and keys are shared out among those that are left)."""
+    count, padding = have.sequences, room.tokens - have.tokens
+    wanted = -(-padding // max(1, min(room.longest, MOST_PADDING)))
+    used = max(1, min(room.sequences - count, wanted))
+    starts[count : count + used] = have.tokens + padding * np.arange(used) // used
+    starts[count + used :] = room.tokens
     lens[count:] = np.diff(starts[count:])
