@@ -31,9 +31,11 @@ from tritonllm.kernels.runtime.registry import register_op, with_reference
 # Rows whose gated products are faster so than by any other kernel of `linear`, also where bits may depend on the batch.
 # On an H100, times of gate and up against `portable/tiles.py`: of Llama-3.1-8B 0.87 (4 to 16 rows), 0.96 (32 and 64),
 # of Qwen3-8B 0.92 to 0.97, Llama-3.2-1B 0.95 to 0.97, a quarter of Llama-3.1-70B 0.97 to 0.99; of Qwen3-0.6B 0.93 (4 to
-# 16), 0.82 (32), 1.08 (64). From 80 to 256 rows 0.94 to 1.03 times cuBLAS and an activation behind it, of Qwen3-0.6B
-# 0.77 to 0.88. Of more rows, cuBLAS's tiles are larger.
-MIN_GATED, MAX_GATED = 2, 256
+# 16), 0.82 (32), 1.08 (64). From 80 to 256 rows, against cuBLAS and an activation behind it: of small weights 0.77 to
+# 0.88. Of others on an H200 (Llama-3.1-8B, Qwen3-4B and -8B, a quarter and a half of Llama-3.1-70B) 1.01 to 1.21 for 80
+# to 128 rows, 1.1 to 1.5 for 160 and 192, and 0.97 to 1.31 for 256; so steps of Qwen3-4B with 144 rows took 5.3 ms and
+# take 4.6, of Llama-3.1-8B 7.7 and 6.7.
+MIN_GATED, MAX_GATED, MAX_GATED_SMALL = 2, 64, 256
 SMALL = 2**23  # elements of a weight; Qwen3-0.6B's have up to 6.3 million, Llama-3.1-8B's 17 million and more
 
 _GROUP = tl.constexpr(8)  # tiles of rows that share their tiles of the weight in the second-level cache
@@ -262,10 +264,11 @@ def _batch_invariant_gated_linear(
 
 def takes_gated(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a gated product is faster by :func:`launch_gated` than by any other kernel of ``linear``."""
-    rows = len(x)
-    if weight.numel() <= SMALL and (rows <= MAX_ROWS or 32 < rows <= 64):
+    rows, small = len(x), weight.numel() <= SMALL
+    if small and (rows <= MAX_ROWS or 32 < rows <= 64):
         return False
-    return MIN_GATED <= rows <= MAX_GATED and x.shape[1] > 0 and chip.on_sm90(x.device) and _in_boxes(x, weight)
+    most = MAX_GATED_SMALL if small else MAX_GATED
+    return MIN_GATED <= rows <= most and x.shape[1] > 0 and chip.on_sm90(x.device) and _in_boxes(x, weight)
 
 
 def launch_gated(
