@@ -24,7 +24,7 @@ from tritonllm.layers.segments import Segments, decodes
 Forward = Callable[[Batch, torch.Tensor | None], torch.Tensor]  # a batch, the rows that are wanted -> hidden
 
 
-MANY = 512  # tokens of a step that is planned as all larger ones are (tritonllm/layers/fusion.py)
+MANY = 2048  # tokens of a step that is planned, and whose kernels are chosen, as of all larger ones
 
 
 def warm_up_sizes(budget: int) -> list[int]:
@@ -96,6 +96,10 @@ class WarmUp:
             for width in widths:
                 if width * self._limits.block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
+        for width in widths:  # a step of many tokens may be one of many short prompts
+            longest, tokens = width * self._limits.block_size, min(MANY, self._limits.max_num_batched_tokens)
+            if longest < tokens:
+                self.prefill_step(tokens, longest=longest, sample=False)
         tokens = min(max(MANY, 2 * self._limits.max_num_seqs), self._limits.max_num_batched_tokens)
         for rows in warm_up_sizes(min(self._limits.max_num_seqs, tokens)):
             self.prefill_step(tokens, rows=rows, sample=False)
@@ -135,17 +139,20 @@ class WarmUp:
         """Batch-invariant attention keeps sums of segments, of each sequence as many as the longest has."""
         self.decode_step(self._limits.max_num_seqs, longest=self._limits.max_model_len)
 
-    def prefill_step(self, tokens: int, width: int = 1, *, rows: int | None = None, sample: bool = True) -> None:
+    def prefill_step(
+        self, tokens: int, width: int = 1, *, longest: int | None = None, rows: int | None = None, sample: bool = True
+    ) -> None:
         """``tokens`` prompt tokens.
 
         Args:
             width: blocks that a sequence has room for, if that is more than it needs: before the tokens could come
                 others, cached. Kernels for many keys are other ones.
+            longest: tokens of a prompt; by default as many as may be.
             rows: of which logits are wanted, which is all that the last layer goes on with; by default as many as
                 there are seats.
             sample: end with the sampling, which is the same for every width.
         """
-        length = min(tokens, self._limits.max_model_len)
+        length = min(tokens, self._limits.max_model_len, longest or tokens)
         lengths = [end - start for start, end in pairwise([*range(0, tokens, length), tokens])]
         rows, width = rows or min(self._limits.max_num_seqs, tokens), max(width, -(-length // self._limits.block_size))
         batch = self._upload(dummy_step(0, lengths, rows=rows, width=width))

@@ -13,6 +13,7 @@ from tritonllm.kernels.attention import prefill
 from tritonllm.kernels.attention.portable import prefill as portable_prefill
 from tritonllm.kernels.attention.sm90 import prefill as sm90_prefill
 from tritonllm.kernels.attention.sm90 import rows as sm90_rows
+from tritonllm.kernels.attention.sm90 import shares as sm90_shares
 from tritonllm.kernels.runtime import tuning
 
 
@@ -70,13 +71,20 @@ def space(
     cache_dtype: str,
     arch: str,
     logits: str,
+    few: str,
 ) -> list[tuning.Config]:
     rows = max(16, triton.next_power_of_2(max_q * group))
+    if few == "decode":
+        return [
+            prefill.default_config(head_size, group, tokens, max_q, capacity, dtype, cache_dtype, arch, logits, few)
+        ]
     if arch == "sm90" and max_q * group >= prefill.SM90_MIN_ROWS:  # two to four times as fast as the other
         hopper = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
-        narrow = product(BLOCK_N=(64,), PARTS=(1, 2), MERGED=(False, True), num_stages=(4,))
-        wide = product(BLOCK_N=(128,), PARTS=(1, 2), MERGED=(False,), num_stages=(2,))
-        return [hopper | tile for tile in [*narrow, *wide]]
+        narrow = {"BLOCK_N": (64,), "PARTS": (1, 2), "MERGED": (False, True), "num_stages": (4,)}
+        if few == "split":  # with tiles of 128 keys it spills
+            return [hopper | tile for tile in product(**narrow, SPLIT=(64, 128, 256))]
+        wide = product(BLOCK_N=(128,), PARTS=(1, 2), MERGED=(False,), SPLIT=(0,), num_stages=(2,))
+        return [hopper | tile for tile in [*product(**narrow, SPLIT=(0,)), *wide]]
     tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2)]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     return [{"kernel": "portable"} | dict(zip(names, tile, strict=True)) for tile in tiles if tile[0] <= rows]
@@ -85,12 +93,14 @@ def space(
 TUNABLE = Tunable(
     op="varlen_prefill_attention",
     module=prefill,
-    also=(portable_prefill, sm90_prefill, sm90_rows),
+    also=(portable_prefill, sm90_prefill, sm90_rows, sm90_shares),
     default=prefill.default_config,
     problems=(
         # Llama-3.1-8B
         *(PrefillAttention(batch, new) for batch, new in ((1, 16384), (4, 4096), (16, 1024), (64, 256))),
         PrefillAttention(4, 1024, cached=7168),
+        # the next turn of a chat
+        *(PrefillAttention(1, new, cached=32768 - new) for new in (8, 32, 128, 256)),
         # Qwen3-0.6B and Qwen3-30B-A3B
         *(
             PrefillAttention(batch, new, q_heads=q_heads, kv_heads=kv_heads)

@@ -16,13 +16,15 @@ CASES = [
 ]
 
 
-def launch(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, apart=False, width=512, **options):
+def launch(
+    heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, apart=False, width=512, tokens=4096, **options
+):
     """``apart`` caches are what the Hopper kernel takes; ``width``: blocks that a sequence may have."""
     pool = torch.empty(4, 2, block_size, kv_heads, head_size, dtype=cache_dtype)
     if apart:
         pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
     tables, lens = torch.empty(8, width, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
-    q, cu = torch.empty(4096, heads, head_size, dtype=dtype), torch.empty(9, dtype=torch.int32)
+    q, cu = torch.empty(tokens, heads, head_size, dtype=dtype), torch.empty(9, dtype=torch.int32)
     varlen_prefill_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, max_seqlen_q=longest, **options)
 
 
@@ -100,9 +102,33 @@ def test_hopper_kernel_with_everything():
     assert_resources(kernels)
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_hopper_kernel_that_shares_keys_out(size):
+    """No register spilled, though it merges; the parts are counted, by each of the two groups that multiply."""
+    heads, factors = torch.empty(64), torch.empty(8)
+    everything = {"sinks": heads, "alibi_slopes": heads, "softcap": 3.0, "window": 128, "return_lse": True}
+    with compile_kernels(90, every=1) as kernels:
+        launch(32, 8, size, 16, BF16, BF16, 64, apart=True, tokens=64)
+        launch(64, 8, size, 16, FP16, FP16, 64, apart=True, tokens=64, **everything, k_scale=factors, v_scale=factors)
+        launch(32, 8, size, 128, BF16, BF16, 64, apart=True, tokens=64, causal=False, return_lse=True)
+    assert [kernel.name for kernel in kernels] == ["_prefill_sm90_kernel"] * 3
+    assert_resources(kernels)
+    assert all(
+        kernel.asm["ptx"].count("atom.") == 4 for kernel in kernels
+    )  # and tiles are drawn, before copying or after
+
+
+def test_very_few_rows_get_the_kernel_of_decodes():
+    with compile_kernels(90, every=1) as kernels:
+        launch(32, 8, 128, 16, BF16, BF16, 8, apart=True, tokens=8)
+        launch(32, 8, 128, 16, BF16, FP8, 2, apart=True)
+    assert [kernel.name for kernel in kernels] == ["decode_sm90_kernel"] * 2
+    assert_resources(kernels)
+
+
 def test_what_the_hopper_kernel_leaves_to_the_portable_one():
     with compile_kernels(90, every=1) as kernels:
-        launch(32, 8, 128, 16, BF16, BF16, 8, apart=True)  # too few rows
+        launch(32, 8, 128, 16, BF16, BF16, 8, apart=True, causal=False)  # too few rows
         launch(32, 8, 96, 16, BF16, BF16, 512, apart=True)
         launch(32, 8, 128, 16, BF16, FP8, 512, apart=True)
     with compile_kernels(100) as blackwell:

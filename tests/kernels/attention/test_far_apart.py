@@ -202,7 +202,7 @@ def test_hopper_prefill(device, which, tokens):
     p = make_problem(device, [tokens], [256], dtype=HALF, **options)
     far, out = spread(replace(p, q=p.q.contiguous()), which)
     config = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
-    config |= {"BLOCK_N": 64, "PARTS": 2, "MERGED": False, "num_stages": 4}
+    config |= {"BLOCK_N": 64, "PARTS": 2, "MERGED": False, "SPLIT": 0, "num_stages": 4}
     with tuning.override("varlen_prefill_attention", config):
         varlen_prefill_attention(*far.prefill, max_seqlen_q=tokens, out=out)
     want = varlen_prefill_attention_ref(*p.exact().prefill, max_seqlen_q=tokens)

@@ -140,7 +140,7 @@ def test_hopper_kernels(device, head_size, heads, softcap):
     rows = 8 if heads[0] == 4 else 16
     shape = {"BLOCK_M": rows, "BLOCK_N": 64, "PROGRAMS": 264, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
     hopper_prefill = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
-    hopper_prefill |= {"BLOCK_N": 64, "PARTS": 2, "MERGED": False, "num_stages": 4}
+    hopper_prefill |= {"BLOCK_N": 64, "PARTS": 2, "MERGED": False, "SPLIT": 0, "num_stages": 4}
 
     def run(p: Problem, **options: Any):
         with tuning.override("paged_decode_attention", {"kernel": "sm90", **shape}):

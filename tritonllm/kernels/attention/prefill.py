@@ -18,7 +18,7 @@ from tritonllm.kernels.attention.common import (
     require_float8,
     visible_keys,
 )
-from tritonllm.kernels.attention.decode import check_workspace
+from tritonllm.kernels.attention.decode import SM90_ROWS, check_workspace, launch_balanced, sm90_config
 from tritonllm.kernels.attention.portable import prefill as portable
 from tritonllm.kernels.runtime import chip, tuning
 from tritonllm.kernels.runtime.checks import check_tensor, require
@@ -26,6 +26,10 @@ from tritonllm.kernels.runtime.registry import register_op, with_reference
 
 # The Hopper kernel's rows a tile are 128: half a tile's and fewer leave most of it empty.
 SM90_MIN_ROWS = 64
+# Up to so many rows (tokens times query heads; 128 tiles of 128) and tokens their keys are shared out. Powers of two:
+# steps whose tokens have the same next power of two launch the same. (Of 32 heads, behind 32,768 tokens, 256 tokens
+# 412 -> 235 us; 512, of which no tile is cut, 791 -> 465, since only tiles that have rows are counted.)
+SPLIT_ROWS, SPLIT_TOKENS = 16384, 1024
 # Keys from which its tiles are of 128 keys (16 x 1024 tokens: 341 us, with tiles of 64 keys 276; 4 x 4096: 883, 963).
 SM90_LONG = 2048
 # Keys up to which its loops do the last tile too (64 x 256 tokens: 119.5 us instead of 135; 16 x 1024: 292, 282).
@@ -42,11 +46,19 @@ def default_config(
     cache_dtype: str,
     arch: str,
     logits: str,
+    few: str,
 ) -> tuning.Config:
-    """``arch``: ``"sm90"`` where the Hopper kernel can be had; ``logits``: ``"plain"``, or ``"changed"`` by options."""
+    """``arch``: ``"sm90"`` where the Hopper kernel can be had; ``logits``: ``"plain"``, or ``"changed"`` by options;
+    ``few``: ``"decode"`` where the rows of each sequence are so few that decode's Hopper kernel takes them, ``"split"``
+    where all rows make so few tiles that their keys are shared out, else ``"no"``."""
+    if few == "decode":
+        return sm90_config(head_size, max_q * group, cache_dtype) | {"kernel": "decode"}
     rows = max(16, triton.next_power_of_2(max_q * group))
     if arch == "sm90" and rows >= SM90_MIN_ROWS:
         hopper: tuning.Config = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
+        if few == "split":
+            return hopper | {"BLOCK_N": 64, "PARTS": 2, "MERGED": False, "SPLIT": 128, "num_stages": 4}
+        hopper |= {"SPLIT": 0}
         if capacity >= SM90_LONG and logits == "plain" and 64 % group == 0:  # otherwise registers do not suffice
             return hopper | {"BLOCK_N": 128, "PARTS": 1, "MERGED": False, "num_stages": 2}
         return hopper | {"BLOCK_N": 64, "PARTS": 2, "MERGED": capacity <= SM90_SHORT, "num_stages": 4}
@@ -66,16 +78,20 @@ def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str
     """What a configuration depends on."""
     (q, _, max_seqlen_q, *_), (k_cache, v_cache, block_tables, _) = queries, pages
     tokens, heads, head_size = q.shape
-    arch = "any"
+    arch, few, group = "any", "no", heads // k_cache.shape[2]
     if chip.on_sm90(q.device):
-        from tritonllm.kernels.attention.sm90 import prefill as sm90  # Gluon is not there for every GPU
+        from tritonllm.kernels.attention.sm90 import decode, prefill  # Gluon is not there for every GPU
 
         two_sided = not queries.causal and args.window > 0  # what that kernel does not know
-        arch = "sm90" if sm90.fits(q, k_cache, v_cache) and not two_sided else "any"
+        arch = "sm90" if prefill.fits(q, k_cache, v_cache) and not two_sided else "any"
+        if queries.causal and max_seqlen_q * group <= SM90_ROWS and decode.fits(q, k_cache, v_cache):
+            few = "decode"
+        elif arch == "sm90" and tokens <= SPLIT_TOKENS and triton.next_power_of_2(tokens) * heads <= SPLIT_ROWS:
+            few = "split"
     plain = args.alibi_slopes is None and args.window == 0 and args.softcap == 0
     return {
         "head_size": head_size,
-        "group": heads // k_cache.shape[2],
+        "group": group,
         "tokens": tokens,
         "max_q": max_seqlen_q,
         "capacity": block_tables.shape[1] * k_cache.shape[1],
@@ -83,6 +99,7 @@ def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str
         "cache_dtype": dtype_name(k_cache),
         "arch": arch,
         "logits": "plain" if plain else "changed",
+        "few": few,
     }
 
 
@@ -117,6 +134,9 @@ def launch_prefill(queries: Queries, pages: Pages, hints: Hints, args: Attention
     """Look up the configuration and launch the kernel that it is for."""
     key = _config_key(queries, pages, args)
     config = dict(tuning.get_config("varlen_prefill_attention", queries.q.device, default_config, **key))
+    if config["kernel"] == "decode":
+        launch_balanced(queries, pages, hints, args, config | {"kernel": "sm90"})
+        return
     if config.pop("kernel") == "sm90":
         from tritonllm.kernels.attention.sm90 import prefill as sm90
 

@@ -4,7 +4,8 @@ Decode and verify: equal work for all programs. One list holds the tiles of keys
 head, sequence by sequence, tile by tile, and program g takes tiles [g share, (g + 1) share). Nothing but the lengths
 decides where a pair is cut, so every program finds the same cuts, its own and its neighbours', with no table of them.
 
-Prefill: a program has one tile of rows, and all the keys that those see.
+Prefill: a program has one tile of rows, and all the keys that those see; where rows are few, a share of those keys, of
+which tiles of rows that see many have more than others.
 
 The functions take the lanes of their vectors as arguments, so that kernels in Gluon can call them with a layout.
 """
@@ -147,6 +148,90 @@ def find_prefill_sequence(b_lane, tile, cu_ptr, batch, GROUP: tl.constexpr, BLOC
         b_begun = (b_seq < batch) & (b_cu * GROUP // BLOCK_M + b_seq <= tile)
         seq += tl.sum(b_begun.to(tl.int32), 0)
     return seq
+
+
+@triton.jit
+def row_work(
+    b_seq, len_ptr, cu_ptr, batch, window, GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of each of a vector of sequences the tiles of BLOCK_M (token, head) pairs, 0 beyond the last one, and the tiles
+    of the keys that those see."""
+    _, b_new, _, b_keys = describe_sequence(b_seq, b_seq < batch, len_ptr, cu_ptr, window, WINDOW, BLOCK_N)
+    return tl.cdiv(b_new * GROUP, BLOCK_M), b_keys
+
+
+@triton.jit
+def shares_of_work(b_keys, work, programs):
+    """Into how many shares tiles of rows are cut that see so many tiles of keys: as many as their part of all programs,
+    at least one."""
+    return tl.maximum(b_keys * programs // tl.maximum(work, 1), 1)
+
+
+@triton.jit
+def count_row_items(
+    b_lane, len_ptr, cu_ptr, batch, window, kv_heads, programs, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Items of a key/value head: shares of tiles of rows that are cut, and tiles that are not; and the ``work`` of all
+    heads, in tiles of rows times tiles of keys. ``b_lane`` counts from 0.
+
+    All heads have at most as many shares of cut tiles as there are programs, since none is rounded up beyond one.
+    """
+    b_work = b_lane * 0
+    for start in tl.range(0, batch, b_lane.shape[0]):
+        b_tiles, b_keys = row_work(
+            start + b_lane, len_ptr, cu_ptr, batch, window, GROUP, WINDOW, BLOCK_M, BLOCK_N
+        )  # fmt: skip
+        b_work += b_tiles * b_keys
+    work = tl.sum(b_work, 0) * kv_heads
+    b_cut = b_lane * 0
+    b_whole = b_lane * 0
+    for start in tl.range(0, batch, b_lane.shape[0]):
+        b_tiles, b_keys = row_work(
+            start + b_lane, len_ptr, cu_ptr, batch, window, GROUP, WINDOW, BLOCK_M, BLOCK_N
+        )  # fmt: skip
+        b_shares = shares_of_work(b_keys, work, programs)
+        b_cut += tl.where(b_shares > 1, b_tiles * b_shares, 0)
+        b_whole += tl.where(b_shares > 1, 0, b_tiles)
+    return tl.sum(b_cut, 0), tl.sum(b_whole, 0), work
+
+
+@triton.jit
+def find_row_item(
+    b_lane, item, counts, len_ptr, cu_ptr, batch, window, kv_heads, programs, GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Key/value head, sequence, first pair, number of the share and most shares of its tile, of an item.
+
+    First come the shares of cut tiles, those of a tile as neighbours, then whole tiles; of a sequence the last rows,
+    which see most keys, first.
+
+    Args:
+        counts: what :func:`count_row_items` returned.
+    """
+    cut, whole, work = counts
+    is_cut = item < cut * kv_heads
+    place = tl.where(is_cut, item, item - cut * kv_heads)
+    each = tl.maximum(tl.where(is_cut, cut, whole), 1)
+    within = place % each
+    seq = 0
+    before = 0
+    total = 0
+    for start in tl.range(0, batch, b_lane.shape[0]):
+        b_seq = start + b_lane
+        b_tiles, b_keys = row_work(b_seq, len_ptr, cu_ptr, batch, window, GROUP, WINDOW, BLOCK_M, BLOCK_N)
+        b_shares = shares_of_work(b_keys, work, programs)
+        b_items = tl.where((b_shares > 1) == is_cut, b_tiles * b_shares, 0)
+        b_end = total + tl.cumsum(b_items, 0)
+        b_before = (b_seq < batch) & (b_end <= within)
+        seq += tl.sum(b_before.to(tl.int32), 0)
+        before += tl.sum(tl.where(b_before, b_items, 0), 0)
+        total = tl.max(b_end, 0)
+    tiles, keys = row_work(seq, len_ptr, cu_ptr, batch, window, GROUP, WINDOW, BLOCK_M, BLOCK_N)
+    shares = shares_of_work(keys, work, programs)
+    tile = tiles - 1 - (within - before) // shares
+    return place // each, seq, tile * BLOCK_M, (within - before) % shares, shares
 
 
 @triton.jit

@@ -9,6 +9,10 @@ from support.compare import assert_close, assert_logs_close, poisoned
 from support.marks import hopper
 
 from tritonllm.kernels import varlen_prefill_attention, varlen_prefill_attention_ref
+from tritonllm.kernels.attention import prefill
+from tritonllm.kernels.attention.arguments import Options, Pages, Queries
+from tritonllm.kernels.attention.common import check_attention
+from tritonllm.kernels.attention.sm90 import decode
 from tritonllm.kernels.attention.sm90 import prefill as sm90
 from tritonllm.kernels.runtime import chip, tuning
 
@@ -50,11 +54,11 @@ def test_layouts():
     assert sm90.fits(q, k, shifted) == (shifted.data_ptr() % 16 == 0)
 
 
-def check(p: Problem, causal: bool) -> None:
+def check(p: Problem, causal: bool, taken=sm90) -> None:
     longest = max([1, *p.cu_seqlens_q.diff().tolist()])
     keywords = {"max_seqlen_q": longest, "causal": causal, "return_lse": True, **p.options}
     out = poisoned(*p.q.shape, dtype=p.q.dtype, device=p.q.device)
-    with patch.object(sm90, "launch", wraps=sm90.launch) as launch:
+    with patch.object(taken, "launch", wraps=taken.launch) as launch:
         _, lse = varlen_prefill_attention(*p.prefill, **keywords, out=out)
     assert launch.call_count == 1
     want, want_lse = varlen_prefill_attention_ref(*p.exact().prefill, **keywords)
@@ -98,10 +102,105 @@ def test_matches_reference(device, batch, head_size, block_size, kv_heads, group
     causal = options.get("causal", True)
     options = {name: value for name, value in options.items() if name != "causal"}
     shape = {"head_size": head_size, "block_size": block_size, "kv_heads": kv_heads, "group": group, "dtype": dtype}
-    check(make_problem(device, *BATCHES[batch], layout="apart", **shape, **options), causal)
+    p = make_problem(device, *BATCHES[batch], layout="apart", **shape, **options)
+    for split_rows in (0, 1 << 30):  # never and always
+        with patch.object(prefill, "SPLIT_ROWS", split_rows), patch.object(prefill, "SPLIT_TOKENS", 1 << 30):
+            check(p, causal)
 
 
-HOPPER = {"kernel": "sm90", "BLOCK_M": 128, "num_warps": 4}
+FEW = {  # new tokens, and keys
+    "one turn": ([40], [9000]),
+    "one turn of two tiles": ([60], [5000]),
+    "several": ([33, 0, 16, 1, 100], [4000, 70, 20, 3001, 129]),
+    "no past": ([200], [200]),
+    "more queries than keys": ([60, 33], [10, 700]),
+    "nobody": ([0, 0], [30, 0]),
+    "more tiles than programs": ([40] * 40, [900 + 50 * i for i in range(40)]),
+}
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 700, "sinks": True}, {"alibi_slopes": True, "softcap": 4.0, "k_scale": "heads"}], ids=str
+)
+@pytest.mark.parametrize(("kv_heads", "group", "head_size"), [(8, 4, 128), (1, 71, 64), (2, 3, 128)], ids=str)
+@pytest.mark.parametrize("batch", FEW)
+def test_keys_shared_out(device, batch, kv_heads, group, head_size, options):
+    """Few rows: the parts of their keys, merged, and the workspace is zero again."""
+    shape = {"kv_heads": kv_heads, "group": group, "head_size": head_size, "block_size": 16, "dtype": BF16}
+    p = make_problem(device, *FEW[batch], layout="apart", **shape, **options)
+    longest = max(34, *FEW[batch][0])  # or decode's kernel takes them
+    workspace = torch.zeros(4096, dtype=torch.int32, device=device)
+    keywords = {"max_seqlen_q": longest, "return_lse": True, **p.options}
+    with patch.object(prefill, "SPLIT_ROWS", 1 << 30), patch.object(prefill, "SPLIT_TOKENS", 1 << 30):
+        outs = [varlen_prefill_attention(*p.prefill, **keywords, workspace=workspace) for _ in range(3)]
+    assert (workspace == 0).all()
+    want, want_lse = varlen_prefill_attention_ref(*p.exact().prefill, **keywords)
+    for out, lse in outs:
+        assert_close(out, want, BF16)
+        assert_logs_close(lse, want_lse, BF16)
+        assert torch.equal(out, outs[0][0]), "the order of merging depends on time"
+
+
+@pytest.mark.gpu
+@hopper
+def test_keys_shared_out_in_a_graph(device):
+    """Into how many parts is decided when the graph runs."""
+    batches = [([40, 3], [6000, 9]), ([1, 63], [1, 64]), ([0, 34], [0, 3000])]
+    shape = {"kv_heads": 8, "group": 4, "head_size": 128, "block_size": 16, "dtype": BF16, "layout": "apart"}
+    problems = [make_problem(device, *batch, **shape) for batch in batches]
+    width = max(p.block_tables.shape[1] for p in problems)
+    blocks = max(p.k_cache.shape[0] for p in problems)
+    q = torch.zeros(64, 32, 128, dtype=BF16, device=device)
+    k_cache, v_cache = torch.zeros(2, blocks, 16, 8, 128, dtype=BF16, device=device)
+    tables = torch.zeros(2, width, dtype=torch.int32, device=device)
+    cu, seq_lens = torch.zeros(3, dtype=torch.int32, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    args = (q, k_cache, v_cache, tables, cu, seq_lens)
+    varlen_prefill_attention(*args, max_seqlen_q=64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = varlen_prefill_attention(*args, max_seqlen_q=64)
+    for p in [*problems, problems[0]]:
+        for mine, new in zip(args, p.prefill, strict=True):
+            mine[tuple(slice(n) for n in new.shape)] = new
+        graph.replay()
+        want = varlen_prefill_attention_ref(*p.exact().prefill, max_seqlen_q=64)
+        assert_close(out[: len(want)], want, BF16)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("options", [{}, {"window": 70, "sinks": True}, {"softcap": 4.0}], ids=str)
+@pytest.mark.parametrize(
+    ("new", "keys"),
+    [([8], [5000]), ([8, 0, 3, 1], [300, 20, 3, 900]), ([8, 5], [2, 5]), ([2] * 300, [40 + i for i in range(300)])],
+    ids=["one turn", "several", "more queries than keys", "many"],
+)
+@pytest.mark.parametrize(("head_size", "float8"), [(64, False), (128, False), (128, True)])
+def test_very_few_rows_are_decodes(device, new, keys, head_size, float8, options):
+    shape = {"kv_heads": 8, "group": 4, "head_size": head_size, "block_size": 16, "dtype": BF16, "float8": float8}
+    check(make_problem(device, new, keys, layout="apart", **shape, **options), causal=True, taken=decode)
+
+
+def test_which_kernel_few_rows_get():
+    """By rows of a sequence, then by rows of the step: the same for all numbers of tokens below a power of two."""
+    k, v = caches()
+    tables, lens = torch.empty(1, 8, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+
+    def few(tokens, longest, causal=True, groups=1):
+        q = torch.empty(tokens, 8 * groups, 128, dtype=BF16)  # groups of 4
+        queries = Queries(q, torch.empty(2, dtype=torch.int32), longest, causal)
+        args = check_attention(q, Pages(k, v, tables, lens), Options(None, None, 0.0), None, False, batch=1)
+        with patch.object(chip, "on_sm90", return_value=True):
+            return prefill._config_key(queries, Pages(k, v, tables, lens), args)["few"]
+
+    assert [few(9, 8), few(9, 9), few(9, 8, causal=False)] == ["decode", "split", "split"]
+    assert [few(513, 513), few(1024, 1024), few(1025, 1025)] == ["split", "split", "no"]
+    assert [few(512, 512, groups=4), few(513, 513, groups=4)] == ["split", "no"]
+
+
+HOPPER = {"kernel": "sm90", "BLOCK_M": 128, "SPLIT": 0, "num_warps": 4}
 NARROW = [(64, 1, False, 4), (64, 2, False, 2), (64, 1, True, 3), (64, 2, True, 4)]  # keys, parts, merged, stages
 WIDE = [(128, 1, False, 2), (128, 2, False, 2)]
 

@@ -17,14 +17,27 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
 from tritonllm.kernels.attention.common import LN2, row_offsets
-from tritonllm.kernels.attention.schedule import find_prefill_sequence
-from tritonllm.kernels.attention.sm90.rows import attend_rows, receive, row_descriptor, visible_tiles
+from tritonllm.kernels.attention.schedule import count_row_items, find_prefill_sequence, find_row_item
+from tritonllm.kernels.attention.sm90.rows import (
+    attend_rows,
+    receive,
+    row_descriptor,
+    share_of_tiles,
+    visible_tiles,
+)
+from tritonllm.kernels.attention.sm90.shares import shares_of, store_share
 from tritonllm.kernels.attention.sm90.tiles import page_descriptors, pages_fit
 from tritonllm.kernels.runtime import tuning
 from tritonllm.kernels.runtime.checks import require
 
 # Of 65,536 registers: 232 for each thread that multiplies, 40 for one that copies (with 240 and 24 that one spills).
 MAX_REGISTERS = 168
+
+# Keys of an item up to which a program draws the next one before it copies them, which hides what drawing takes. With
+# more it draws afterwards: what was drawn before waits for all those keys, perhaps while other programs are idle. (2048
+# tokens behind 6,000, 300 behind 20,000 and 300 behind 100 at once, with the heads of Llama-3.1-8B: 750 us if drawn
+# before, so 645. 16 prompts of 1024: 297 and 280.)
+DRAWN_EARLY = gl.constexpr(1024)
 
 
 @gluon.jit
@@ -76,7 +89,7 @@ def _copy_keys(descs, table, pipes, seq, kv_head, keys, pages, count, BLOCK_SIZE
 
 
 @gluon.jit
-def _send(mail, queries, sent, rows, count, GROUP: gl.constexpr):
+def _send(mail, queries, sent, rows, count, share, GROUP: gl.constexpr):
     """Describe a tile of rows to the groups that multiply, and fetch its queries. No key/value head: the end."""
     letter, full, empty = mail
     q_smem, q_desc = queries
@@ -85,7 +98,7 @@ def _send(mail, queries, sent, rows, count, GROUP: gl.constexpr):
     mbarrier.wait(empty.index(slot), (sent // 2 & 1) ^ 1)
     b_field = gl.arange(0, 8, gl.BlockedLayout([8], [32], [1], [0]))
     b_low = gl.where(b_field == 0, kv_head, gl.where(b_field == 1, begin, gl.where(b_field == 2, q_len, pair)))
-    b_high = gl.where(b_field == 4, seq_len, count)
+    b_high = gl.where(b_field == 4, seq_len, gl.where(b_field == 5, count, gl.where(b_field == 6, share[0], share[1])))
     letter.index(slot).store(gl.where(b_field < 4, b_low, b_high))
     if q_desc is not None:
         if kv_head >= 0:
@@ -102,40 +115,67 @@ def _send(mail, queries, sent, rows, count, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _draw(draw_ptr, b_lane, now):
+    """The next item's number, in lane 0, if it is drawn now: as a vector, for the result of a scalar is waited for at
+    once."""
+    return gl.atomic_add(draw_ptr + b_lane * 0, b_lane * 0 + 1, mask=(b_lane == 0) & now, sem="relaxed")
+
+
+@gluon.jit
 def _copy(descs, queries, table, pipes, mail, shape, tiles, draw_ptr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-          WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
+          WINDOW: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """The copying warp: draws tiles of rows, of which each key/value head has ``tiles``, and fetches what they need."""
     cu_ptr, len_ptr, batch, window, kv_heads = shape
     BLOCK_N: gl.constexpr = pipes[0].shape[1]
     b_lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    b_seq = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
-    items = tiles * kv_heads
+    LANES: gl.constexpr = 64 if SPLIT else 128  # of twice as many, registers do not suffice
+    b_seq = gl.arange(0, LANES, gl.BlockedLayout([LANES // 32], [32], [1], [0]))
+    counts = (0, tiles, 0)
+    if SPLIT:
+        counts = count_row_items(
+            b_seq, len_ptr, cu_ptr, batch, window, kv_heads, gl.num_programs(0), GROUP, WINDOW, BLOCK_M, BLOCK_N
+        )  # fmt: skip
+    items = (counts[0] + counts[1]) * kv_heads
     count = 0
     sent = 0
     item = gl.program_id(0)
     while item < items:
-        # as a vector, for the result of a scalar is waited for at once
-        b_drawn = gl.atomic_add(draw_ptr + b_lane * 0, b_lane * 0 + 1, mask=b_lane == 0, sem="relaxed")
-        tile = tiles - 1 - item % tiles  # the last rows of a sequence see most keys: they start first
-        kv_head = item // tiles
-        seq = find_prefill_sequence(b_seq, tile, cu_ptr, batch, GROUP, BLOCK_M)
-        begin = gl.load(cu_ptr + seq)
+        part = 0
+        most = 1
+        if SPLIT:
+            kv_head, seq, pair, part, most = find_row_item(
+                b_seq, item, counts, len_ptr, cu_ptr, batch, window, kv_heads, gl.num_programs(0),
+                GROUP, WINDOW, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            begin = gl.load(cu_ptr + seq)
+        else:
+            tile = tiles - 1 - item % tiles  # the last rows of a sequence see most keys: they start first
+            kv_head = item // tiles
+            seq = find_prefill_sequence(b_seq, tile, cu_ptr, batch, GROUP, BLOCK_M)
+            begin = gl.load(cu_ptr + seq)
+            pair = (tile - (begin.to(gl.int64) * GROUP // BLOCK_M).to(gl.int32) - seq) * BLOCK_M
         q_len = gl.load(cu_ptr + seq + 1) - begin
         seq_len = gl.load(len_ptr + seq)
-        pair = (tile - (begin.to(gl.int64) * GROUP // BLOCK_M).to(gl.int32) - seq) * BLOCK_M
-        if pair < q_len * GROUP:
-            lo, _, _, hi, first, end = visible_tiles(
-                pair, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
-            )  # fmt: skip
+        lo, _, _, hi, first, end = visible_tiles(
+            pair, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
+        )  # fmt: skip
+        early = (hi - lo) * BLOCK_N <= DRAWN_EARLY
+        b_early = _draw(draw_ptr, b_lane, early)
+        shares = 1
+        if SPLIT:
+            shares = shares_of(hi - lo, most, BLOCK_N, SPLIT)
+            lo, hi = share_of_tiles(lo, hi, (part, shares))
+        if (pair < q_len * GROUP) & (part < shares):
             pages = _page_ids(table, b_lane, seq, hi - 1, first, end, BLOCK_SIZE, BLOCK_N)
-            _send(mail, queries, sent, (kv_head, begin, q_len, pair, seq_len), count, GROUP)
+            _send(mail, queries, sent, (kv_head, begin, q_len, pair, seq_len), count, (part, shares), GROUP)
             sent += 1
             count = _copy_keys(descs, table, pipes, seq, kv_head, (lo, hi, first, end), pages, count, BLOCK_SIZE)
-        drawn = gl.sum(gl.where(b_lane == 0, b_drawn, 0), 0)
+        b_late = _draw(draw_ptr, b_lane, early == 0)
+        drawn = gl.sum(gl.where(b_lane == 0, gl.where(early, b_early, b_late), 0), 0)
         if drawn == items - 1:  # every item was followed by a draw: this was the last of all
             gl.store(draw_ptr, 0)
         item = gl.num_programs(0) + drawn
-    _send(mail, queries, sent, (-1, 0, 0, 0, 0), 0, GROUP)
+    _send(mail, queries, sent, (-1, 0, 0, 0, 0), 0, (0, 1), GROUP)
 
 
 @gluon.jit
@@ -174,6 +214,20 @@ def _store(b_o, rows, out_ptr, outs, strides, HALF: gl.constexpr, GROUP: gl.cons
 
 
 @gluon.jit
+def _finish(b_o, b_m, b_l, rows, out_ptr, lse_ptr, outs, strides, num_heads, out_scale, HALF: gl.constexpr,
+            GROUP: gl.constexpr):  # fmt: skip
+    """Write the results of 64 rows over all their keys."""
+    b_divisor = gl.where(b_l == 0.0, 1.0, b_l)  # 0 for a row that saw nothing
+    b_o *= gl.convert_layout(out_scale / b_divisor, gl.SliceLayout(1, b_o.type.layout))[:, None]
+    _store(b_o, rows, out_ptr, outs, strides, HALF, GROUP)
+    if lse_ptr is not None:
+        b_lse = gl.where(b_l == 0.0, float("-inf"), b_m + gl.log2(b_divisor)) * LN2
+        layout: gl.constexpr = b_lse.type.layout
+        b_token, b_head, m_row = _pairs(rows, HALF, GROUP, layout)
+        gl.store(lse_ptr + b_token * num_heads + b_head, b_lse, mask=m_row)
+
+
+@gluon.jit
 def _load_queries(place, rows, q_ptr, strides, HALF: gl.constexpr, GROUP: gl.constexpr):
     """Fetch 64 rows of queries where the bulk copy engine cannot."""
     D: gl.constexpr = place.shape[1]
@@ -187,9 +241,9 @@ def _load_queries(place, rows, q_ptr, strides, HALF: gl.constexpr, GROUP: gl.con
 
 
 @gluon.jit
-def _multiply(tensors, strides, heads, pipes, queries, outs, mail, window, factors, HALF: gl.constexpr,
+def _multiply(tensors, strides, heads, pipes, queries, outs, parts, mail, window, factors, HALF: gl.constexpr,
               GROUP: gl.constexpr, FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
-              PARTS: gl.constexpr, MERGED: gl.constexpr):  # fmt: skip
+              PARTS: gl.constexpr, MERGED: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """One of the two groups that multiply: rows [64 HALF, 64 HALF + 64) of each tile that is sent."""
     q_ptr, out_ptr, lse_ptr = tensors
     q_strides, out_strides, num_heads = strides
@@ -202,7 +256,7 @@ def _multiply(tensors, strides, heads, pipes, queries, outs, mail, window, facto
     kv_head = 0
     while kv_head >= 0:
         slot = got % 2
-        kv_head, begin, q_len, pair, seq_len, count = receive(mail, got)
+        kv_head, begin, q_len, pair, seq_len, count, part, shares = receive(mail, got)
         if kv_head >= 0:
             scale, out_scale, softcap = factors
             if k_scale_ptr is not None:
@@ -213,18 +267,20 @@ def _multiply(tensors, strides, heads, pipes, queries, outs, mail, window, facto
             place = q_smem.index(slot * 2 + HALF)
             if q_desc is None:
                 _load_queries(place, rows, q_ptr, q_strides, HALF, GROUP)
-            b_o, b_m, b_l, rows = attend_rows(
-                rows, count, place, mail, got, pipes, heads, window, (scale, softcap),
-                HALF, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, MERGED, s_layout, o_layout,
+            b_o, b_m, b_l, rows, share = attend_rows(
+                rows, count, (part, shares), place, mail, got, pipes, heads, window, (scale, softcap),
+                HALF, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, MERGED, SPLIT, s_layout, o_layout,
             )  # fmt: skip
-            b_divisor = gl.where(b_l == 0.0, 1.0, b_l)  # 0 for a row that saw nothing
-            b_o *= gl.convert_layout(out_scale / b_divisor, gl.SliceLayout(1, o_layout))[:, None]
-            _store(b_o, rows, out_ptr, outs, out_strides, HALF, GROUP)
-            if lse_ptr is not None:
-                b_lse = gl.where(b_l == 0.0, float("-inf"), b_m + gl.log2(b_divisor)) * LN2
-                layout: gl.constexpr = b_lse.type.layout
-                b_token, b_head, m_row = _pairs(rows, HALF, GROUP, layout)
-                gl.store(lse_ptr + b_token * num_heads + b_head, b_lse, mask=m_row)
+            whole = True
+            if SPLIT:
+                whole = share[1] == 1
+                if share[1] > 1:
+                    store_share(
+                        b_o, b_m, b_l, rows, share, out_ptr, lse_ptr, out_strides, num_heads, parts, out_scale,
+                        HALF, GROUP,
+                    )  # fmt: skip
+            if whole:
+                _finish(b_o, b_m, b_l, rows, out_ptr, lse_ptr, outs, out_strides, num_heads, out_scale, HALF, GROUP)
         got += 1
     tma.store_wait(0)
 
@@ -247,6 +303,7 @@ def _prefill_sm90_kernel(
     k_scale_ptr,  # [K], or None
     v_scale_ptr,  # [K], or None
     draw_ptr,  # int32 zero, which it is again in the end
+    part_ptr,  # [G, 128, D + 1] float32 for G programs, or None; then 2 G more zeros follow the first
     scale,
     v_factor,
     window,
@@ -270,6 +327,7 @@ def _prefill_sm90_kernel(
     BLOCK_N: gl.constexpr,
     PARTS: gl.constexpr,  # of a tile's product with the values
     MERGED: gl.constexpr,  # all tiles of keys in the same loops
+    SPLIT: gl.constexpr,  # keys are shared out, and merging a share takes as long as so many of them; 0: they are not
     STAGES: gl.constexpr,
 ):
     """A program takes the item of its number, then draws others: bundles of one key/value head."""
@@ -300,17 +358,18 @@ def _prefill_sm90_kernel(
     queries = (q_smem, q_desc)
     outs = (out_smem, out_desc)
     mail = (letter, q_full, q_empty)
+    parts = (part_ptr, draw_ptr)
     table = (table_ptr, stride_table, num_rows)
     factors = (scale, v_factor, softcap)
     FLAGS: gl.constexpr = (WINDOW, SOFTCAP, slope_ptr is not None, CAUSAL)
     gl.warp_specialize(
         [
-            (_multiply, (tensors, strides, of_heads, pipes, queries, outs, mail, window, factors,
-                         0, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, MERGED)),
-            (_multiply, (tensors, strides, of_heads, pipes, queries, outs, mail, window, factors,
-                         1, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, MERGED)),
+            (_multiply, (tensors, strides, of_heads, pipes, queries, outs, parts, mail, window, factors,
+                         0, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, MERGED, SPLIT)),
+            (_multiply, (tensors, strides, of_heads, pipes, queries, outs, parts, mail, window, factors,
+                         1, GROUP, FLAGS, BLOCK_SIZE, BLOCK_M, PARTS, MERGED, SPLIT)),
             (_copy, ((k_desc, v_desc), queries, table, pipes, mail, (cu_ptr, len_ptr, batch, window, heads // GROUP),
-                     tiles, draw_ptr, GROUP, CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M)),
+                     tiles, draw_ptr, GROUP, CAUSAL, WINDOW, BLOCK_SIZE, BLOCK_M, SPLIT)),
         ],
         [4, 1],
         [232, 40],
@@ -334,12 +393,19 @@ def launch(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs, co
     config = dict(config)
     group, batch = heads // kv_heads, len(seq_lens)
     tiles = tokens * group // config["BLOCK_M"] + batch
-    if workspace is None:
-        workspace = torch.zeros(1, dtype=torch.int32, device=q.device)
-    _prefill_sm90_kernel[(min(config.pop("PROGRAMS"), tiles * kv_heads),)](
+    programs = config.pop("PROGRAMS")
+    needed = 1 + 2 * programs if config["SPLIT"] else 1
+    if workspace is None or len(workspace) < needed:
+        workspace = torch.zeros(needed, dtype=torch.int32, device=q.device)
+    part = None
+    if config["SPLIT"]:
+        part = torch.empty((programs, config["BLOCK_M"], head_size + 1), dtype=torch.float32, device=q.device)
+    else:
+        programs = min(programs, tiles * kv_heads)
+    _prefill_sm90_kernel[(programs,)](
         *(q, row_descriptor(q, group), *page_descriptors(k_cache, v_cache, config["BLOCK_N"]), block_tables),
         *(cu_seqlens_q, seq_lens, args.out, row_descriptor(args.out, group), args.lse, args.sinks, args.alibi_slopes),
-        *(args.k_scale, args.v_scale, workspace, args.scale, args.v_factor, args.window, args.softcap),
+        *(args.k_scale, args.v_scale, workspace, part, args.scale, args.v_factor, args.window, args.softcap),
         *(batch, tiles, blocks * size, heads),
         *(*q.stride()[:2], block_tables.stride(0), *args.out.stride()[:2]),
         GROUP=group,

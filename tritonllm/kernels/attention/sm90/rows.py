@@ -58,6 +58,14 @@ def visible_tiles(pair, q_len, seq_len, window, GROUP: gl.constexpr, CAUSAL: gl.
 
 
 @gluon.jit
+def share_of_tiles(lo, hi, share):
+    """Which of the tiles [lo, hi) the share (number, of how many) has."""
+    part, parts = share
+    tiles = hi - lo
+    return lo + tiles * part // parts, lo + tiles * (part + 1) // parts
+
+
+@gluon.jit
 def _logits(count, there, q_smem, pipes, s_layout: gl.constexpr):
     """Start the product of the queries with the tile of keys at place ``count`` of the ring; with what is there, of no
     use, where none will be."""
@@ -160,23 +168,25 @@ def _describe_rows(rows, heads, HALF: gl.constexpr, GROUP: gl.constexpr, ALIBI: 
 
 @gluon.jit
 def receive(mail, got):
-    """A tile of rows as the copying warp described it: the fields of ``rows`` and ``count`` of :func:`attend_rows`."""
+    """A tile of rows as the copying warp described it: the fields of ``rows``, ``count`` and ``share`` of
+    :func:`attend_rows`."""
     letter, full, empty = mail
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     mbarrier.wait(full.index(got % 2), got // 2 & 1)
     b_letter = letter.index(got % 2).load(layout)
     b_field = gl.arange(0, 8, layout)
     fields = ()
-    for i in gl.static_range(6):
+    for i in gl.static_range(8):
         fields += (gl.sum(gl.where(b_field == i, b_letter, 0), 0),)  # type: ignore[assignment]
     return fields
 
 
 @gluon.jit
-def attend_rows(rows, count, q_smem, mail, got, pipes, heads, window, logits, HALF: gl.constexpr, GROUP: gl.constexpr,
-                FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
-                MERGED: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr):  # fmt: skip
-    """64 rows over all their keys.
+def attend_rows(rows, count, share, q_smem, mail, got, pipes, heads, window, logits, HALF: gl.constexpr,
+                GROUP: gl.constexpr, FLAGS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
+                PARTS: gl.constexpr, MERGED: gl.constexpr, SPLIT: gl.constexpr, s_layout: gl.constexpr,
+                o_layout: gl.constexpr):  # fmt: skip
+    """64 rows over all their keys, or over a share of them (SPLIT).
 
     The last tile of keys has a step of its own, in which no product of logits starts. MERGED: the loops do it, and that
     product for nothing. It is a sixth less code: where keys are few, rows run through all of it, and waited for it.
@@ -184,11 +194,13 @@ def attend_rows(rows, count, q_smem, mail, got, pipes, heads, window, logits, HA
     Args:
         rows: (key/value head, first token in q, new tokens, first pair, keys) of the tile of rows.
         count: where in the ring the last tile of keys is.
+        share: (which share of the keys, of how many).
         mail: (letter, full, empty), of which the ``got``-th described the tile.
         logits: (scale, softcap).
 
     Returns:
-        Weighted sums of values ``[64, D]``, maxima and sums of weights ``[64]``, and ``rows``, received again.
+        Weighted sums of values ``[64, D]``, maxima and sums of weights ``[64]``, and ``rows`` and ``share``, received
+        again.
     """
     seq_len = rows[4]
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = pipes
@@ -198,9 +210,13 @@ def attend_rows(rows, count, q_smem, mail, got, pipes, heads, window, logits, HA
     lo, whole_lo, whole_hi, hi, first, end = visible_tiles(
         rows[3], rows[2], seq_len, window, GROUP, FLAGS[3], FLAGS[0], BLOCK_M, BLOCK_N
     )  # fmt: skip
+    if SPLIT:
+        lo, hi = share_of_tiles(lo, hi, share)
     b_deep = gl.zeros([64, BLOCK_N], gl.float32, s_layout).reshape([64, BLOCK_N // 8, 8])
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, b_deep.type.layout))
     b_pos, b_slope, b_sink = _describe_rows(rows, heads, HALF, GROUP, FLAGS[2], layout)
+    if SPLIT:  # a sink counts once, with the first keys
+        b_sink = gl.where(share[0] == 0, b_sink, float("-inf"))
     of_rows = (b_pos, b_slope, end, window)
     b_s = warpgroup_mma_wait(0, [_logits(count, True, q_smem, pipes, s_layout)])
     mbarrier.arrive(k_empty.index(count % STAGES), count=1)
@@ -230,11 +246,14 @@ def attend_rows(rows, count, q_smem, mail, got, pipes, heads, window, logits, HA
             )
         count += low - lo - 1
     # received and worked out again: kept through the loops, it would take registers that those have not
-    kv_head, begin, q_len, pair, seq_len, _ = receive(mail, got)
+    kv_head, begin, q_len, pair, seq_len, _, part, parts = receive(mail, got)
     rows = (kv_head, begin, q_len, pair, seq_len)
     mbarrier.arrive(mail[2].index(got % 2), count=1)
-    lo, _, _, _, first, end = visible_tiles(pair, q_len, seq_len, window, GROUP, FLAGS[3], FLAGS[0], BLOCK_M, BLOCK_N)
+    lo, _, _, hi, first, end = visible_tiles(pair, q_len, seq_len, window, GROUP, FLAGS[3], FLAGS[0], BLOCK_M, BLOCK_N)
     b_pos, b_slope, b_sink = _describe_rows(rows, heads, HALF, GROUP, FLAGS[2], layout)
+    if SPLIT:
+        lo, hi = share_of_tiles(lo, hi, (part, parts))
+        b_sink = gl.where(part == 0, b_sink, float("-inf"))
     of_rows = (b_pos, b_slope, end, window)
     b_o, b_s, b_m, b_l = state
     if not MERGED:
@@ -249,4 +268,4 @@ def attend_rows(rows, count, q_smem, mail, got, pipes, heads, window, logits, HA
         )  # fmt: skip
         b_o = warpgroup_mma_wait(0, [t_o])
         mbarrier.arrive(v_empty.index(stage), count=1)
-    return b_o, b_m, gl.sum(b_l, 1) + gl.exp2(b_sink - b_m), rows
+    return b_o, b_m, gl.sum(b_l, 1) + gl.exp2(b_sink - b_m), rows, (part, parts)
