@@ -100,6 +100,23 @@ def test_the_planner_counts_bytes(monkeypatch):
     assert CascadePlanner(block_size=4, block_bytes=99).plan(tables, lens) is None
 
 
+def test_beside_prompts_a_captured_step_that_shares_nothing_is_sooner_done(monkeypatch):
+    """Unless sharing saves much, or the step has too many prompt tokens for a captured one."""
+    tables, lens = np.array([[5, 1], [5, 2], [5, 3]], dtype=np.int32), np.array([5, 5, 5], dtype=np.int32)
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 100)
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_BESIDE_PROMPTS", 201)
+
+    def plans(block_bytes, captured, prompt_tokens):
+        planner = CascadePlanner(4, block_bytes, captured)
+        planned = planner.plan(tables, lens, prompt_tokens) is not None
+        assert planned == planner.may_plan(3, 5, prompt_tokens)
+        return planned
+
+    assert [plans(100, 64, tokens) for tokens in (0, 1, 64, 65)] == [True, False, False, True]
+    assert [plans(101, 64, tokens) for tokens in (0, 1, 64, 65)] == [True] * 4
+    assert plans(100, 0, 1)  # nothing is captured
+
+
 @given(batches(), st.integers(1, 4), st.data())
 def test_a_step_that_gets_a_plan_was_expected(batch, block_size, data):
     """Graphs are captured for the batch sizes of which may_plan is true."""

@@ -117,7 +117,7 @@ class ModelRunner:
         shares = shares and team.context.size == 1  # whose ranks merge theirs
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
             each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
-            self._planner = CascadePlanner(self._block_size, each)
+            self._planner = CascadePlanner(self._block_size, each, max(self._captured_tokens(), default=0))
         self._builder = self._make_builder()
         self._passed_bytes = 0 if self._passing is None else self._passing.reserve(self._most_tokens)
 

@@ -12,6 +12,9 @@ from tritonllm.engine.step import SharedPrefix
 # Reading the shared keys apart takes three more launches. On an H200 (32 heads, 8 of keys) it gained from 127 to 255 MB
 # on at any batch size: batch 128 x 256 shared keys (127 MB) 52.5 us against 57.5, 256 x 128 (128 MB) 78.8 against 78.4.
 MIN_SAVED_BYTES = 128 << 20
+# Beside prompts no captured step shares keys, and launching a layer's kernels one by one takes the host 0.9 ms: of that
+# a captured step needs 0.2 to 0.5 ms for products, and in the rest reads so many keys again.
+MIN_SAVED_BESIDE_PROMPTS = 2 << 30
 
 
 def find_shared_prefix(tables: np.ndarray, full_blocks: np.ndarray, least: int) -> SharedPrefix | None:
@@ -55,19 +58,28 @@ class CascadePlanner:
     Args:
         block_size: keys in a block.
         block_bytes: bytes of a block's keys and values in one layer.
+        captured: a step with up to so many prompt tokens is captured if it shares nothing.
     """
 
-    def __init__(self, block_size: int, block_bytes: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, block_bytes: int, captured: int = 0) -> None:
+        self._block_size, self._captured = block_size, captured
         self._least = max(1, -(-MIN_SAVED_BYTES // block_bytes))
+        self._least_beside_prompts = max(1, -(-MIN_SAVED_BESIDE_PROMPTS // block_bytes))
 
-    def may_plan(self, sequences: int, longest: int) -> bool:
-        """Whether a step of so many decodes of at most ``longest`` tokens can ever gain."""
-        return (sequences - 1) * (longest // self._block_size) >= self._least
+    def may_plan(self, sequences: int, longest: int, prompt_tokens: int = 0) -> bool:
+        """Whether a step of so many decodes of at most ``longest`` tokens, beside prompts, can ever gain."""
+        return (sequences - 1) * (longest // self._block_size) >= self._least_saved(prompt_tokens)
 
-    def plan(self, tables: np.ndarray, seq_lens: np.ndarray) -> SharedPrefix | None:
+    def plan(self, tables: np.ndarray, seq_lens: np.ndarray, prompt_tokens: int = 0) -> SharedPrefix | None:
         """What decodes with these block tables ``[D, M]`` and lengths ``[D]`` share; ``None`` if it does not pay.
 
         The block that takes a sequence's new token is never shared.
+
+        Args:
+            prompt_tokens: of the step, beside the decodes.
         """
-        return find_shared_prefix(tables, (seq_lens - 1) // self._block_size, self._least)
+        return find_shared_prefix(tables, (seq_lens - 1) // self._block_size, self._least_saved(prompt_tokens))
+
+    def _least_saved(self, prompt_tokens: int) -> int:
+        """Reads of a block."""
+        return self._least_beside_prompts if 0 < prompt_tokens <= self._captured else self._least
