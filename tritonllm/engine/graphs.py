@@ -109,8 +109,9 @@ def token_sizes(budget: int, host_bound: int) -> list[int]:
 
 
 def chunk_capacity(tokens: int) -> int:
-    """Room for prompt chunks in a captured step, the padding's among them."""
-    return 16 if tokens <= SMALL[-1] else 64
+    """Room for prompt chunks in a captured step, the padding's among them: of four tokens each, 16 to 64. A chunk that
+    is not there costs a row of logits."""
+    return min(64, max(16, tokens // 4))
 
 
 @dataclass(frozen=True)
