@@ -15,8 +15,8 @@ from support.tiny_models import random_tokens
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.engine import shared_prefix
-from tritonllm.engine.graphs import graph_sizes
 from tritonllm.engine.results import StepTimeoutError
+from tritonllm.engine.room_sizes import graph_sizes
 from tritonllm.engine.shared_prefix import CascadePlanner
 
 pytestmark = pytest.mark.gpu

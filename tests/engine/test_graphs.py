@@ -1,7 +1,6 @@
 """What a replay reads, without a GPU: graphs that run the captured step again."""
 
 import dataclasses
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,18 +11,9 @@ from hypothesis import strategies as st
 
 from tritonllm.engine import graphs as module
 from tritonllm.engine.device_seats import DeviceSeats
-from tritonllm.engine.graphs import (
-    FREE_ROWS,
-    SMALL,
-    GraphKey,
-    GraphLimits,
-    StepGraphs,
-    decode_sizes,
-    graph_sizes,
-    late_sizes,
-    token_sizes,
-)
+from tritonllm.engine.graphs import GraphKey, GraphLimits, StepGraphs
 from tritonllm.engine.inputs import upload_step
+from tritonllm.engine.room_sizes import graph_sizes
 from tritonllm.engine.step import PARAMETERS, PromptSpan, SamplingParameters, SharedPrefix, Step, StepInputs
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
@@ -40,49 +30,6 @@ def run(graphs, step, key):
     captured = graphs.load(step, key)
     captured.graph.replay()
     return captured
-
-
-@pytest.mark.parametrize(("seats", "sizes"), [(1, [1]), (8, [8]), (9, [8, 9]), (256, [8, 64, 256])])
-def test_late_sizes(seats, sizes):
-    assert late_sizes(seats) == sizes
-
-
-@pytest.mark.parametrize("seats", [1, 8, 9, 64, 200, 256, 1024])
-def test_decode_sizes(seats):
-    """A step has at most a third more rows than the next smaller one, and those that sizes are rounded by."""
-    for tokens in SMALL:
-        sizes = decode_sizes(seats, tokens)
-        assert sizes == sorted(set(sizes)) and sizes[-1] == seats
-        assert all(n in graph_sizes(seats) for n in sizes)
-        for fewer, more in pairwise(sizes):
-            assert more + tokens <= max(FREE_ROWS, (fewer + tokens + 31) * 4 / 3), tokens
-        assert sizes[0] == min(8, seats) or sizes[0] + tokens < 1.05 * (8 + tokens)
-    assert decode_sizes(seats, SMALL[-1] + 1) == [seats]
-
-
-def test_a_prompt_beside_decodes_costs_few_rows_more():
-    assert [decode_sizes(256, tokens) for tokens in (64, 128, 1024)] == [
-        [8, 64, 112, 176, 256],
-        [8, 80, 160, 256],
-        [8, 256],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("budget", "host_bound", "sizes"),
-    [
-        (8192, 18000, [64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192]),
-        (8192, 8191, [64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096]),
-        (8192, 4095, [64, 128, 192, 256, 384, 512, 768, 1024, 2048]),
-        (8192, 0, [64, 128, 192, 256, 384, 512, 768, 1024]),
-        (2048, 5000, [64, 128, 192, 256, 384, 512, 768, 1024, 2048]),
-        (1024, 5000, [64, 128, 192, 256, 384, 512, 768, 1024]),
-        (100, 5000, [64]),
-        (16, 5000, []),
-    ],
-)
-def test_token_sizes(budget, host_bound, sizes):
-    assert token_sizes(budget, host_bound) == sizes
 
 
 class Model:
@@ -142,7 +89,6 @@ def capture(model, kinds=None):
 def make_graphs(model, may_share=lambda size: size >= 4, kinds=None, drafts=0, mark=None):
     """With room for 2, 5 or 20 decodes and 8 tokens of three chunks, or 20 decodes and 20 tokens of five chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SMALL", (8,))
         patch.setattr(module, "decode_sizes", lambda seats, tokens: [2, 5, seats] if tokens == 8 else [seats])
         patch.setattr(module, "late_sizes", lambda seats: [seats])
         sizes = (8, 20, 200)  # the last is more padding than fits the longest sequences

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine.control import mask_of, only_token
-from tritonllm.engine.graphs import SMALL, chunk_capacity
 from tritonllm.engine.jump_forward import MOST_RUNNING, forced_tokens, jump
 from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.room_sizes import SMALL, chunk_capacity
 from tritonllm.sampling_params import SamplingParams
 
 

@@ -10,9 +10,9 @@ from tritonllm.config import EngineConfig
 from tritonllm.dist.group import Group
 from tritonllm.dist.pipeline import Team
 from tritonllm.engine import shared_prefix
-from tritonllm.engine.graphs import graph_sizes, padded
 from tritonllm.engine.plan import describe
 from tritonllm.engine.results import StepTimeoutError
+from tritonllm.engine.room_sizes import graph_sizes, padded
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.warm_up import warm_up_sizes
 from tritonllm.layers import attention

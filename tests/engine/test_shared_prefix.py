@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tritonllm.engine import shared_prefix
 from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.graphs import graph_sizes
 from tritonllm.engine.inputs import upload_cascade
+from tritonllm.engine.room_sizes import graph_sizes
 from tritonllm.engine.shared_prefix import CascadePlanner, find_shared_prefix
 from tritonllm.kernels.attention.cascade import cascade_parts
 

@@ -19,10 +19,10 @@ from tritonllm.dist.group import Group, share_of
 from tritonllm.dist.shared_rows import SharedRows, bytes_of
 from tritonllm.engine.device_seats import TIMES, DeviceSeats
 from tritonllm.engine.draft_tree import DraftTree
-from tritonllm.engine.graphs import graph_sizes, padded
 from tritonllm.engine.inputs import Batch, upload
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.results import LogprobTensors, PooledRows, RunningStep
+from tritonllm.engine.room_sizes import graph_sizes, padded
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.step import FREE, Restrictions, Step
 from tritonllm.kernels import best_of_shards, sample_limited_shards, sample_shard, token_logprobs

@@ -16,7 +16,7 @@ from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.caches import Caches
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.drawing import Drawing, LaunchedStep
-from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs, graph_sizes, token_sizes
+from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs
 from tritonllm.engine.host_copies import HostCopies
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
 from tritonllm.engine.kv_cache import block_bytes
@@ -28,6 +28,7 @@ from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import RunningStep
+from tritonllm.engine.room_sizes import graph_sizes, token_sizes
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.sleep import EngineMemory
