@@ -12,6 +12,7 @@ from tritonllm.kernels import WORKSPACE_SIZE, paged_verify_attention, paged_veri
 from tritonllm.kernels.attention import verify
 from tritonllm.kernels.attention.portable import balanced
 from tritonllm.kernels.attention.portable import prefill as portable_prefill
+from tritonllm.kernels.attention.sm90 import copying as sm90_copying
 from tritonllm.kernels.attention.sm90 import decode as sm90_decode
 from tritonllm.kernels.attention.sm90 import prefill as sm90_prefill
 from tritonllm.kernels.runtime import tuning
@@ -69,7 +70,7 @@ def space(
 TUNABLE = Tunable(
     op="paged_verify_attention",
     module=verify,
-    also=(balanced, sm90_decode, portable_prefill, sm90_prefill),
+    also=(balanced, sm90_copying, sm90_decode, portable_prefill, sm90_prefill),
     default=verify.default_config,
     problems=tuple(
         VerifyAttention(batch, q_len, 32, 8, 128, context)

@@ -11,6 +11,7 @@ from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import varlen_prefill_attention, varlen_prefill_attention_ref
 from tritonllm.kernels.attention import prefill
 from tritonllm.kernels.attention.portable import prefill as portable_prefill
+from tritonllm.kernels.attention.sm90 import copying as sm90_copying
 from tritonllm.kernels.attention.sm90 import prefill as sm90_prefill
 from tritonllm.kernels.attention.sm90 import rows as sm90_rows
 from tritonllm.kernels.attention.sm90 import shares as sm90_shares
@@ -93,7 +94,7 @@ def space(
 TUNABLE = Tunable(
     op="varlen_prefill_attention",
     module=prefill,
-    also=(portable_prefill, sm90_prefill, sm90_rows, sm90_shares),
+    also=(portable_prefill, sm90_copying, sm90_prefill, sm90_rows, sm90_shares),
     default=prefill.default_config,
     problems=(
         # Llama-3.1-8B
