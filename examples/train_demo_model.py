@@ -176,7 +176,7 @@ def main() -> None:
     plan, shards = Plan(args.steps, args.rows), args.shards
     questions, story_tokens = evaluation.questions(None, 500), 400
     if args.quick:
-        plan, shards = Plan(min(args.steps, 40), rows=4, length=256, warmup=5), 2
+        plan, shards = Plan(min(args.steps, 40), rows=4, length=128, warmup=5), 2
         questions, story_tokens = questions[:8], 20
 
     began = time.perf_counter()
