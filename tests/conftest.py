@@ -4,8 +4,8 @@ Kernel tests need a GPU or the interpreter, ahead-of-time tests the compile back
 the other. `make test` runs one process for each; what a process cannot run is left out, and its header says so.
 """
 
-import atexit
 import gc
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -25,7 +25,8 @@ from tritonllm.starting import leave_out_of_searches  # noqa: E402
 # A folder for temporary files of this process and those that it starts: tests look there for what others leave behind,
 # and another run on the same machine must not be taken for them.
 tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
-atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+# Behind what multiprocessing removes of it (-100).
+multiprocessing.util.Finalize(None, shutil.rmtree, (tempfile.tempdir,), {"ignore_errors": True}, exitpriority=-200)
 
 # A shell starts what runs in its background with Ctrl-C ignored, and processes hand that on; some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -18,6 +18,7 @@ from support.wishes import (
     prompts_of,
 )
 
+pytestmark = pytest.mark.usefixtures("imported_ranks")
 TWO = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from tritonllm.cli import main
 from tritonllm.experts.load import ExpertLoad
 
+pytestmark = pytest.mark.usefixtures("imported_ranks")
 PLAIN = {"count_expert_load": True, "enable_prefix_caching": False}
 
 

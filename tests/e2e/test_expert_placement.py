@@ -14,6 +14,7 @@ from tritonllm.models.expert_checks import check_agreement, read_placement
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.shards import by_expert
 
+pytestmark = pytest.mark.usefixtures("imported_ranks")
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 WHOLE = {"enable_expert_parallel": True, "enable_prefix_caching": False, "count_expert_load": True}
 PARAMS = [

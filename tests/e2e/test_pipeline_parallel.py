@@ -17,6 +17,8 @@ from support.wishes import (
 from tritonllm import LLM
 from tritonllm.demo import model_path
 
+pytestmark = pytest.mark.usefixtures("imported_ranks")
+
 
 @pytest.fixture(scope="module")
 def alone():

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.imported_ranks import imported_ranks
 from support.ranks import shared_memory
 
 from tritonllm.dist.watch import WorkerError
@@ -23,10 +25,11 @@ PATIENCE = 1.5  # seconds of silence
 LIMIT = 30.0  # seconds after which a test would have waited for ever
 
 
-def start(size=2, **kwargs):
-    """An engine, and its other ranks."""
+def start(size=2, *, spawned=True, **kwargs):
+    """An engine, and its other ranks; those that are not ``spawned`` have the engine imported."""
     before = set(multiprocessing.active_children())
-    llm = tiny_llm(**{"tensor_parallel_size": size, "worker_timeout": PATIENCE, **kwargs})
+    with nullcontext() if spawned else imported_ranks():
+        llm = tiny_llm(**{"tensor_parallel_size": size, "worker_timeout": PATIENCE, **kwargs})
     return llm, sorted(set(multiprocessing.active_children()) - before, key=lambda process: process.name)
 
 
@@ -79,7 +82,7 @@ def test_a_signal_in_a_pipeline(number, reason, stage):
 
 def test_ctrl_c_leaves_a_pipeline_whole(monkeypatch):
     """Steps that were not drawn come back before the next ones."""
-    llm, _ = start(1, pipeline_parallel_size=2, async_scheduling=True)
+    llm, _ = start(1, spawned=False, pipeline_parallel_size=2, async_scheduling=True)
     prompts = [[1, 2], [3, 4, 5], [6]]
     expected = token_ids(llm.generate(prompts, greedy(6), use_tqdm=False))
     runner, undrawn = llm.engine._runner._runner, []
@@ -101,7 +104,9 @@ def test_ctrl_c_leaves_a_pipeline_whole(monkeypatch):
 
 def test_a_step_that_fails_on_the_last_stage():
     drafter = {"method": "support.traps:NeverMade", "num_speculative_tokens": 2}
-    llm, _ = start(1, pipeline_parallel_size=2, speculative_config=drafter)  # drafters are the first stage's alone
+    llm, _ = start(
+        1, spawned=False, pipeline_parallel_size=2, speculative_config=drafter
+    )  # drafters are the first stage's alone
     assert llm.generate([[1, 2]], greedy(2), use_tqdm=False)[0].error is None
 
 
@@ -129,7 +134,7 @@ def test_code_that_fails_on_one_rank(trap, reason):
 def test_a_rank_that_goes_on_from_something_else(trap, what):
     """Until the comparison nothing tells: the tokens are those that the first rank draws."""
     drafter = {"method": f"support.traps:{trap}", "num_speculative_tokens": 2, "adaptive": False}
-    llm, processes = start(speculative_config=drafter)
+    llm, processes = start(spawned=False, speculative_config=drafter)
     number = 1 + EVERY
     who = rf"rank 1 \(process {processes[0].pid}\) failed after {number} steps"
     run_into(llm, rf"{who}: DivergedError: in step {number} it had other {what} than rank 0")
@@ -139,7 +144,7 @@ def test_a_rank_that_goes_on_from_something_else(trap, what):
 @pytest.mark.parametrize("sizes", [{}, {"size": 1, "pipeline_parallel_size": 2, "async_scheduling": True}])
 def test_ranks_compare_their_steps(monkeypatch, sizes):
     """And agree, whatever the steps are."""
-    llm, _ = start(**sizes)
+    llm, _ = start(spawned=False, **sizes)
     ranks, told = llm.engine._runner._ranks, []
     send = ranks.send
     monkeypatch.setattr(ranks, "send", lambda message: (told.append(pickle.loads(message)[1]), send(message))[1])
@@ -164,7 +169,7 @@ def test_a_rank_that_does_not_start():
 
 def test_a_step_that_fails_on_the_first_rank(monkeypatch):
     """The others are in the middle of it: the group ends."""
-    llm, processes = start()
+    llm, processes = start(spawned=False)
 
     def broken(hidden):
         raise KeyError("no such step")
@@ -179,7 +184,7 @@ def test_a_step_that_fails_on_the_first_rank(monkeypatch):
 
 def test_ctrl_c_leaves_the_ranks_whole(monkeypatch):
     """It waits for the end of the step's launch; the next requests are answered."""
-    llm, _ = start()
+    llm, _ = start(spawned=False)
     expected = llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids
     model = llm.engine._runner._runner._model
     logits, left = model.compute_own_logits, [2]
@@ -198,7 +203,7 @@ def test_ctrl_c_leaves_the_ranks_whole(monkeypatch):
 
 def test_ctrl_c_before_a_late_steps_draw_leaves_the_ranks_whole(monkeypatch):
     """The other ranks wait for that step's tokens, which nobody wants any more."""
-    llm, _ = start()
+    llm, _ = start(spawned=False)
     expected = llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids
     runner, left, drawn = llm.engine._runner._runner, [3], []
     begin, draw = runner.begin, runner.draw

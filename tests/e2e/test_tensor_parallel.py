@@ -21,6 +21,8 @@ from tritonllm.dist.group import share_of
 from tritonllm.engine import drawing
 from tritonllm.kernels import sample_shard
 
+pytestmark = pytest.mark.usefixtures("imported_ranks")
+
 
 @pytest.fixture(scope="module")
 def alone():
