@@ -25,7 +25,7 @@ SHARED = random_tokens(9, VOCAB_SIZE, seed=1)
 PROMPTS = [SHARED + random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 9)]
 PARAMS = [
     SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=3, ignore_eos=True, n=2, logprobs=1),
-    SamplingParams(temperature=0.7, seed=5, max_tokens=3, stop=["e"], repetition_penalty=1.2, prompt_logprobs=0),
+    SamplingParams(temperature=0.7, seed=5, max_tokens=2, stop=["e"], repetition_penalty=1.2, prompt_logprobs=0),
 ]
 
 
