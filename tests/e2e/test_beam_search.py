@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.engines import greedy, shallow_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import random_tokens, tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from transformers import AutoModelForCausalLM
@@ -24,9 +24,10 @@ SETTINGS = {"skip_tokenizer_init": True, "num_blocks": 256}
 
 
 @cache
-def often_ending(family="qwen3", ends=tuple(ENDS)):
+def often_ending(family="qwen3", ends=tuple(ENDS), layers=3):
     folder = Path(mkdtemp(prefix="often-ending-"))
-    write_checkpoint(folder, tiny_config(family, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=list(ends)))
+    fields = {"bos_token_id": 0, "eos_token_id": list(ends), "num_hidden_layers": layers}
+    write_checkpoint(folder, tiny_config(family, vocab_size=VOCAB_SIZE, **fields))
     save_tokenizer(folder)
     return folder
 
@@ -38,6 +39,11 @@ def theirs(folder):
 
 def expected(folder, prompt, params, ends):
     """Continuations and scores."""
+    return found_by_transformers(folder, tuple(prompt), params, tuple(ends))
+
+
+@cache
+def found_by_transformers(folder, prompt, params, ends):
     wishes = {"length_penalty": params.length_penalty, "early_stopping": params.early_stopping}
     with torch.no_grad():
         found = theirs(folder).generate(
@@ -46,7 +52,7 @@ def expected(folder, prompt, params, ends):
             num_return_sequences=params.beam_width,
             do_sample=False,
             max_new_tokens=params.max_tokens,
-            eos_token_id=None if params.ignore_eos else ends,
+            eos_token_id=None if params.ignore_eos else list(ends),
             pad_token_id=0,
             return_dict_in_generate=True,
             output_scores=True,
@@ -84,7 +90,7 @@ def check(llm, folder, prompts, params, ends):
     [(2, (0, 5)), (3, tuple(ENDS)), (8, (0,)), pytest.param(5, tuple(ENDS[:4]), marks=ON_GPU)],
 )
 def test_equal_to_transformers(beam_width, ends, length_penalty, early_stopping):
-    folder = often_ending(ends=ends)
+    folder = often_ending(ends=ends, layers=1)
     wishes = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     params = BeamSearchParams(beam_width, 14, **wishes)
     check(LLM(str(folder), block_size=4, **SETTINGS), folder, PROMPTS, params, ends)
@@ -115,8 +121,8 @@ def test_other_models(family):
 )
 def test_any_schedule(settings, ahead):
     """Beside requests of other kinds, which get the tokens that they get alone."""
-    folder, params = tiny_checkpoint(), BeamSearchParams(4, 16, ignore_eos=True)
-    llm = tiny_llm(**{"num_blocks": 256, "async_scheduling": ahead, "max_num_seqs": 6, **settings})
+    folder, params = shallow_checkpoint(), BeamSearchParams(4, 16, ignore_eos=True)
+    llm = tiny_llm(folder, **{"num_blocks": 256, "async_scheduling": ahead, "max_num_seqs": 6, **settings})
     alone = token_ids(llm.generate([{"prompt_token_ids": p} for p in PROMPTS], greedy(20), use_tqdm=False))
     found = {}
     for number, prompt in enumerate(PROMPTS):
@@ -138,8 +144,8 @@ def test_any_schedule(settings, ahead):
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_preempted_search_goes_on(caching, ahead):
     """All of its sequences lose their blocks, some of them perhaps while the others wait for them."""
-    folder, params = tiny_checkpoint(), BeamSearchParams(4, 16, ignore_eos=True)
-    engine = tiny_llm(enable_prefix_caching=caching, async_scheduling=ahead).engine
+    folder, params = shallow_checkpoint(), BeamSearchParams(4, 16, ignore_eos=True)
+    engine = tiny_llm(folder, enable_prefix_caching=caching, async_scheduling=ahead).engine
     pool = engine._scheduler.pool
     engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, greedy(50))
     engine.add_request("b", {"prompt_token_ids": PROMPTS[2]}, params)

@@ -5,6 +5,7 @@ A model that drafts for itself shows the second: where its keys and values are w
 
 import json
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -60,6 +61,14 @@ def test_greedy_text_is_that_of_plain_decoding(family, ahead):
     assert stats.num_accepted_tokens > 20 and stats.steps < 24
 
 
+ALIKE = [[*range(3, 24), *prompt] for prompt in PROMPTS]  # at their beginnings
+
+
+@cache
+def of_seeded(family):
+    return texts(tiny_llm(tiny_checkpoint(family)).generate(prompts_of(ALIKE), SEEDED, use_tqdm=False))
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "engine",
@@ -79,11 +88,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(family, engine, ahead):
     """Whatever came before: chunks, hits of the prefix cache, siblings, preemption. A key or value that its cache
     lacked, or a draft with other noise, would show in a wrong draft."""
     folder = tiny_checkpoint(family)
-    prompts = [[*range(3, 24), *prompt] for prompt in PROMPTS]  # which begin alike
-    expected = texts(tiny_llm(folder).generate(prompts_of(prompts), SEEDED, use_tqdm=False))
     llm = drafted(folder, folder, async_scheduling=ahead, **engine)
     for _ in range(2):
-        assert texts(llm.generate(prompts_of(prompts), SEEDED, use_tqdm=False)) == expected
+        assert texts(llm.generate(prompts_of(ALIKE), SEEDED, use_tqdm=False)) == of_seeded(family)
     stats = llm.engine.stats
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 60
     assert stats.num_free_blocks == stats.num_blocks

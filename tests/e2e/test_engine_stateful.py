@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.engines import always_load, tiny_llm
+from support.engines import always_load, shallow_checkpoint, tiny_llm
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -26,7 +26,9 @@ PROMPTS = [
 
 @cache
 def _alone_engine(seats: int = 1) -> LLM:
-    return tiny_llm(num_blocks=64, max_num_seqs=seats, max_model_len=MAX_LEN, enable_prefix_caching=False)
+    return tiny_llm(
+        shallow_checkpoint(), num_blocks=64, max_num_seqs=seats, max_model_len=MAX_LEN, enable_prefix_caching=False
+    )
 
 
 @cache
@@ -68,12 +70,13 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(6, 40),
         caching=st.booleans(),
         ahead=st.booleans(),
-        offloaded=st.sampled_from([None, 0.00002, 0.001]),  # GiB: some blocks, or all that there can be
+        offloaded=st.sampled_from([None, 0.000007, 0.001]),  # GiB: some blocks, or all that there can be
         way=st.sampled_from(sorted(WAYS)),
     )
     def start(self, blocks, seats, budget, caching, ahead, offloaded, way):
         self.way = way
         llm = tiny_llm(
+            shallow_checkpoint(),
             num_blocks=blocks,
             max_model_len=MAX_LEN,
             max_num_seqs=seats,

@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from support.engines import tiny_checkpoint, tiny_llm, token_ids
+from support.engines import shallow_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -15,6 +15,11 @@ LENGTHS = (1, 4, 7, 21, 44)
 PROMPTS = [{"prompt_token_ids": random_tokens(length, VOCAB_SIZE, seed=length)} for length in LENGTHS]
 
 
+def engine(**settings):
+    """Of one layer; ``test_other_models`` has engines of several."""
+    return tiny_llm(shallow_checkpoint(), **settings)
+
+
 def wish(seed, n=1, **kwargs):
     return SamplingParams(n=n, temperature=1.0, seed=seed, max_tokens=9, ignore_eos=True, **kwargs)
 
@@ -22,7 +27,7 @@ def wish(seed, n=1, **kwargs):
 @cache
 def alone(n, **kwargs):
     """Each continuation of each prompt in a request of its own."""
-    llm = tiny_llm(enable_prefix_caching=False)
+    llm = engine(enable_prefix_caching=False)
     seeds = [5, *(derive_seed(5, i) for i in range(1, n))]
     return [
         token_ids(llm.generate([prompt] * n, [wish(s, **kwargs) for s in seeds], use_tqdm=False)) for prompt in PROMPTS
@@ -46,7 +51,7 @@ def alone(n, **kwargs):
     ids=str,
 )
 def test_any_schedule(settings, ahead):
-    llm = tiny_llm(async_scheduling=ahead, **settings)
+    llm = engine(async_scheduling=ahead, **settings)
     outputs = llm.generate(PROMPTS, wish(5, n=8), use_tqdm=False)
     assert [token_ids([output]) for output in outputs] == alone(8)
     stats = llm.engine.stats
@@ -56,7 +61,7 @@ def test_any_schedule(settings, ahead):
 @ON_GPU
 @pytest.mark.parametrize("kwargs", [{"frequency_penalty": 1.0}, {"min_tokens": 9}, {"logprobs": 2}])
 def test_first_tokens_are_drawn_by_everyones_own_rules(kwargs):
-    outputs = tiny_llm().generate(PROMPTS, wish(5, n=8, **kwargs), use_tqdm=False)
+    outputs = engine().generate(PROMPTS, wish(5, n=8, **kwargs), use_tqdm=False)
     assert [token_ids([output]) for output in outputs] == alone(8, **kwargs)
     for completion in outputs[0].outputs:
         assert completion.logprobs is None or len(completion.logprobs) == 9

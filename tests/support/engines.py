@@ -24,6 +24,12 @@ def tiny_checkpoint(family: str = "qwen3", **fields: Any) -> Path:
     return folder
 
 
+def shallow_checkpoint(family: str = "qwen3", layers: int = 1) -> Path:
+    """The same with so many layers, for what does not depend on them: a third of a step with three is theirs."""
+    name = {"gpt2": "n_layer", "mpt": "n_layers"}.get(family, "num_hidden_layers")
+    return tiny_checkpoint(family, **{name: layers})
+
+
 @cache
 def thinking_checkpoint() -> Path:
     """The same, whose tokens 1 and 2 begin and end a thought."""
