@@ -39,7 +39,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_0_6B,
     "llama-3.1-8b-of-4-layers": {**LLAMA_3_1_8B, "num_hidden_layers": 4},
     **MECHANISMS,
-    # run everywhere, so that these tests are themselves tested
     "tiny-qwen3": tiny_config("qwen3", max_position_embeddings=512, tie_word_embeddings=True),
     "tiny-qwen3-moe": tiny_config("qwen3_moe", max_position_embeddings=512),
     "tiny-ernie4.5-moe": tiny_config("ernie4_5_moe", max_position_embeddings=512),
@@ -53,6 +52,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tiny-falcon-alibi": tiny_config("falcon", max_position_embeddings=512, alibi=True, multi_query=False),
     "tiny-llama": tiny_config("llama", max_position_embeddings=512, rope_scaling=LLAMA_3_1_8B["rope_scaling"]),
 }
+# So that these tests are themselves tested: with experts that are forced upon a model, in all layers or some, and with
+# slopes that are made exact. What families compute on the CPU is for test_parity.py.
+EVERYWHERE = ("tiny-qwen3-moe", "tiny-ernie4.5-moe", "tiny-falcon-alibi")
 FLOAT32_LIMIT = 1e-4  # the two compute the powers of the rope base on different devices
 BF16_RATIO = 1.2
 
@@ -146,7 +148,7 @@ def exact_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if name.startswith("tiny") else pytest.mark.gpu) for name in CONFIGS],
+    params=[pytest.param(name, marks=[] if name in EVERYWHERE else pytest.mark.gpu) for name in CONFIGS],
 )
 def models(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Models]:
     yield Models(CONFIGS[request.param], device)
