@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
-from support.imported_ranks import imported_ranks
+from support.imported_processes import imported_processes
 from support.ranks import shared_memory
 
 from tritonllm.dist.watch import WorkerError
@@ -28,7 +28,7 @@ LIMIT = 30.0  # seconds after which a test would have waited for ever
 def start(size=2, *, spawned=True, **kwargs):
     """An engine, and its other ranks; those that are not ``spawned`` have the engine imported."""
     before = set(multiprocessing.active_children())
-    with nullcontext() if spawned else imported_ranks():
+    with nullcontext() if spawned else imported_processes():
         llm = tiny_llm(**{"tensor_parallel_size": size, "worker_timeout": PATIENCE, **kwargs})
     return llm, sorted(set(multiprocessing.active_children()) - before, key=lambda process: process.name)
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.imported_processes import imported_processes
 from support.server import MODEL, eventually, running_server
 from support.streams import Stream
 
@@ -164,7 +165,8 @@ def test_only_behind_the_option(server):
 def test_async_llm():
     with asyncio.Runner() as runner:
         args = AsyncEngineArgs(model=str(tiny_checkpoint()), enable_sleep_mode=True, **ENGINE)
-        llm = AsyncLLM.from_engine_args(args)
+        with imported_processes():
+            llm = AsyncLLM.from_engine_args(args)
         expected = token_ids(tiny_llm().generate([PROMPT], greedy(), use_tqdm=False))
         try:
             runner.run(_follow(llm, expected))
@@ -215,7 +217,8 @@ async def _follow(llm, expected):
 def test_what_experts_do_is_told_over_http():
     with asyncio.Runner() as runner:
         args = AsyncEngineArgs(model=str(tiny_checkpoint("qwen3_moe")), count_expert_load=True, **ENGINE)
-        llm = AsyncLLM.from_engine_args(args)
+        with imported_processes():
+            llm = AsyncLLM.from_engine_args(args)
         try:
             runner.run(_count(llm))
         finally:

@@ -8,6 +8,7 @@ import signal
 import httpx
 import pytest
 from support.engines import tiny_checkpoint, tiny_llm
+from support.imported_processes import imported_processes
 from support.server import eventually
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
@@ -32,7 +33,8 @@ def loop():
 
 @pytest.fixture(scope="module")
 def llm(loop):
-    made = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tiny_checkpoint()), **ENGINE), max_queue=4)
+    with imported_processes():
+        made = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tiny_checkpoint()), **ENGINE), max_queue=4)
     yield made
     made.shutdown()
 
@@ -85,7 +87,8 @@ def test_drafts_in_the_engines_process(llm, loop):
     """The second time another request's output is what follows; a step may bring a reader several tokens."""
     config = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 4.0}
     args = AsyncEngineArgs(model=str(tiny_checkpoint()), **(ENGINE | {"max_num_seqs": 1}), speculative_config=config)
-    drafting = AsyncLLM.from_engine_args(args)
+    with imported_processes():
+        drafting = AsyncLLM.from_engine_args(args)
     try:
         expected = loop.run(collected(llm, "plain", max_tokens=24))[-1].outputs[0]
         for name in ("first", "second"):

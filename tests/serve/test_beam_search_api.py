@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from support.engines import tiny_checkpoint
+from support.imported_processes import imported_processes
 from support.server import MODEL, eventually
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, BeamSearchParams, SamplingParams
@@ -110,7 +111,8 @@ def test_a_search_that_nobody_waits_for_is_aborted():
 
     with asyncio.Runner() as runner:
         settings = {"block_size": 4, "num_gpu_blocks_override": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tiny_checkpoint()), **settings))
+        with imported_processes():
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tiny_checkpoint()), **settings))
         try:
             runner.run(follow(llm))
         finally:

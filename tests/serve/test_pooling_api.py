@@ -14,6 +14,7 @@ import pytest
 from support.classifiers import write_model
 from support.encoders import encoder_config
 from support.engines import tiny_checkpoint, tiny_llm
+from support.imported_processes import imported_processes
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, PoolingParams
@@ -38,7 +39,8 @@ class Server:
     """A server in this process; calls return status and body."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **{**ENGINE, **settings}))
+        with imported_processes():
+            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **{**ENGINE, **settings}))
         self._runner = asyncio.Runner()
         transport = httpx.ASGITransport(make_app(self.llm, ServerConfig(model_names=("m",))))
         self._client = httpx.AsyncClient(transport=transport, base_url="http://server")

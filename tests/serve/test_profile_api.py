@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.engines import greedy, tiny_checkpoint
+from support.imported_processes import imported_processes
 from support.server import MODEL, eventually, running_server
 from support.streams import Stream
 from support.trace_rules import check_trace, load
@@ -112,7 +113,8 @@ def test_without_a_folder(server):
 
 def make_llm(folder, **more):
     args = AsyncEngineArgs(model=str(tiny_checkpoint()), **ENGINE)
-    return AsyncLLM(args.create_engine_config(), profiler_config={"torch_profiler_dir": str(folder), **more})
+    with imported_processes():
+        return AsyncLLM(args.create_engine_config(), profiler_config={"torch_profiler_dir": str(folder), **more})
 
 
 async def run(llm, name):

@@ -7,6 +7,7 @@ import signal
 import psutil
 import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm
+from support.imported_processes import imported_processes
 from support.server import eventually
 
 from tritonllm import AsyncEngineArgs, AsyncLLM
@@ -47,7 +48,8 @@ def test_tokens_and_the_end(llm):
 
 def test_stages():
     arguments = AsyncEngineArgs(model=str(tiny_checkpoint()), **ENGINE, pipeline_parallel_size=2, async_scheduling=True)
-    staged, alone = AsyncLLM.from_engine_args(arguments), tiny_llm()
+    with imported_processes():
+        staged, alone = AsyncLLM.from_engine_args(arguments), tiny_llm()
 
     async def several():
         return await asyncio.gather(*(tokens(staged, str(most), most) for most in (12, 5, 9)))

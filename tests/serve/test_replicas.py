@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from support.engines import tiny_checkpoint, tiny_llm
+from support.imported_processes import imported_processes
 from support.server import eventually, running_server, socket_folders
 from support.streams import Stream, all_gone
 
@@ -260,7 +261,8 @@ def test_outputs_are_those_of_one_engine():
         return outputs
 
     arguments = AsyncEngineArgs(model=str(tiny_checkpoint()), data_parallel_size=2, **ENGINE)
-    llm = AsyncLLM.from_engine_args(arguments, max_queue=20)
+    with imported_processes():
+        llm = AsyncLLM.from_engine_args(arguments, max_queue=20)
     try:
         outputs = asyncio.run(all_of_them(llm))
     finally:

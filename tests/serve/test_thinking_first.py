@@ -7,6 +7,7 @@ import json
 import httpx
 import pytest
 from support.engines import thinking_checkpoint
+from support.imported_processes import imported_processes
 
 from tritonllm import AsyncEngineArgs, AsyncLLM
 from tritonllm.serve.app import make_app
@@ -33,7 +34,8 @@ def loop():
 @pytest.fixture(scope="module")
 def app(loop):
     settings = {"block_size": 4, "num_gpu_blocks_override": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(thinking_checkpoint()), **settings))
+    with imported_processes():
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(thinking_checkpoint()), **settings))
     yield make_app(llm, ServerConfig(model_names=("m",), chat_template=TEMPLATE, reasoning_parser="qwen3"))
     llm.shutdown()
 

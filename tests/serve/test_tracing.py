@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 from support.engines import tiny_checkpoint
+from support.imported_processes import imported_processes
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from tritonllm.cli import main
@@ -85,7 +86,8 @@ def test_spans():
     collector = Collector()
     settings = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     with asyncio.Runner() as runner:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tiny_checkpoint()), **settings))
+        with imported_processes():
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tiny_checkpoint()), **settings))
         try:
             runner.run(_ask(llm, collector.url))
         finally:

@@ -1,0 +1,27 @@
+"""Engines and ranks whose processes begin with all imports done, for tests of what they compute and answer.
+
+A process that is spawned imports torch and the engine anew, 2 s of processor time: more than all else of most such
+tests. Here one process imports them once, and the others are forks of it. All else is as in spawned ones: arguments
+come pickled, and nothing of the test's process is there. How processes begin and end is tested without.
+"""
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+
+@contextmanager
+def imported_processes() -> Iterator[None]:
+    """What is spawned in the block is forked from a process that has imported the engine; on a GPU it is spawned."""
+    if torch.cuda.is_available():
+        yield
+        return
+    get_context = multiprocessing.get_context
+    get_context("forkserver").set_forkserver_preload(["tritonllm.engine.worker", "tritonllm.serve.engine_process"])
+    with patch.object(
+        multiprocessing, "get_context", lambda name=None: get_context("forkserver" if name == "spawn" else name)
+    ):
+        yield
