@@ -98,6 +98,28 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
     assert {described(kernel) for kernel in found} <= loaded
 
 
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_widths_between_launch_the_same_kernels(block_size):
+    """Without captured steps, which have other sizes: prompts of more tokens than are few, with tables whose widths the
+    warm-up leaves out."""
+    model = next(name for name in VARIED if name.startswith("qwen3-0.6b"))
+    spec = spec_from_config(MODELS[model])
+    spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
+    config = EngineConfig.from_kwargs(model="m", max_model_len=LENGTH, block_size=block_size, enforce_eager=True)
+    with pretend(target_of(90)), list_kernels("NVIDIA H200") as found, torch.inference_mode():
+        decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=LENGTH)
+        runner = ModelRunner(decoder, config, META, LENGTH)
+        runner.start(NUM_BLOCKS, LENGTH)
+        with decoder.rehearsal():
+            runner.warm_up().run()
+            loaded = {described(kernel) for kernel in found}
+            found.clear()
+            for tokens, longest in product((300, 1200, 3000), (20, 300, 600, 1000, 1900)):
+                if longest <= tokens:
+                    runner.warm_up().prefill_step(tokens, longest=longest, sample=False)
+    assert {described(kernel) for kernel in found} <= loaded
+
+
 @st.composite
 def steps(draw, seats, budget, longest, may_share, block=16):
     """Any step that a scheduler may plan: decodes beside chunks of prompts that may have a past, and continuations that

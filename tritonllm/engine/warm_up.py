@@ -96,7 +96,7 @@ class WarmUp:
             for width in widths:
                 if width * self._limits.block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
-        for width in widths:  # a step of many tokens may be one of many short prompts
+        for width in {*warm_up_sizes(widest), widest}:  # a step of many tokens may be one of many short prompts
             longest, tokens = width * self._limits.block_size, min(MANY, self._limits.max_num_batched_tokens)
             if longest < tokens:
                 self.prefill_step(tokens, longest=longest, sample=False)

@@ -8,10 +8,11 @@ import triton
 from autotune.ops import Tunable, product
 from autotune.paged import paged_cache
 from autotune.problem import Inputs, Problem, TensorFactory, Work
-from tritonllm.kernels import varlen_prefill_attention, varlen_prefill_attention_ref
+from tritonllm.kernels import WORKSPACE_SIZE, varlen_prefill_attention, varlen_prefill_attention_ref
 from tritonllm.kernels.attention import prefill
 from tritonllm.kernels.attention.portable import prefill as portable_prefill
 from tritonllm.kernels.attention.sm90 import copying as sm90_copying
+from tritonllm.kernels.attention.sm90 import decode as sm90_decode
 from tritonllm.kernels.attention.sm90 import prefill as sm90_prefill
 from tritonllm.kernels.attention.sm90 import rows as sm90_rows
 from tritonllm.kernels.attention.sm90 import shares as sm90_shares
@@ -40,7 +41,7 @@ class PrefillAttention(Problem):
         cache = paged_cache(new, [length] * self.batch, length, self.block_size, self.kv_heads, self.head_size)
         begins = [self.new * sequence for sequence in range(self.batch + 1)]
         q = new.normal(self.batch * self.new, self.q_heads, self.head_size)
-        workspace = new.filled(0, 1, dtype=torch.int32)
+        workspace = new.filled(0, WORKSPACE_SIZE, dtype=torch.int32)
         return {"q": q, "cu_seqlens_q": new.tensor(begins, torch.int32), "workspace": workspace} | cache
 
     def _arguments(self, x: Inputs) -> tuple[torch.Tensor, ...]:
@@ -75,7 +76,7 @@ def space(
     few: str,
 ) -> list[tuning.Config]:
     rows = max(16, triton.next_power_of_2(max_q * group))
-    if few == "decode":
+    if few == "decode":  # its table decides
         return [
             prefill.default_config(head_size, group, tokens, max_q, capacity, dtype, cache_dtype, arch, logits, few)
         ]
@@ -94,14 +95,14 @@ def space(
 TUNABLE = Tunable(
     op="varlen_prefill_attention",
     module=prefill,
-    also=(portable_prefill, sm90_copying, sm90_prefill, sm90_rows, sm90_shares),
+    also=(portable_prefill, sm90_copying, sm90_decode, sm90_prefill, sm90_rows, sm90_shares),
     default=prefill.default_config,
     problems=(
         # Llama-3.1-8B
         *(PrefillAttention(batch, new) for batch, new in ((1, 16384), (4, 4096), (16, 1024), (64, 256))),
         PrefillAttention(4, 1024, cached=7168),
         # the next turn of a chat
-        *(PrefillAttention(1, new, cached=32768 - new) for new in (8, 32, 128, 256)),
+        *(PrefillAttention(1, new, cached=32768 - new) for new in (16, 32, 128, 256)),
         # Qwen3-0.6B and Qwen3-30B-A3B
         *(
             PrefillAttention(batch, new, q_heads=q_heads, kv_heads=kv_heads)

@@ -178,12 +178,12 @@ def varlen_prefill_attention(
             are the last of sequence b. Tokens from ``cu_seqlens_q[B]`` on are padding: what ``out`` and lse hold there
             does not change.
         seq_lens: ``[B]`` int32, keys of each sequence with its new tokens.
-        max_seqlen_q: the most new tokens of a sequence, or a bound; chooses the tile size, results do not depend on it.
+        max_seqlen_q: the most new tokens of a sequence, or an upper bound; chooses kernel and tile size.
         causal: a query sees no key after itself; False: all keys of its sequence. ``window`` hides keys at positions
             up to ``p - window`` in both cases, and without ``causal`` those from ``p + window`` on, too.
         out: ``[T, H, D]`` to write into, with the dtype of ``q``; by default a new tensor.
-        workspace: ``[1]`` int32 or longer, zeros, and zeros again afterwards: decode attention's may be shared. None:
-            a new one, filled by a launch of its own.
+        workspace: ``[WORKSPACE_SIZE]`` int32, zeros, and zeros again afterwards: decode attention's may be shared.
+            None, or one that is too short: a new one, filled by a launch of its own.
 
     Returns:
         ``out``, or ``(out, lse)`` with lse ``[T, H]`` float32. A query that sees no key (a sequence longer in queries

@@ -17,13 +17,13 @@ from tritonllm.kernels.attention.common import LN2, LOWEST, row_offsets
 
 @gluon.jit
 def shares_of(key_tiles, most, BLOCK_N: gl.constexpr, SPLIT: gl.constexpr):
-    """Into how many shares, at most ``most``, so many tiles of keys are cut.
+    """Into how many shares, at most ``most``, so many tiles of keys are cut; none is empty.
 
     To merge a share takes as long as to attend to SPLIT keys, so n shares of k keys take k / n + n SPLIT: it is least
     for the root of k / SPLIT.
     """
     best = gl.sqrt(key_tiles.to(gl.float32) * (BLOCK_N / SPLIT)).to(gl.int32)
-    return gl.minimum(gl.maximum(best, 1), most)
+    return gl.minimum(gl.minimum(gl.maximum(best, 1), most), key_tiles)
 
 
 @gluon.jit
