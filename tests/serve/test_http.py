@@ -45,6 +45,12 @@ def error_of(response):
         ("completions", {**STORY, "prompt": ["a", [1]]}, "prompt: must be a text, token ids, or"),
         ("completions", {**STORY, "prompt": [10**9]}, "prompt_token_ids must be integers"),
         ("completions", {**STORY, "prompt": "a\ud800"}, "not valid Unicode"),
+        ("completions", {**STORY, "prompt": ["a", "b\ud800"]}, "prompt[1] is not valid Unicode"),
+        (
+            "completions",
+            {**STORY, "prompt": ["a", "b\ud800"], "add_special_tokens": False},
+            "prompt[1] is not valid Unicode",
+        ),
         ("completions", {**STORY, "prompt": "word " * 5000}, "max_model_len"),
         ("completions", {**STORY, "max_tokens": 0}, "max_tokens must be"),
         ("completions", {**STORY, "max_tokens": "4"}, "max_tokens"),
@@ -250,12 +256,54 @@ def test_a_long_body_is_413(server):
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
         ({"max_token": 3}, "max_token"),
         ({"logit_bias": {"-4": 1.0}}, "logit_bias"),
+        ({"store": True}, "store"),
+        ({"messages": [{"role": "user", "content": "Hi " * 3000}]}, "messages"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"repetition_detection": {"max_pattern_size": -1}}, "repetition_detection"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+        ({"use_beam_search": True, "n": 100}, "n"),
     ],
 )
 def test_an_error_says_which_field_it_is_about(server, wrong, param):
     """As OpenAI's does, for programs: whoever has found it."""
     answer = server.client.post("/v1/chat/completions", json=chat_body() | wrong)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param), answer.text
+
+
+LONG = "yes " * 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "begins"),
+    [
+        ("/v1/completions", {"prompt": "x", "best_of": 2}, "best_of", "best_of: "),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix", "suffix: "),
+        ("/v1/completions", {"prompt": [-1]}, "prompt", "prompt_token_ids must be"),
+        ("/v1/completions", {"prompt": ["x", LONG]}, "prompt", "prompt[1] has "),
+        ("/v1/responses", {"input": LONG}, "input", "prompt has "),
+        ("/v1/responses", {"input": "x", "prompt": {"id": "y"}}, "prompt", "prompt: "),
+        ("/v1/responses", {"input": [{"role": "user", "content": 3}]}, "input", "messages[0]"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "y"}}}, "text", "response_format must be"),
+        ("/v1/embeddings", {"input": []}, "input", "input is empty"),
+        ("/v1/embeddings", {"input": LONG}, "input", "input has "),
+        ("/v1/embeddings", {"input": [[1], [-1]]}, "input", "input[1]: prompt_token_ids must be"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 0}, "dimensions", "dimensions must be"),
+        ("/v1/embeddings", {"input": "x", "normalize": True, "use_activation": False}, "normalize", "normalize and"),
+        ("/v1/embeddings", {"input": "x", "priority": 2**70}, "priority", "priority: "),
+        ("/pooling", {"input": "x", "task": "classify"}, "task", "task="),
+        ("/classify", {"input": "x"}, None, "task="),  # no field of this body
+        ("/score", {"text_1": "x"}, "text_1", "text_1 and text_2, "),
+        ("/score", {"text_1": "x", "text_2": ["y", LONG]}, "text_2", "text_2[1] has "),
+        ("/rerank", {"query": "x", "documents": ["y", LONG]}, "documents", "documents[1] has "),
+        ("/rerank", {"query": LONG, "documents": ["y"]}, "query", "query has "),
+        ("/tokenize", {}, "prompt", "prompt and messages"),
+        ("/detokenize", {"tokens": [-1]}, "tokens", "tokens must be"),
+    ],
+)
+def test_errors_of_every_path_name_its_own_fields(server, path, body, param, begins):
+    answer = server.client.post(path, json=body)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param), answer.text
+    assert error_of(answer)["message"].startswith(begins)
 
 
 def test_no_page_of_a_browser_may_ask_by_default(server):

@@ -167,7 +167,7 @@ def test_classes():
         ("/v1/embeddings", {"input": "the", "inputs": "x"}, "unknown field 'inputs'"),
         ("/classify", {"input": "the"}, "task='classify' is not one of Qwen3ForCausalLM"),
         ("/pooling", {"input": "the", "task": "rank"}, "task"),
-        ("/score", {"text_1": "the"}, "give one of the pairs"),
+        ("/score", {"text_1": "the"}, "give one of these pairs"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 entries and text_2 has 3"),
         ("/rerank", {"query": "the", "documents": []}, "documents"),
         ("/rerank", {"query": "the", "documents": [{"image": "x"}]}, "documents must be texts"),
@@ -176,6 +176,19 @@ def test_classes():
 def test_bad_requests(decoder, path, body, message):
     status, reply = decoder.post(path, **body)
     assert status == 400 and message in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "begins"),
+    [
+        ("/score", {"text_1": "the", "text_2": ["fox", "the " * 500]}, "text_2", "text_2[1] with text_1 has "),
+        ("/rerank", {"query": "the", "documents": ["the " * 500]}, "documents", "documents[0] with query has "),
+    ],
+)
+def test_a_pair_that_is_too_long_has_the_names_of_both_texts(cross_encoder, path, body, param, begins):
+    status, reply = cross_encoder.post(path, **body)
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert reply["error"]["message"].startswith(begins)
 
 
 def test_generation_is_refused_by_name(cross_encoder):

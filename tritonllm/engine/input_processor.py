@@ -167,19 +167,22 @@ class InputProcessor:
             raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def pair(self, first: Prompt, second: Prompt, *, with_types: bool = False) -> TokensPrompt:
+    def pair(
+        self, first: Prompt, second: Prompt, *, with_types: bool = False, names: tuple[str, str] = ("data", "data")
+    ) -> TokensPrompt:
         """Two texts as the one prompt of a cross-encoder, with the tokenizer's separators.
 
         Args:
             with_types: say which token is of which text, if the tokenizer does.
+            names: what errors call the two.
 
         Raises:
             ValueError: no texts, or no tokenizer.
         """
         if not isinstance(first, str) or not isinstance(second, str):
             raise ValueError(f"a cross-encoder reads two texts, got {type(first).__name__} and {type(second).__name__}")
-        for text in (first, second):
-            check_text("data", text)
+        for name, text in zip(names, (first, second), strict=True):
+            check_text(name, text)
         if self.tokenizer is None:
             raise ValueError(
                 "a cross-encoder reads two texts, but the engine has no tokenizer: leave out skip_tokenizer_init"

@@ -68,14 +68,18 @@ class Service:
         prompts: Sequence[Prompt | TokenizedPrompt],
         params: Params,
         priority: int,
+        names: Sequence[str] | None = None,
     ) -> AsyncGenerator[tuple[int, Any], None]:
         """Run one request for each prompt. If there are several, all of them are checked before the first one starts.
+
+        Args:
+            names: what errors call each prompt; by default ``prompt``, with its index if there are several.
 
         Yields:
             ``(index of the prompt, what is new)``.
 
         Raises:
-            ValueError: one is bad; the message begins with its index if there are several.
+            ValueError: one is bad; the message begins with its name.
             APIError: a request ended with an error, or took too long.
             Exception: as :meth:`AsyncLLM.generate`.
         """
@@ -83,8 +87,8 @@ class Service:
         starts: dict[type, Any] = {PoolingParams: self.llm.encode, BeamSearchParams: self.llm.beam_search}
         start = starts.get(type(params), self.llm.generate)
         end = _Deadline(self.config.request_timeout)
-        if len(prompts) > 1:
-            prompts = await end.before(self.llm.check_prompts(prompts, params))
+        if len(prompts) > 1 or names is not None:
+            prompts = await end.before(self.llm.check_prompts(prompts, params, names))
         streams = [
             start(prompt, params, f"{answer_id}-{unique}-{index}", priority=priority)
             for index, prompt in enumerate(prompts)
@@ -214,11 +218,16 @@ async def stream(
     """
     first = await unless_disconnected(request, anext(chunks))
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_events(first, chunks, failed, done), media_type="text/event-stream", headers=headers)
+    events = _events(request, first, chunks, failed, done)
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 async def _events(
-    first: bytes, chunks: AsyncGenerator[bytes, None], failed: Callable[[APIError], bytes], done: bytes
+    request: Request,
+    first: bytes,
+    chunks: AsyncGenerator[bytes, None],
+    failed: Callable[[APIError], bytes],
+    done: bytes,
 ) -> AsyncIterator[bytes]:
     async with aclosing(chunks):
         yield first
@@ -226,6 +235,6 @@ async def _events(
             async for chunk in chunks:
                 yield chunk
         except Exception as error:
-            yield failed(as_api_error(error))
+            yield failed(as_api_error(error, request))
         if done:
             yield done

@@ -112,7 +112,7 @@ def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
 
 def _add_errors(app: FastAPI) -> None:
     async def expected(request: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error), request.url.path)
+        return error_response(as_api_error(error, request), request.url.path)
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("request %s failed", getattr(request.state, "request_id", "?"), exc_info=error)
@@ -120,7 +120,7 @@ def _add_errors(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(validation_error(error), request.url.path)
+        return error_response(validation_error(error, request), request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

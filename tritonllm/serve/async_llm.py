@@ -28,7 +28,7 @@ from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_para
 from tritonllm.serve.profiling import ProfilerConfig
 from tritonllm.serve.replicas import Replicas, start_engines
 from tritonllm.serve.shared_count import SharedCount
-from tritonllm.serve.tokenizing import Params, Tokenizing
+from tritonllm.serve.tokenizing import Params, Tokenizing, numbered
 from tritonllm.vllm_arguments import no_adapter
 
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
@@ -162,11 +162,16 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         if self.unavailable is not None:
             raise self.unavailable
 
-    async def check_prompts(self, prompts: Sequence[Prompt | TokenizedPrompt], params: Params) -> list[TokenizedPrompt]:
+    async def check_prompts(
+        self, prompts: Sequence[Prompt | TokenizedPrompt], params: Params, names: Sequence[str] | None = None
+    ) -> list[TokenizedPrompt]:
         """The prompts of one body, checked before the first one runs; :meth:`generate` and its kin take the results.
 
+        Args:
+            names: what errors call each prompt; by default ``prompt``, with its index if there are several.
+
         Raises:
-            ValueError: one of them is bad, and the message begins with its index; or the parameters are.
+            ValueError: one of them is bad, and the message begins with its name; or the parameters are.
             QueueFullError, EngineDeadError, AsleepError: none could run now.
         """
         if isinstance(params, SamplingParams):
@@ -174,7 +179,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         elif isinstance(params, PoolingParams):
             params = params.checked()
         self._check_room(sequences_of(params))
-        return await self._all_tokenized(prompts, params)
+        return await self._all_tokenized(prompts, params, names or numbered("prompt", len(prompts)))
 
     async def generate(
         self,

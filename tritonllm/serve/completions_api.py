@@ -16,6 +16,7 @@ from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stre
 from tritonllm.serve.beam_search import search_params, with_logprobs
 from tritonllm.serve.protocol import CompletionRequest
 from tritonllm.serve.replies import Usage, completion_logprobs, ending, event, now, prompt_logprobs, transfer
+from tritonllm.serve.tokenizing import about, numbered
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -34,7 +35,10 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         params = search_params(body, service.llm.max_model_len if max_tokens is None else max_tokens)
     else:
         params = body.sampling_params(service.llm.inputs.default_params, max_tokens, body.logprobs, **more)
-    prompts = [await _prompt(service, body, one) for one in body.prompts()]
+    prompts = []
+    for prompt_name, one in zip(numbered("prompt", len(body.prompts())), body.prompts(), strict=True):
+        with about(prompt_name):
+            prompts.append(await _prompt(service, body, one))
     name = answer_id("cmpl", request, body.request_id)
     outputs = service.run(name, prompts, params, body.priority)
     head = {"id": name, "object": "text_completion", "created": now(), "model": model}

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
@@ -11,7 +13,7 @@ from tritonllm.engine.asleep import AsleepError
 from tritonllm.serve.async_llm import QueueFullError, StoppedError
 from tritonllm.serve.engine_calls import CallFailedError
 from tritonllm.serve.engine_client import EngineDeadError
-from tritonllm.serve.protocol import ChatRequest, CompletionRequest
+from tritonllm.serve.protocol import NEUTRAL, Body
 
 TYPES = {
     400: "invalid_request_error",
@@ -22,7 +24,16 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-FIELDS = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+# What the engine, or a chat completion, calls by the first name may have others in bodies: the first that one has.
+OTHER_NAMES = {
+    "prompt": ("messages", "input"),
+    "prompt_token_ids": ("prompt", "input"),
+    "messages": ("input",),
+    "beam_width": ("n",),
+    "structured_outputs": ("text",),
+    "response_format": ("text",),
+    "reasoning_effort": ("reasoning",),
+}
 RETRY_AFTER = 1  # seconds that a refused client should wait
 
 
@@ -34,8 +45,12 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
 
-def as_api_error(error: Exception) -> APIError:
-    """What an exception of the engine or of a handler means to a client."""
+def as_api_error(error: Exception, request: Request | None = None) -> APIError:
+    """What an exception of the engine or of a handler means to a client.
+
+    Args:
+        request: whose body has the field that a ``ValueError`` is about.
+    """
     if isinstance(error, APIError):
         return error
     if isinstance(error, QueueFullError):
@@ -49,16 +64,30 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, CallFailedError):
         return APIError(503, str(error), code="failed")
     if isinstance(error, ValueError):
-        return APIError(400, str(error), param=_field_of(str(error)))
+        return APIError(400, str(error), param=_field_of(str(error), request))
     if isinstance(error, RecursionError):  # only what a request brings is nested as deep as that
         return APIError(400, "a field of the request is nested too deep")
     return APIError(500, "the server failed to answer this request", code="internal_error")
 
 
-def _field_of(message: str) -> str | None:
-    """The field with whose name a message begins, as all of them do that are about one."""
-    name = re.match(r"[a-z_]+(?![a-z_'’-])", message)
-    return name[0] if name and name[0] in FIELDS else None
+def _field_of(message: str, request: Request | None, *, null: bool = False) -> str | None:
+    """The field of the request's body with whose name a message begins, as all of them do that are about one.
+
+    Args:
+        null: it may be a field that can only be null.
+    """
+    body = None if request is None else _body_of(request)
+    name = re.match(r"[a-z_][a-z_0-9]*(?![a-z_0-9'’-])", message)
+    if body is None or name is None:
+        return None
+    fields = {field for field, kind in body.model_fields.items() if null or kind.annotation is not NoneType}
+    return next((one for one in (name[0], *OTHER_NAMES.get(name[0], ())) if one in fields | NEUTRAL.keys()), None)
+
+
+def _body_of(request: Request) -> type[Body] | None:
+    """What the path's handler takes as ``body``."""
+    body = getattr(request.scope.get("endpoint"), "__annotations__", {}).get("body")
+    return body if isinstance(body, type) and issubclass(body, Body) else None
 
 
 def error_body(error: APIError) -> dict[str, Any]:
@@ -109,8 +138,8 @@ def unreadable_body(error: Exception) -> APIError | None:
     return as_api_error(error.__cause__) if isinstance(error.__cause__, RecursionError) else None
 
 
-def validation_error(error: RequestValidationError) -> APIError:
-    """The first thing that pydantic found wrong with a body, with the field's name."""
+def validation_error(error: RequestValidationError, request: Request) -> APIError:
+    """The first thing that pydantic found wrong with the request's body, with the field's name."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "function-")))
     place = place.removesuffix(".str")  # a kind that the field may be, too, as lists are
@@ -123,4 +152,5 @@ def validation_error(error: RequestValidationError) -> APIError:
     if first["type"] == "extra_forbidden":
         return APIError(400, f"unknown field {place!r}: leave it out", param=place)
     message = first["msg"].removeprefix("Value error, ")
-    return APIError(400, f"{place}: {message}" if place else message, param=place or _field_of(message))
+    param = place or _field_of(message, request, null=True)
+    return APIError(400, f"{place}: {message}" if place else message, param=param)

@@ -19,12 +19,14 @@ from tritonllm.serve.pooling_protocol import (
     ClassifyRequest,
     EmbeddingRequest,
     InputBody,
+    Named,
     PoolingBody,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
 )
 from tritonllm.serve.replies import now
+from tritonllm.serve.tokenizing import numbered
 
 
 def add_pooling(app: FastAPI, service: Service) -> None:
@@ -102,23 +104,25 @@ class _PoolingAPI:
 
     async def rerank(self, request: Request, body: RerankRequest) -> dict[str, Any]:
         texts = body.texts()
-        head, scores = await self._scores("rerank", request, body, [body.query] * len(texts), texts)
+        queries = [Named("query", body.query)] * len(texts)
+        head, scores = await self._scores("rerank", request, body, queries, texts)
         order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
         results = []
         for i in order:
-            document = {"document": {"text": texts[i]}} if body.return_documents else {}
+            document = {"document": {"text": texts[i].text}} if body.return_documents else {}
             results.append({"index": i, **document, "relevance_score": scores[i]})
         return {"id": head["id"], "model": head["model"], "usage": head["usage"], "results": results}
 
-    async def _pair(self, first: str, second: str) -> Prompt:
+    async def _pair(self, first: Named, second: Named) -> Prompt:
         llm = self._service.llm
-        typed = llm.pooling.token_types > 1
+        typed, names = llm.pooling.token_types > 1, (first.name, second.name)
         return await llm.with_tokenizer(
-            len(first) + len(second), lambda inputs: inputs.pair(first, second, with_types=typed)
+            len(first.text) + len(second.text),
+            lambda inputs: inputs.pair(first.text, second.text, with_types=typed, names=names),
         )
 
     async def _scores(
-        self, prefix: str, request: Request, body: PoolingBody, first: list[str], second: list[str]
+        self, prefix: str, request: Request, body: PoolingBody, first: list[Named], second: list[Named]
     ) -> tuple[dict[str, Any], list[float]]:
         """A number for each pair: of a cross-encoder, or the cosine of two embeddings.
 
@@ -130,11 +134,12 @@ class _PoolingAPI:
             if llm.pooling.labels != 1:
                 raise ValueError(f"scores need a classifier with one label, this one has {llm.pooling.labels}")
             pairs = [await self._pair(*pair) for pair in zip(first, second, strict=True)]
-            head, outputs = await self._run(prefix, request, body, pairs, body.pooling_params("classify"))
+            names = [f"{two.name} with {one.name}" for one, two in zip(first, second, strict=True)]
+            head, outputs = await self._run(prefix, request, body, pairs, body.pooling_params("classify"), names)
             return head, [float(output.outputs.data) for output in outputs]
-        ones = first[:1] if len(set(first)) == 1 else first
-        prompts: list[Prompt] = [*ones, *second]
-        head, outputs = await self._run(prefix, request, body, prompts, body.pooling_params("embed"))
+        ones = first[:1] if len({one.text for one in first}) == 1 else first
+        prompts, names = [one.text for one in (*ones, *second)], [one.name for one in (*ones, *second)]
+        head, outputs = await self._run(prefix, request, body, prompts, body.pooling_params("embed"), names)
         vectors = torch.stack([output.outputs.data for output in outputs])
         cosines = F.cosine_similarity(vectors[: len(ones)], vectors[len(ones) :], dim=1)
         return head, cosines.tolist()
@@ -142,12 +147,22 @@ class _PoolingAPI:
     async def _inputs(
         self, prefix: str, request: Request, body: InputBody, params: PoolingParams
     ) -> tuple[dict[str, Any], list[PoolingRequestOutput]]:
-        return await self._run(prefix, request, body, list(body.inputs()), params)
+        inputs = body.inputs()
+        return await self._run(prefix, request, body, inputs, params, numbered("input", len(inputs)))
 
     async def _run(
-        self, prefix: str, request: Request, body: PoolingBody, prompts: Sequence[Prompt], params: PoolingParams
+        self,
+        prefix: str,
+        request: Request,
+        body: PoolingBody,
+        prompts: Sequence[Prompt],
+        params: PoolingParams,
+        names: Sequence[str],
     ) -> tuple[dict[str, Any], list[PoolingRequestOutput]]:
         """What all answers begin with, and an output for each prompt.
+
+        Args:
+            names: what errors call each prompt.
 
         Raises:
             APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
@@ -155,7 +170,7 @@ class _PoolingAPI:
         model = self._service.check_model(body.model)
         name = answer_id(prefix, request, body.request_id)
         ended: dict[int, PoolingRequestOutput] = {}
-        async with aclosing(self._service.run(name, prompts, params, body.priority)) as outputs:
+        async with aclosing(self._service.run(name, prompts, params, body.priority, names)) as outputs:
             async for index, output in outputs:
                 ended[index] = output
         found = [ended[index] for index in range(len(prompts))]

@@ -1,14 +1,27 @@
 """The bodies of requests that pool: OpenAI's fields for embeddings, vLLM's and Jina's for scores and ranks."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from tritonllm.pooling_params import PoolingParams, PoolingTask
-from tritonllm.serve.protocol import MAX_PROMPTS, Body, Prompts
+from tritonllm.serve.protocol import MAX_PROMPTS, Body, Prompts, Word
 
 Document = str | dict[str, str]
+
+
+class Named(NamedTuple):
+    """A text, and what errors call it."""
+
+    name: str
+    text: str
+
+
+def _named(field: str, given: str | Sequence[str]) -> list[Named]:
+    if isinstance(given, str):
+        return [Named(field, given)]
+    return [Named(f"{field}[{index}]", text) for index, text in enumerate(given)]
 
 
 class PoolingBody(Body):
@@ -17,7 +30,7 @@ class PoolingBody(Body):
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None
-    priority: int = 0
+    priority: Word = 0
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     def pooling_params(self, task: PoolingTask, **more: Any) -> PoolingParams:
@@ -82,7 +95,7 @@ class ScoreRequest(PoolingBody):
         self.texts()
         return self
 
-    def texts(self) -> tuple[list[str], list[str]]:
+    def texts(self) -> tuple[list[Named], list[Named]]:
         """Both sides, as long as each other.
 
         Raises:
@@ -95,9 +108,9 @@ class ScoreRequest(PoolingBody):
         )
         given = [pair for pair in pairs if pair[1] is not None or pair[3] is not None]
         if len(given) != 1 or given[0][1] is None or given[0][3] is None:
-            raise ValueError("give one of the pairs text_1 and text_2, data_1 and data_2, queries and documents")
+            raise ValueError("text_1 and text_2, data_1 and data_2, queries and documents: give one of these pairs")
         ((name, one, other_name, other),) = given
-        first, second = ([side] if isinstance(side, str) else list(side or []) for side in (one, other))
+        first, second = _named(name, one or []), _named(other_name, other or [])
         if not first or not second or len(first) not in (1, len(second)):
             raise ValueError(
                 f"{name} has {len(first)} entries and {other_name} has {len(second)}: give one for all, or as many"
@@ -120,11 +133,13 @@ class RerankRequest(PoolingBody):
         self.texts()
         return self
 
-    def texts(self) -> list[str]:
-        """Raises:
-        ValueError: a document that is neither text nor an object with one.
+    def texts(self) -> list[Named]:
+        """Of the documents.
+
+        Raises:
+            ValueError: a document that is neither text nor an object with one.
         """
         for document in self.documents:
             if isinstance(document, dict) and set(document) != {"text"}:
                 raise ValueError('documents must be texts, or objects {"text": ...}')
-        return [document if isinstance(document, str) else document["text"] for document in self.documents]
+        return _named("documents", [one if isinstance(one, str) else one["text"] for one in self.documents])

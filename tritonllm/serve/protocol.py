@@ -144,7 +144,7 @@ class SamplingBody(Body):
     length_penalty: float | None = None
     return_token_ids: bool | None = None
     priority: Word = 0
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1)
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -198,7 +198,10 @@ class SamplingBody(Body):
         known = [field.name for field in fields(RepetitionDetectionParams)]
         if unknown := sorted(self.repetition_detection.keys() - known):
             raise ValueError(f"repetition_detection must have some of {', '.join(known)}, got {unknown[0]!r}")
-        return RepetitionDetectionParams(**self.repetition_detection)
+        try:
+            return RepetitionDetectionParams(**self.repetition_detection)
+        except ValueError as error:
+            raise ValueError(f"repetition_detection: {error}") from error
 
     def form(self) -> StructuredOutputsParams | None:
         """What the output must look like, by OpenAI's field, then without free whitespace, or by vLLM's.
@@ -211,7 +214,7 @@ class SamplingBody(Body):
         if kind == "text":
             return None if self.structured_outputs is None else _structured(self.structured_outputs)
         if self.structured_outputs is not None:
-            raise ValueError("give response_format or structured_outputs, not both")
+            raise ValueError("response_format and structured_outputs both give the answer's form: leave one out")
         if kind == "json_object":
             return StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
         schema = wanted.get("json_schema")
@@ -383,7 +386,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _check_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("prompt and messages are two ways to say what to tokenize: give one of them")
         return self
 
 

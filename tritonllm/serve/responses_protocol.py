@@ -48,7 +48,7 @@ class ResponsesRequest(Body):
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: Word = 0
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1)
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     @model_validator(mode="before")

@@ -7,8 +7,9 @@ would hold for the other's call. Those of the package ``tokenizers`` let other t
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -100,24 +101,40 @@ class Tokenizing:
         return await self.with_tokenizer(size, lambda inputs: inputs.tokenize(prompt, truncate, **more))
 
     async def _all_tokenized(
-        self, prompts: Sequence[Prompt | TokenizedPrompt], params: Params
+        self, prompts: Sequence[Prompt | TokenizedPrompt], params: Params, names: Sequence[str]
     ) -> list[TokenizedPrompt]:
         """Raises:
-        ValueError: one of them is bad; the message begins with its index.
+        ValueError: one of them is bad; the message begins with its name.
         """
         tokenized = []
-        for index, prompt in enumerate(prompts):
-            try:
+        for name, prompt in zip(names, prompts, strict=True):
+            with about(name):
                 tokenized.append(await self._tokenized(prompt, params))
-            except ValueError as error:
-                name, text = f"prompt[{index}]", str(error)
-                about = text.startswith(("prompt ", "prompt["))
-                raise ValueError(name + text.removeprefix("prompt") if about else f"{name}: {text}") from error
         return tokenized
 
     def _end_tokenizing(self) -> None:
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def numbered(name: str, count: int) -> list[str]:
+    """What errors call each of so many entries of a field; a single one is called as the field is."""
+    return [name] if count == 1 else [f"{name}[{index}]" for index in range(count)]
+
+
+@contextmanager
+def about(name: str) -> Iterator[None]:
+    """Inside the block, errors of a prompt begin with this name of it.
+
+    Raises:
+        ValueError: in place of another one.
+    """
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        own = text.startswith(("prompt ", "prompt["))
+        raise ValueError(name + text.removeprefix("prompt") if own else f"{name}: {text}") from error
 
 
 def characters(value: object) -> int:
