@@ -227,6 +227,31 @@ def test_engines_have_names_where_there_are_several(count, names, monkeypatch):
     assert named == [*names, names[-1]]
 
 
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+@pytest.mark.parametrize(("count", "message"), [(2, "^replica 1: too large$"), (1, "^too large$")])
+def test_an_error_of_a_start_says_whose_it_is(count, message, kind, monkeypatch):
+    killed = []
+
+    class Started:
+        def __init__(self, config, log_level, devices, profiler, replica):
+            self.last = replica in (None, count - 1)
+
+        def kill(self):
+            killed.append(self)
+
+    def client(config, process):
+        if process.last:
+            raise kind("too large")
+        return Link()
+
+    monkeypatch.setattr(replicas_module, "EngineProcess", Started)
+    monkeypatch.setattr(replicas_module, "EngineClient", client)
+    config = EngineConfig.from_kwargs(model="none", data_parallel_size=count, device="cpu")
+    with pytest.raises(kind, match=message):
+        start_engines(config, max_restarts=1)
+    assert len(killed) == count
+
+
 def test_too_few_gpus(monkeypatch):
     """Or the last engines would run on the CPU."""
 

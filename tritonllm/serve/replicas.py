@@ -58,7 +58,7 @@ def start_engines(
             started.append(EngineProcess(alone, log_level, devices(number), profiler, name(number)))
         meanwhile()
         for number, process in enumerate(started):
-            links.append(_ready(number, alone, process))
+            links.append(_ready(name(number), alone, process))
     except BaseException:
         for link in links:
             link.close()
@@ -82,11 +82,15 @@ def check_gpus(config: EngineConfig) -> None:
         )
 
 
-def _ready(number: int, config: EngineConfig, process: EngineProcess) -> EngineClient:
+def _ready(name: int | None, config: EngineConfig, process: EngineProcess) -> EngineClient:
+    """Raises as :class:`EngineClient`, with the engine's name."""
     try:
         return EngineClient(config, process=process)
-    except RuntimeError as error:
-        raise RuntimeError(f"replica {number}: {error}") from error
+    except (ValueError, RuntimeError) as error:
+        if name is None:
+            raise
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        raise kind(f"replica {name}: {error}") from error
 
 
 def together(stats: Sequence[Stats]) -> Stats:
