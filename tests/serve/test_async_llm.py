@@ -16,9 +16,9 @@ from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind
 from tritonllm.serve.answering import Service
 from tritonllm.serve.app import make_app
-from tritonllm.serve.async_llm import QueueFullError
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineDeadError
+from tritonllm.serve.room import QueueFullError
 
 PROMPT = list(range(5, 25))
 ENGINE = {"block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -244,6 +244,62 @@ def test_a_body_may_have_more_prompts_than_the_engine_takes(llm, loop, monkeypat
     assert ended == list(range(20))
     assert len(most) == 20 and max(most) == max(4 // n * n, n), "others find a place"
     loop.run(idle(llm))
+
+
+@pytest.fixture
+def others(llm, loop, monkeypatch):
+    """Fills so many places of eight, and all prompts of a body may run at once."""
+    monkeypatch.setattr(Service, "_at_once", lambda self, params: 100)
+    tasks = []
+
+    async def fill(count):
+        tasks.extend(asyncio.create_task(collected(llm, f"other{i}", max_tokens=200)) for i in range(count))
+        while llm.num_unfinished < count:
+            await asyncio.sleep(0)
+
+    async def leave():
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await idle(llm)
+
+    yield lambda count: loop.run(fill(count))
+    loop.run(leave())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_body_that_has_begun_waits_while_others_fill_the_queue(llm, loop, others, n):
+    """Its client would lose what has run."""
+    others(6)
+    items = served(llm, loop, [[5, 6 + index] for index in range(12)], n=n, max_tokens=3)
+    assert sorted(index for index, output in items if output.finished) == list(range(12))
+
+
+def test_a_body_whose_client_leaves_waits_no_longer(llm, loop, others, monkeypatch):
+    added = []
+
+    class Watch:
+        def added(self, request_id, prompt_tokens, params):
+            added.append(request_id)
+
+        def updated(self, update): ...
+
+        def aborted(self, request_id): ...
+
+    others(7)
+
+    async def leave():
+        monkeypatch.setattr(llm, "observer", Watch())
+        service = Service(llm, ServerConfig(model_names=("m",)))
+        body = service.run("body", [[5, 6 + index] for index in range(12)], params(max_tokens=200), 0)
+        await anext(body)
+        await body.aclose()
+        assert llm.num_unfinished <= 7 and len(added) < 12
+        count = len(added)
+        await asyncio.sleep(0.2)  # what still waited would find room
+        assert len(added) == count
+
+    loop.run(leave())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -14,11 +15,12 @@ from tritonllm.engine.input_processor import TokenizedPrompt
 from tritonllm.engine.outputs import RequestOutput
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
-from tritonllm.serve.async_llm import AsyncLLM, sequences_of
+from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_body
 from tritonllm.serve.parsing.choose import TOOL_PARSERS, choose
 from tritonllm.serve.replies import DONE, as_json, event
+from tritonllm.serve.room import QueueFullError, sequences_of
 from tritonllm.serve.tokenizing import Params
 
 T = TypeVar("T")
@@ -84,15 +86,16 @@ class Service:
             Exception: as :meth:`AsyncLLM.generate`.
         """
         unique = uuid.uuid4().hex[:8]  # two clients may send the same X-Request-Id
-        starts: dict[type, Any] = {PoolingParams: self.llm.encode, BeamSearchParams: self.llm.beam_search}
-        start = starts.get(type(params), self.llm.generate)
+        ways: dict[type, Any] = {PoolingParams: self.llm.encode, BeamSearchParams: self.llm.beam_search}
+        start = ways.get(type(params), self.llm.generate)
         end = _Deadline(self.config.request_timeout)
         if len(prompts) > 1 or names is not None:
             prompts = await end.before(self.llm.check_prompts(prompts, params, names))
-        streams = [
-            start(prompt, params, f"{answer_id}-{unique}-{index}", priority=priority)
+        starts = [
+            partial(start, prompt, params, f"{answer_id}-{unique}-{index}", priority=priority)
             for index, prompt in enumerate(prompts)
         ]
+        streams = [self._in_turn(one, params) for one in starts] if len(starts) > 1 else [starts[0]()]
         merged = merge(streams, self._at_once(params))
         async with aclosing(merged):
             while True:
@@ -103,6 +106,20 @@ class Service:
                 if output.error is not None:
                     raise APIError(500, f"the engine failed: {output.error}", code="engine_error")
                 yield index, output
+
+    async def _in_turn(
+        self, start: Callable[[], AsyncGenerator[Any, None]], params: Params
+    ) -> AsyncGenerator[Any, None]:
+        """One request of several of a body: where others fill the queue meanwhile, it waits until it is taken."""
+        while True:
+            await self.llm.wait_for_room(params)
+            try:
+                async with aclosing(start()) as stream:
+                    async for output in stream:
+                        yield output
+                return
+            except QueueFullError:  # another API process was sooner
+                continue
 
     def _at_once(self, params: Params) -> int:
         """How many requests of one body may be in the engine: enough to fill it, but others find a place in the queue,

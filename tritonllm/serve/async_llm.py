@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Protocol
 
 from tritonllm.beam_search_params import BeamSearchParams
@@ -27,15 +28,12 @@ from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_param
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
 from tritonllm.serve.profiling import ProfilerConfig
 from tritonllm.serve.replicas import Replicas, start_engines
+from tritonllm.serve.room import Room, sequences_of
 from tritonllm.serve.shared_count import SharedCount
 from tritonllm.serve.tokenizing import Params, Tokenizing, numbered
 from tritonllm.vllm_arguments import no_adapter
 
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
-
-
-class QueueFullError(RuntimeError):
-    """As many requests wait as may wait: try again later."""
 
 
 class StoppedError(RuntimeError):
@@ -45,13 +43,6 @@ class StoppedError(RuntimeError):
 @dataclass(kw_only=True, repr=False)
 class AsyncEngineArgs(EngineArgs):
     """Arguments of :class:`AsyncLLM`, under vLLM's name; they are those of :class:`EngineArgs`."""
-
-
-def sequences_of(params: Params) -> int:
-    """How many a request has in the engine."""
-    if isinstance(params, BeamSearchParams):
-        return params.beam_width
-    return params.n if isinstance(params, SamplingParams) else 1
 
 
 class Observer(Protocol):
@@ -119,7 +110,8 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         self.stats: Stats = self._client.ready.stats
         self.pooling = self._client.ready.pooling
         self.max_num_seqs = self._client.ready.max_num_seqs
-        self.max_sequences = self.max_num_seqs + max_queue
+        count = SharedCount() if sequences is None else sequences
+        self._room = Room(self.max_num_seqs + max_queue, count)
         self.observer: Observer | None = None
         self.on_death: Callable[[str], None] | None = None
         self._collectors: dict[
@@ -127,7 +119,6 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         ] = {}  # and the request's number of sequences
         self._ending: set[str] = set()  # aborted; their last updates are on their way
         self._stopped: str | None = None  # why there are no requests any more
-        self._sequences = SharedCount() if sequences is None else sequences
         EngineCalls.__init__(self)
         Tokenizing.__init__(self, inputs, causal=self.pooling.causal)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -140,7 +131,12 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
     @property
     def num_unfinished(self) -> int:
         """Sequences in the engine, of all its API processes."""
-        return self._sequences.total
+        return self._room.taken
+
+    @property
+    def max_sequences(self) -> int:
+        """That may be in the engine."""
+        return self._room.most
 
     def attach(self) -> None:
         """Begin to listen to the engine, in the running event loop; the first request does it otherwise.
@@ -314,10 +310,15 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             raise self.dead_error
         if not self.stats.takes_requests:
             raise AsleepError("the engine sleeps, or has no weights: wake it up, or reload them, and try again")
-        if sequences > self.max_sequences:
-            raise ValueError(f"n={sequences} is more than this engine queues, {self.max_sequences}: lower it")
-        if (total := self._sequences.total) + sequences > self.max_sequences:
-            raise QueueFullError(f"{total} sequences run or wait, and the queue is full: try again later")
+        self._room.check(sequences)
+
+    async def wait_for_room(self, params: Params) -> None:
+        """Wait while the queue is full. A request for a prompt that is tokenized is taken if it comes at once.
+
+        Raises:
+            ValueError, EngineDeadError, StoppedError, AsleepError: it is not taken anyway.
+        """
+        await self._room.wait(partial(self._check_room, sequences_of(params)))
 
     def _add(self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> Collector:
         """Send the request to the engine. Nothing is awaited between the checks and the sending."""
@@ -337,7 +338,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
         self._client.send(message)
         self._collectors[request_id] = collector, params.n
-        self._sequences.add(params.n)
+        self._room.take(params.n)
         if self.observer is not None:
             self.observer.added(request_id, len(message.prompt_token_ids), params)
 
@@ -372,7 +373,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
 
     def _forget(self, request_id: str) -> Collector | PoolingCollector | None:
         collector, sequences = self._collectors.pop(request_id, (None, 0))
-        self._sequences.add(-sequences)
+        self._room.give_back(sequences)
         return collector
 
     def _take(self, news: News) -> None:

@@ -10,10 +10,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from tritonllm.engine.asleep import AsleepError
-from tritonllm.serve.async_llm import QueueFullError, StoppedError
+from tritonllm.serve.async_llm import StoppedError
 from tritonllm.serve.engine_calls import CallFailedError
 from tritonllm.serve.engine_client import EngineDeadError
 from tritonllm.serve.protocol import NEUTRAL, Body
+from tritonllm.serve.room import QueueFullError
 
 TYPES = {
     400: "invalid_request_error",

@@ -1,0 +1,87 @@
+"""Who waits for room in the engine."""
+
+import asyncio
+
+import pytest
+
+from tritonllm.serve.room import QueueFullError, Room
+from tritonllm.serve.shared_count import SharedCount
+
+
+def taker(room, name, sequences, order):
+    async def take():
+        await room.wait(lambda: room.check(sequences))
+        room.take(sequences)
+        order.append(name)
+
+    return asyncio.create_task(take())
+
+
+async def settle():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_room_is_given_in_the_order_of_arrival():
+    async def run():
+        room, order = Room(4, SharedCount()), []
+        room.take(4)
+        tasks = [taker(room, "large", 3, order), taker(room, "small", 1, order), taker(room, "last", 1, order)]
+        for _ in range(2):
+            await settle()
+            room.give_back(1)
+        await settle()
+        assert order == [] and room.taken == 2, "the small ones do not overtake the large one"
+        room.give_back(1)
+        await asyncio.wait_for(tasks[0], 60)
+        await settle()
+        assert order == ["large"] and room.taken == 4
+        tasks[1].cancel()
+        await settle()
+        room.give_back(1)
+        await asyncio.wait_for(tasks[2], 60)
+        assert order == ["large", "last"] and room.taken == 4
+
+    asyncio.run(run())
+
+
+def test_room_that_another_process_makes_is_seen():
+    async def run():
+        places = [1, 3]
+        room, order = Room(4, SharedCount(places, 0)), []
+        task = taker(room, "waits", 1, order)
+        await settle()
+        assert not task.done()
+        places[1] = 2
+        await asyncio.wait_for(task, 60)
+        assert room.taken == 4
+
+    asyncio.run(run())
+
+
+def test_who_is_not_taken_anyway_does_not_wait():
+    class StoppedError(Exception):
+        pass
+
+    async def run():
+        room, stopped = Room(4, SharedCount()), []
+        room.take(4)
+
+        def check():
+            if stopped:
+                raise StoppedError
+            room.check(1)
+
+        task = asyncio.create_task(room.wait(check))
+        await settle()
+        stopped.append(True)
+        with pytest.raises(StoppedError):
+            await asyncio.wait_for(task, 60)
+        with pytest.raises(ValueError, match="n=5 is more than this engine queues, 4"):
+            await room.wait(lambda: room.check(5))
+
+    asyncio.run(run())
+    room = Room(4, SharedCount())
+    room.take(4)
+    with pytest.raises(QueueFullError, match="4 sequences run or wait"):
+        room.check(1)

@@ -1,0 +1,81 @@
+"""How many sequences are in the engine, and who waits until others find room there."""
+
+import asyncio
+from collections.abc import Callable
+
+from tritonllm.beam_search_params import BeamSearchParams
+from tritonllm.sampling_params import SamplingParams
+from tritonllm.serve.shared_count import SharedCount
+from tritonllm.serve.tokenizing import Params
+
+LOOK_AGAIN = 0.05  # seconds between two looks, since other processes make room without a word
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as may wait: try again later."""
+
+
+def sequences_of(params: Params) -> int:
+    """How many a request has in the engine."""
+    if isinstance(params, BeamSearchParams):
+        return params.beam_width
+    return params.n if isinstance(params, SamplingParams) else 1
+
+
+class Room:
+    """Args:
+    most: sequences that may be in the engine.
+    count: of those that are there, of all its API processes.
+    """
+
+    def __init__(self, most: int, count: SharedCount) -> None:
+        self.most = most
+        self._count = count
+        self._turn = asyncio.Lock()
+        self._made = asyncio.Event()  # there is room that was not there when it was last cleared
+
+    @property
+    def taken(self) -> int:
+        return self._count.total
+
+    def take(self, sequences: int) -> None:
+        self._count.add(sequences)
+
+    def give_back(self, sequences: int) -> None:
+        self._count.add(-sequences)
+        self._made.set()
+
+    def check(self, sequences: int) -> None:
+        """Raises:
+        ValueError: so many never find room.
+        QueueFullError: they find none now.
+        """
+        if sequences > self.most:
+            raise ValueError(f"n={sequences} is more than this engine queues, {self.most}: lower it")
+        if (taken := self.taken) + sequences > self.most:
+            raise QueueFullError(f"{taken} sequences run or wait, and the queue is full: try again later")
+
+    async def wait(self, check: Callable[[], None]) -> None:
+        """Wait until there is room, which is the caller's if it takes it before it awaits anything. Who came first is
+        served first, so that a request with many sequences has its turn, too.
+
+        Args:
+            check: as :meth:`check`, for the caller's sequences.
+
+        Raises:
+            Exception: what ``check`` raises, but for :class:`QueueFullError`.
+        """
+        async with self._turn:
+            while True:
+                self._made.clear()
+                try:
+                    return check()
+                except QueueFullError:
+                    await self._look_again()
+
+    async def _look_again(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_AGAIN):
+                await self._made.wait()
+        except TimeoutError:
+            pass
