@@ -159,6 +159,46 @@ def test_a_second_sigterm_does_not_wait_and_tells_clients(processes):
         eventually(lambda: all_gone(children))
 
 
+STUCK = """
+import atexit, sys, threading
+from tritonllm.cli import main
+from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
+
+encode = InputProcessor.encode
+
+def stuck(self, text, add_special_tokens=True):
+    if len(text) > SURELY_QUICK:
+        print("a long text", file=sys.stderr, flush=True)
+        threading.Event().wait()
+    return encode(self, text, add_special_tokens)
+
+InputProcessor.encode = stuck
+if __name__ == "__main__":
+    atexit.register(print, "said at the end", file=sys.stderr)
+    sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_long_text_does_not_delay_the_end(processes, tmp_path):
+    """A tokenizer cannot be broken off. Here it never ends, in its thread, for which Python waits."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    before, options = socket_folders(), ("--api-server-count", str(processes), "--drain-seconds", "0.5")
+    with running_server(*options, program=[str(tmp_path / "stuck.py")]) as server, ThreadPoolExecutor() as threads:
+        children = server.children()
+        body = {"prompt": "long " * 20_000}
+        answer = threads.submit(httpx.post, f"{server.url}/tokenize", json=body, timeout=60)
+        eventually(lambda: "a long text" in server.text)
+        server.process.terminate()
+        assert server.wait() == 0
+        assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (503, "stopped")
+        for said in ("INFO tritonllm.serve.run: stopped", "said at the end") if processes == 1 else ("stopped",):
+            assert said in server.text
+        assert "Traceback" not in server.text and "killed" not in server.text
+        eventually(lambda: all_gone(children))
+        assert socket_folders() <= before
+
+
 def test_a_port_that_is_taken(server):
     port = server.url.rpartition(":")[2]
     with pytest.raises(AssertionError, match=r"error: cannot listen on .*: give another --port, or 0 for a free one"):

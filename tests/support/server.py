@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
@@ -25,10 +25,13 @@ class RunningServer:
     """Args:
     options: of ``tritonllm serve``.
     environment: variables beside those of this process.
+    program: what Python runs, that takes the arguments of ``tritonllm``.
     """
 
-    def __init__(self, *options: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "tritonllm", "serve", "--served-model-name", MODEL, "other-name"]
+    def __init__(
+        self, *options: str, environment: dict[str, str] | None = None, program: Sequence[str] = ("-m", "tritonllm")
+    ) -> None:
+        command = [sys.executable, *program, "serve", "--served-model-name", MODEL, "other-name"]
         if "--uds" not in options:
             command += ["--port", "0"]
         inherited = {name: value for name, value in os.environ.items() if name != "TRITONLLM_API_KEY"}

@@ -224,6 +224,7 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         args.wrong_usage(str(error))
     try:
         with no_searches(ours=True):
+            from tritonllm.serve.child_process import end_without_threads
             from tritonllm.serve.run import serve
     except ImportError as error:
         raise ImportError(EXTRA.format(error)) from error
@@ -234,4 +235,4 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     package = logging.getLogger("tritonllm")
     if not args.quiet:  # a server tells where it listens, and a line for each request
         package.setLevel(min(package.level, logging.INFO))
-    return serve(engine, config, max_queue=args.max_queue, log_level=package.level)
+    return serve(engine, config, max_queue=args.max_queue, log_level=package.level, end=end_without_threads)

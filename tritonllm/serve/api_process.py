@@ -20,7 +20,7 @@ from tritonllm.config import EngineConfig
 from tritonllm.http_server import DrainingServer
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
-from tritonllm.serve.child_process import end_with_parent, log_to_stderr
+from tritonllm.serve.child_process import end_with_parent, end_without_threads, log_to_stderr
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineLink
 from tritonllm.serve.messages import Ready
@@ -141,6 +141,8 @@ def run_api(
     leave_out_of_searches()
     server.run(sockets=[sock])
     llm.shutdown()
+    if llm.is_in_long_text:
+        end_without_threads(0)
 
 
 def _end_soon(server: StoppableServer) -> None:

@@ -411,6 +411,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
     def end_requests(self, why: str) -> None:
         """Let unfinished requests, and those to come, end with a :class:`StoppedError`. The engine runs on."""
         self._stopped = why
+        self._end_waits(StoppedError(why))
         for collector, _ in self._collectors.values():
             collector.fail(StoppedError(why))
 

@@ -1,12 +1,15 @@
-"""What every process that a server starts does first."""
+"""What every process that a server starts does first, and how one ends."""
 
+import atexit
 import logging
 import multiprocessing
 import os
 import shutil
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import wait
+from typing import NoReturn
 
 PARENT_DIED = 3  # exit status
 
@@ -22,6 +25,16 @@ def end_with_parent(folder: str) -> None:
         os._exit(PARENT_DIED)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def end_without_threads(status: int) -> NoReturn:
+    """End this process as Python does, but do not wait for its threads: what is registered for the end is done, and
+    what was written is flushed. A thread inside a tokenizer can neither be broken off, nor go on while Python ends."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            stream.flush()
+    os._exit(status)
 
 
 def log_to_stderr(level: int, replica: int | None = None) -> None:

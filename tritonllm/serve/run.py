@@ -10,7 +10,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -112,13 +112,22 @@ def address_of(config: ServerConfig, sock: socket.socket | None = None) -> str:
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
 
 
-def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_level: int | None = None) -> int:
+def serve(
+    engine: EngineConfig,
+    config: ServerConfig,
+    *,
+    max_queue: int,
+    log_level: int | None = None,
+    end: Callable[[int], object] = lambda status: None,
+) -> int:
     """Start an engine and serve until SIGINT or SIGTERM comes, or the engine dies.
 
     Args:
         engine, config: what to serve, and how.
         max_queue: sequences that may wait for a seat.
         log_level: of the engine process's messages on stderr; ``None``: it writes none.
+        end: is called with the exit status if a thread still tokenizes a long text: it may end the process, which would
+            wait for the thread.
 
     Returns:
         The exit status: 0 if it was told to stop, 1 if the engine died (for good, with ``restart``).
@@ -145,13 +154,16 @@ def serve(engine: EngineConfig, config: ServerConfig, *, max_queue: int, log_lev
                 max_restarts=config.restart,
             )
         try:
-            return _serve(llm, config, sock)
+            status = _serve(llm, config, sock)
         finally:
             llm.shutdown()
     finally:
         sock.close()
         if config.uds is not None:
             Path(config.uds).unlink(missing_ok=True)
+    if llm.is_in_long_text:
+        end(status)
+    return status
 
 
 @contextmanager

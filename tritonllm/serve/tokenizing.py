@@ -40,6 +40,8 @@ class Tokenizing:
         self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
         self._long_inputs: InputProcessor | None = None  # with a tokenizer of its own, from the first long text on
+        self._in_long_text = False
+        self._waits: set[asyncio.Future[Exception]] = set()  # for a long text; they may end sooner, with an error
 
     @property
     def max_model_len(self) -> int:
@@ -47,6 +49,11 @@ class Tokenizing:
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params.clone()
+
+    @property
+    def is_in_long_text(self) -> bool:
+        """A thread works on a long text, which Python would wait for at the end of the process."""
+        return self._in_long_text
 
     async def get_tokenizer(self) -> Any:
         return self.inputs.tokenizer
@@ -57,13 +64,40 @@ class Tokenizing:
         Args:
             size: characters of the text, of which long ones wait for each other.
             work: is given what has the thread's tokenizer.
+
+        Raises:
+            Exception: what ``work`` raises, or what :meth:`_end_waits` was given meanwhile.
         """
         loop = asyncio.get_running_loop()
         if size <= SURELY_QUICK:
             return await loop.run_in_executor(self._short, work, self.inputs)
-        return await loop.run_in_executor(self._long, self._with_long_text, work)
+        result = loop.run_in_executor(self._long, self._with_long_text, work)
+        wait: asyncio.Future[Exception] = loop.create_future()
+        self._waits.add(wait)
+        either: set[asyncio.Future[Any]] = {result, wait}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if wait.done():
+                raise wait.result()
+            return result.result()
+        finally:
+            self._waits.discard(wait)
+            result.cancel()
+
+    def _end_waits(self, error: Exception) -> None:
+        """Whoever waits for a long text gets this error instead."""
+        for wait in self._waits:
+            if not wait.done():
+                wait.set_result(error)
 
     def _with_long_text(self, work: Callable[[InputProcessor], T]) -> T:
+        self._in_long_text = True
+        try:
+            return self._in_its_thread(work)
+        finally:
+            self._in_long_text = False
+
+    def _in_its_thread(self, work: Callable[[InputProcessor], T]) -> T:
         if self._long_inputs is None:
             try:
                 self._long_inputs = self.inputs.copied()
