@@ -1,5 +1,6 @@
 """``--api-server-count``: several processes speak HTTP in front of one engine."""
 
+import json
 import os
 import signal
 from collections import Counter
@@ -7,7 +8,7 @@ from collections import Counter
 import httpx
 import psutil
 import pytest
-from support.server import MODEL, eventually, running_server, socket_folders
+from support.server import MODEL, eventually, refuses, running_server, socket_folders
 from support.streams import Stream, all_gone
 
 from tritonllm import SamplingParams
@@ -78,6 +79,20 @@ def test_sigterm_lets_requests_end():
         assert server.wait() == 0
         assert all(stream.end()[-1] == "[DONE]" for stream in streams)
         assert all(len(stream.events) > 100 for stream in streams)
+        eventually(lambda: all_gone(children))
+
+
+def test_an_engine_that_is_killed_while_requests_end_is_not_waited_for():
+    with running_server("--api-server-count", "2", "--drain-seconds", "10000") as server:
+        streams, children, engine = [Stream(server, n=8) for _ in range(4)], server.children(), server.engine()
+        server.process.terminate()
+        eventually(lambda: refuses(server))
+        assert server.process.poll() is None, "the requests run"
+        engine.kill()
+        assert server.wait() == 1
+        for stream in streams:
+            error = json.loads(stream.end()[-2])["error"]
+            assert error["code"] == "engine_dead"
         eventually(lambda: all_gone(children))
 
 

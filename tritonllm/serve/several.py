@@ -156,9 +156,7 @@ def _watch(client: EngineClient, apis: Apis, signalled: int, config: ServerConfi
             apis.join(EXTRA_SECONDS + config.drain_seconds)
             return FAILED
         if signalled in ready:
-            apis.join(EXTRA_SECONDS + config.drain_seconds)
-            logger.info("stopped")
-            return DONE
+            return _drain(client, apis, EXTRA_SECONDS + config.drain_seconds)
         if any(sentinel in ready for sentinel in sentinels):
             logger.error("an API process has died: the server ends")
             apis.tell(STOP_NOW)
@@ -168,3 +166,21 @@ def _watch(client: EngineClient, apis: Apis, signalled: int, config: ServerConfi
         if listening == len(apis.processes):
             listening = 0  # it is said once
             logger.info("serving %s on %s", ", ".join(config.model_names), address)
+
+
+def _drain(client: EngineClient, apis: Apis, seconds: float) -> int:
+    """Until the API processes, which were told to stop, have ended; if the engine dies meanwhile, they hear of it."""
+    end, status = time.monotonic() + seconds, DONE
+    while living := [process.sentinel for process in apis.processes if process.is_alive()]:
+        watched = living if status == FAILED else [client.sentinel, *living]
+        ready = wait(watched, max(end - time.monotonic(), 0.0))
+        if not ready:
+            break
+        if client.sentinel in ready:
+            why, status = client.bury(), FAILED
+            logger.error("%s: the server ends", why)
+            apis.tell(why)
+    apis.join(0.0)
+    if status == DONE:
+        logger.info("stopped")
+    return status
