@@ -31,8 +31,9 @@ def has_float8(arch: Arch) -> bool:
     return isinstance(arch, int) and arch >= 89
 
 
-def assert_resources(kernels: list[CompiledKernel]) -> None:
-    """Something was compiled, it fits the chip's shared memory, and no register was spilled but for ``SPILLS_FROM``.
+def assert_resources(kernels: list[CompiledKernel], most_spilled: int = 0) -> None:
+    """Something was compiled, it fits the chip's shared memory, and no register was spilled but for ``SPILLS_FROM``, or
+    at most so many bytes of registers.
 
     Of kernels for AMD's GPUs only that they compile: nobody has tuned them for those, nor measured them there.
     """
@@ -47,7 +48,7 @@ def assert_resources(kernels: list[CompiledKernel]) -> None:
         if spills_from is not None and spills_from <= releases.TRITON:
             continue
         registers, spilled = kernel.resource_usage()
-        assert spilled == 0, f"{what}: {spilled} bytes of registers spilled ({registers} registers)"
+        assert spilled <= most_spilled, f"{what}: {spilled} bytes of registers spilled ({registers} registers)"
 
 
 def assert_sass(kernels: list[CompiledKernel], instruction: str, name: str) -> None:

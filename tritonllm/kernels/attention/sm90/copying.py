@@ -134,8 +134,9 @@ def copy_items(descs, queries, table, pipes, mail, shape, tiles, draw_ptr, GROUP
         lo, _, _, hi, first, end = visible_tiles(
             pair, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
         )  # fmt: skip
-        early = (hi - lo) * BLOCK_N <= DRAWN_EARLY
-        b_early = _draw(draw_ptr, b_lane, early)
+        if not SPLIT:  # there are few items, and shares are cut evenly
+            early = (hi - lo) * BLOCK_N <= DRAWN_EARLY
+            b_early = _draw(draw_ptr, b_lane, early)
         shares = 1
         if SPLIT:
             shares = shares_of(hi - lo, most, BLOCK_N, SPLIT)
@@ -145,8 +146,12 @@ def copy_items(descs, queries, table, pipes, mail, shape, tiles, draw_ptr, GROUP
             _send(mail, queries, sent, (kv_head, begin, q_len, pair, seq_len), count, (part, shares), GROUP)
             sent += 1
             count = _copy_keys(descs, table, pipes, seq, kv_head, (lo, hi, first, end), pages, count, BLOCK_SIZE)
-        b_late = _draw(draw_ptr, b_lane, early == 0)
-        drawn = gl.sum(gl.where(b_lane == 0, gl.where(early, b_early, b_late), 0), 0)
+        if SPLIT:
+            drawn = gl.atomic_add(draw_ptr, 1, sem="relaxed")
+        elif early:
+            drawn = gl.sum(gl.where(b_lane == 0, b_early, 0), 0)
+        else:  # not as a vector: registers would not suffice with Triton 3.9
+            drawn = gl.atomic_add(draw_ptr, 1, sem="relaxed")
         if drawn == items - 1:  # every item was followed by a draw: this was the last of all
             gl.store(draw_ptr, 0)
         item = gl.num_programs(0) + drawn
