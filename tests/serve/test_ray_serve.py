@@ -201,7 +201,7 @@ async def streams_with(deployed, prompts, deed, late=(), replicas=1, tokens=TOKE
     come meanwhile."""
     begun = {}
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=deployed.url, headers=deployed.headers, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=deployed.url, headers=deployed.headers, timeout=300, limits=limits) as client:
         tasks = [asyncio.create_task(stream(client, prompt, begun, tokens)) for prompt in prompts]
         while len(begun) < len(prompts) // 2 or len(set(begun.values())) < replicas:
             await asyncio.sleep(0.01)
