@@ -90,13 +90,14 @@ class WarmUp:
         """Every step."""
         self._work.copy()
         widest = -(-self._limits.max_model_len // self._limits.block_size)
+        every_width = sorted({*warm_up_sizes(widest), widest})
         widths = sorted({*warm_up_sizes(widest)[::2], widest})  # every width: 0.2 s more, for no more kernels
         for tokens in (*warm_up_sizes(self._limits.max_num_batched_tokens), *self._limits.padded):
             self.prefill_step(tokens)
             for width in widths:
                 if width * self._limits.block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
-        for width in {*warm_up_sizes(widest), widest}:  # a step of many tokens may be one of many short prompts
+        for width in every_width:  # a step of many tokens may be one of many short prompts
             longest, tokens = width * self._limits.block_size, min(MANY, self._limits.max_num_batched_tokens)
             if longest < tokens:
                 self.prefill_step(tokens, longest=longest, sample=False)

@@ -134,13 +134,13 @@ def copy_items(descs, queries, table, pipes, mail, shape, tiles, draw_ptr, GROUP
         lo, _, _, hi, first, end = visible_tiles(
             pair, q_len, seq_len, window, GROUP, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
         )  # fmt: skip
-        if not SPLIT:  # there are few items, and shares are cut evenly
-            early = (hi - lo) * BLOCK_N <= DRAWN_EARLY
-            b_early = _draw(draw_ptr, b_lane, early)
         shares = 1
         if SPLIT:
             shares = shares_of(hi - lo, most, BLOCK_N, SPLIT)
             lo, hi = share_of_tiles(lo, hi, (part, shares))
+        else:  # of shares there are few, and they are cut evenly: nothing is drawn early
+            early = (hi - lo) * BLOCK_N <= DRAWN_EARLY
+            b_early = _draw(draw_ptr, b_lane, early)
         if (pair < q_len * GROUP) & (part < shares):
             pages = _page_ids(table, b_lane, seq, hi - 1, first, end, BLOCK_SIZE, BLOCK_N)
             _send(mail, queries, sent, (kv_head, begin, q_len, pair, seq_len), count, (part, shares), GROUP)
