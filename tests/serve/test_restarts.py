@@ -106,6 +106,29 @@ def test_what_arrives_after_the_end_is_closed():
     assert asyncio.run(begin()) == []
 
 
+def test_the_end_waits_for_what_a_killed_start_leaves():
+    """Python may end next, and with it the thread that removes the sockets' folder."""
+    removed = []
+
+    class Slow(Start):
+        def link(self):
+            try:
+                return super().link()
+            finally:
+                threading.Event().wait(0.2)
+                removed.append(self)
+
+    async def begin():
+        slows = [Slow(), Slow()]
+        restarts = Restarts(2, slows.__getitem__)
+        restarts.begin(0, print)
+        restarts.begin(1, print)
+        restarts.close()
+        return len(removed)
+
+    assert asyncio.run(begin()) == 2
+
+
 def in_loop(work, count=2, most=3):
     """Run a coroutine with replicas, their links, starts, news and deaths."""
 
@@ -273,4 +296,4 @@ def test_a_server_can_be_stopped_while_an_engine_starts():
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
         eventually(lambda: all_gone(children))
-    eventually(lambda: socket_folders() <= before)
+    assert socket_folders() <= before

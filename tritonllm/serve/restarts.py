@@ -14,6 +14,7 @@ from tritonllm.serve.profiling import ProfilerConfig
 
 logger = logging.getLogger(__name__)
 WINDOW = 600.0  # seconds in which restarts are counted: an engine that dies again and again is better left to a person
+END_SECONDS = 10.0  # a killed process has ended, and its files are removed, long before
 STARTING = "the engine has died, and is started again"
 
 
@@ -61,6 +62,7 @@ class Restarts:
         self._most, self._start, self._clock = most, start, clock
         self._times: deque[float] = deque()
         self._under_way: dict[int, Starting] = {}
+        self._waiting: dict[int, threading.Thread] = {}  # for what is under way
 
     @property
     def under_way(self) -> bool:
@@ -103,11 +105,18 @@ class Restarts:
                 starting.kill()
 
         # A thread of its own: the end of an event loop waits for those of its pool, and a start takes long.
-        threading.Thread(target=wait, name=f"restart-{number}", daemon=True).start()
+        self._waiting[number] = threading.Thread(target=wait, name=f"restart-{number}", daemon=True)
+        self._waiting[number].start()
         return True
 
     def close(self) -> None:
-        """End what is under way, and start nothing any more. May be called again."""
+        """End what is under way, and start nothing any more. May be called again.
+
+        Waits for the threads, which remove what the killed processes have left: Python's end would break them off.
+        """
         self._most = 0
-        for number in list(self._under_way):
+        ended = list(self._under_way)
+        for number in ended:
             self._under_way.pop(number).kill()
+        for number in ended:
+            self._waiting.pop(number).join(END_SECONDS)
