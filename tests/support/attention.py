@@ -22,7 +22,7 @@ DECODES = {
     "few": FEW | {"PROGRAMS": 1, "num_warps": 1, "num_stages": 1},
     "few in parts": FEW | {"num_warps": 1, "num_stages": 1},
 }
-PREFILL = {"kernel": "portable", **TILE}
+PREFILL = {"kernel": "portable", "SPLIT": 0, **TILE}
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,11 @@ def space(
         return [hopper | tile for tile in [*product(**narrow, SPLIT=(0,)), *wide]]
     tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2)]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    return [{"kernel": "portable"} | dict(zip(names, tile, strict=True)) for tile in tiles if tile[0] <= rows]
+    whole = {"kernel": "portable", "SPLIT": 0}
+    configs = [whole | dict(zip(names, tile, strict=True)) for tile in tiles if tile[0] <= rows]
+    if few == "split" and dtype != "float32":
+        configs += [prefill.shared_config(head_size, rows) | {"SPLIT": split} for split in (64, 128, 256)]
+    return configs
 
 
 TUNABLE = Tunable(

@@ -1,9 +1,13 @@
+import re
+
 import pytest
 import torch
+import triton
 from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels, has_float8
 
 from tritonllm.kernels import varlen_prefill_attention
-from tritonllm.kernels.runtime import releases
+from tritonllm.kernels.attention.prefill import shared_config
+from tritonllm.kernels.runtime import releases, tuning
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 CASES = [
@@ -42,6 +46,40 @@ def test_compiles(arch):
         launch(8, 4, 256, 16, BF16, BF16, 512, softcap=50.0)  # Gemma 2
         launch(12, 12, 64, 16, BF16, BF16, 512, apart=True, causal=False, window=65)  # ModernBERT
     assert_resources(kernels)
+
+
+SHARED = [
+    (14, 2, 64, 128, FP16, FP16, 64),
+    (32, 8, 128, 16, BF16, BF16, 4),
+    (32, 8, 128, 16, BF16, BF16, 8),
+    (32, 8, 128, 16, BF16, BF16, 64),
+    (32, 8, 80, 16, BF16, BF16, 64),
+    (8, 4, 256, 16, BF16, BF16, 64),
+    (8, 2, 512, 16, BF16, BF16, 64),
+    (32, 8, 128, 16, BF16, FP8, 64),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_keys_shared_out_compile(arch):
+    """Few rows, whose keys are shared out by the portable kernel; parts are counted by one atomic."""
+
+    def shared(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, **options):
+        rows = triton.next_power_of_2(max(16, heads // kv_heads * longest))
+        with tuning.override("varlen_prefill_attention", shared_config(head_size, rows)):
+            launch(heads, kv_heads, head_size, block_size, dtype, cache_dtype, longest, tokens=64, **options)
+
+    with compile_kernels(arch) as kernels:
+        for case in SHARED:
+            if case[-2] == FP8 and not has_float8(arch):
+                continue
+            shared(*case)
+        everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
+        shared(32, 8, 80, 16, BF16, BF16, 64, **everything, k_scale=torch.empty(8), return_lse=True)
+        shared(14, 2, 64, 16, FP16, FP16, 64, causal=False, softcap=5.0, return_lse=True)
+    assert {kernel.name for kernel in kernels} == {"_prefill_kernel"}
+    assert_resources(kernels)
+    assert all(len(re.findall(r"tt.atomic_rmw", kernel.asm["ttir"])) == 1 for kernel in kernels)
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

@@ -1,7 +1,9 @@
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, make_problem, options, shapes
@@ -9,11 +11,15 @@ from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
 
 from tritonllm.kernels import paged_decode_attention, varlen_prefill_attention, varlen_prefill_attention_ref
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
-from tritonllm.kernels.runtime import tuning
+from tritonllm.kernels.attention.portable import prefill as portable
+from tritonllm.kernels.attention.prefill import shared_config
+from tritonllm.kernels.runtime import chip, tuning
 
-# Small tiles, so that small problems have several: few queries and few keys, more queries, more keys.
+# Small tiles, so that small problems have several: few queries and few keys, more queries, more keys; keys that are not
+# shared out, and such that are, each tile of them by itself or not.
 PORTABLE = {"kernel": "portable", "num_warps": 4, "num_stages": 2}
-TINY = [PORTABLE | {"BLOCK_M": m, "BLOCK_N": n} for m, n in ((16, 16), (64, 16), (16, 32))]
+SIZES = ((16, 16, 0), (64, 16, 0), (16, 32, 0), (16, 16, 1), (64, 16, 4), (16, 32, 16))
+TINY = [PORTABLE | {"BLOCK_M": m, "BLOCK_N": n, "SPLIT": split} for m, n, split in SIZES]
 
 
 def check(p: Problem, *, causal: bool = True, padding: int = 0) -> None:
@@ -43,8 +49,59 @@ def test_matches_reference(device, lens, shape, options, dtype, causal, padding,
     """Chunks of new tokens over cached ones, decodes and absent sequences in one batch."""
     new = [n for n, _ in lens]
     p = make_problem(device, new, [n + cached for n, cached in lens], dtype=dtype, padding=padding, **shape, **options)
-    with tuning.override("varlen_prefill_attention", config):
+    with tuning.override("varlen_prefill_attention", config), patch.object(chip, "processors", return_value=4):
         check(p, causal=causal, padding=padding)
+
+
+SHARED = {  # new tokens, and keys
+    "one turn": ([3], [300]),
+    "several": ([5, 0, 1, 9], [200, 70, 301, 9]),
+    "more queries than keys": ([12, 8], [5, 90]),
+    "nobody": ([0, 0], [30, 0]),
+    "more tiles than programs": ([3] * 9, [50 + 20 * i for i in range(9)]),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 70, "sinks": True}, {"alibi_slopes": True, "softcap": 4.0, "k_scale": "heads"}], ids=str
+)
+@pytest.mark.parametrize("batch", SHARED)
+def test_keys_shared_out(device, batch, options):
+    """The parts are merged in one order, and the workspace is zero again, also if it is too short and a new one is."""
+    p = make_problem(device, *SHARED[batch], head_size=24, dtype=torch.bfloat16, **options)
+    config = PORTABLE | {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT": 8}
+    keywords = {"max_seqlen_q": max(1, *SHARED[batch][0]), "return_lse": True, **p.options}
+    want, want_lse = varlen_prefill_attention_ref(*p.exact().prefill, **keywords)
+    outs = []
+    for programs, size in ((4, 3), (16, 4096), (16, 4096)):
+        workspace = torch.zeros(size, dtype=torch.int32, device=device)
+        with (
+            tuning.override("varlen_prefill_attention", config),
+            patch.object(chip, "processors", return_value=programs // 2),
+        ):
+            outs.append(varlen_prefill_attention(*p.prefill, **keywords, workspace=workspace))
+        assert (workspace == 0).all()
+    for out, lse in outs:
+        assert_close(out, want, torch.bfloat16)
+        assert_logs_close(lse, want_lse, torch.bfloat16)
+    assert torch.equal(outs[1][0], outs[2][0]), "the order of merging depends on time"
+
+
+def test_keys_are_shared_out_where_programs_are_few(device):
+    """A tile of rows behind 300 keys gets its part of the programs, but not so many that merging takes longer."""
+    p = make_problem(device, [3], [300], kv_heads=1, group=2, head_size=16)
+    for programs, split, shares in ((2, 1, 2), (6, 1, 6), (30, 1, 17), (30, 16, 4), (30, 300, 1)):
+        part = poisoned(programs, 16, 16, dtype=torch.float32, device=device)
+        parts = part, torch.empty(programs, 16, device=device), torch.zeros(programs, dtype=torch.int32, device=device)
+        config = PORTABLE | {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT": split}
+        with (
+            tuning.override("varlen_prefill_attention", config),
+            patch.object(chip, "processors", return_value=programs // 2),
+            patch.object(portable, "_parts", return_value=parts),
+        ):
+            varlen_prefill_attention(*p.prefill, max_seqlen_q=3)
+        kept = (~part[:, :6].isnan().flatten(1).any(1)).sum()
+        assert kept == (shares if shares > 1 else 0)
 
 
 def test_default_config(device):
@@ -167,6 +224,31 @@ def test_real_shapes(device, heads, kv_heads, head_size, block_size, new, cached
     check(make_problem(device, new, lens, dtype=dtype, **shape, alibi_slopes=True, float8=True, k_scale="heads"))
     check(make_problem(device, new, lens, dtype=dtype, **shape), causal=False)
     check(make_problem(device, new, lens, dtype=dtype, **shape, window=65), causal=False)  # of ModernBERT
+
+
+TURNS = [
+    # heads, kv heads, head size, block size, new tokens, cached tokens
+    (32, 8, 128, 16, [8], [32_760]),
+    (32, 8, 128, 16, [128, 1, 0, 17], [9000, 4000, 9, 0]),
+    (14, 2, 64, 16, [40] * 12, [500 * i for i in range(12)]),
+    (8, 4, 256, 16, [60, 5], [3000, 1000]),
+    (8, 2, 512, 64, [30, 70], [2000, 0]),
+    (12, 12, 80, 48, [13] * 2, [5000, 48]),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("float8", [False, True], ids=["", "float8"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size", "block_size", "new", "cached"), TURNS)
+def test_keys_shared_out_of_real_shapes(device, heads, kv_heads, head_size, block_size, new, cached, float8):
+    lens = [n + c for n, c in zip(new, cached, strict=True)]
+    shape = {"kv_heads": kv_heads, "group": heads // kv_heads, "head_size": head_size, "block_size": block_size}
+    config = shared_config(head_size, triton.next_power_of_2(max(16, max(new) * heads // kv_heads)))
+    with tuning.override("varlen_prefill_attention", config):
+        check(make_problem(device, new, lens, dtype=torch.bfloat16, float8=float8, **shape))
+        everything = {"window": 700, "sinks": True, "softcap": 30.0, "alibi_slopes": True}
+        check(make_problem(device, new, lens, dtype=torch.bfloat16, float8=float8, **shape, **everything))
+        check(make_problem(device, new, lens, dtype=torch.bfloat16, float8=float8, **shape), causal=False)
 
 
 @pytest.mark.gpu

@@ -62,7 +62,7 @@ def default_config(
         if capacity >= SM90_LONG and logits == "plain" and 64 % group == 0:  # otherwise registers do not suffice
             return hopper | {"BLOCK_N": 128, "PARTS": 1, "MERGED": False, "num_stages": 2}
         return hopper | {"BLOCK_N": 64, "PARTS": 2, "MERGED": capacity <= SM90_SHORT, "num_stages": 4}
-    config: tuning.Config = {"kernel": "portable"}
+    config: tuning.Config = {"kernel": "portable", "SPLIT": 0}  # what sharing out gains here is not measured yet
     if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
         return config | {"BLOCK_M": min(rows, 32), "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
     if head_size > 256:
@@ -74,11 +74,27 @@ def default_config(
     return config | ({"maxnreg": 255} if head_size <= 64 else {})
 
 
+def shared_config(head_size: int, rows: int) -> tuning.Config:
+    """Of the portable kernel, where keys are shared out (for the tuner). Merging takes registers, so tiles are half as
+    high as others.
+
+    Args:
+        rows: (token, head) pairs of the longest sequence's new tokens, a power of two of at least 16.
+    """
+    config: tuning.Config = {"kernel": "portable", "SPLIT": 128, "maxnreg": 255}
+    if head_size > 256:
+        return config | {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    if head_size > 128:
+        return config | {"BLOCK_M": min(rows, 32), "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    return config | {"BLOCK_M": min(rows, 64), "BLOCK_N": 64, "num_warps": 8 if rows > 32 else 4, "num_stages": 3}
+
+
 def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str, Any]:
     """What a configuration depends on."""
     (q, _, max_seqlen_q, *_), (k_cache, v_cache, block_tables, _) = queries, pages
     tokens, heads, head_size = q.shape
-    arch, few, group = "any", "no", heads // k_cache.shape[2]
+    arch, group = "any", heads // k_cache.shape[2]
+    few = "no"
     if chip.on_sm90(q.device):
         from tritonllm.kernels.attention.sm90 import decode, prefill  # Gluon is not there for every GPU
 
@@ -86,8 +102,9 @@ def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str
         arch = "sm90" if prefill.fits(q, k_cache, v_cache) and not two_sided else "any"
         if queries.causal and max_seqlen_q * group <= SM90_ROWS and decode.fits(q, k_cache, v_cache):
             few = "decode"
-        elif arch == "sm90" and tokens <= SPLIT_TOKENS and triton.next_power_of_2(tokens) * heads <= SPLIT_ROWS:
-            few = "split"
+    most = SPLIT_ROWS if arch == "sm90" else SPLIT_ROWS // 2  # the portable kernel's tiles are half as high then
+    if few == "no" and tokens <= SPLIT_TOKENS and triton.next_power_of_2(tokens) * heads <= most:
+        few = "split"
     plain = args.alibi_slopes is None and args.window == 0 and args.softcap == 0
     return {
         "head_size": head_size,
@@ -142,7 +159,7 @@ def launch_prefill(queries: Queries, pages: Pages, hints: Hints, args: Attention
 
         sm90.launch(queries, pages, hints, args, config)
         return
-    portable.launch(queries, pages, args, config)
+    portable.launch(queries, pages, hints, args, config)
 
 
 def varlen_prefill_attention(

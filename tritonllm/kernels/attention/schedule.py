@@ -169,6 +169,17 @@ def shares_of_work(b_keys, work, programs):
 
 
 @triton.jit
+def shares_of_keys(key_tiles, most, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr):
+    """Into how many shares, at most ``most``, so many tiles of keys are cut; none is empty, but where no tile is.
+
+    To merge a share takes as long as to attend to SPLIT keys, so n shares of k keys take k / n + n SPLIT: it is least
+    for the root of k / SPLIT.
+    """
+    best = tl.sqrt(key_tiles.to(tl.float32) * (BLOCK_N / SPLIT)).to(tl.int32)
+    return tl.minimum(tl.minimum(tl.maximum(best, 1), most), tl.maximum(key_tiles, 1))
+
+
+@triton.jit
 def count_row_items(
     b_lane, len_ptr, cu_ptr, batch, window, kv_heads, programs, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
