@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import httpx
 import psutil
 import pytest
-from support.server import ROOT, eventually, refuses, running_server, socket_folders
+from support.server import MODEL, ROOT, eventually, refuses, running_server, socket_folders
 from support.streams import LONG, Stream, all_gone
 
 from tritonllm.serve.config import ServerConfig
@@ -197,6 +197,60 @@ def test_a_long_text_does_not_delay_the_end(processes, tmp_path):
         assert "Traceback" not in server.text and "killed" not in server.text
         eventually(lambda: all_gone(children))
         assert socket_folders() <= before
+
+
+SLOW = """
+import pathlib, sys, time
+from tritonllm.cli import main
+from tritonllm.engine.input_processor import InputProcessor
+
+def slow(method):
+    def work(self, text, *args, **options):
+        if len(text) > 65_536:
+            print("begins", file=sys.stderr, flush=True)
+            while not pathlib.Path(__file__).with_name("go").exists():
+                time.sleep(0.01)
+        return method(self, text, *args, **options)
+    return work
+
+InputProcessor.encode, InputProcessor.encode_prompt = slow(InputProcessor.encode), slow(InputProcessor.encode_prompt)
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def test_long_texts_of_clients_that_have_left_are_not_tokenized(tmp_path):
+    """They wait for their turn; whoever stays gets an answer."""
+    (tmp_path / "slow.py").write_text(SLOW)
+
+    def long(who):
+        return f"{who} " * 10_000
+
+    def bodies(who):
+        yield "/tokenize", {"prompt": long(who)}
+        messages = [{"role": "user", "content": long(who)}]
+        yield "/tokenize", {"messages": messages}
+        yield "/v1/chat/completions", {"messages": messages}
+        yield "/v1/responses", {"input": long(who)}
+        yield "/v1/messages", {"model": MODEL, "messages": messages, "max_tokens": 3}
+        yield "/v1/messages/count_tokens", {"model": MODEL, "messages": messages}
+        yield "/v1/completions", {"prompt": long(who)}
+        yield "/v1/completions", {"prompt": long(who), "add_special_tokens": False}
+
+    with running_server(program=[str(tmp_path / "slow.py")]) as server, ThreadPoolExecutor(16) as threads:
+        url = server.url
+        first = threads.submit(httpx.post, f"{url}/tokenize", json={"prompt": long("patient")}, timeout=60)
+        eventually(lambda: "begins" in server.text)
+        left = [
+            threads.submit(httpx.post, url + path, json=body, timeout=httpx.Timeout(60, read=1))
+            for path, body in bodies("impatient")
+        ]
+        last = threads.submit(httpx.post, f"{url}/tokenize", json={"prompt": long("waiting")}, timeout=60)
+        assert all(isinstance(one.exception(), httpx.ReadTimeout) for one in left)
+        eventually(lambda: server.text.count(" 499") == len(left))
+        (tmp_path / "go").touch()
+        assert first.result().status_code == last.result().status_code == 200
+        assert server.text.count("begins") == 2
 
 
 def test_a_port_that_is_taken(server):

@@ -105,7 +105,11 @@ def test_all_do_what_the_engine_is_told():
     first.tell(News([], Stats(is_sleeping=True, takes_requests=False), [Answer(2)]))
     assert news[-1].stats.is_sleeping and not news[-1].stats.takes_requests
     second.tell(News([], Stats(), [Answer(2, error="no room")]))
-    assert news[-1].answers == [Answer(2, error="no room")]
+    assert news[-1].answers == [Answer(2, error="replica 1: no room")]
+    replicas.send(Call(3, "wake_up", {}))
+    for link in (first, second):
+        link.tell(News([], Stats(), [Answer(3, error="unknown tag", is_value_error=True)]))
+    assert news[-1].answers == [Answer(3, error="unknown tag", is_value_error=True)]
 
 
 def test_each_writes_a_trace_of_its_own():

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from tritonllm.serve.admin_api import add_admin
-from tritonllm.serve.answering import Service
+from tritonllm.serve.answering import Service, unless_disconnected
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.chat_api import chat, tokens_of_chat
 from tritonllm.serve.completions_api import complete
@@ -97,8 +97,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await message(service, request, body)
 
     @app.post("/v1/messages/count_tokens")
-    async def messages_count_tokens(body: CountRequest) -> Response:
-        return await count_tokens(service, body)
+    async def messages_count_tokens(request: Request, body: CountRequest) -> Response:
+        return await count_tokens(service, request, body)
 
 
 def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
@@ -180,25 +180,28 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         return llm.inputs.tokenizer
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         require_tokenizer()
         if (text := body.prompt) is not None:
-            ids = await llm.with_tokenizer(len(text), lambda inputs: inputs.encode(text, body.add_special_tokens))
+            encoded = llm.with_tokenizer(len(text), lambda inputs: inputs.encode(text, body.add_special_tokens))
+            ids = await unless_disconnected(request, encoded)
         else:
-            ids = await tokens_of_chat(service, body)
+            ids = await tokens_of_chat(service, request, body)
         texts = None
         if body.return_token_strs:
             size = TOKEN_CHARACTERS * len(ids)
-            texts = await llm.with_tokenizer(size, lambda inputs: inputs.tokenizer.convert_ids_to_tokens(ids))
+            converted = llm.with_tokenizer(size, lambda inputs: inputs.tokenizer.convert_ids_to_tokens(ids))
+            texts = await unless_disconnected(request, converted)
         answer = {"count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids, "token_strs": texts}
         return Response(as_json(answer), media_type="application/json")
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
         require_tokenizer()
         llm.inputs.check_ids(body.tokens, "tokens")
         size = TOKEN_CHARACTERS * len(body.tokens)
-        text = await llm.with_tokenizer(size, lambda inputs: inputs.tokenizer.decode(body.tokens))
+        decoded = llm.with_tokenizer(size, lambda inputs: inputs.tokenizer.decode(body.tokens))
+        text = await unless_disconnected(request, decoded)
         return JSONResponse({"prompt": text})

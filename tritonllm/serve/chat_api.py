@@ -8,7 +8,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from tritonllm.engine.outputs import CompletionOutput, RequestOutput
-from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
+from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream, unless_disconnected
 from tritonllm.serve.beam_search import with_logprobs
 from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, Content, Piece, Reader, Reasoning, read
 from tritonllm.serve.protocol import ChatRequest, TokenizeRequest, chat_request
@@ -21,7 +21,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
     """
     model = service.check_model(body.model)
-    turn = await prepare(service, body, (body.top_logprobs or 0) if body.logprobs else None)
+    turn = await prepare(service, request, body, (body.top_logprobs or 0) if body.logprobs else None)
     name = answer_id("chatcmpl", request, body.request_id)
     outputs = service.run(name, [turn.prompt], turn.params, body.priority)
     if body.use_beam_search:
@@ -166,10 +166,11 @@ def _first(body: ChatRequest, output: RequestOutput) -> list[dict[str, Any]]:
     return [{"index": part.index, "delta": delta, "logprobs": None, "finish_reason": None} for part in output.outputs]
 
 
-async def tokens_of_chat(service: Service, body: TokenizeRequest) -> list[int]:
+async def tokens_of_chat(service: Service, request: Request, body: TokenizeRequest) -> list[int]:
     """Token ids of a conversation's prompt."""
     assert body.messages is not None
     same = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
     chat_body = chat_request({name: getattr(body, name) for name in same})
-    prompt: Any = await service.llm.render_chat(body.messages, chat_body.options(service.config.chat_template, False))
+    options = chat_body.options(service.config.chat_template, False)
+    prompt: Any = await unless_disconnected(request, service.llm.render_chat(body.messages, options))
     return prompt["prompt_token_ids"]

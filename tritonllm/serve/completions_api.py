@@ -12,7 +12,7 @@ from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.inputs import Prompt
 from tritonllm.sampling_params import SamplingParams
-from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
+from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream, unless_disconnected
 from tritonllm.serve.beam_search import search_params, with_logprobs
 from tritonllm.serve.protocol import CompletionRequest
 from tritonllm.serve.replies import Usage, completion_logprobs, ending, event, now, prompt_logprobs, transfer
@@ -38,7 +38,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     prompts = []
     for prompt_name, one in zip(numbered("prompt", len(body.prompts())), body.prompts(), strict=True):
         with about(prompt_name):
-            prompts.append(await _prompt(service, body, one))
+            prompts.append(await unless_disconnected(request, _prompt(service, body, one)))
     name = answer_id("cmpl", request, body.request_id)
     outputs = service.run(name, prompts, params, body.priority)
     head = {"id": name, "object": "text_completion", "created": now(), "model": model}

@@ -22,7 +22,7 @@ async def message(service: Service, request: Request, body: MessagesRequest) -> 
     APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
     """
     model = service.check_model(body.model)
-    turn = await prepare(service, body.chat(service.llm.inputs.knows_thoughts))
+    turn = await prepare(service, request, body.chat(service.llm.inputs.knows_thoughts))
     name = answer_id("msg", request, None)
     outputs = service.run(name, [turn.prompt], turn.params, 0)
     head = {"id": name, "type": "message", "role": "assistant", "model": model}
@@ -31,10 +31,10 @@ async def message(service: Service, request: Request, body: MessagesRequest) -> 
     return await respond(request, _whole(head, turn, outputs))
 
 
-async def count_tokens(service: Service, body: CountRequest) -> Response:
+async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
     """As :func:`message`, but for the answer, and whether the prompt would fit or not."""
     service.check_model(body.model)
-    turn: Any = await prepare(service, chat_request(body.fields()), must_fit=False)
+    turn: Any = await prepare(service, request, chat_request(body.fields()), must_fit=False)
     return JSONResponse({"input_tokens": len(turn.prompt["prompt_token_ids"])})
 
 

@@ -22,7 +22,7 @@ async def respond_to(service: Service, request: Request, body: ResponsesRequest)
     """
     model = service.check_model(body.model)
     chat = body.chat()
-    turn = await prepare(service, chat)
+    turn = await prepare(service, request, chat)
     name = answer_id("resp", request, body.request_id)
     outputs = service.run(name, [turn.prompt], turn.params, body.priority)
     head = _head(name, model, body, turn)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastapi import Request
+
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.inputs import Prompt
 from tritonllm.sampling_params import SamplingParams, StructuredOutputsParams
-from tritonllm.serve.answering import Service
+from tritonllm.serve.answering import Service, unless_disconnected
 from tritonllm.serve.beam_search import search_params
 from tritonllm.serve.parsing.pieces import Arguments, Call, Kept, Piece, Reader, Reasoning
 from tritonllm.serve.parsing.source import SourceReader
@@ -36,19 +38,24 @@ class Turn:
     ends_with_calls: bool
 
 
-async def prepare(service: Service, body: ChatRequest, logprobs: int | None = None, *, must_fit: bool = True) -> Turn:
+async def prepare(
+    service: Service, request: Request, body: ChatRequest, logprobs: int | None = None, *, must_fit: bool = True
+) -> Turn:
     """Args:
+        request: whose client may leave meanwhile.
         must_fit: a prompt that is far too long is refused by its beginning.
 
     Raises:
-    ValueError: the body asks for what does not go together, or its messages cannot be rendered.
+        APIError: the client has gone.
+        ValueError: the body asks for what does not go together, or its messages cannot be rendered.
     """
     config, formats = service.config, service.formats
     functions = body.tool_names()
     form = forced_form(body, functions)
     options = body.options(config.chat_template, config.trust_request_chat_template)
     whole = must_fit and body.truncate_prompt_tokens is None
-    prompt: Any = await service.llm.render_chat(body.messages, options, must_fit=whole)
+    rendered = service.llm.render_chat(body.messages, options, must_fit=whole)
+    prompt: Any = await unless_disconnected(request, rendered)
     thinks = service.llm.inputs.knows_thoughts and formats.may_think(prompt["prompt"])
     more: dict[str, Any] = {}
     held = form or body.form()
