@@ -104,6 +104,7 @@ NO_TORCH = {
     "engine.shared_prefix",
     "engine.speculation",
     "engine.step",
+    "engine.step_inputs",
     "engine.swaps",
     "engine.waiting_queue",
     "layers.regime",

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tritonllm.engine.agreement import EVERY, Claims, Comparison, DivergedError, Evidence, Sums, Witness
 from tritonllm.engine.inputs import upload_step
-from tritonllm.engine.step import Step, StepInputs
+from tritonllm.engine.step import Step
+from tritonllm.engine.step_inputs import StepInputs
 from tritonllm.layers.segments import Segment, Segments
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.graphs import GraphKey, GraphLimits, StepGraphs
 from tritonllm.engine.inputs import upload_step
 from tritonllm.engine.room_sizes import graph_sizes
-from tritonllm.engine.step import PARAMETERS, PromptSpan, SamplingParameters, SharedPrefix, Step, StepInputs
+from tritonllm.engine.step import PromptSpan, SharedPrefix, Step
+from tritonllm.engine.step_inputs import PARAMETERS, SamplingParameters, StepInputs
 from tritonllm.layers.attention import paged_attention
 from tritonllm.layers.metadata import KVCacheView
 from tritonllm.layers.regime import Regimes

@@ -20,7 +20,7 @@ from tritonllm.engine.plan import ScheduledRequest
 from tritonllm.engine.request import Request
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.step import ALIGNMENT, COLUMNS, Layout, Per, Room, place
+from tritonllm.engine.step_inputs import ALIGNMENT, COLUMNS, Layout, Per, Room, StepInputs, place
 from tritonllm.layers.segments import Segment, Segments, decodes
 from tritonllm.sampling_params import SamplingParams
 
@@ -110,7 +110,7 @@ def test_every_element_is_written():
         for filler in (0, 255):
             layout = Layout(larger)
             arrays = layout.arrays(np.full(layout.size, filler, dtype=np.uint8))
-            place(step, arrays, larger)
+            place(step.inputs, step.size, arrays, larger)
             results.append({name: getattr(arrays, name).tolist() for name in COLUMNS})
         assert results[0] == results[1]
         assert results[0]["cu_seqlens_q"][-1] == larger.segments.chunk.tokens
@@ -129,7 +129,7 @@ def test_the_device_sees_what_was_placed():
         dummy_step(0, [], rows=0, width=1),
     ):
         arrays = layout.arrays(np.zeros(layout.size, dtype=np.uint8))
-        place(step, arrays, larger)
+        place(step.inputs, step.size, arrays, larger)
         inbox.send(step)
         for name, column in COLUMNS.items():
             tensor = there[name]
@@ -145,11 +145,9 @@ def test_segments_move_apart_with_drafts_between_them():
     arrays = {n: np.full(Room(have, 7).count(c.per), 1, dtype=c.dtype) for n, c in COLUMNS.items()}
     arrays |= {"positions": np.arange(10), "logit_rows": np.array([0, 1, 2, 3, 4, 5, 9])}
     arrays |= {"verify_starts": np.array([0, 2, 5], dtype=np.int32), "cu_seqlens_q": np.array([0, 4], dtype=np.int32)}
-    step = dataclasses.replace(dummy_step(1, [4], rows=7, width=1), segments=have)
-    step = dataclasses.replace(step, inputs=dataclasses.replace(step.inputs, **arrays))
     layout = Layout(larger)
     placed = layout.arrays(np.full(layout.size, 255, dtype=np.uint8))
-    place(step, placed, larger)
+    place(StepInputs(**arrays), Room(have, 7), placed, larger)
     assert placed.positions.tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 8, 9, 0, 0]
     assert placed.logit_rows.tolist() == [0, 2, 3, 4, 5, 6, 13, 0]
     assert placed.verify_starts.tolist() == [0, 2, 5, 8]

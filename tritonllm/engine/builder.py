@@ -11,14 +11,8 @@ from tritonllm.engine.pooled_spans import move_to_first_tokens, pooled_spans
 from tritonllm.engine.request import Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
-from tritonllm.engine.step import (
-    PromptSpan,
-    SeatedRequest,
-    SeatTokens,
-    SharedPrefix,
-    Step,
-    StepInputs,
-)
+from tritonllm.engine.step import PromptSpan, SeatedRequest, SeatTokens, SharedPrefix, Step
+from tritonllm.engine.step_inputs import StepInputs
 from tritonllm.layers.segments import Segments, verified
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tritonllm.engine.plan import ScheduledRequest
-from tritonllm.engine.step import StepInputs
+from tritonllm.engine.step_inputs import StepInputs
 
 
 class DecodeInputs:

@@ -4,7 +4,7 @@ import torch
 
 from tritonllm.engine.drafters import DraftStep
 from tritonllm.engine.inputs import Batch, host_bytes, views
-from tritonllm.engine.step import PARAMETERS, SamplingParameters, arrays_in, spans_of
+from tritonllm.engine.step_inputs import PARAMETERS, SamplingParameters, arrays_in, spans_of
 from tritonllm.kernels import advance_seats
 from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
 

@@ -22,7 +22,7 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.draft_tree import DraftTree
 from tritonllm.engine.drafters import DraftStep
 from tritonllm.engine.inputs import Batch
-from tritonllm.engine.step import ALIGNMENT
+from tritonllm.engine.step_inputs import ALIGNMENT
 from tritonllm.kernels import sample
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.segments import Segments, decodes

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tritonllm.engine.step import COLUMNS, Room, SharedPrefix, Step, StepInputs
+from tritonllm.engine.step import SharedPrefix, Step
+from tritonllm.engine.step_inputs import COLUMNS, Room, StepInputs
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes, verified
 
 

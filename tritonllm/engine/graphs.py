@@ -3,7 +3,7 @@
 A step of a small model is hundreds of short kernels; launched one by one from Python they leave the GPU idle between
 them, for the host takes about 1 ms a layer. A graph launches them all at once. Kernels read lengths, slots and block
 tables from fixed buffers, so one graph serves any step that its room holds; what a step does not fill is padding
-(:func:`~tritonllm.engine.step.place`).
+(:func:`~tritonllm.engine.step_inputs.place`).
 
 Kinds of rooms, of which those with prompts and those without have memory of their own:
 
@@ -29,7 +29,8 @@ from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import Batch, Inbox, make_batch, upload_cascade, upload_one
 from tritonllm.engine.layer_marks import Marks
 from tritonllm.engine.room_sizes import chunk_capacity, decode_sizes, graph_sizes, late_sizes, padded, shared_sizes
-from tritonllm.engine.step import Room, Step, layout_of
+from tritonllm.engine.step import Step
+from tritonllm.engine.step_inputs import Room, layout_of
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.layers.regime import Regimes

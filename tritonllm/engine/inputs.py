@@ -6,18 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tritonllm.engine.step import (
-    ALIGNMENT,
-    COLUMNS,
-    PARAMETERS,
-    Room,
-    SharedPrefix,
-    Span,
-    Step,
-    StepInputs,
-    layout_of,
-    place,
-)
+from tritonllm.engine.step import SharedPrefix, Step
+from tritonllm.engine.step_inputs import ALIGNMENT, COLUMNS, PARAMETERS, Room, Span, StepInputs, layout_of, place
 from tritonllm.kernels import CascadePlan
 from tritonllm.kernels.attention.cascade import cascade_parts
 from tritonllm.kernels.sampling.seats import SamplingRows
@@ -110,7 +100,7 @@ class Inbox:
 
     Args:
         room: for steps.
-        memory: uint8, of which it takes the first bytes (:class:`~tritonllm.engine.step.Layout`).
+        memory: uint8, of which it takes the first bytes (:class:`~tritonllm.engine.step_inputs.Layout`).
     """
 
     def __init__(self, room: Room, memory: torch.Tensor) -> None:
@@ -125,7 +115,7 @@ class Inbox:
         It is put together in the same memory as the steps before, whose views would take longer to make than to fill.
         The copy begins in memory of its own, since those of the steps before may still be on their way.
         """
-        place(step, self._arrays, self._room)
+        place(step.inputs, step.size, self._arrays, self._room)
         host = host_bytes(len(self._here), self._there.device)
         host.numpy()[:] = self._here
         self._there.copy_(host, non_blocking=True)

@@ -10,7 +10,7 @@ from weakref import ref
 import numpy as np
 
 from tritonllm.engine.request import Request
-from tritonllm.engine.step import PARAMETERS, SamplingParameters
+from tritonllm.engine.step_inputs import PARAMETERS, SamplingParameters
 from tritonllm.sampling_params import ALL
 
 ALWAYS = np.iinfo(np.int64).max  # longer than any sequence

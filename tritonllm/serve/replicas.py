@@ -233,8 +233,8 @@ class Replicas:
             self._placement.end(request_id)
 
     def _answered(self, number: int, answer: Answer) -> Answer | None:
-        """The answer of all, once it is known: the first error, if there is one, with the replica's name in front, unless
-        it is about an argument, which all of them got."""
+        """The answer of all, once it is known: the first error, if there is one, with the replica's name in front. (Not
+        if it is about an argument, which all of them got.)"""
         missing, came = self._calls.get(answer.number, (set(), []))
         if answer.error is not None and not answer.is_value_error and len(self._links) > 1:
             answer = Answer(answer.number, error=f"replica {number}: {answer.error}")
