@@ -7,6 +7,7 @@ repetition:
 
 - throughput (W1, W2, W5): all requests at once, output tokens over the time to the last one;
 - turn (T8, T128): milliseconds to the first token of a prompt whose first 32,768 tokens are in the prefix cache;
+- join (J128, J20, JS128): milliseconds to the first tokens of prompts that join 70 requests which decode;
 - latency (W3a, W3b, W5b; L1, L8, L8m with long contexts; F2 to F16 with few sequences):
   (time of 256 tokens - time of 1 token) / 255;
 - speculation (S1, S8, S64): the same with 4 drafts a step of which each is right with probability 0.8, and beside it
@@ -49,6 +50,7 @@ UNITS = {
     "prefix": "req/s",
     "prefill": "prompt tok/s",
     "turn": "ms",
+    "join": "ms",
 }
 # Where engines keep what they compiled: a folder of ours instead makes a start cold.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
@@ -206,8 +208,9 @@ def line(row: dict[str, Any]) -> str:
         text += f" | {LISTED['engine']['peer']} {number(row['listed']):>7} {row['times_better_than_listed']:.2f}x"
     if "times_plain" in row:
         text += f" | {row['times_plain']:.2f}x plain, steps {row['step_ratio']:.2f}x"
-    if "floor_shared_reads" in row:
+    if "warm_value" in row:
         text += f" | warm {number(row['warm_value'])}"
+    if "floor_shared_reads" in row:
         text += f" | floor reading the shared part once {number(row['floor_shared_reads'])}"
     if row.get("kernels_compiled"):
         text += f" | {row['kernels_compiled']} kernels compiled meanwhile"

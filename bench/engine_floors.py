@@ -3,7 +3,8 @@
 All prompts are computed at the rate of large products. Then each decode step takes the longer of its bytes (every
 weight that it touches once, and the keys and values of every running sequence) over the bandwidth of reads, and its
 FLOPs over the rate of products (the roofline model: Williams, Waterman, Patterson, CACM 52(4), 2009). With drafts it is
-still the floor of plain decoding, a token a step. A turn behind cached tokens is a step like those.
+still the floor of plain decoding, a token a step. A turn behind cached tokens is a step like those, and so is one of
+prompts that join requests which decode, half-way through their outputs.
 """
 
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Floor:
     def value(self, workload: Workload, batch: list[Request]) -> float:
         """In the unit in which the workload is reported."""
         seconds = self.prefill + self.decode
-        if workload.kind == "turn":
+        if workload.kind in ("turn", "join"):
             return 1e3 * self.prefill
         if workload.kind in LATENCIES:
             return 1e3 * self.decode / self.steps
@@ -102,6 +103,8 @@ def floor(
     shape, batch = Shape.of(config), requests(workload)
     peak, bandwidth = matmul_tflop_per_s * 1e12, READ_OVER_COPY * copy_gb_per_s * 1e9
     prompts = np.array([len(request.prompt) for request in batch])
+    if workload.kind == "join":
+        return Floor(_joined_step(shape, workload, prompts, peak, bandwidth, share), 0.0, 0)
     turn = workload.kind == "turn"
     cached = np.where((np.arange(len(batch)) > 0) | turn, workload.shared, 0)  # by the first request, for the others
     pairs = (prompts * (prompts - 1) - cached * (cached - 1)) / 2
@@ -118,3 +121,17 @@ def floor(
         flops = running * (shape.token_flops + 2 * shape.head) + contexts.sum() * shape.pair_flops
         decode += max((shape.weight_bytes(running) + keys * shape.kv) / bandwidth, flops / peak)
     return Floor(float(prefill), float(decode), steps)
+
+
+def _joined_step(
+    shape: Shape, workload: Workload, prompts: np.ndarray, peak: float, bandwidth: float, share: bool
+) -> float:
+    """Seconds of a step of decodes and of the prompts that join them, whose shared beginning is cached."""
+    contexts = prompts + workload.output[0] / 2
+    (many, own), running = workload.joins, len(contexts)
+    seen = many * own * (workload.shared + (own - 1) / 2)
+    flops = (running + many * own) * shape.token_flops + (running + many) * 2 * shape.head
+    flops += (contexts.sum() + seen) * shape.pair_flops
+    keys = contexts.sum() + many * (workload.shared + own)
+    keys -= workload.shared * (running + many - 1) if share else 0
+    return float(max((shape.weight_bytes(running + many * own) + keys * shape.kv) / bandwidth, flops / peak))

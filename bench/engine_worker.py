@@ -29,6 +29,7 @@ from bench.engine_workloads import (
     warm_up_request,
     write_model,
 )
+from bench.joining import measure as measure_joining
 from bench.speculation import PLAIN, compare_with_plain, make_certain, with_drafts
 
 ENGINES = ("tritonllm", "vllm")
@@ -75,13 +76,14 @@ class Engine:
         """
         return self.generate(batch)[0]
 
+    def params_of(self, request: Request) -> Any:
+        wishes = {"temperature": request.temperature, "max_tokens": request.max_tokens}
+        return self._params(**wishes, ignore_eos=True, detokenize=False)
+
     def generate(self, batch: Sequence[Request]) -> tuple[Pass, list[list[int]]]:
         """The same, with the tokens."""
         prompts = [{"prompt_token_ids": request.prompt} for request in batch]
-        params = [
-            self._params(temperature=r.temperature, max_tokens=r.max_tokens, ignore_eos=True, detokenize=False)
-            for r in batch
-        ]
+        params = [self.params_of(request) for request in batch]
         begin = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begin
@@ -103,6 +105,8 @@ def repetition(engine: Engine, workload: Workload, number: int, plain: Engine | 
     batch = requests(workload, number)
     if plain is not None:
         return compare_with_plain(engine, plain, batch)
+    if workload.kind == "join":
+        return measure_joining(engine, workload, number)
     if workload.kind == "latency":
         # the time to the first token, from other tokens of the same length, so that no prefix cache knows them
         first = engine.run(truncated(requests(workload, number, again=1), 1))

@@ -152,14 +152,16 @@ class Workload:
         model: a key of :data:`MODELS`.
         kind: ``throughput`` (output tokens a second), ``latency`` (milliseconds a token at batch 1, prefill left out),
             ``speculation`` (the same with drafts of a set acceptance, bench/speculation.py), ``prefix`` (requests a
-            second, prompts that begin alike), ``prefill`` (prompt tokens a second) or ``turn`` (milliseconds to the
-            first token of a prompt whose ``shared`` beginning is cached: the next turn of a chat).
+            second, prompts that begin alike), ``prefill`` (prompt tokens a second), ``turn`` (milliseconds to the
+            first token of a prompt whose ``shared`` beginning is cached: the next turn of a chat) or ``join``
+            (milliseconds to the first tokens of prompts that join requests which decode, bench/joining.py).
         count: number of requests.
         prompt: fewest and most tokens of a prompt that are its own.
         output: fewest and most tokens to generate.
         shared: tokens that all prompts of a repetition begin with.
         repeats: how often it is run by default; the result is the median.
         seed: of lengths and tokens.
+        joins: of ``join``: how many prompts come at once, and tokens of each that are its own.
         draft: of ``speculation``: a key of :data:`MODELS`, the draft model; ``None``: the drafter knows the texts.
         gpus: fewest that it is meant for; one GPU's benchmark leaves out what is for more.
     """
@@ -175,6 +177,7 @@ class Workload:
     shared: int = 0
     repeats: int = 3
     seed: int = 0
+    joins: tuple[int, int] = (0, 0)
     draft: str | None = None
     gpus: int = 1
 
@@ -202,6 +205,10 @@ WORKLOADS = {
             )
             for new in (8, 128)
         ),
+        # prompts that join requests which decode: one, a burst of short ones, one behind a beginning that all share
+        Workload("J128", "llama-3.1-8b", "join", 70, _LONG, (256, 256), 0.6, joins=(1, 128)),
+        Workload("J20", "llama-3.1-8b", "join", 70, _LONG, (256, 256), 0.6, joins=(20, 30)),
+        Workload("JS128", "llama-3.1-8b", "join", 70, (128, 128), (256, 256), 0.6, shared=2048, joins=(1, 128)),
         # few sequences, of keys that hardly count
         *(Workload(f"F{n}", "qwen3-0.6b", "latency", n, (128, 128), (256, 256)) for n in (2, 4, 8, 16)),
         # W2 for two engines, or for two stages
@@ -219,7 +226,7 @@ WORKLOADS = {
 }
 
 
-LATENCIES = ("latency", "speculation", "turn")  # kinds whose value is milliseconds
+LATENCIES = ("latency", "speculation", "turn", "join")  # kinds whose value is milliseconds
 
 
 def _tokens(generator: np.random.Generator, count: int) -> list[int]:

@@ -1,5 +1,6 @@
 """The engine benchmark without a GPU: its requests and floors, and whole runs of a tiny model on the CPU path."""
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from autotune.worker import Failed
 from bench import engine, engine_worker, engine_workloads, plot
 from bench.engine_floors import Shape, floor
 from bench.engine_workloads import MODELS, WORKLOADS, Request, Workload, checksum, requests, truncated, write_model
+from bench.joining import joined
 
 H200 = {"copy_gb_per_s": 4257, "matmul_tflop_per_s": 690}
 # name: checksum, requests, tokens of prompts, tokens of outputs, longest, floor: of the run that measured vLLM
@@ -32,6 +34,9 @@ LISTED = {
     "L8m": ("f38ac87bc4bc", 8, 81800, 2048, 25790, 2.438),
     "T8": ("63be15bb04e3", 1, 32776, 1, 32777, 4.403),
     "T128": ("f741cacdf660", 1, 32896, 1, 32897, 5.784),
+    "J128": ("f72cc3d2a176", 70, 40548, 17920, 1278, 4.907),
+    "J20": ("f72cc3d2a176", 70, 40548, 17920, 1278, 13.735),
+    "JS128": ("2425405eeb2e", 70, 152320, 17920, 2432, 8.309),
     "F2": ("cf607c8cbc7d", 2, 256, 512, 384, 0.2852),
     "F4": ("2b2942094341", 4, 512, 1024, 384, 0.2985),
     "F8": ("3071b73efc23", 8, 1024, 2048, 384, 0.3252),
@@ -140,6 +145,34 @@ def test_a_turn_that_found_nothing_cached_is_no_result(tiny, tmp_path):
         bench(tmp_path, "--workload", "T5", "--options", options)
 
 
+def test_the_floor_of_prompts_that_join():
+    """A step that reads all weights, and the keys of all; of many tokens their products."""
+    config, rates = MODELS["llama-3.1-8b"], {"copy_gb_per_s": 4257, "matmul_tflop_per_s": 690}
+    shape = Shape.of(config)
+    few, many = (
+        Workload("", "llama-3.1-8b", "join", 10, (100, 100), (40, 40), shared=1000, joins=joins)
+        for joins in ((2, 8), (4, 256))
+    )
+    keys = 10 * (1000 + 100 + 20) + 2 * 1008
+    for share, read in ((False, keys), (True, keys - 11 * 1000)):
+        bound = (shape.weight_bytes(26) + read * shape.kv) / (1.03 * 4257e9)
+        assert floor(few, config, **rates, share=share).value(few, requests(few)) == pytest.approx(1e3 * bound)
+    pairs = 10 * 1120 + 4 * (256 * 1000 + 255 * 256 / 2)
+    computed = (1034 * shape.token_flops + 14 * 2 * shape.head + pairs * shape.pair_flops) / 690e12
+    assert floor(many, config, **rates).value(many, requests(many)) == pytest.approx(1e3 * computed)
+
+
+def test_prompts_that_join_are_new_each_time(tiny, tmp_path, monkeypatch):
+    """Their beginning is that of the requests that run. Those that end too early give no result."""
+    batches = [joined(TINY["T7"], repetition, number) for repetition in (0, 1) for number in (0, 1)]
+    assert {len(request.prompt) for batch in batches for request in batch} == {37}
+    assert len({tuple(request.prompt[32:]) for batch in batches for request in batch}) == 8
+    assert all(r.prompt[:32] == requests(TINY["T7"])[0].prompt[:32] for batch in batches[:2] for r in batch)
+    monkeypatch.setitem(TINY, "T7", dataclasses.replace(TINY["T7"], output=(20, 20)))
+    with pytest.raises(RuntimeError, match="requests ended before all prompts"):
+        bench(tmp_path, "--workload", "T7")
+
+
 def test_experts_that_a_step_touches():
     shape = Shape.of(MODELS["qwen3-30b-a3b"])
     one, all_of_them = shape.weight_bytes(1), shape.weight_bytes(10_000)
@@ -154,6 +187,9 @@ TINY = {
     "T3": Workload("T3", "tiny", "latency", 1, (5, 5), (4, 4), max_model_len=64, repeats=3),
     "T4": Workload("T4", "tiny", "prefix", 4, (3, 3), (2, 2), max_model_len=64, shared=32),
     "T5": Workload("T5", "tiny", "turn", 1, (3, 3), (1, 1), max_model_len=64, shared=32, repeats=2),
+    "T7": Workload(
+        "T7", "tiny", "join", 3, (4, 9), (150, 150), 0.6, max_model_len=256, shared=32, repeats=1, joins=(2, 5)
+    ),
     "T6": Workload("T6", "other", "prefill", 2, (16, 16), (1, 1), max_model_len=64),
 }
 
@@ -200,10 +236,19 @@ def bench(tmp_path, *more):
 def test_whole_run(tiny, tmp_path, capsys):
     code, report = bench(tmp_path)
     assert code == 0
-    assert [row["workload"] for row in report["rows"]] == ["start cold", "start warm", "T1", "T3", "T4", "T5", "T6"]
+    assert [row["workload"] for row in report["rows"]] == [
+        "start cold",
+        "start warm",
+        "T1",
+        "T3",
+        "T4",
+        "T5",
+        "T7",
+        "T6",
+    ]
     assert report["engine"]["name"] == "tritonllm" and report["machine"]["torch"] == torch.__version__
     assert report["ceilings"] == H200 and report["date"].startswith("20")
-    cold, _, t1, t3, t4, t5, t6 = report["rows"]
+    cold, _, t1, t3, t4, t5, t7, t6 = report["rows"]
     assert cold["value"] == cold["seconds"]["import"] + cold["seconds"]["start"] and not cold["goal_met"]
     assert [len(row["values"]) for row in (t1, t3, t4, t5, t6)] == [2, 3, 3, 2, 3]
     assert t1["unit"] == "output tok/s" and t1["goal_met"] and t1["checksum"] == checksum(requests(TINY["T1"]))
@@ -218,6 +263,8 @@ def test_whole_run(tiny, tmp_path, capsys):
     assert t4["floor_shared_reads"] > t4["floor"]
     assert t5["unit"] == "ms" and t5["value"] == pytest.approx(1e3 * t5["seconds"]) and t5["first_turn_seconds"] > 0
     assert t5["percent"] == pytest.approx(100 * t5["floor"] / t5["value"]) and "floor_shared_reads" not in t5
+    assert t7["unit"] == "ms" and 0 < t7["value"] <= t7["longest"] < 1e3 * t7["seconds"]
+    assert t7["floor_shared_reads"] < t7["floor"]
     assert t6["value"] == pytest.approx(32 / t6["seconds"]) and t6["floor"] > 0
     assert all(row["kernels_compiled"] == 0 for row in report["rows"][2:])
     printed = capsys.readouterr().out
