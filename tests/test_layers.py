@@ -98,6 +98,7 @@ NO_TORCH = {
     "engine.prefix_cache",
     "engine.rates",
     "engine.request",
+    "engine.room_sizes",
     "engine.roster",
     "engine.scheduler",
     "engine.seats",

@@ -178,9 +178,6 @@ def test_decodes_that_share_a_prefix():
     assert metadata.block_tables[:, 1].tolist() == [9] * 4  # whole, for layers that do not share
     assert build(*ones, chunk).shared is None
     assert build(ones[0], chunk, planner=planner).shared is None
-    captured = CascadePlanner(block_size=4, block_bytes=MIN_SAVED_BYTES // 4, captured=3)
-    assert build(*ones, chunk, planner=captured).shared is None  # 3 prompt tokens: launched at once, without a plan
-    assert build(*ones, planner=captured).shared is not None
 
 
 def pooled(request_id, tokens, start, count, how, *, seat=0):

@@ -1,5 +1,8 @@
+import dataclasses
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from support.engines import greedy, tiny_checkpoint, tiny_llm
@@ -10,10 +13,12 @@ from tritonllm.config import EngineConfig
 from tritonllm.dist.group import Group
 from tritonllm.dist.pipeline import Team
 from tritonllm.engine import shared_prefix
+from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.plan import describe
 from tritonllm.engine.results import StepTimeoutError
 from tritonllm.engine.room_sizes import graph_sizes, padded
 from tritonllm.engine.runner import ModelRunner
+from tritonllm.engine.step import SharedPrefix
 from tritonllm.engine.warm_up import warm_up_sizes
 from tritonllm.layers import attention
 from tritonllm.models.decoder import Decoder
@@ -66,6 +71,16 @@ def test_steps_before_the_first_request_include_shared_prefixes(monkeypatch, set
     with spy as cascade, torch.inference_mode():
         runner.warm_up().run()
     assert cascade.call_count == calls
+
+
+@pytest.mark.parametrize(("chunks", "captured", "shares"), [([4], 1, False), ([4], None, True), ([], 1, True)])
+def test_a_step_with_prompts_shares_nothing_where_it_is_captured(chunks, captured, shares):
+    runner = make_runner()
+    shared = SharedPrefix(1, np.ones(3, dtype=bool))
+    step = dataclasses.replace(dummy_step(3, chunks, rows=3 + len(chunks), width=2), shared=shared)
+    runner._graphs = SimpleNamespace(key_for=lambda one: captured if one.shared is None else None)
+    with patch.object(runner._builder, "build", return_value=step):
+        assert (runner.build(None).shared is shared) == shares
 
 
 def test_block_bytes_and_the_blocks_that_fit():

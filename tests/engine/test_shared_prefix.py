@@ -11,6 +11,7 @@ from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import upload_cascade
 from tritonllm.engine.room_sizes import graph_sizes
 from tritonllm.engine.shared_prefix import CascadePlanner, find_shared_prefix
+from tritonllm.engine.step import SharedPrefix
 from tritonllm.kernels.attention.cascade import cascade_parts
 
 
@@ -100,21 +101,17 @@ def test_the_planner_counts_bytes(monkeypatch):
     assert CascadePlanner(block_size=4, block_bytes=99).plan(tables, lens) is None
 
 
-def test_beside_prompts_a_captured_step_that_shares_nothing_is_sooner_done(monkeypatch):
-    """Unless sharing saves much, or the step has too many prompt tokens for a captured one."""
-    tables, lens = np.array([[5, 1], [5, 2], [5, 3]], dtype=np.int32), np.array([5, 5, 5], dtype=np.int32)
-    monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 100)
+@pytest.mark.parametrize(
+    ("block_bytes", "captured", "shares"), [(100, "graph", False), (101, "graph", True), (100, None, True)]
+)
+def test_beside_prompts_a_captured_step_that_shares_nothing_is_sooner_done(monkeypatch, block_bytes, captured, shares):
+    """Unless sharing saves much: here two reads of a block. What is asked for is the step that shares nothing."""
     monkeypatch.setattr(shared_prefix, "MIN_SAVED_BESIDE_PROMPTS", 201)
-
-    def plans(block_bytes, captured, prompt_tokens):
-        planner = CascadePlanner(4, block_bytes, captured)
-        planned = planner.plan(tables, lens, prompt_tokens) is not None
-        assert planned == planner.may_plan(3, 5, prompt_tokens)
-        return planned
-
-    assert [plans(100, 64, tokens) for tokens in (0, 1, 64, 65)] == [True, False, False, True]
-    assert [plans(101, 64, tokens) for tokens in (0, 1, 64, 65)] == [True] * 4
-    assert plans(100, 0, 1)  # nothing is captured
+    step = dataclasses.replace(dummy_step(3, [4], rows=4, width=2), shared=SharedPrefix(1, np.ones(3, dtype=bool)))
+    asked = []
+    chosen = CascadePlanner(4, block_bytes).unless_captured(step, lambda one: asked.append(one.shared) or captured)
+    assert (chosen is step) == shares and (chosen.shared is step.shared) == shares
+    assert asked == ([] if block_bytes == 101 else [None])
 
 
 @given(batches(), st.integers(1, 4), st.data())

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPConnection
 
 import httpx
 import psutil
@@ -202,18 +204,21 @@ def test_a_long_text_does_not_delay_the_end(processes, tmp_path):
 SLOW = """
 import pathlib, sys, time
 from tritonllm.cli import main
-from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
+from tritonllm.serve.tokenizing import Tokenizing
 
-def slow(method):
-    def work(self, text, *args, **options):
-        if len(text) > 65_536:
-            print("begins", file=sys.stderr, flush=True)
-            while not pathlib.Path(__file__).with_name("go").exists():
+def told(word, method, size):
+    def work(self, what, *args, **options):
+        if size(what) > SURELY_QUICK:
+            print(word, "a long text", file=sys.stderr, flush=True)
+            while word == "begins" and not pathlib.Path(__file__).with_name("go").exists():
                 time.sleep(0.01)
-        return method(self, text, *args, **options)
+        return method(self, what, *args, **options)
     return work
 
-InputProcessor.encode, InputProcessor.encode_prompt = slow(InputProcessor.encode), slow(InputProcessor.encode_prompt)
+Tokenizing.with_tokenizer = told("takes", Tokenizing.with_tokenizer, int)
+for name in ("encode", "encode_prompt"):
+    setattr(InputProcessor, name, told("begins", getattr(InputProcessor, name), len))
 if __name__ == "__main__":
     sys.exit(main())
 """
@@ -222,35 +227,36 @@ if __name__ == "__main__":
 def test_long_texts_of_clients_that_have_left_are_not_tokenized(tmp_path):
     """They wait for their turn; whoever stays gets an answer."""
     (tmp_path / "slow.py").write_text(SLOW)
+    text = "word " * 20_000
+    messages = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
+    bodies = [
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", messages),
+        ("/v1/chat/completions", messages),
+        ("/v1/responses", {"input": text}),
+        ("/v1/messages", {**messages, "max_tokens": 3}),
+        ("/v1/messages/count_tokens", messages),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": text, "add_special_tokens": False}),
+    ]
+    with running_server(program=[str(tmp_path / "slow.py")]) as server, ThreadPoolExecutor() as threads:
 
-    def long(who):
-        return f"{who} " * 10_000
+        def tokenize():
+            return httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60)
 
-    def bodies(who):
-        yield "/tokenize", {"prompt": long(who)}
-        messages = [{"role": "user", "content": long(who)}]
-        yield "/tokenize", {"messages": messages}
-        yield "/v1/chat/completions", {"messages": messages}
-        yield "/v1/responses", {"input": long(who)}
-        yield "/v1/messages", {"model": MODEL, "messages": messages, "max_tokens": 3}
-        yield "/v1/messages/count_tokens", {"model": MODEL, "messages": messages}
-        yield "/v1/completions", {"prompt": long(who)}
-        yield "/v1/completions", {"prompt": long(who), "add_special_tokens": False}
-
-    with running_server(program=[str(tmp_path / "slow.py")]) as server, ThreadPoolExecutor(16) as threads:
-        url = server.url
-        first = threads.submit(httpx.post, f"{url}/tokenize", json={"prompt": long("patient")}, timeout=60)
-        eventually(lambda: "begins" in server.text)
-        left = [
-            threads.submit(httpx.post, url + path, json=body, timeout=httpx.Timeout(60, read=1))
-            for path, body in bodies("impatient")
-        ]
-        last = threads.submit(httpx.post, f"{url}/tokenize", json={"prompt": long("waiting")}, timeout=60)
-        assert all(isinstance(one.exception(), httpx.ReadTimeout) for one in left)
-        eventually(lambda: server.text.count(" 499") == len(left))
+        first = threads.submit(tokenize)
+        eventually(lambda: "begins a long text" in server.text)
+        impatient = [HTTPConnection(server.url.removeprefix("http://")) for _ in bodies]
+        for connection, (path, body) in zip(impatient, bodies, strict=True):
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        eventually(lambda: server.text.count("takes a long text") == 1 + len(bodies))
+        for connection in impatient:
+            connection.close()
+        last = threads.submit(tokenize)
+        eventually(lambda: len(re.findall(r" /\S+ 499 ", server.text)) == len(bodies))
         (tmp_path / "go").touch()
         assert first.result().status_code == last.result().status_code == 200
-        assert server.text.count("begins") == 2
+        assert server.text.count("begins a long text") == 2
 
 
 def test_a_port_that_is_taken(server):

@@ -107,15 +107,15 @@ def test_what_arrives_after_the_end_is_closed():
 
 
 def test_the_end_waits_for_what_a_killed_start_leaves():
-    """Python may end next, and with it the thread that removes the sockets' folder."""
-    removed = []
+    """Python may end next, and with it the thread that removes the sockets' folder. To stop starts waits for nobody."""
+    removed, removes = [], threading.Event()
 
     class Slow(Start):
         def link(self):
             try:
                 return super().link()
             finally:
-                threading.Event().wait(0.2)
+                assert removes.wait(20)
                 removed.append(self)
 
     async def begin():
@@ -123,6 +123,9 @@ def test_the_end_waits_for_what_a_killed_start_leaves():
         restarts = Restarts(2, slows.__getitem__)
         restarts.begin(0, print)
         restarts.begin(1, print)
+        restarts.stop()
+        assert not removed and all(slow.killed for slow in slows)
+        threading.Timer(0.2, removes.set).start()
         restarts.close()
         return len(removed)
 

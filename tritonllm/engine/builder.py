@@ -96,7 +96,7 @@ class StepBuilder:
             samples,
             parameters=seats.take_parameters(),
             longest=longest,
-            shared=self._shared_prefix(tables[:n], inputs.seq_lens[:n], longest, segments.chunk.tokens),
+            shared=self._shared_prefix(tables[:n], inputs.seq_lens[:n], longest),
             logprobs=None if logprobs < 0 else logprobs,
             whole_logprobs=tuple(_rows_of(seats.whole_logprobs, rows)),
             edited=edited,
@@ -120,14 +120,11 @@ class StepBuilder:
         behind = -(-self._drafts // self._block_size)
         return min(max(map(_num_blocks, requests)) + behind, self.seats.tables.shape[1])
 
-    def _shared_prefix(
-        self, tables: np.ndarray, seq_lens: np.ndarray, longest: int, prompt_tokens: int
-    ) -> SharedPrefix | None:
-        """Of decodes of at most ``longest`` tokens, beside so many of prompts."""
-        planner = self._planner
-        if planner is None or not planner.may_plan(len(tables), longest, prompt_tokens):
+    def _shared_prefix(self, tables: np.ndarray, seq_lens: np.ndarray, longest: int) -> SharedPrefix | None:
+        """Of decodes of at most ``longest`` tokens."""
+        if self._planner is None or not self._planner.may_plan(len(tables), longest):
             return None
-        return planner.plan(tables, seq_lens, prompt_tokens)
+        return self._planner.plan(tables, seq_lens)
 
     def _tokens(self, request: Request) -> SeatTokens:
         seat, past = request.seat, None

@@ -13,9 +13,9 @@ each of its sequences, so one request's forced tokens would cost all the others 
 started with drafts has such steps.
 
 A step with a chunk takes longer than one of decodes alone: it has room for 64 tokens at least, attention to chunks is a
-launch of its own, and the draw stands outside of the graph. A step with more chunks than a small graph has room for
-takes far longer: its graph has thousands of tokens, or it has none. So jumps come where few requests run, and only if
-the step gains half as many tokens as run.
+launch of its own, and the draw stands outside of the graph. A step with more chunks than the smallest graph has room
+for takes longer still: its graph is for more tokens. So jumps come where few requests run, and only if the step gains
+half as many tokens as run.
 
 Steps are planned ahead, so when a token is known, the next one is on its way already. If more are forced behind it, the
 request waits for it (``Request.jumps``) and jumps then: it is left out of one step, which costs it a token.

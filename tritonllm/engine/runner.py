@@ -118,7 +118,7 @@ class ModelRunner:
         shares = shares and team.context.size == 1  # whose ranks merge theirs
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
             each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
-            self._planner = CascadePlanner(self._block_size, each, max(self._captured_tokens(), default=0))
+            self._planner = CascadePlanner(self._block_size, each)
         self._builder = self._make_builder()
         self._passed_bytes = 0 if self._passing is None else self._passing.reserve(self._most_tokens)
 
@@ -316,6 +316,9 @@ class ModelRunner:
         """A plan's step, once its new requests are known to processors of whole batches: they say whether they want to
         change its logits."""
         step = self._builder.build(plan)
+        if step.shared is not None and self._graphs is not None and not step.segments.only_decodes:
+            assert self._planner is not None  # who found it
+            step = self._planner.unless_captured(step, self._graphs.key_for)
         if self._processors is not None:
             self._processors.admit(step.admitted)
             if self._processors.wanted(step):

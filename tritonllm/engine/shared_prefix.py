@@ -5,9 +5,12 @@ each step: the requests that computed a prompt before it was cached hold copies 
 the group of decodes that is worth most, not a prefix of all.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 
-from tritonllm.engine.step import SharedPrefix
+from tritonllm.engine.step import SharedPrefix, Step
 
 # Reading the shared keys apart takes three more launches. On an H200 (32 heads, 8 of keys) it gained from 127 to 255 MB
 # on at any batch size: batch 128 x 256 shared keys (127 MB) 52.5 us against 57.5, 256 x 128 (128 MB) 78.8 against 78.4.
@@ -58,28 +61,33 @@ class CascadePlanner:
     Args:
         block_size: keys in a block.
         block_bytes: bytes of a block's keys and values in one layer.
-        captured: a step with up to so many prompt tokens is captured if it shares nothing.
     """
 
-    def __init__(self, block_size: int, block_bytes: int, captured: int = 0) -> None:
-        self._block_size, self._captured = block_size, captured
+    def __init__(self, block_size: int, block_bytes: int) -> None:
+        self._block_size = block_size
         self._least = max(1, -(-MIN_SAVED_BYTES // block_bytes))
         self._least_beside_prompts = max(1, -(-MIN_SAVED_BESIDE_PROMPTS // block_bytes))
 
-    def may_plan(self, sequences: int, longest: int, prompt_tokens: int = 0) -> bool:
-        """Whether a step of so many decodes of at most ``longest`` tokens, beside prompts, can ever gain."""
-        return (sequences - 1) * (longest // self._block_size) >= self._least_saved(prompt_tokens)
+    def may_plan(self, sequences: int, longest: int) -> bool:
+        """Whether a step of so many decodes of at most ``longest`` tokens can ever gain."""
+        return (sequences - 1) * (longest // self._block_size) >= self._least
 
-    def plan(self, tables: np.ndarray, seq_lens: np.ndarray, prompt_tokens: int = 0) -> SharedPrefix | None:
+    def plan(self, tables: np.ndarray, seq_lens: np.ndarray) -> SharedPrefix | None:
         """What decodes with these block tables ``[D, M]`` and lengths ``[D]`` share; ``None`` if it does not pay.
 
         The block that takes a sequence's new token is never shared.
+        """
+        return find_shared_prefix(tables, (seq_lens - 1) // self._block_size, self._least)
+
+    def unless_captured(self, step: Step, captured: Callable[[Step], object]) -> Step:
+        """A step of decodes that share and of prompts; if it is captured without sharing, and sharing would save too
+        little for what launching it takes, the decodes share nothing.
 
         Args:
-            prompt_tokens: of the step, beside the decodes.
+            captured: what holds a step; ``None`` if nothing does.
         """
-        return find_shared_prefix(tables, (seq_lens - 1) // self._block_size, self._least_saved(prompt_tokens))
-
-    def _least_saved(self, prompt_tokens: int) -> int:
-        """Reads of a block."""
-        return self._least_beside_prompts if 0 < prompt_tokens <= self._captured else self._least
+        shared = step.shared
+        if shared is None or shared.blocks * (int(shared.shares.sum()) - 1) >= self._least_beside_prompts:
+            return step
+        apart = replace(step, shared=None)
+        return step if captured(apart) is None else apart

@@ -28,10 +28,12 @@ from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_param
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
 from tritonllm.serve.profiling import ProfilerConfig
 from tritonllm.serve.replicas import Replicas, start_engines
-from tritonllm.serve.room import Room, sequences_of
+from tritonllm.serve.room import QueueFullError, Room, sequences_of
 from tritonllm.serve.shared_count import SharedCount
 from tritonllm.serve.tokenizing import Params, Tokenizing, numbered
 from tritonllm.vllm_arguments import no_adapter
+
+__all__ = ["AsyncEngineArgs", "AsyncLLM", "EngineDeadError", "Observer", "QueueFullError", "StoppedError"]
 
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
 

@@ -189,7 +189,7 @@ class Replicas:
                 elif message.method not in profiling.METHODS:
                     self._placement.forget()  # whatever it is, it may empty the caches
                 if message.method == "reload_weights" and self._restarts is not None:
-                    self._restarts.close()  # an engine started anew would have the weights of the beginning
+                    self._restarts.stop()  # an engine started anew would have the weights of the beginning
                 self._calls[message.number] = set(concerned), []
             for number in concerned:
                 self._links[number].send(message)

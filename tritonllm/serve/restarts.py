@@ -62,7 +62,7 @@ class Restarts:
         self._most, self._start, self._clock = most, start, clock
         self._times: deque[float] = deque()
         self._under_way: dict[int, Starting] = {}
-        self._waiting: dict[int, threading.Thread] = {}  # for what is under way
+        self._waiting: dict[int, threading.Thread] = {}  # for the latest start of each
 
     @property
     def under_way(self) -> bool:
@@ -73,7 +73,7 @@ class Restarts:
 
         Args:
             then: is called in the running event loop with the link, or with why it did not start. It is not called
-                after :meth:`close`.
+                after :meth:`stop`.
         """
         now = self._clock()
         while self._times and self._times[0] <= now - WINDOW:
@@ -109,14 +109,16 @@ class Restarts:
         self._waiting[number].start()
         return True
 
-    def close(self) -> None:
-        """End what is under way, and start nothing any more. May be called again.
-
-        Waits for the threads, which remove what the killed processes have left: Python's end would break them off.
-        """
+    def stop(self) -> None:
+        """End what is under way, and start nothing any more; never waits. May be called again."""
         self._most = 0
-        ended = list(self._under_way)
-        for number in ended:
+        for number in list(self._under_way):
             self._under_way.pop(number).kill()
-        for number in ended:
-            self._waiting.pop(number).join(END_SECONDS)
+
+    def close(self) -> None:
+        """:meth:`stop`, and wait for the threads, which remove what the killed processes have left: Python's end would
+        break them off. May be called again."""
+        self.stop()
+        end = monotonic() + END_SECONDS
+        for thread in self._waiting.values():
+            thread.join(max(0.0, end - monotonic()))
