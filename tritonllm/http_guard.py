@@ -87,3 +87,16 @@ async def receive_body(headers: Mapping[bytes, bytes], receive: Receive, most: i
                     return b"".join(parts)
     except TimeoutError:
         raise RefusedError(408, f"the body did not arrive within {BODY_SECONDS:g} seconds", "body_timeout") from None
+
+
+def without_network(body: bytes) -> Receive:
+    """What an application receives of a request that is in this process: the body, and then nothing for ever. It may be
+    asked, and the question given up, as often as one likes."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> MutableMapping[str, Any]:
+        if not left:
+            await asyncio.Event().wait()
+        return left.pop()
+
+    return receive

@@ -31,8 +31,9 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
 
 
 def with_row_padding(t: torch.Tensor, padding: int) -> torch.Tensor:
-    """The same values as a view whose rows are `padding` elements apart: contiguous in the last dimension only."""
-    wide = t.new_empty(*t.shape[:-1], t.shape[-1] + padding)
+    """The same values as a view whose rows are `padding` elements apart: contiguous in the last dimension only, and
+    what lies between the rows must not be read."""
+    wide = poisoned(*t.shape[:-1], t.shape[-1] + padding, dtype=t.dtype, device=t.device)
     view = wide[..., : t.shape[-1]]
     view.copy_(t)
     return view

@@ -9,7 +9,7 @@ import fcntl
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import IO, Any
 import msgspec
 from fastapi import FastAPI
 
+from tritonllm.http_guard import without_network
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
@@ -161,20 +162,13 @@ async def _call(app: FastAPI, path: str, body: bytes) -> tuple[int, str, Any]:
         "client": None,
         "server": None,
     }
-    parts = _once({"type": "http.request", "body": body, "more_body": False})
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await app(scope, lambda: anext(parts), send)
+    await app(scope, without_network(body), send)
     start = next(message for message in sent if message["type"] == "http.response.start")
     content = b"".join(message.get("body", b"") for message in sent if message["type"] == "http.response.body")
     request_id = dict(start["headers"]).get(b"x-request-id", b"").decode()
     return start["status"], request_id, json.loads(content)
-
-
-async def _once(message: Any) -> AsyncIterator[Any]:
-    """The message, and then nothing for ever: the client does not go away."""
-    yield message
-    await asyncio.Event().wait()

@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from tritonllm.config import EngineConfig
+from tritonllm.http_guard import without_network
 from tritonllm.route.ask import Ask
-from tritonllm.route.reply import Message, Receive
+from tritonllm.route.reply import Message
 from tritonllm.serve.api_process import NEWS_OF_DEATH
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
@@ -62,7 +63,7 @@ class EngineReplica:
             waiting.append(message)
             news.set()
 
-        task = asyncio.ensure_future(self._app(_scope(ask), _receive(ask.body), send))
+        task = asyncio.ensure_future(self._app(_scope(ask), without_network(ask.body), send))
         task.add_done_callback(lambda _: news.set())
         self._running += 1
         ended = False
@@ -140,15 +141,3 @@ def _scope(ask: Ask) -> dict[str, Any]:
         "client": None,
         "server": None,
     }
-
-
-def _receive(body: bytes) -> Receive:
-    """The body, and then nothing for ever: a client that goes away cancels the request."""
-    left = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if not left:
-            await asyncio.Event().wait()
-        return left.pop()
-
-    return receive

@@ -107,6 +107,9 @@ TUNABLE = Tunable(
         PrefillAttention(4, 1024, cached=7168),
         # the next turn of a chat
         *(PrefillAttention(1, new, cached=32768 - new) for new in (16, 32, 128, 256)),
+        # the same with heads of Gemma 2 9B and of Phi-3 mini, which Hopper's kernel does not take
+        PrefillAttention(1, 32, cached=8160, q_heads=16, kv_heads=8, head_size=256),
+        PrefillAttention(1, 32, cached=8160, q_heads=32, kv_heads=32, head_size=96),
         # Qwen3-0.6B and Qwen3-30B-A3B
         *(
             PrefillAttention(batch, new, q_heads=q_heads, kv_heads=kv_heads)

@@ -42,9 +42,15 @@ def pack_weight(weight: torch.Tensor) -> Weight:
     return Weight(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR), format=ONEDNN)
 
 
+def whole_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x[T, K]``, its rows one after the other if they are bfloat16 and K is no multiple of 32. With AMX, oneDNN reads
+    such rows up to the next multiple and multiplies what is there by 0: of a NaN that is a NaN (torch 2.13)."""
+    return x.contiguous() if x.dtype == torch.bfloat16 and x.shape[1] % 32 else x
+
+
 def product(x: torch.Tensor, of: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x[T, K] @ weight[N, K].T + bias[N]`` -> ``[T, N]``, of a weight in either format."""
-    weight = of.data
+    weight, x = of.data, whole_rows(x)
     if of.format != ONEDNN:
         return F.linear(x, weight, bias)
     rows = x.shape[0]

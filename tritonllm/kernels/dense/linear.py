@@ -15,6 +15,7 @@ import triton
 from tritonllm import env
 from tritonllm.kernels.dense import invariant
 from tritonllm.kernels.dense.arguments import Fused, Operands
+from tritonllm.kernels.dense.cpu import whole_rows
 from tritonllm.kernels.dense.invariant import SMALL
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
@@ -97,6 +98,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
     """``x @ weight.T + bias`` by cuBLAS, which writes float32 itself: rounded first, it would lose what it is for."""
     if _only_compiles(x):
         return
+    if x.is_cpu:
+        x = whole_rows(x)
     if out.dtype == x.dtype:
         if bias is None:
             torch.mm(x, weight.t(), out=out)
