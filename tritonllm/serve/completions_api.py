@@ -35,10 +35,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         params = search_params(body, service.llm.max_model_len if max_tokens is None else max_tokens)
     else:
         params = body.sampling_params(service.llm.inputs.default_params, max_tokens, body.logprobs, **more)
-    prompts = []
-    for prompt_name, one in zip(numbered("prompt", len(body.prompts())), body.prompts(), strict=True):
-        with about(prompt_name):
-            prompts.append(await unless_disconnected(request, _prompt(service, body, one)))
+    prompts = await unless_disconnected(request, _prompts(service, body))
     name = answer_id("cmpl", request, body.request_id)
     outputs = service.run(name, prompts, params, body.priority)
     head = {"id": name, "object": "text_completion", "created": now(), "model": model}
@@ -62,6 +59,15 @@ async def _without_tokens(outputs: Outputs) -> AsyncGenerator[tuple[int, Request
                 if completion.finish_reason in ("stop", "repetition"):
                     completion.finish_reason = "length"
             yield index, output
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
+    """Those of the body; an error begins with the name of its prompt."""
+    prompts = []
+    for name, prompt in zip(numbered("prompt", len(body.prompts())), body.prompts(), strict=True):
+        with about(name):
+            prompts.append(await _prompt(service, body, prompt))
+    return prompts
 
 
 async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
