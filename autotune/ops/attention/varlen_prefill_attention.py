@@ -92,7 +92,7 @@ def space(
     whole = {"kernel": "portable", "SPLIT": 0}
     configs = [whole | dict(zip(names, tile, strict=True)) for tile in tiles if tile[0] <= rows]
     if few == "split" and dtype != "float32":
-        configs += [prefill.shared_config(head_size, rows) | {"SPLIT": split} for split in (64, 128, 256)]
+        configs += [prefill.shared_config(head_size, rows) | {"SPLIT": split} for split in (16, 32, 64, 128)]
     return configs
 
 

@@ -30,6 +30,9 @@ SM90_MIN_ROWS = 64
 # steps whose tokens have the same next power of two launch the same. (Of 32 heads, behind 32,768 tokens, 256 tokens
 # 412 -> 235 us; 512, of which no tile is cut, 791 -> 465, since only tiles that have rows are counted.)
 SPLIT_ROWS, SPLIT_TOKENS = 16384, 1024
+# So many tiles of the portable kernel (less than half of an H200's programs: of 128 each is whole already, and twice
+# the height is faster then. 512 tokens of 16 heads of 256: 28.4 us, shared out 49.6; 128 behind 1,024: 55.6, 34.5).
+SPLIT_TILES = 64
 # Keys from which its tiles are of 128 keys (16 x 1024 tokens: 341 us, with tiles of 64 keys 276; 4 x 4096: 883, 963).
 SM90_LONG = 2048
 # Keys up to which its loops do the last tile too (64 x 256 tokens: 119.5 us instead of 135; 16 x 1024: 292, 282).
@@ -62,7 +65,9 @@ def default_config(
         if capacity >= SM90_LONG and logits == "plain" and 64 % group == 0:  # otherwise registers do not suffice
             return hopper | {"BLOCK_N": 128, "PARTS": 1, "MERGED": False, "num_stages": 2}
         return hopper | {"BLOCK_N": 64, "PARTS": 2, "MERGED": capacity <= SM90_SHORT, "num_stages": 4}
-    config: tuning.Config = {"kernel": "portable", "SPLIT": 0}  # what sharing out gains here is not measured yet
+    if few == "split" and dtype != "float32":
+        return shared_config(head_size, rows)
+    config: tuning.Config = {"kernel": "portable", "SPLIT": 0}
     if dtype == "float32":  # exact products run on the ordinary units, with operands in registers
         return config | {"BLOCK_M": min(rows, 32), "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
     if head_size > 256:
@@ -75,18 +80,24 @@ def default_config(
 
 
 def shared_config(head_size: int, rows: int) -> tuning.Config:
-    """Of the portable kernel, where keys are shared out (for the tuner). Merging takes registers, so tiles are half as
-    high as others.
+    """Of the portable kernel, where keys are shared out. (32 tokens behind 8,160 on an H200, 16 heads of 256: 360 -> 63
+    us; 32 of 96: 170 -> 43; behind none 7.6 -> 8.4, and 5.3 -> 8.4.)
 
     Args:
         rows: (token, head) pairs of the longest sequence's new tokens, a power of two of at least 16.
     """
-    config: tuning.Config = {"kernel": "portable", "SPLIT": 128, "maxnreg": 255}
-    if head_size > 256:
-        return config | {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    config: tuning.Config = {"kernel": "portable", "SPLIT": 32, "maxnreg": 255}
+    config |= {"BLOCK_M": min(rows, _share_rows(head_size)), "BLOCK_N": 32 if head_size > 256 else 64}
     if head_size > 128:
-        return config | {"BLOCK_M": min(rows, 32), "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-    return config | {"BLOCK_M": min(rows, 64), "BLOCK_N": 64, "num_warps": 8 if rows > 32 else 4, "num_stages": 3}
+        return config | {"num_warps": 8, "num_stages": 2}
+    return config | {"num_warps": 8 if rows > 32 else 4, "num_stages": 3}
+
+
+def _share_rows(head_size: int) -> int:
+    """Rows of a tile whose keys are shared out: merging takes registers, so it is half as high as others."""
+    if head_size > 256:
+        return 16
+    return 32 if head_size > 128 else 64
 
 
 def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str, Any]:
@@ -102,7 +113,7 @@ def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str
         arch = "sm90" if prefill.fits(q, k_cache, v_cache) and not two_sided else "any"
         if queries.causal and max_seqlen_q * group <= SM90_ROWS and decode.fits(q, k_cache, v_cache):
             few = "decode"
-    most = SPLIT_ROWS if arch == "sm90" else SPLIT_ROWS // 2  # the portable kernel's tiles are half as high then
+    most = SPLIT_ROWS if arch == "sm90" else SPLIT_TILES * _share_rows(head_size)
     if few == "no" and tokens <= SPLIT_TOKENS and triton.next_power_of_2(tokens) * heads <= most:
         few = "split"
     plain = args.alibi_slopes is None and args.window == 0 and args.softcap == 0
