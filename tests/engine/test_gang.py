@@ -206,9 +206,9 @@ def in_pool(pool, tables, computed, tails):
         request.block_hashes = [b"%d" % block for block in table]
         request.num_labelled_blocks = min(len(table), number)
         requests.append(request)
-    for block in {*tables[0], *tables[1], *(tail for tail in tails if tail is not None)}:
-        pool._unlink(block)
-        pool._refs[block] = sum(table.count(block) for table in tables) + tails.count(block)
+    for block in pool.allocate_many(pool.num_free):
+        users = sum(table.count(block) for table in tables) + tails.count(block)
+        pool.retain([block] * (users - 1)) if users else pool.release([block])
     return requests
 
 
@@ -232,7 +232,8 @@ def test_a_move_is_a_release_and_a_fork(common, mine, theirs, rest, shares_tail)
             free(child, pool)
             fork(parent, child, pool, 4)
         state = child.block_ids, child.tail, child.num_computed_tokens, child.block_hashes, child.num_labelled_blocks
-        results.append((*state, pool._refs, pool._next, pool._prev, pool.num_free))
+        users = [pool.ref_count(block) for block in blocks]
+        results.append((*state, users, pool.allocate_many(pool.num_free)))
     assert results[0] == results[1]
 
 

@@ -1,5 +1,6 @@
 """Prompts that are far too long are refused by their beginning."""
 
+import re
 from functools import partial
 
 import pytest
@@ -25,11 +26,19 @@ class Counting:
         self.read += len(text)
         return self._tokenizer.encode(text, **options)
 
+    def __call__(self, texts, **options):
+        self.read += sum(map(len, texts))
+        return self._tokenizer(texts, **options)
+
+
+def reading(tokenizer):
+    return InputProcessor(tokenizer, 1 << 20, MOST, frozenset({0}), 0)
+
 
 @pytest.fixture
 def inputs():
-    found = InputProcessor(AutoTokenizer.from_pretrained(str(model_path())), 1 << 20, MOST, frozenset({0}), 0)
-    found.tokenizer = Counting(found.tokenizer)
+    found = reading(Counting(AutoTokenizer.from_pretrained(str(model_path()))))
+    found.tokenizer.read = 0  # when it was tried out
     return found
 
 
@@ -53,6 +62,20 @@ def test_others_are_counted(inputs, words):
     assert len(inputs.tokenize(text, -1).token_ids) == min(count, MOST - 1)
 
 
+@pytest.mark.parametrize("ids", [[0], [3, (1 << 20) - 1, True], [7] * 63])
+def test_ids_are_packed_for_those_who_read_many(inputs, ids):
+    prompt = inputs.tokenize({"prompt_token_ids": ids})
+    assert prompt.packed.tolist() == prompt.token_ids == ids
+    params = inputs.default_params
+    assert inputs.requests("r", prompt, params, 0, 0)[0].packed_prompt is prompt.packed
+
+
+@pytest.mark.parametrize("wrong", [1 << 20, -1, 1 << 32, 1 << 70, 1.0, "7", None])
+def test_one_wrong_id_among_others_is_named(inputs, wrong):
+    with pytest.raises(ValueError, match=rf"must be integers from 0 to {(1 << 20) - 1}, got {re.escape(repr(wrong))}"):
+        inputs.tokenize({"prompt_token_ids": [5, wrong, 6]})
+
+
 def test_a_long_text_of_few_tokens_is_taken(inputs):
     whole = inputs.tokenizer.encode("x" * (SURELY_QUICK + 8 * MOST + 1))
 
@@ -60,8 +83,7 @@ def test_a_long_text_of_few_tokens_is_taken(inputs):
         def encode(self, text, **options):
             return whole[: MOST // 2] if len(text) > SURELY_QUICK + 8 * MOST else whole[: MOST // 4]
 
-    inputs.tokenizer = Few(inputs.tokenizer)
-    assert len(inputs.tokenize("x" * (SURELY_QUICK + 8 * MOST + 1)).token_ids) == MOST // 2
+    assert len(reading(Few(inputs.tokenizer)).tokenize("x" * (SURELY_QUICK + 8 * MOST + 1)).token_ids) == MOST // 2
 
 
 def test_a_conversation_that_is_far_too_long(inputs):

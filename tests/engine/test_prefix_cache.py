@@ -1,4 +1,5 @@
 import itertools
+from array import array
 
 import pytest
 from hypothesis import settings
@@ -8,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tritonllm.engine import prefix_cache
 from tritonllm.engine.block_pool import BlockPool
 from tritonllm.engine.prefix_cache import PrefixCache
-from tritonllm.engine.request import Request
+from tritonllm.engine.request import PACKED, Request
 from tritonllm.sampling_params import SamplingParams
 
 NAMES = map(str, itertools.count())
@@ -181,6 +182,15 @@ def test_each_block_is_hashed_once(cache, monkeypatch):
         cache.insert(request)
     cache.match(request)
     assert len(hashed) == 4
+
+
+def test_packed_prompts_have_the_same_digests(cache):
+    first, second = make(range(10)), make(range(10))
+    second.packed_prompt = array(PACKED, second.prompt_token_ids)
+    for request in (first, second):
+        request.output_token_ids += [10, 11, 12, 13]
+    assert cache.labels(first) == cache.labels(second)
+    assert len({*cache.labels(first)}) == 3
 
 
 def test_blocks_with_tokens_that_are_not_known_yet_are_not_available(cache):

@@ -1,6 +1,9 @@
+from array import array
+
+import numpy as np
 import pytest
 
-from tritonllm.engine.request import Request, RequestStatus
+from tritonllm.engine.request import PACKED, Request, RequestStatus
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -23,6 +26,24 @@ def test_token_ids_is_a_slice_of_prompt_and_output(prompt):
 def test_token_ids_outside_of_the_known_tokens(start, end):
     with pytest.raises(ValueError, match=r"outside of the 5 known tokens"):
         make([1, 2, 3], [4, 5]).token_ids(start, end)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_packed_tokens_are_the_same_tokens(ready):
+    request = make([1, 2, 2**32 - 1], [4, 5])
+    request.packed_prompt = array(PACKED, request.prompt_token_ids) if ready else None
+    for start in range(6):
+        for end in range(start, 6):
+            assert np.frombuffer(request.packed(start, end), np.uint32).tolist() == request.token_ids(start, end)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize(("start", "end"), [(-1, 2), (2, 1), (0, 6)])
+def test_packed_tokens_outside_of_the_known_tokens(start, end, ready):
+    request = make([1, 2, 3], [4, 5])
+    request.packed_prompt = array(PACKED, request.prompt_token_ids) if ready else None
+    with pytest.raises(ValueError, match=r"outside of the 5 known tokens"):
+        request.packed(start, end)
 
 
 def test_finish_reason():

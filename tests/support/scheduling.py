@@ -20,7 +20,7 @@ def make_scheduler(
 def make(name, prompt, max_total_tokens=None, *, eos=(), priority=0, arrival=0, salt=None, **params):
     """A request; a number for the prompt means so many tokens that no other request shares."""
     if isinstance(prompt, int):
-        prompt = [zlib.crc32(name.encode()) * 1000 + i for i in range(prompt)]
+        prompt = [zlib.crc32(name.encode()) % 4_000_000 * 1000 + i for i in range(prompt)]
     return Request(
         name,
         prompt,

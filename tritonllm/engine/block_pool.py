@@ -1,18 +1,20 @@
-"""Who uses which block of the KV cache: reference counts and a free list in least-recently-used order. No torch.
+"""Who uses which block of the KV cache: reference counts, and the free blocks in the order in which they are taken. No
+torch.
 
 Freeing a block does not erase it. A block that carries a label (the digest of its contents) can be found by it, and
-taken back from the free list, until :meth:`BlockPool.allocate` hands it out for something else. So every block that
+taken back from the free ones, until :meth:`BlockPool.allocate` hands it out for something else. So every block that
 nobody uses is a cache entry and free memory at the same time, and eviction costs nothing until memory is needed.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 
 class BlockPool:
     """``num_blocks`` blocks, all free and unlabelled at first. Each operation takes O(1) time per block.
 
-    The free list is a doubly linked ring threaded through two arrays: ``num_blocks`` itself is the sentinel, its
-    successor the block to hand out next, its predecessor the one released last.
+    Free blocks without a label are a stack, and are handed out first. Those with one are behind them, in the order in
+    which they were released.
 
     Args:
         num_blocks: blocks in the cache, at least 1.
@@ -26,17 +28,16 @@ class BlockPool:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self.evictions = 0
-        self._num_free = num_blocks
         self._refs = [0] * num_blocks
         self._labels: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._prev = [num_blocks, *range(num_blocks)]
+        self._blank = [*reversed(range(num_blocks))]  # free, without a label
+        self._kept: OrderedDict[int, None] = OrderedDict()  # free, with one
 
     @property
     def num_free(self) -> int:
         """Blocks without a user, labelled ones included."""
-        return self._num_free
+        return len(self._blank) + len(self._kept)
 
     @property
     def num_labelled(self) -> int:
@@ -69,43 +70,55 @@ class BlockPool:
 
     def allocate_many(self, count: int) -> list[int]:
         """Take ``count`` blocks, or raise and take none. See :meth:`allocate`."""
-        if count > self._num_free:
-            raise RuntimeError(f"{count} blocks wanted, {self._num_free} of {self.num_blocks} free")
-        blocks = []
-        for _ in range(count):
-            block = self._next[self.num_blocks]
-            self._unlink(block)
-            self._refs[block] = 1
-            label = self._labels[block]
-            if label is not None:
-                del self._block_of[label]
-                self._labels[block] = None
-                self.evictions += 1
+        if count > self.num_free:
+            raise RuntimeError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
+        refs, labels, kept = self._refs, self._labels, self._kept
+        blank = min(count, len(self._blank))
+        blocks = self._blank[len(self._blank) - blank :]
+        blocks.reverse()
+        del self._blank[len(self._blank) - blank :]
+        for _ in range(count - blank):
+            block, _ = kept.popitem(last=False)
+            label = labels[block]
+            assert label is not None  # these have one
+            del self._block_of[label]
+            labels[block] = None
             blocks.append(block)
+        self.evictions += count - blank
+        for block in blocks:
+            refs[block] = 1
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add a user to each block; they have some, or are free but labelled."""
+        refs, kept = self._refs, self._kept
         for block in blocks:
-            if self._refs[block] == 0:
-                if self._labels[block] is None:
+            count = refs[block]
+            if count == 0:
+                if block not in kept:
                     raise RuntimeError(f"block {block} is free and holds nothing to keep")
-                self._unlink(block)
-            self._refs[block] += 1
+                del kept[block]
+            refs[block] = count + 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Take one user from each block, in the order given; a block without users becomes free.
 
-        Labelled blocks join the end of the free list, so those released first are evicted first. The others hold
-        nothing that could be found again and join its front.
+        Of labelled blocks those released first are evicted first. The others hold nothing that could be found again:
+        what is released last is handed out next.
         """
+        refs, labels, blank, kept = self._refs, self._labels, self._blank, self._kept
         for block in blocks:
-            if self._refs[block] == 0:
+            count = refs[block] - 1
+            if count > 0:
+                refs[block] = count
+            elif count < 0:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                last = self._prev[self.num_blocks] if self._labels[block] is not None else self.num_blocks
-                self._link_after(last, block)
+            else:
+                refs[block] = 0
+                if labels[block] is None:
+                    blank.append(block)
+                else:
+                    kept[block] = None
 
     def label(self, block: int, label: bytes) -> None:
         """Let ``find(label)`` return this block, which is in use and unlabelled. A label that is taken stays where
@@ -122,8 +135,7 @@ class BlockPool:
     def find_leading(self, labels: Iterable[bytes]) -> list[int]:
         """The blocks that carry these labels, up to the first that no block carries."""
         blocks = []
-        for label in labels:
-            block = self._block_of.get(label)
+        for block in map(self._block_of.get, labels):
             if block is None:
                 break
             blocks.append(block)
@@ -133,14 +145,5 @@ class BlockPool:
         for block in self._block_of.values():
             self._labels[block] = None
         self._block_of.clear()
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before], self._prev[after] = after, before
-        self._num_free -= 1
-
-    def _link_after(self, before: int, block: int) -> None:
-        after = self._next[before]
-        self._next[before] = self._prev[after] = block
-        self._prev[block], self._next[block] = before, after
-        self._num_free += 1
+        self._blank[:0] = reversed(self._kept)  # they stay behind those that had none
+        self._kept.clear()

@@ -8,7 +8,7 @@ from tritonllm.engine.decode_inputs import DecodeInputs
 from tritonllm.engine.edits import SeatEdits, edits_of
 from tritonllm.engine.plan import ScheduledRequest, StepPlan
 from tritonllm.engine.pooled_spans import move_to_first_tokens, pooled_spans
-from tritonllm.engine.request import Request
+from tritonllm.engine.request import PACKED, Request
 from tritonllm.engine.seats import SeatTable
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.step import PromptSpan, SeatedRequest, SeatTokens, SharedPrefix, Step
@@ -165,7 +165,8 @@ class StepBuilder:
         for i in known[len(decodes) :]:
             item, end = items[i], int(lasts[i])
             if each == 1:
-                input_ids[end - item.num_tokens : end] = item.request.token_ids(int(starts[i]), int(ends[i]))
+                packed = item.request.packed(int(starts[i]), int(ends[i]))
+                input_ids[end - item.num_tokens : end] = np.frombuffer(packed, dtype=PACKED)
             else:
                 input_ids[end - each] = item.request.token_ids(int(starts[i]), int(ends[i]))[0]
         verify = segments.verify.sequences
