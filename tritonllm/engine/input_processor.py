@@ -16,6 +16,7 @@ from tritonllm.engine.edits import check_edits
 from tritonllm.engine.grammar import GrammarControl, Grammars
 from tritonllm.engine.kv_params import TransferParams
 from tritonllm.engine.request import PACKED, Request
+from tritonllm.engine.text_pieces import TextPieces
 from tritonllm.engine.tokenizer import bad_word_ids
 from tritonllm.inputs import KNOWN_FORMS, Prompt, TokensPrompt, check_text, is_array, to_list
 from tritonllm.sampling_params import SamplingParams
@@ -81,6 +82,7 @@ class InputProcessor:
         self._takes_extra_args = takes_extra_args
         self._transfer_params = transfer_params or TransferParams(None)
         self.tokenizer, self.words = tokenizer, Words(tokenizer)
+        self._pieces = None if tokenizer is None else TextPieces(tokenizer)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
@@ -93,6 +95,7 @@ class InputProcessor:
         """The same with a tokenizer of its own, for another thread."""
         copied = copy.copy(self)
         copied.tokenizer = copy.deepcopy(self.tokenizer)
+        copied._pieces = None if self._pieces is None else self._pieces.copied(copied.tokenizer)
         return copied
 
     @property
@@ -164,9 +167,9 @@ class InputProcessor:
             ValueError: no tokenizer, or half of a surrogate pair in the text.
         """
         check_text("prompt", text)
-        if self.tokenizer is None:
+        if self._pieces is None:
             raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._pieces.encode(text, add_special_tokens)
 
     def pair(
         self, first: Prompt, second: Prompt, *, with_types: bool = False, names: tuple[str, str] = ("data", "data")

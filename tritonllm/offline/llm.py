@@ -4,6 +4,7 @@ import copy
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -314,7 +315,8 @@ class LLM(PoolingMethods):
 
     def render_chat(self, conversation: Sequence[Message], **options: Any) -> Prompt:
         """The prompt that :meth:`chat` makes of one conversation; same errors, options as :class:`ChatOptions`."""
-        return render(self.get_tokenizer(), conversation, ChatOptions(**options))
+        encode = partial(self._engine.inputs.encode, add_special_tokens=False)
+        return render(self.get_tokenizer(), conversation, ChatOptions(**options), encode)
 
 
 def start_several(config: EngineConfig) -> "Engines":
