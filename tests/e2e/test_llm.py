@@ -1,6 +1,7 @@
 """Whole requests through the offline interface, on the CPU path."""
 
 import math
+from array import array
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from support.tiny_models import random_tokens, reference_logits
 from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
-from tritonllm import RepetitionDetectionParams, SamplingParams
+from tritonllm import BeamSearchParams, RepetitionDetectionParams, SamplingParams
+from tritonllm.engine.input_processor import TokenizedPrompt
+from tritonllm.engine.request import PACKED
 
 PROMPTS = [random_tokens(n, VOCAB_SIZE, seed=n) for n in (1, 3, 17, 40, 5, 64, 9, 30)]
 
@@ -144,6 +147,30 @@ def test_forms_of_a_prompt(llm):
     assert token_ids(llm.generate(ids, greedy(), use_tqdm=False)) == token_ids(outputs[:1])
     assert token_ids(llm.generate("the cat", greedy(), use_tqdm=False)) == token_ids(outputs[:1])
     assert llm.generate([], greedy(), use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        greedy(8, n=2, prompt_logprobs=2),
+        greedy(8, repetition_penalty=2.0, presence_penalty=0.5, bad_words=["a"]),
+        BeamSearchParams(3, 8),
+    ],
+    ids=["reported", "penalties", "beams"],
+)
+def test_a_checked_prompt_is_taken_as_it_is(llm, params):
+    """As processes that tokenize for the engine send it: packed."""
+    ids = random_tokens(30, VOCAB_SIZE, seed=5)
+
+    def outputs(name, prompt):
+        llm.engine.add_request(name, prompt, params)
+        while llm.engine.has_unfinished_requests():
+            found = llm.engine.step()
+        return [(c.token_ids, c.text, c.logprobs) for c in found[0].outputs], found[0].prompt_logprobs
+
+    packed = array(PACKED, ids)
+    checked = TokenizedPrompt(None, packed, None, packed)
+    assert outputs("checked", checked) == outputs("list", {"prompt_token_ids": ids})
 
 
 def test_text_is_that_of_the_tokens(llm):

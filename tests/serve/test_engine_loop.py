@@ -1,6 +1,7 @@
 """The loop of the engine process, with a socket that is a list."""
 
 import threading
+from array import array
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import fields
@@ -10,6 +11,7 @@ import pytest
 import zmq
 from support.engines import greedy, tiny_llm
 
+from tritonllm.engine.request import PACKED
 from tritonllm.engine.results import StepTimeoutError
 from tritonllm.engine.stats import EngineStats
 from tritonllm.serve.engine_process import EngineLoop
@@ -46,7 +48,8 @@ class Socket:
 
 
 def add(request_id, max_tokens=6, **more):
-    return Add(request_id, None, more.pop("prompt", PROMPT), None, pack_params(greedy(max_tokens, **more)), 0)
+    ids = array(PACKED, more.pop("prompt", PROMPT)).tobytes()
+    return Add(request_id, None, ids, None, pack_params(greedy(max_tokens, **more)), 0)
 
 
 def last_of(updates, request_id):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+from array import array
 
 import httpx
 import msgspec
@@ -17,6 +18,7 @@ from support.streams import Stream, all_gone
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, SamplingParams, env
 from tritonllm.config import EngineConfig
+from tritonllm.engine.request import PACKED
 from tritonllm.serve import replicas as replicas_module
 from tritonllm.serve.engine_client import EngineDeadError
 from tritonllm.serve.messages import Abort, Add, Answer, Call, Completion, News, PoolingFacts, Ready, Stats, Update
@@ -55,7 +57,7 @@ def links(count=2):
 
 
 def add(request_id, prompt=(1, 2, 3), **params):
-    return Add(request_id, None, list(prompt), None, params, 0)
+    return Add(request_id, None, array(PACKED, prompt).tobytes(), None, params, 0)
 
 
 def done(request_id, tokens=(7,)):

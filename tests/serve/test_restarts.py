@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+from array import array
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from support.server import eventually, running_server, socket_folders
 from support.streams import Stream, all_gone
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
+from tritonllm.engine.request import PACKED
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.messages import Abort, Add, Call, Completion, News, PoolingFacts, Ready, Stats, Update
@@ -148,7 +150,7 @@ def in_loop(work, count=2, most=3):
 
 
 def add(request_id):
-    return Add(request_id, None, [1, 2, 3], None, {}, 0)
+    return Add(request_id, None, array(PACKED, [1, 2, 3]).tobytes(), None, {}, 0)
 
 
 def test_one_of_two_comes_back(caplog):

@@ -21,7 +21,7 @@ import numpy as np
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.engine.detokenizer import IncrementalDetokenizer, Words
-from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
 from tritonllm.engine.outputs import (
     BeamSearchOutput,
@@ -280,7 +280,7 @@ def beam_state(
     inputs: InputProcessor,
     scheduler: Scheduler,
     request_id: str,
-    prompt: Prompt,
+    prompt: Prompt | TokenizedPrompt,
     params: BeamSearchParams,
     *,
     priority: int,

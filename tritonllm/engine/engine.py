@@ -25,7 +25,7 @@ from tritonllm.engine.delivery import Delivery
 from tritonllm.engine.expert_load import ExpertLoadMethods
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.in_flight import InFlight
-from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.jump_forward import jump
 from tritonllm.engine.kv_params import transfer_params
 from tritonllm.engine.kv_transfer import KVTransfer, TransferStats
@@ -146,7 +146,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | TokenizedPrompt,
         params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         *,
         lora_request: None = None,
@@ -156,7 +156,8 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
 
         Args:
             request_id: unique among the unfinished ones.
-            prompt: text, token ids, or a dict of either.
+            prompt: text, token ids, or a dict of either; or what an :class:`InputProcessor` of the same engine has made
+                of one, which is not checked again.
             params: how to continue it, by default as the model's ``generation_config.json`` says; or how to search for
                 its best continuations, or to pool it. The engine keeps a copy.
             lora_request: none; there are no adapters yet.
@@ -201,7 +202,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
     def _new_state(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | TokenizedPrompt,
         params: SamplingParams | BeamSearchParams | PoolingParams | None,
         priority: int,
     ) -> RequestState:

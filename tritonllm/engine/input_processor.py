@@ -24,8 +24,10 @@ from tritonllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
+    """What :meth:`InputProcessor.tokenize` makes of a prompt, and takes as one that needs nothing more."""
+
     text: str | None
-    token_ids: list[int]
+    token_ids: Sequence[int]
     cache_salt: str | None
     packed: "array[int]"  # the same ids, of type PACKED
     token_types: list[int] | None = None  # as many
@@ -104,7 +106,12 @@ class InputProcessor:
         return self._thought is not None
 
     def tokenize(
-        self, prompt: Prompt, truncate: int | None = None, *, continued: bool = True, separated: bool = False
+        self,
+        prompt: Prompt | TokenizedPrompt,
+        truncate: int | None = None,
+        *,
+        continued: bool = True,
+        separated: bool = False,
     ) -> TokenizedPrompt:
         """Token ids of a prompt in any of its forms.
 
@@ -116,6 +123,8 @@ class InputProcessor:
         Raises:
             ValueError: an unknown form, an empty or too long prompt, a token id outside the vocabulary.
         """
+        if isinstance(prompt, TokenizedPrompt):
+            return prompt
         most = self.max_model_len - continued
         types = None
         if isinstance(prompt, Mapping) and "token_type_ids" in prompt:

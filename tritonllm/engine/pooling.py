@@ -203,7 +203,7 @@ def _matryoshka(fields: Mapping[str, Any]) -> tuple[int, ...] | None:
     return () if fields.get("is_matryoshka") else None
 
 
-def _with_types(prompt: TokenizedPrompt, kinds: int, vocab_size: int) -> list[int]:
+def _with_types(prompt: TokenizedPrompt, kinds: int, vocab_size: int) -> Sequence[int]:
     """Token ids with their kinds in them, see :class:`~tritonllm.models.spec.ModelSpec`.
 
     Raises:
@@ -262,7 +262,7 @@ def pooling_state(
     ability: PoolingAbility,
     inputs: InputProcessor,
     request_id: str,
-    prompt: Prompt,
+    prompt: Prompt | TokenizedPrompt,
     params: PoolingParams,
     *,
     priority: int = 0,

@@ -51,6 +51,15 @@ class Pooling(NamedTuple):
 
 PACKED = "I"  # the code of packed tokens' type, of 4 bytes
 PACKED_BYTES = array(PACKED).itemsize
+
+
+def packed_from(data: bytes) -> "array[int]":
+    """The array of packed tokens whose bytes these are."""
+    tokens = array(PACKED)
+    tokens.frombytes(data)
+    return tokens
+
+
 # For the scheduler a pooled prompt is a sequence that ends with its first new token.
 AS_SAMPLING = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
 

@@ -15,7 +15,7 @@ from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import TokenizedPrompt
 from tritonllm.engine.kv_settings import check_connector
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
-from tritonllm.engine.request import AS_SAMPLING
+from tritonllm.engine.request import AS_SAMPLING, PACKED_BYTES
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
@@ -258,7 +258,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         tokenized = await self._tokenized(prompt, params)
         collector = PoolingCollector(tokenized.token_ids)
         message = Add(
-            *(request_id, tokenized.text, tokenized.token_ids, tokenized.cache_salt, {}, priority),
+            *(request_id, tokenized.text, tokenized.packed.tobytes(), tokenized.cache_salt, {}, priority),
             pooling=pack_pooling_params(params),
             token_type_ids=tokenized.token_types,
         )
@@ -292,7 +292,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         tokenized = await self._tokenized(prompt, params)
         collector = Collector(tokenized.text, tokenized.token_ids, RequestOutputKind.FINAL_ONLY)
         search = {field.name: getattr(params, field.name) for field in fields(params)}
-        facts = tokenized.text, tokenized.token_ids, tokenized.cache_salt
+        facts = tokenized.text, tokenized.packed.tobytes(), tokenized.cache_salt
         message = Add(request_id, *facts, {}, priority, search=search)
         yield await self._only_output(message, collector, SamplingParams(n=params.beam_width))
 
@@ -329,7 +329,8 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         collector = Collector(prompt.text, prompt.token_ids, params.output_kind, texts)
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             wire.output_kind = RequestOutputKind.DELTA
-        message = Add(request_id, prompt.text, prompt.token_ids, prompt.cache_salt, pack_params(wire), priority)
+        ids = prompt.packed.tobytes()
+        message = Add(request_id, prompt.text, ids, prompt.cache_salt, pack_params(wire), priority)
         self._submit(message, collector, params)
         return collector
 
@@ -342,7 +343,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         self._collectors[request_id] = collector, params.n
         self._room.take(params.n)
         if self.observer is not None:
-            self.observer.added(request_id, len(message.prompt_token_ids), params)
+            self.observer.added(request_id, len(message.packed) // PACKED_BYTES, params)
 
     def _texts(self, prompt: Sequence[int], params: SamplingParams) -> Texts | None:
         """What makes the text in this process; ``None`` if the engine does, which has to find stop strings in it."""

@@ -24,7 +24,9 @@ from tritonllm.config import EngineConfig
 from tritonllm.dist.watch import WorkerError
 from tritonllm.engine.asleep import AsleepError
 from tritonllm.engine.engine import EngineOutput, LLMEngine
+from tritonllm.engine.input_processor import TokenizedPrompt
 from tritonllm.engine.outputs import RequestOutput
+from tritonllm.engine.request import packed_from
 from tritonllm.engine.results import StepTimeoutError
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.models import checkpoint
@@ -332,15 +334,10 @@ class EngineLoop:
 
     def _add(self, client: bytes, message: Add, params: Params) -> bool:
         """Returns whether the engine took it; else the client has been told why not."""
-        prompt: dict[str, Any] = {"prompt_token_ids": message.prompt_token_ids}
-        if message.prompt is not None:
-            prompt["prompt"] = message.prompt
-        if message.cache_salt is not None:
-            prompt["cache_salt"] = message.cache_salt
-        if message.token_type_ids is not None:
-            prompt["token_type_ids"] = message.token_type_ids
+        ids = packed_from(message.packed)
+        prompt = TokenizedPrompt(message.prompt, ids, message.cache_salt, ids, message.token_type_ids)
         try:
-            self._engine.add_request(message.request_id, prompt, params, priority=message.priority)  # type: ignore[arg-type]
+            self._engine.add_request(message.request_id, prompt, params, priority=message.priority)
             self._owner[message.request_id] = client
         except Exception as error:
             if not isinstance(error, ValueError | AsleepError):  # else it is not there, or another one of this id is

@@ -30,11 +30,13 @@ PackedLogprobs = list[tuple[int, float, int | None, str | None]]  # of one posit
 class Add(msgspec.Struct, tag=True, array_like=True):
     """Queue a request; ``params`` are the fields of :class:`SamplingParams` that are not at their defaults, or
     ``pooling`` those of :class:`~tritonllm.PoolingParams`, or ``search`` those of :class:`~tritonllm.BeamSearchParams`.
+    The ids of the prompt's tokens have been checked, and are :data:`~tritonllm.engine.request.PACKED`: as a list of
+    numbers, 24,000 of them take 3 ms on their way.
     """
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
+    packed: bytes
     cache_salt: str | None
     params: dict[str, Any]
     priority: int

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+from tritonllm.engine.request import PACKED, PACKED_BYTES
+
 PIECE = 64  # prompts are compared in pieces of so many tokens
 FIRST_GUESS = 128.0  # tokens of an output, before one has ended
 WEIGHT = 0.05  # of an output's length in the mean over outputs
@@ -134,8 +136,8 @@ class Placement:
 
 def _pieces(prompt: Sequence[int], salt: str | None) -> Iterator[int]:
     """A number for each whole piece, which depends on all tokens up to its end. The last token is never cached."""
-    data = array("q", prompt).tobytes()
-    size = PIECE * 8
+    packed = prompt if isinstance(prompt, array) and prompt.typecode == PACKED else array(PACKED, prompt)
+    data, size = packed.tobytes(), PIECE * PACKED_BYTES
     parent = xxh3_64_intdigest(b"" if salt is None else salt.encode())
     for start in range(0, (len(prompt) - 1) // PIECE * size, size):
         parent = xxh3_64_intdigest(data[start : start + size], seed=parent)

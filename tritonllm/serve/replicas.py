@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.request import packed_from
 from tritonllm.serve import profiling
 from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink, EngineProcess
 from tritonllm.serve.messages import Abort, Add, Answer, Call, News, Ready, Stats, ToEngine, Update
@@ -202,7 +203,7 @@ class Replicas:
         if owner is None:
             owner = self._placement.place(
                 request_id,
-                message.prompt_token_ids,
+                packed_from(message.packed),
                 message.params.get("max_tokens") or MOST_TOKENS,
                 message.cache_salt,
                 message.params.get("n", 1),
