@@ -65,14 +65,26 @@ def short_prompts(tokens, longest, width):
     ],
 )
 def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
+    check_sizes(MODELS[model], seats, gpu)
+
+
+@pytest.mark.parametrize("seats", [16, 32])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (24, 8, 128), (40, 8, 128), (12, 4, 256)])
+def test_so_do_they_without_hopper(heads, kv_heads, head_dim, seats):
+    """Also where a key's query heads are no power of two, so that rows pass one between powers of two of tokens."""
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    check_sizes(LLAMA_3_1_8B | shape, seats, None, arch=80, longest=(1, 2, 3, 5, 9, 17, 30, 500))
+
+
+def check_sizes(model, seats, gpu, arch=90, longest=(4, 30, 500)):
     """Prompts (one or many in a step), decodes and rows of logits of sizes that the warm-up leaves out, with tables of
     any width."""
-    spec = spec_from_config(MODELS[model])
+    spec = spec_from_config(model)
     spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
     config = EngineConfig.from_kwargs(
         model="m", max_num_seqs=seats, max_num_batched_tokens=32 * seats, max_model_len=LENGTH
     )
-    with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
+    with pretend(target_of(arch)), list_kernels(gpu) as found, torch.inference_mode():
         decoder = Decoder(spec, dtype=torch.bfloat16, device=META, max_model_len=LENGTH)
         runner = ModelRunner(decoder, config, META, LENGTH)
         runner.start(NUM_BLOCKS, LENGTH)
@@ -90,9 +102,9 @@ def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
             sizes = (*beyond, 100, 300, 600, 1023, 1500, 20 * seats, 32 * seats - 1)
             for tokens, width in product((n for n in sizes if n <= 32 * seats), (1, 100)):
                 steps.prefill_step(tokens, width)
-                for longest in (4, 30, 500):
-                    if longest < tokens <= longest * seats:
-                        runner.follow(short_prompts(tokens, longest, width))
+                for each in longest:
+                    if each < tokens <= each * seats:
+                        runner.follow(short_prompts(tokens, each, width))
             for rows in rows_of_logits(seats):
                 runner._drawing.warm_up(torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=META))
     assert {described(kernel) for kernel in found} <= loaded

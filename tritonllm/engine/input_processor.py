@@ -157,7 +157,7 @@ class InputProcessor:
         most = self.max_model_len - continued
         beginning = text[: SURELY_QUICK + 8 * most]
         if len(beginning) < len(text):
-            count = len(self.encode(beginning, add_special_tokens))
+            count = len(self.encode(beginning, add_special_tokens, keep=False))
             if count > 2 * most:  # where the text is cut counts for less
                 raise self._too_long(f"more than {count}", continued)
         return self.encode(text, add_special_tokens)
@@ -169,8 +169,11 @@ class InputProcessor:
             "max_model_len"
         )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, keep: bool = True) -> list[int]:
         """Token ids of a text, however long.
+
+        Args:
+            keep: what is new of it (:mod:`tritonllm.engine.text_pieces`).
 
         Raises:
             ValueError: no tokenizer, or half of a surrogate pair in the text.
@@ -178,7 +181,7 @@ class InputProcessor:
         check_text("prompt", text)
         if self._pieces is None:
             raise ValueError("prompt is text, but the engine has no tokenizer: pass token ids")
-        return self._pieces.encode(text, add_special_tokens)
+        return self._pieces.encode(text, add_special_tokens, keep=keep)
 
     def pair(
         self, first: Prompt, second: Prompt, *, with_types: bool = False, names: tuple[str, str] = ("data", "data")

@@ -11,6 +11,7 @@ tokenized whole.
 """
 
 import re
+import sys
 import threading
 from array import array
 from collections import OrderedDict
@@ -19,7 +20,11 @@ from typing import Any
 
 from tritonllm.engine.request import PACKED
 
-MOST_CHARACTERS = 1 << 23  # of all pieces that are kept: two million tokens or so, some 20 MB
+MOST_BYTES = 32 << 20  # of all pieces that are kept, with their tokens: some two million of these
+ENTRY_BYTES = 250  # of a dictionary's entry and of the two objects in it
+# Of so many new pieces that are so short, each costs more than it saves: 60,000 of 16 characters take 2.2 s, one text
+# of them 0.9.
+MANY, SHORT = 256, 64
 PROBES = ("{0}", "a b{0}c d {1} e\n\n f{0}{1}g", " {0}\n h{1}", "i  {0} \u00e9 {0}{0}\u4e2d\u6587 {1}\t")
 
 
@@ -27,12 +32,12 @@ class PieceStore:
     """Pieces and their tokens, those that were used last. It can be used by several threads.
 
     Args:
-        most_characters: of all pieces; of one piece a quarter.
+        most_bytes: of all pieces; of one piece a quarter.
     """
 
-    def __init__(self, most_characters: int = MOST_CHARACTERS) -> None:
-        self._most = most_characters
-        self._characters = 0
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most = most_bytes
+        self._bytes = 0
         self._tokens: OrderedDict[str, array[int]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -47,23 +52,26 @@ class PieceStore:
 
     def keep(self, piece: str, tokens: "array[int]") -> None:
         """Keep one more, and forget those that were not used for longest."""
-        if 4 * len(piece) > self._most:
-            return
+        size = _size(piece, tokens)
         with self._lock:
-            if piece not in self._tokens:
-                self._characters += len(piece)
+            if 4 * size > self._most or piece in self._tokens:  # another thread was first
+                return
             self._tokens[piece] = tokens
-            self._tokens.move_to_end(piece)
-            while self._characters > self._most:
-                oldest, _ = self._tokens.popitem(last=False)
-                self._characters -= len(oldest)
+            self._bytes += size
+            while self._bytes > self._most:
+                self._bytes -= _size(*self._tokens.popitem(last=False))
+
+
+def _size(piece: str, tokens: "array[int]") -> int:
+    return sys.getsizeof(piece) + len(tokens) * tokens.itemsize + ENTRY_BYTES
 
 
 class TextPieces:
     """Makes tokens of texts as ``tokenizer.encode`` does.
 
     Args:
-        tokenizer: a transformers tokenizer; nobody else uses it at the same time.
+        tokenizer: a transformers tokenizer; nobody else uses it at the same time. Where its tokens are changed (more of
+            them, others around a text), it is tried again.
         store: keeps pieces; only of tokenizers that are the same.
 
     Attributes:
@@ -72,31 +80,43 @@ class TextPieces:
 
     def __init__(self, tokenizer: Any, store: PieceStore | None = None) -> None:
         self._tokenizer = tokenizer
-        self._store = PieceStore() if store is None else store
-        cuts = _cuts_of(tokenizer)
-        self._cut = re.compile("|".join(map(re.escape, cuts)))
+        self._try(PieceStore() if store is None else store)
+
+    def _try(self, store: PieceStore) -> None:
+        self._store, self._facts = store, _facts_of(self._tokenizer)
         self._around: tuple[list[int], list[int]] = [], []  # special tokens before and behind a text
-        self.works = bool(cuts) and self._probe(cuts)
+        self.works = False
+        try:
+            cuts = _cuts_of(self._tokenizer)
+            self._cut = re.compile("|".join(map(re.escape, cuts)))
+            self.works = bool(cuts) and self._probe(cuts)
+        except Exception:  # of a tokenizer that cannot tokenize what is tried; tokenizers has no class of its own
+            self.works = False
 
     def copied(self, tokenizer: Any) -> "TextPieces":
         """The same with another tokenizer that is the same, for another thread."""
         return TextPieces(tokenizer, self._store)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, keep: bool = True) -> list[int]:
         """Token ids of a text.
 
         Args:
             add_special_tokens: those that the tokenizer sets around a text, too.
+            keep: its new pieces.
         """
+        if self._facts != _facts_of(self._tokenizer):
+            self._try(PieceStore())
         pieces = self._split(text) if self.works else []
         if len(pieces) < 2:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         found = self._store.find(pieces)
         new = list(dict.fromkeys(piece for piece, tokens in zip(pieces, found, strict=True) if tokens is None))
-        made = {}
-        for piece, ids in zip(new, self._encode_each(new), strict=True):
-            made[piece] = array(PACKED, ids)
-            self._store.keep(piece, made[piece])
+        if len(new) > MANY and sum(map(len, new)) < SHORT * len(new):
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        made = {piece: array(PACKED, ids) for piece, ids in zip(new, self._encode_each(new), strict=True)}
+        if keep:
+            for piece, ids in made.items():
+                self._store.keep(piece, ids)
         before, behind = self._around if add_special_tokens else ([], [])
         tokens = array(PACKED, before)
         for piece, known in zip(pieces, found, strict=True):
@@ -117,22 +137,26 @@ class TextPieces:
         return self._tokenizer(pieces, add_special_tokens=False, **options)["input_ids"]
 
     def _probe(self, cuts: Sequence[str]) -> bool:
-        """Whether some texts have the same tokens in pieces and whole."""
-        try:
-            plain, whole = (self._tokenizer.encode("a", add_special_tokens=add) for add in (False, True))
-            at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), None)
-            if not plain or at is None:
-                return False
-            before, behind = self._around = whole[:at], whole[at + len(plain) :]
-            for first, second in ((cuts[0], cuts[-1]), (cuts[-1], cuts[0])):
-                for text in (probe.format(first, second) for probe in PROBES):
-                    ids = [id_ for piece in self._encode_each(self._split(text)) for id_ in piece]
-                    whole = self._tokenizer.encode(text, add_special_tokens=False)
-                    if ids != whole or [*before, *ids, *behind] != self._tokenizer.encode(text):
-                        return False
-        except Exception:  # the package tokenizers has no class of errors of its own
-            return False  # it cannot tokenize these texts, so nothing is known
+        """Whether some texts with each of the cuts have the same tokens in pieces and whole."""
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=add) for add in (False, True))
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), None)
+        if not plain or at is None:
+            return False
+        before, behind = self._around = whole[:at], whole[at + len(plain) :]
+        for first, second in zip(cuts, [*cuts[1:], cuts[0]], strict=True):
+            for text in (probe.format(first, second) for probe in PROBES):
+                ids = [id_ for piece in self._encode_each(self._split(text)) for id_ in piece]
+                whole = self._tokenizer.encode(text, add_special_tokens=False)
+                if ids != whole or [*before, *ids, *behind] != self._tokenizer.encode(text):
+                    return False
         return True
+
+
+def _facts_of(tokenizer: Any) -> tuple[Any, ...]:
+    """What changes with a tokenizer's tokens, in a microsecond."""
+    names = ("split_special_tokens", "add_bos_token", "add_eos_token")
+    length = getattr(tokenizer, "__len__", int)  # also one that something stands for
+    return (length(), *(getattr(tokenizer, name, None) for name in names))
 
 
 def _cuts_of(tokenizer: Any) -> list[str]:
@@ -142,13 +166,15 @@ def _cuts_of(tokenizer: Any) -> list[str]:
     if not getattr(tokenizer, "is_fast", False) or getattr(tokenizer, "split_special_tokens", False):
         return []
     added = [token for token in tokenizer.added_tokens_decoder.values() if token.content and not token.normalized]
+    if any(token.single_word for token in added):  # found between words, for which the ends of a piece would count
+        return []
     named, template = {*tokenizer.all_special_tokens}, str(tokenizer.chat_template)
     cuts = {
         token.content
         for token in added
         if (token.content in named or token.content in template)
         and token.content == token.content.strip()  # so that one beside it, which takes spaces, takes no part of it
-        and not (token.lstrip or token.rstrip or token.single_word)
+        and not (token.lstrip or token.rstrip)
     }
     return sorted(cuts - _covered(cuts, [token.content for token in added]), key=len, reverse=True)
 

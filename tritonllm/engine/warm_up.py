@@ -97,12 +97,11 @@ class WarmUp:
             for width in widths:
                 if width * self._limits.block_size > tokens:
                     self.prefill_step(tokens, width, sample=False)
-        many = min(MANY, self._limits.max_num_batched_tokens)
-        for width in every_width:  # a step of many tokens may be one of many short prompts
-            if width * self._limits.block_size < many:
-                self.prefill_step(many, longest=width * self._limits.block_size, sample=False)
-        for longest in warm_up_sizes(self._limits.block_size)[:-1]:
-            tokens = min(many, longest * self._limits.max_num_seqs)
+        # A step of many tokens may be one of many short prompts. Here they may be more than there are seats: with 7
+        # query heads for each key, say, rows pass a power of two between two powers of two of the tokens.
+        tokens = min(MANY, self._limits.max_num_batched_tokens)
+        shorter = warm_up_sizes(self._limits.block_size)[:-1]
+        for longest in (*shorter, *(width * self._limits.block_size for width in every_width)):
             if longest < tokens:
                 self.prefill_step(tokens, longest=longest, sample=False)
         tokens = min(max(MANY, 2 * self._limits.max_num_seqs), self._limits.max_num_batched_tokens)

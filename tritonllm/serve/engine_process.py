@@ -334,9 +334,9 @@ class EngineLoop:
 
     def _add(self, client: bytes, message: Add, params: Params) -> bool:
         """Returns whether the engine took it; else the client has been told why not."""
-        ids = packed_from(message.packed)
-        prompt = TokenizedPrompt(message.prompt, ids, message.cache_salt, ids, message.token_type_ids)
         try:
+            ids = packed_from(message.packed)
+            prompt = TokenizedPrompt(message.prompt, ids, message.cache_salt, ids, message.token_type_ids)
             self._engine.add_request(message.request_id, prompt, params, priority=message.priority)
             self._owner[message.request_id] = client
         except Exception as error:

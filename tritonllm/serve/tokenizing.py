@@ -115,8 +115,8 @@ class Tokenizing:
         :meth:`tritonllm.engine.input_processor.InputProcessor.encode_prompt`."""
 
         def rendered(inputs: InputProcessor) -> Prompt:
-            encode = partial(inputs.encode_prompt, add_special_tokens=False) if must_fit else None
-            return render(inputs.tokenizer, conversation, options, encode)
+            encode = inputs.encode_prompt if must_fit else inputs.encode
+            return render(inputs.tokenizer, conversation, options, partial(encode, add_special_tokens=False))
 
         return await self.with_tokenizer(characters(conversation) + characters(options.tools), rendered)
 

@@ -30,8 +30,9 @@ SM90_MIN_ROWS = 64
 # steps whose tokens have the same next power of two launch the same. (Of 32 heads, behind 32,768 tokens, 256 tokens
 # 412 -> 235 us; 512, of which no tile is cut, 791 -> 465, since only tiles that have rows are counted.)
 SPLIT_ROWS, SPLIT_TOKENS = 16384, 1024
-# So many tiles of the portable kernel (less than half of an H200's programs: of 128 each is whole already, and twice
-# the height is faster then. 512 tokens of 16 heads of 256: 28.4 us, shared out 49.6; 128 behind 1,024: 55.6, 34.5).
+# Up to the rows of so many tiles of the portable kernel (less than half of an H200's programs: of 128 each is whole
+# already, and twice the height is faster. 512 tokens of 16 heads of 256: 28.4 us, shared out 49.6; 128 behind 1,024:
+# 55.6, 34.5).
 SPLIT_TILES = 64
 # Keys from which its tiles are of 128 keys (16 x 1024 tokens: 341 us, with tiles of 64 keys 276; 4 x 4096: 883, 963).
 SM90_LONG = 2048
@@ -56,7 +57,7 @@ def default_config(
     where all rows make so few tiles that their keys are shared out, else ``"no"``."""
     if few == "decode":
         return sm90_config(head_size, max_q * group, cache_dtype) | {"kernel": "decode"}
-    rows = max(16, triton.next_power_of_2(max_q * group))
+    rows = _rows(max_q, group)
     if arch == "sm90" and rows >= SM90_MIN_ROWS:
         hopper: tuning.Config = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
         if few == "split":
@@ -79,12 +80,17 @@ def default_config(
     return config | ({"maxnreg": 255} if head_size <= 64 else {})
 
 
+def _rows(max_q: int, group: int) -> int:
+    """(token, head) pairs of the longest sequence's new tokens, as a power of two."""
+    return max(16, triton.next_power_of_2(max_q * group))
+
+
 def shared_config(head_size: int, rows: int) -> tuning.Config:
     """Of the portable kernel, where keys are shared out. (32 tokens behind 8,160 on an H200, 16 heads of 256: 360 -> 63
     us; 32 of 96: 170 -> 43; behind none 7.6 -> 8.4, and 5.3 -> 8.4.)
 
     Args:
-        rows: (token, head) pairs of the longest sequence's new tokens, a power of two of at least 16.
+        rows: as :func:`_rows` has them.
     """
     config: tuning.Config = {"kernel": "portable", "SPLIT": 32, "maxnreg": 255}
     config |= {"BLOCK_M": min(rows, _share_rows(head_size)), "BLOCK_N": 32 if head_size > 256 else 64}
@@ -113,7 +119,8 @@ def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str
         arch = "sm90" if prefill.fits(q, k_cache, v_cache) and not two_sided else "any"
         if queries.causal and max_seqlen_q * group <= SM90_ROWS and decode.fits(q, k_cache, v_cache):
             few = "decode"
-    most = SPLIT_ROWS if arch == "sm90" else SPLIT_TILES * _share_rows(head_size)
+    hopper = arch == "sm90" and _rows(max_seqlen_q, group) >= SM90_MIN_ROWS
+    most = SPLIT_ROWS if hopper else SPLIT_TILES * _share_rows(head_size)
     if few == "no" and tokens <= SPLIT_TOKENS and triton.next_power_of_2(tokens) * heads <= most:
         few = "split"
     plain = args.alibi_slopes is None and args.window == 0 and args.softcap == 0
