@@ -48,9 +48,9 @@ CPU = torch.device("cpu")
 class Runner:
     """In the place of a model runner: arrays, and token 5 for every request."""
 
-    def __init__(self, seats: int, timed: "Clock") -> None:
+    def __init__(self, seats: int, timed: "Clock", max_model_len: int = MAX_MODEL_LEN) -> None:
         planner = CascadePlanner(BLOCK_SIZE, BLOCK_BYTES)
-        builder = StepBuilder(seats, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, planner)
+        builder = StepBuilder(seats, -(-max_model_len // BLOCK_SIZE), BLOCK_SIZE, planner)
         self._build = timed("build", builder.build)
 
     def launch(self, plan: StepPlan) -> RunningStep:

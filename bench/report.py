@@ -236,6 +236,7 @@ def results(files: Sequence[File]) -> str:
         ("The router", "routing", tables.routing),
         ("Many GPUs, simulated", "cluster", tables.cluster),
         ("The host", "host", tables.host),
+        ("The next turn of a chat", "chat-turn", tables.chat_turn),
         ("An engine in 300 lines", "nano", tables.nano),
         ("The cache's second tier", "swap", tables.swap),
         ("Blocks that leave while steps run", "kv-layers", tables.kv_layers),

@@ -78,6 +78,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "cases": "kernels",
         "timelines": "timeline",
         "steps": "host",
+        "chat_turns": "chat-turn",
         "sums": "sums",
         "outcomes": "parity",
         "decoding": "cpu",

@@ -156,6 +156,14 @@ def host(report: Table) -> str:
     return markdown(["decodes", *parts], rows)
 
 
+def chat_turn(report: Table) -> str:
+    """Milliseconds of the host for the next turn of a chat."""
+    parts = {"template": "render", "the whole text": "whole", "what is new of it": "tokenize", "engine": "engine"}
+    turns = report["chat_turns"]
+    rows = [[f"{row['tokens']:,}", *(f"{row['ms'][key]:.2f}" for key in parts.values())] for row in turns]
+    return markdown(["tokens of the chat", *parts], rows)
+
+
 def cpu(report: Table) -> str:
     """Tokens a second without a GPU, beside transformers, and the ratios of turns that followed each other."""
     head = ["dtype, threads", "one request", "transformers", "ratio", "8 at once", "transformers", "ratio"]
@@ -357,6 +365,7 @@ def table(report: Table, groups: Sequence[str]) -> str:
         "engine": engine,
         "attention": attention,
         "host": host,
+        "chat-turn": chat_turn,
         "cpu": cpu,
         "parity": parity,
         "decoding": decoding,

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tritonllm.demo import model_path
 from tritonllm.engine.request import PACKED
-from tritonllm.engine.text_pieces import MANY, PieceStore, TextPieces, _size
+from tritonllm.engine.text_pieces import MANY, TOGETHER, PieceStore, TextPieces, _size
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 LETTERS = ["a", "b", "ab", "Ab", "\u2581", "\u2581a", "\u2581ab", "Ġ", "Ġa", "Ġab", "##b", "<", "|", "im", ">"]
@@ -161,6 +161,14 @@ def test_a_tokenizer_that_is_changed_is_tried_again():
     assert before != pieces.encode(text) == tokenizer.encode(text)
     tokenizer.split_special_tokens = True
     assert pieces.encode(text) == tokenizer.encode(text)
+
+
+def test_long_pieces_are_read_together(noting):
+    pieces, tokenizer = noting
+    text = "".join(turn("user", f"{i} " + "hello dog " * 400) for i in range(6))
+    assert pieces.encode(text) == KINDS["demo"]().encode(text)
+    assert len(tokenizer.read) == 7 and sum(map(len, tokenizer.read)) > TOGETHER
+    assert pieces.encode(text + "x") == KINDS["demo"]().encode(text + "x")
 
 
 def test_texts_of_one_piece_are_not_kept(noting):
