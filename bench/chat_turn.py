@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,9 +69,9 @@ class Chat:
         return " ".join(self._random.choices(self._words, k=words))
 
 
-def timed(spent: dict[str, list[float]], name: str, work: Callable[[], T]) -> T:
+def timed(spent: dict[str, list[float]], name: str, work: Callable[..., T], *args: Any) -> T:
     begin = time.perf_counter()
-    result = work()
+    result = work(*args)
     spent.setdefault(name, []).append(1e3 * (time.perf_counter() - begin))
     return result
 
@@ -84,8 +85,8 @@ def measure(tokens: int) -> dict[str, Any]:
     engine, chat = make_engine(tokens + 100 * WORDS), Chat()
     inputs, options = engine.inputs, ChatOptions()
 
-    def ids_of(text: str) -> list[int]:
-        return inputs.encode(text, add_special_tokens=False)
+    ids_of = partial(inputs.encode, add_special_tokens=False)
+    whole_of = partial(inputs.tokenizer.encode, add_special_tokens=False)
 
     def rendered() -> str:
         prompt: Any = render(inputs.tokenizer, chat.messages, options, lambda text: [])
@@ -98,11 +99,11 @@ def measure(tokens: int) -> dict[str, Any]:
     for turn in range(1 + TURNS):
         times = spent if turn else {}  # the first one computes all of it
         text = timed(times, "render", rendered)
-        whole = timed(times, "whole", lambda text=text: inputs.tokenizer.encode(text, add_special_tokens=False))  # type: ignore[misc]
-        ids = timed(times, "tokenize", lambda text=text: ids_of(text))  # type: ignore[misc]
+        whole = timed(times, "whole", whole_of, text)
+        ids = timed(times, "tokenize", ids_of, text)
         if ids != whole:
             raise RuntimeError("pieces have other tokens than the whole text: no result")
-        cached = timed(times, "engine", lambda ids=ids: answer(engine, str(len(ids)), ids))  # type: ignore[misc]
+        cached = timed(times, "engine", answer, engine, str(len(ids)), ids)
         if cached < before // BLOCK_SIZE * BLOCK_SIZE:
             raise RuntimeError(f"{cached} of {before} tokens were in the prefix cache: no result")
         before = len(ids) - 1

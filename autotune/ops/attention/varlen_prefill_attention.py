@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from autotune.ops import Tunable, product
 from autotune.paged import paged_cache
@@ -75,12 +74,12 @@ def space(
     logits: str,
     few: str,
 ) -> list[tuning.Config]:
-    rows = max(16, triton.next_power_of_2(max_q * group))
+    rows = prefill.padded_rows(max_q, group)
     if few == "decode":  # its table decides
         return [
             prefill.default_config(head_size, group, tokens, max_q, capacity, dtype, cache_dtype, arch, logits, few)
         ]
-    if arch == "sm90" and max_q * group >= prefill.SM90_MIN_ROWS:  # two to four times as fast as the other
+    if arch == "sm90":  # two to four times as fast as the other
         hopper = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
         narrow = {"BLOCK_N": (64,), "PARTS": (1, 2), "MERGED": (False, True), "num_stages": (4,)}
         if few == "split":  # with tiles of 128 keys it spills

@@ -52,13 +52,12 @@ def default_config(
     logits: str,
     few: str,
 ) -> tuning.Config:
-    """``arch``: ``"sm90"`` where the Hopper kernel can be had; ``logits``: ``"plain"``, or ``"changed"`` by options;
-    ``few``: ``"decode"`` where the rows of each sequence are so few that decode's Hopper kernel takes them, ``"split"``
-    where all rows make so few tiles that their keys are shared out, else ``"no"``."""
+    """``arch``: ``"sm90"`` where the Hopper kernel can be had and has rows enough; ``logits``: ``"plain"``, or
+    ``"changed"`` by options; ``few``: ``"decode"`` where the rows of each sequence are so few that decode's Hopper kernel
+    takes them, ``"split"`` where all rows make so few tiles that their keys are shared out, else ``"no"``."""
     if few == "decode":
         return sm90_config(head_size, max_q * group, cache_dtype) | {"kernel": "decode"}
-    rows = _rows(max_q, group)
-    if arch == "sm90" and rows >= SM90_MIN_ROWS:
+    if arch == "sm90":
         hopper: tuning.Config = {"kernel": "sm90", "BLOCK_M": 128, "PROGRAMS": 132, "num_warps": 4}
         if few == "split":
             return hopper | {"BLOCK_N": 64, "PARTS": 2, "MERGED": False, "SPLIT": 128, "num_stages": 4}
@@ -66,6 +65,7 @@ def default_config(
         if capacity >= SM90_LONG and logits == "plain" and 64 % group == 0:  # otherwise registers do not suffice
             return hopper | {"BLOCK_N": 128, "PARTS": 1, "MERGED": False, "num_stages": 2}
         return hopper | {"BLOCK_N": 64, "PARTS": 2, "MERGED": capacity <= SM90_SHORT, "num_stages": 4}
+    rows = padded_rows(max_q, group)
     if few == "split" and dtype != "float32":
         return shared_config(head_size, rows)
     config: tuning.Config = {"kernel": "portable", "SPLIT": 0}
@@ -80,7 +80,7 @@ def default_config(
     return config | ({"maxnreg": 255} if head_size <= 64 else {})
 
 
-def _rows(max_q: int, group: int) -> int:
+def padded_rows(max_q: int, group: int) -> int:
     """(token, head) pairs of the longest sequence's new tokens, as a power of two."""
     return max(16, triton.next_power_of_2(max_q * group))
 
@@ -90,7 +90,7 @@ def shared_config(head_size: int, rows: int) -> tuning.Config:
     us; 32 of 96: 170 -> 43; behind none 7.6 -> 8.4, and 5.3 -> 8.4.)
 
     Args:
-        rows: as :func:`_rows` has them.
+        rows: as :func:`padded_rows` has them.
     """
     config: tuning.Config = {"kernel": "portable", "SPLIT": 32, "maxnreg": 255}
     config |= {"BLOCK_M": min(rows, _share_rows(head_size)), "BLOCK_N": 32 if head_size > 256 else 64}
@@ -116,11 +116,11 @@ def _config_key(queries: Queries, pages: Pages, args: AttentionArgs) -> dict[str
         from tritonllm.kernels.attention.sm90 import decode, prefill  # Gluon is not there for every GPU
 
         two_sided = not queries.causal and args.window > 0  # what that kernel does not know
-        arch = "sm90" if prefill.fits(q, k_cache, v_cache) and not two_sided else "any"
+        if prefill.fits(q, k_cache, v_cache) and not two_sided and padded_rows(max_seqlen_q, group) >= SM90_MIN_ROWS:
+            arch = "sm90"
         if queries.causal and max_seqlen_q * group <= SM90_ROWS and decode.fits(q, k_cache, v_cache):
             few = "decode"
-    hopper = arch == "sm90" and _rows(max_seqlen_q, group) >= SM90_MIN_ROWS
-    most = SPLIT_ROWS if hopper else SPLIT_TILES * _share_rows(head_size)
+    most = SPLIT_ROWS if arch == "sm90" else SPLIT_TILES * _share_rows(head_size)
     if few == "no" and tokens <= SPLIT_TOKENS and triton.next_power_of_2(tokens) * heads <= most:
         few = "split"
     plain = args.alibi_slopes is None and args.window == 0 and args.softcap == 0
