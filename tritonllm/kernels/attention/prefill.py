@@ -53,8 +53,8 @@ def default_config(
     few: str,
 ) -> tuning.Config:
     """``arch``: ``"sm90"`` where the Hopper kernel can be had and has rows enough; ``logits``: ``"plain"``, or
-    ``"changed"`` by options; ``few``: ``"decode"`` where the rows of each sequence are so few that decode's Hopper kernel
-    takes them, ``"split"`` where all rows make so few tiles that their keys are shared out, else ``"no"``."""
+    ``"changed"`` by options; ``few``: ``"decode"`` where the rows of each sequence are so few that decode's Hopper
+    kernel takes them, ``"split"`` where all rows make so few tiles that their keys are shared out, else ``"no"``."""
     if few == "decode":
         return sm90_config(head_size, max_q * group, cache_dtype) | {"kernel": "decode"}
     if arch == "sm90":
