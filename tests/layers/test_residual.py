@@ -154,7 +154,8 @@ def test_parallel_blocks(device):
 def test_keep(device):
     rows, x = torch.randn(ROWS, SIZE, device=device), torch.randn(2, INNER, device=device)
     stream, product = Stream(rows.clone()), linear(device)
-    stream.add(Addend(product, x), AddBy.PRODUCT, rows=torch.tensor([3, 1], device=device))
+    stream.keep(torch.tensor([3, 1], device=device))
+    stream.add(Addend(product, x), AddBy.PRODUCT)
     assert_close(stream.rows, rows[[3, 1]] + product(x))
 
 

@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.nn import functional as F
 
 if TYPE_CHECKING:  # kernels are imported where there is a GPU
-    from tritonllm.dist.relay import PiecedSum
     from tritonllm.dist.shared_rows import SharedRows
     from tritonllm.kernels.collective import AddedNorm
 
@@ -63,19 +62,6 @@ class Group:
             part: ``[rows, columns]``, overwritten with the norm.
             added: the stream, which gets the sum, and the norm.
         """
-        raise NotImplementedError
-
-    def reserve_pieces(self, rows: range) -> None:
-        """Prepare for sums beside products of steps of so many rows, none of which is captured; all ranks call it,
-        after :meth:`reserve`."""
-
-    @property
-    def pieced_rows(self) -> range:
-        """Steps of so many rows have their sums beside their products (:meth:`begin_sum`)."""
-        return range(0)
-
-    def begin_sum(self, added: "AddedNorm") -> "PiecedSum":
-        """:meth:`add_norm` in pieces, beside the products before and after it."""
         raise NotImplementedError
 
     def share_rows(self, rows: int, columns: int) -> "SharedRows | None":

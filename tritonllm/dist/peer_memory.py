@@ -23,7 +23,6 @@ from tritonllm.dist.group import ConnectedGroup
 logger = logging.getLogger(__name__)
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
-WAIT_UNTIL_NOT_LESS = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference's sign
 
 
 class DriverError(RuntimeError):
@@ -135,30 +134,6 @@ class CudaDriver:
             code = function(to, source, nbytes, stream)
             if code:
                 raise self._error("cuMemcpyAsync", code)
-
-    def write_number(self, address: int, number: int, stream: int) -> None:
-        """Write 32 bits behind what is on a stream, and behind all that it has written, to whichever GPU's memory."""
-        function = self._library.cuStreamWriteValue32_v2
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        code = function(stream, address, number & 0xFFFFFFFF, 0)
-        if code:
-            raise self._error("cuStreamWriteValue32", code)
-
-    def wait_for_number(self, address: int, number: int, stream: int) -> None:
-        """A stream goes on once the 32 bits at an address of this GPU are not behind ``number``, modulo 2**32."""
-        function = self._library.cuStreamWaitValue32_v2
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        code = function(stream, address, number & 0xFFFFFFFF, WAIT_UNTIL_NOT_LESS)
-        if code:
-            raise self._error("cuStreamWaitValue32", code)
-
-    def fill(self, address: int, word: int, count: int, stream: int) -> None:
-        """Write so many 32-bit words on a stream. The context must be :meth:`current`."""
-        function = self._library.cuMemsetD32Async
-        function.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p]
-        code = function(address, word, count, stream)
-        if code:
-            raise self._error("cuMemsetD32Async", code)
 
     def copy_to_host(self, spans: Sequence[tuple[int, int, int]], width: int, pitch: int, stream: int) -> None:
         """Begin copies of rows of ``width`` bytes that lie side by side on the device into the host's page-locked

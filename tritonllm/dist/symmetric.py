@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritonllm.dist.courier import CudaCourier, memory_at
 from tritonllm.dist.group import ConnectedGroup
 from tritonllm.dist.peer_memory import CudaDriver, Driver, PeerMemory, share_memory
-from tritonllm.dist.relay import PiecedSum, Relay, Shape
 from tritonllm.dist.shared_rows import SharedRows, bytes_of, rows_at
 from tritonllm.kernels.collective import AddedNorm, Inbox, Layout, layout_for, sum_rows
 from tritonllm.kernels.runtime.chip import processors
@@ -50,7 +48,6 @@ class Reach(NamedTuple):
 # as fast. Other numbers of ranks have not been measured, nor four H100s.
 REACH = {2: Reach(one_shot=1 << 30), 4: Reach(one_shot=256 << 10, two_shot=32 << 20)}
 FURTHER = Reach(one_shot=256 << 10)
-PIECED_ROWS = 2048  # of a step, from which sums go beside products
 
 
 class SymmetricGroup(ConnectedGroup):
@@ -67,9 +64,6 @@ class SymmetricGroup(ConnectedGroup):
         self._inbox: Inbox | None = None
         self._memory: PeerMemory | None = None
         self._shared: list[PeerMemory] = []
-        self._relay: Relay | None = None
-        self._courier: CudaCourier | None = None
-        self._pieced_rows = range(0)
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._stopping = self._stop.numpy()  # to be written without torch, by any thread
 
@@ -97,31 +91,6 @@ class SymmetricGroup(ConnectedGroup):
             return None
         self._shared.append(found)
         return rows_at(found.addresses, self.rank, rows, columns, self._device)
-
-    def reserve_pieces(self, rows: range) -> None:
-        inbox, most = self._inbox, rows.stop - 1
-        if inbox is None or most < PIECED_ROWS:
-            return
-        shape = Shape(most, inbox.layout.columns, inbox.layout.dtype, self.size)
-        found = share_memory(self, self._driver, shape.nbytes, 0, (*shape[:2], shape.row_bytes, self.size))
-        if isinstance(found, str):
-            logger.warning("sums over the ranks are not beside products: the GPUs do not share memory (%s)", found)
-            return
-        driver = self._driver()
-        assert isinstance(driver, CudaDriver)
-        self._shared.append(found)
-        self._courier = CudaCourier(driver, found.addresses, self.rank, self._device)
-        memory = memory_at(found.addresses[self.rank], shape.nbytes, self._device)
-        self._relay = Relay(shape, self.rank, self._courier, memory)
-        self._pieced_rows = range(max(rows.start, PIECED_ROWS), rows.stop)
-
-    @property
-    def pieced_rows(self) -> range:
-        return self._pieced_rows
-
-    def begin_sum(self, added: AddedNorm) -> PiecedSum:
-        assert self._relay is not None
-        return self._relay.begin(added)
 
     def _inbox_in(self, memory: PeerMemory, layout: Layout) -> Inbox:
         links = torch.tensor([*memory.addresses, self._stop.data_ptr()], dtype=torch.int64, device=self._device)
@@ -152,9 +121,6 @@ class SymmetricGroup(ConnectedGroup):
 
     def shut(self) -> None:
         self._stopping[0] = 1
-        if self._courier is not None and self._relay is not None:
-            shape = self._relay.shape
-            self._courier.release(shape.numbers_at, shape.num_numbers, self._relay.sums)
         super().shut()
 
 

@@ -121,9 +121,6 @@ class ModelRunner:
             self._planner = CascadePlanner(self._block_size, each)
         self._builder = self._make_builder()
         self._passed_bytes = 0 if self._passing is None else self._passing.reserve(self._most_tokens)
-        if isinstance(model, Decoder):
-            captured = seats + max(self._captured_tokens(), default=0)
-            self._group.reserve_pieces(range(captured + 1, self._most_tokens + 1))
 
     @property
     def stages(self) -> int:

@@ -19,8 +19,7 @@ does what it says. A kernel knows what it can take along and for which sizes tha
 
 Tensor parallelism is a trait of a layer: a rank's part of a result is not added to the stream, so it is pending until
 the block that follows sums it up and enters. Up to so many rows as the ranks' GPUs can write to each other's memory
-faster than NCCL (:attr:`Limits.summed`), that is one launch with the addition and the norm. With thousands of rows sums
-go beside the products (:attr:`Limits.pieced`, :mod:`tritonllm.dist.relay`). Adapters and narrow weights
+faster than NCCL (:attr:`Limits.summed`), that is one launch with the addition and the norm. Adapters and narrow weights
 have their place here too: each will be a trait, which :func:`plan_step` turns into another way to add or to normalise.
 """
 
@@ -30,7 +29,6 @@ from enum import Enum, auto
 
 import torch
 
-from tritonllm.dist.group import ALONE, Group
 from tritonllm.kernels.dense.linear import MAX_M
 from tritonllm.kernels.dense.medium import begins_norms, rows_that_begin_norms
 from tritonllm.layers.metadata import AttentionMetadata
@@ -56,7 +54,6 @@ class AddBy(Enum):
     LATER = auto()  # the launch in which the next block enters
     PRODUCT = auto()  # the block's last product
     PRODUCT_WITH_NORM = auto()  # the block's last product, which also begins or computes the norm that follows
-    PIECES = auto()  # the owner of each row, beside the products before and after; it computes the norm that follows
 
 
 @dataclass(frozen=True)
@@ -106,11 +103,6 @@ class LayerTraits:
     norms_router: bool = True
     sums_last: bool = False
 
-    @property
-    def sums_in_pieces(self) -> bool:
-        """Its products can take turns with pieces of its sums: experts want all rows at once."""
-        return self.partial and self.sequential and self.rms and not self.router
-
     @classmethod
     def of_dense(
         cls, *, sequential: bool, rms: bool, parallel: bool, weights: Sequence[torch.Tensor], partial: bool = False
@@ -152,19 +144,16 @@ class Limits:
         medium: rows of which products begin norms and end them.
         routed: most rows, times elements of the router, of which norm and router are one launch.
         summed: most rows of which the launch that sums up the ranks' parts adds and normalises; -1 for none.
-        pieced: rows of which the ranks' parts are summed up in pieces, beside products.
     """
 
     few: int = -1
     medium: range = range(0)
     routed: int = MAX_ROUTED_AT_ONCE
     summed: int = -1
-    pieced: range = range(0)
 
     @classmethod
-    def of(cls, device: torch.device, group: Group = ALONE) -> "Limits":
-        few = -1 if device.type == "cpu" else MAX_M
-        return cls(few, rows_that_begin_norms(device), summed=group.fused_rows, pieced=group.pieced_rows)
+    def of(cls, device: torch.device, summed: int = -1) -> "Limits":
+        return cls(-1 if device.type == "cpu" else MAX_M, rows_that_begin_norms(device), summed=summed)
 
 
 def few_rows(x: torch.Tensor) -> bool:
@@ -205,14 +194,9 @@ def plan_step(
     """
     plans: list[LayerPlan] = []
     handed = _Handed.NORMED if given else _Handed.STREAM
-    pieced = rows in limits.pieced and all(layer.sums_in_pieces for layer in layers)
     for place, layer in enumerate(layers):
         last = place == len(layers) - 1
-        if pieced and not last:
-            enter = NormBy.BEFORE if handed is _Handed.NORMED else NormBy.ALONE
-            plan = LayerPlan(enter, AddBy.PIECES, NormBy.BEFORE, AddBy.PIECES)
-        else:
-            plan = _plan_layer(layer, limits, rows, wanted if last else None, handed, last)
+        plan = _plan_layer(layer, limits, rows, wanted if last else None, handed, last)
         plans.append(plan)
         handed = _handed_on(layer, plan)
     if handed is not _Handed.ADDEND:
@@ -230,9 +214,7 @@ def _plan_layer(
 ) -> LayerPlan:
     kept = rows if wanted is None else wanted
     if layer.partial:
-        enter = NormBy.BEFORE if handed is _Handed.NORMED else NormBy.ALONE
-        if handed is _Handed.ADDEND:
-            enter = _by_addition(layer, limits, rows)
+        enter = _by_addition(layer, limits, rows) if handed is _Handed.ADDEND else NormBy.ALONE
         between = NormBy.ALONE if layer.parallel else _by_addition(layer, limits, kept)
         return LayerPlan(enter, AddBy.LATER, between, AddBy.LATER)
     # a product that begins a norm has the rows of the one that ends it; a norm that is computed need not be ended
@@ -257,8 +239,6 @@ def _plan_layer(
 
 
 def _handed_on(layer: LayerTraits, plan: LayerPlan) -> _Handed:
-    if plan.mlp_add is AddBy.PIECES:
-        return _Handed.NORMED
     if plan.mlp_add is AddBy.PRODUCT_WITH_NORM:
         return _Handed.NORMED if layer.router else _Handed.BEGUN
     return _Handed.ADDEND if plan.mlp_add is AddBy.LATER else _Handed.STREAM
@@ -269,26 +249,27 @@ class FusionPlanner:
 
     Args:
         layers: from the first to the last.
-        limits: ``None`` asks the device of the first step, and the group.
-        group: the ranks that share the layers.
+        limits: ``None`` asks the device of the first step.
+        summed: without limits, theirs (:attr:`Limits.summed`).
         given: as in :func:`plan_step`.
     """
 
     def __init__(
-        self, layers: Sequence[LayerTraits], limits: Limits | None = None, group: Group = ALONE, *, given: bool = False
+        self, layers: Sequence[LayerTraits], limits: Limits | None = None, summed: int = -1, *, given: bool = False
     ) -> None:
         self.layers = tuple(layers)
-        self._limits, self._group, self.given = limits, group, given
+        self._limits, self._summed, self.given = limits, summed, given
         self._partial = any(layer.partial for layer in layers)
         self._plans: dict[tuple[Sequence[int], int, int | None], FusionPlan] = {}
 
     def plan(self, running: Sequence[int], rows: int, wanted: int | None, device: torch.device) -> FusionPlan:
         """The plan of a step of so many ``rows``, of which so many are ``wanted``, through the layers at ``running``
         (hashable), on ``device``."""
-        limits = self._limits = self._limits or Limits.of(device, self._group)
+        limits = self._limits = self._limits or Limits.of(device, self._summed)
         # beyond its limits, a step's plan depends on its size no more: few plans are kept
         if self._partial:
-            rows, wanted = _like(rows, limits), None if wanted is None else _like(wanted, limits)
+            rows = _beyond(rows, limits.summed)
+            wanted = None if wanted is None else _beyond(wanted, limits.summed)
         else:
             rows = min(rows, max(limits.few + 1, limits.medium.stop))
             wanted = None if wanted is None else min(wanted, limits.few + 1)
@@ -300,8 +281,6 @@ class FusionPlanner:
         return plan
 
 
-def _like(rows: int, limits: Limits) -> int:
-    """The number of rows that stands for all that are summed up alike."""
-    if rows in limits.pieced:  # and behind the last layer as other steps are
-        return limits.pieced[0] if rows <= limits.summed else limits.pieced[-1]
-    return 0 if rows <= limits.summed else max(limits.summed + 1, limits.pieced.stop)
+def _beyond(rows: int, limit: int) -> int:
+    """The number of rows that stands for all up to the limit, or for all beyond it."""
+    return 0 if rows <= limit else limit + 1

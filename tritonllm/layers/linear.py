@@ -9,7 +9,6 @@ Parameters are for inference only (no gradient) and are left uninitialised: a lo
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,9 +26,6 @@ from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.fusion import few_rows
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
 from tritonllm.layers.parameters import empty_parameter
-
-if TYPE_CHECKING:
-    from tritonllm.dist.relay import PiecedSum
 
 _NO_NORM = NormSpec(kind="rms", eps=0.0)
 
@@ -108,7 +104,6 @@ class Linear(nn.Module):
         x: torch.Tensor,
         norm: Norm | None = None,
         squares: torch.Tensor | None = None,
-        coming: "PiecedSum | None" = None,
         *,
         activation: str | None = None,
         gated: bool = False,
@@ -118,8 +113,7 @@ class Linear(nn.Module):
         """``x[T, in]`` -> ``[T, out]``, with what surrounds the product: in one launch if there are few rows.
 
         Args:
-            x, norm, squares, coming: a :class:`~tritonllm.layers.norm.BlockInput`. With ``squares`` or ``coming``
-                there is no ``residual``.
+            x, norm, squares: a :class:`~tritonllm.layers.norm.BlockInput`. With ``squares`` there is no ``residual``.
             activation: of the result; ``gated``: of its first half, which then multiplies the second.
             residual: ``[T, out]``, to which ``scale`` times the result is added in place.
 
@@ -129,9 +123,6 @@ class Linear(nn.Module):
         if self.batch_invariant:
             assert norm is None and squares is None  # no plan of such a model leaves norms to products
             return self._invariantly(x, activation, gated, residual, scale)
-        if coming is not None:
-            assert norm is None and residual is None
-            return self._as_rows_come(x, coming, activation, gated)
         if squares is not None:
             assert norm is not None and residual is None
             begun = Unnormed(x, squares, norm.spec.eps)
@@ -149,18 +140,6 @@ class Linear(nn.Module):
         numbers = spec.eps, spec.weight_offset, activation, gated, residual is not None, scale, True, self.together
         operands = Operands(x, elements("weight", self.operand), self.bias, norm_weight, out, self.workspace)
         return multiply(operands, Fused(*numbers))
-
-    def _as_rows_come(self, x: torch.Tensor, coming: "PiecedSum", activation: str | None, gated: bool) -> torch.Tensor:
-        """A product of many rows, some at a time."""
-        out = x.new_empty(x.shape[0], self._columns // 2 if gated else self._columns)
-        fused = Fused(0.0, 0.0, activation, gated, False, 1.0, True, self.together)
-        for rows in coming:
-            if x.is_cpu:
-                out[rows] = self._on_cpu(x[rows], activation, gated, None, 1.0)
-            else:
-                weight = elements("weight", self.operand)
-                multiply(Operands(x[rows], weight, self.bias, None, out[rows], self.workspace), fused)
-        return out
 
     def _invariantly(
         self, x: torch.Tensor, activation: str | None, gated: bool, residual: torch.Tensor | None, scale: float

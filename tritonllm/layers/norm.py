@@ -4,7 +4,7 @@ RMS norm: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Lay
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from tritonllm.kernels.elementwise import cpu
 from tritonllm.kernels.elementwise.norm import add_and_normalize, normalize
 from tritonllm.kernels.runtime.registry import runs_in_torch
 from tritonllm.layers.parameters import empty_parameter
-
-if TYPE_CHECKING:  # kernels of ranks that share memory
-    from tritonllm.dist.relay import PiecedSum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +122,8 @@ class BlockInput(NamedTuple):
         norm: an RMS norm that the product takes along; ``None`` if the rows are as they should be.
         squares: ``[parts, T]`` float32, with a ``norm`` that was begun: ``rows`` are multiplied by its weight, and
             their squares before that add up to these. What is left is to divide by the root mean square.
-        coming: says when which rows are there, and the product takes them as they come; ``None`` if all are.
     """
 
     rows: torch.Tensor
     norm: Norm | None = None
     squares: torch.Tensor | None = None
-    coming: "PiecedSum | None" = None

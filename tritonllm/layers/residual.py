@@ -5,25 +5,20 @@ adding and which the norm is planned (:mod:`tritonllm.layers.fusion`), so two th
 not added yet, or a norm that the launch which added has begun or computed for the block that follows.
 
 With tensor parallelism a block's result is a rank's part of a sum, which is pending, too: what adds it sums it up over
-the ranks first, or one launch sums up, adds and normalises. Two parallel blocks are summed up once. With many rows the
-sum goes beside the products around it (:mod:`tritonllm.dist.relay`): then each rank keeps the rows of the stream that
-it owns, and what needs all of them brings them together first. No block sees any of that.
+the ranks first, or one launch sums up, adds and normalises. Two parallel blocks are summed up once. No block sees that.
 What else will be pending here is an adapter's part of a block's last product: one more thing that an :class:`Addend`
 brings along.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tritonllm.dist.group import ALONE, Group
 from tritonllm.layers.fusion import AddBy, NormBy
 from tritonllm.layers.norm import BlockInput, Norm
-
-if TYPE_CHECKING:
-    from tritonllm.dist.relay import PiecedSum
 
 
 class LastProduct(Protocol):
@@ -77,7 +72,6 @@ class Stream:
         self._addend: torch.Tensor | None = None  # a result to be added, or this rank's part of it
         self._partial = False  # it is a part
         self._input = given  # the next block's, as far as it is computed
-        self._scattered: PiecedSum | None = None  # knows who owns the stream's rows, of which no rank has all
 
     def enter(self, norm: Norm | None, by: NormBy) -> BlockInput:
         """The input of a block that begins with ``norm`` (``None``: with the stream itself), which ``by`` computes."""
@@ -87,7 +81,6 @@ class Stream:
             return given
         if by is NormBy.PRODUCT:
             return BlockInput(self.rows, norm)
-        self._gather()
         if by in (NormBy.ADDITION, NormBy.SUM):
             addend, self._addend = self._addend, None
             partial, self._partial = self._partial, False
@@ -109,29 +102,13 @@ class Stream:
             self.rows = normed
         return BlockInput(normed)
 
-    def add(
-        self,
-        block: Addend,
-        by: AddBy,
-        *,
-        after: Norm | None = None,
-        following: Norm | None = None,
-        rows: torch.Tensor | None = None,
-    ) -> None:
+    def add(self, block: Addend, by: AddBy, *, after: Norm | None = None, following: Norm | None = None) -> None:
         """Add a block's result, as ``by`` says.
 
         Args:
             after: a norm of the result, before it is added.
-            following: the norm with which the next block begins, for ``AddBy.PRODUCT_WITH_NORM`` and ``AddBy.PIECES``.
-            rows: those of the stream that the block has a result for, with which the stream goes on, ``[R]`` int64.
+            following: the norm with which the next block begins, for ``AddBy.PRODUCT_WITH_NORM``.
         """
-        if rows is not None:
-            self._keep(rows)
-        if by is AddBy.PIECES:
-            assert following is not None
-            self._add_in_pieces(block, following)
-            return
-        self._gather()
         if by is AddBy.PRODUCT:
             block.product.add_to(self.rows, block.x, self._scale)
         elif by is AddBy.PRODUCT_WITH_NORM:
@@ -155,29 +132,10 @@ class Stream:
         Raises:
             ValueError: what is pending is a rank's part of a sum.
         """
-        if self._partial or self._scattered is not None:
+        if self._partial:
             raise ValueError("the stream's addend is a rank's part of a sum, which only all ranks together can add")
         return self.rows.clone() if self._addend is None else self.rows.add(self._addend, alpha=self._scale)
 
-    def _keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows alone; nothing may be pending."""
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows alone, ``[R]`` int64; nothing may be pending."""
         self.rows = self.rows.index_select(0, rows)
-        self._gather(rows)
-
-    def _add_in_pieces(self, block: Addend, following: Norm) -> None:
-        total = self._group.begin_sum(following.after_adding(self.rows, self._scale))
-        for piece, rows in enumerate(total.pieces):
-            total.put(piece, block.product.alone(block.x[rows]))
-        self._input = BlockInput(total.normed, coming=total)
-        self._scattered = total
-
-    def _gather(self, places: torch.Tensor | None = None) -> None:
-        """Every rank has every row of the stream again.
-
-        Args:
-            places: ``[R]`` int64, where the stream's rows were when it was scattered; ``None`` if all are there.
-        """
-        total, self._scattered = self._scattered, None
-        if total is not None:  # the sum of one row and of nothing: its bits
-            self.rows.masked_fill_(total.others(places, self.rows.device)[:, None], 0.0)
-            self._group.all_reduce(self.rows)

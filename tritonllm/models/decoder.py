@@ -110,12 +110,13 @@ class DecoderLayer(nn.Module):
             tally: where the experts that tokens choose are counted, if there are any.
         """
         x = stream.enter(self.attention_norm, plan.attention_norm)
+        if rows is not None:
+            stream.keep(rows)
         stream.add(  # without a name for what is added: its memory would be held during the MLP
             self.attention(x, positions, cos_sin_cache, metadata, kv_cache, rows),
             plan.attention_add,
             after=self.attention_post_norm,
             following=self.mlp_norm,
-            rows=rows,
         )
         if not self.one_norm:
             x = stream.enter(self.mlp_norm, plan.mlp_norm)
@@ -199,7 +200,7 @@ class Decoder(nn.Module):
         self._heads = {(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in specs}
         group.reserve(spec.hidden_size, dtype)
         limits = SEPARATE if batch_invariant else None
-        self.fusion = FusionPlanner([layer.traits for layer in layers], limits, group=group)
+        self.fusion = FusionPlanner([layer.traits for layer in layers], limits, summed=group.fused_rows)
         if batch_invariant:
             make_batch_invariant(self)
         self.expert_counts = _expert_counts(self.spec, device) if counts_experts else None
