@@ -226,8 +226,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m bench.kv_link", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layout", default="llama-3.1-8b", choices=LAYOUTS, help="of a block (%(default)s)")
-    parser.add_argument("--layers", type=int, default=16, metavar="N", help="of them (%(default)s)")
-    parser.add_argument("--tokens", default="16,1024,8192,32768", metavar="N,N", help="of a load (%(default)s)")
+    parser.add_argument("--layers", type=int, default=32, metavar="N", help="of them (%(default)s)")
+    parser.add_argument("--tokens", default="16,1024,8192,16384,32768", metavar="N,N", help="of a load (%(default)s)")
     parser.add_argument("--link-bytes", type=int, default=1 << 30, metavar="N", help="of a plain copy (%(default)s)")
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="%(default)s")
     parser.add_argument("--gpus", default="0,1", metavar="A,B", help="who has blocks, and who loads them (%(default)s)")

@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.dist.peer_memory import DEVICE, HOST, CudaDriver, DriverError, _Copy2D
+from tritonllm.dist.peer_memory import (
+    DEVICE,
+    HOST,
+    IN_STREAM_ORDER,
+    CudaDriver,
+    DriverError,
+    _Copy2D,
+    _CopyAttributes,
+)
 from tritonllm.engine.host_copies import HostCopies
 
 
@@ -35,6 +43,37 @@ class Library:
         self.cuGetErrorString = lambda code, text: 0
 
 
+class CopyLibrary:
+    """Copies what it is told to, in an order of its own where that is allowed.
+
+    Args:
+        together: it takes many copies in one call.
+    """
+
+    def __init__(self, together, code=0):
+        self.calls = []
+
+        def one(to, source, nbytes, stream):
+            self.calls.append((1, stream))
+            if not code:
+                ctypes.memmove(to, source, nbytes)
+            return code
+
+        def many(targets, sources, sizes, count, attributes, starts, kinds, refused, stream):
+            assert (kinds.value, starts._obj.value, refused._obj.value) == (1, 0, 0)
+            assert bytes(attributes._obj) == IN_STREAM_ORDER.to_bytes(4, "little") + bytes(20)
+            self.calls.append((count.value, stream.value))
+            columns = [(ctypes.c_uint64 * count.value).from_address(a.value) for a in (targets, sources, sizes)]
+            for to, source, nbytes in [] if code else reversed(list(zip(*columns, strict=True))):
+                ctypes.memmove(to, source, nbytes)
+            return code
+
+        self.cuMemcpyAsync = type("Function", (), {"__call__": staticmethod(one)})()
+        if together:
+            self.cuMemcpyBatchAsync = many
+        self.cuGetErrorString = lambda code, text: 0
+
+
 def driver(library):
     made = CudaDriver.__new__(CudaDriver)
     made._library = library
@@ -43,7 +82,7 @@ def driver(library):
 
 
 def test_the_description_is_as_long_as_the_drivers():
-    assert ctypes.sizeof(_Copy2D) == 128
+    assert ctypes.sizeof(_Copy2D) == 128 and ctypes.sizeof(_CopyAttributes) == 24
 
 
 @given(
@@ -64,6 +103,26 @@ def test_a_column_of_scattered_slots(slots, first, count):
     assert torch.equal(host, want)
     runs = 1 + sum(b != a + 1 for a, b in itertools.pairwise(slots))
     assert library.streams == [7] * runs
+
+
+@given(order=st.permutations(range(6)), count=st.integers(0, 6), size=st.integers(1, 9), together=st.booleans())
+def test_copies_of_scattered_rows(order, count, size, together):
+    rows, found = torch.randint(0, 256, (6, 9), dtype=torch.uint8), torch.zeros(6, 9, dtype=torch.uint8)
+    spans = [(found[to].data_ptr(), rows[source].data_ptr(), size) for to, source in enumerate(order[:count])]
+    library = CopyLibrary(together)
+    driver(library).copy(spans, 7)
+    want = torch.zeros_like(found)
+    want[:count, :size] = rows[list(order[:count]), :size]
+    assert torch.equal(found, want)
+    assert library.calls == ([(count, 7)] if together and count > 1 else [(1, 7)] * count)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_copies_that_the_driver_refuses_are_an_error(together):
+    memory = torch.zeros(8)
+    spans = [(memory.data_ptr(), memory.data_ptr() + 16, 4)] * 2
+    with pytest.raises(DriverError, match="cuMemcpyBatchAsync: unknown" if together else "cuMemcpyAsync: unknown"):
+        driver(CopyLibrary(together, code=700)).copy(spans, 7)
 
 
 def test_what_the_driver_refuses_is_an_error():
