@@ -4,7 +4,6 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Protocol
 
 from tritonllm.beam_search_params import BeamSearchParams
@@ -28,8 +27,7 @@ from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_param
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
 from tritonllm.serve.profiling import ProfilerConfig
 from tritonllm.serve.replicas import Replicas, start_engines
-from tritonllm.serve.room import QueueFullError, Room, sequences_of
-from tritonllm.serve.shared_count import SharedCount
+from tritonllm.serve.room import QueueFullError, Room, SequenceCounts, sequences_of
 from tritonllm.serve.tokenizing import Params, Tokenizing, numbered
 from tritonllm.vllm_arguments import no_adapter
 
@@ -86,7 +84,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         log_level: int | None = None,
         link: EngineLink | Replicas | None = None,
         profiler_config: str | Mapping[str, Any] | ProfilerConfig | None = None,
-        sequences: SharedCount | None = None,
+        sequences: SequenceCounts | None = None,
         max_restarts: int = 0,
     ) -> None:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
@@ -112,8 +110,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         self.stats: Stats = self._client.ready.stats
         self.pooling = self._client.ready.pooling
         self.max_num_seqs = self._client.ready.max_num_seqs
-        count = SharedCount() if sequences is None else sequences
-        self._room = Room(self.max_num_seqs + max_queue, count)
+        self._room = Room(self.max_num_seqs + max_queue, sequences)
         self.observer: Observer | None = None
         self.on_death: Callable[[str], None] | None = None
         self._collectors: dict[
@@ -320,7 +317,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         Raises:
             ValueError, EngineDeadError, StoppedError, AsleepError: it is not taken anyway.
         """
-        await self._room.wait(partial(self._check_room, sequences_of(params)))
+        await self._room.wait(sequences_of(params), self._check_room)
 
     def _add(self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> Collector:
         """Send the request to the engine. Nothing is awaited between the checks and the sending."""
