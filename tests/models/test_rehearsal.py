@@ -4,7 +4,8 @@ import pytest
 import torch
 from support.tiny_models import PagedRunner, random_tokens, tiny_config
 
-from tritonllm.models.decoder import Decoder, DecoderLayer
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.decoder_layer import DecoderLayer
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.weights import dummy_weights
 

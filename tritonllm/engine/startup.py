@@ -4,13 +4,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from tritonllm.config import NO_COMPILATION, EngineConfig, ModelConfig
+from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.dist.pipeline import Team
 from tritonllm.engine.cpu_threads import granted_cores, threads_for
 from tritonllm.engine.draft_model import load_draft, read_draft_spec
@@ -26,7 +26,7 @@ from tritonllm.engine.kv_start import check_blocks, make_transfer
 from tritonllm.engine.kv_transfer import KVTransfer
 from tritonllm.engine.pooler import Pooler
 from tritonllm.engine.pooling import PoolingAbility
-from tritonllm.engine.precompile import BackgroundCompiler, Target
+from tritonllm.engine.precompile import Target
 from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.rates import Rates
 from tritonllm.engine.resolve import (
@@ -43,6 +43,7 @@ from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.speculation import Drafting, most_verified
+from tritonllm.engine.start_compilers import background_compiler, compiled_if_asked
 from tritonllm.engine.tokenizer import load_tokenizer
 from tritonllm.kernels.compile.cache_folder import read_kernels_from
 from tritonllm.kernels.compile.monitor import MONITOR
@@ -51,7 +52,7 @@ from tritonllm.kernels.runtime.tuning import name_in_tables
 from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.expert_checks import check_agreement, check_counted, dealt_out
-from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder
+from tritonllm.models.fallback_decoder import FallbackSpec
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.invariance import check_invariance
 from tritonllm.models.loading import load_model, read_spec
@@ -62,49 +63,6 @@ from tritonllm.models.stages import stages_of
 from tritonllm.models.weights import parameter_shapes
 
 logger = logging.getLogger(__name__)
-
-
-def background_compiler(
-    spec: ModelFacts, config: EngineConfig, draft: ModelSpec | None
-) -> AbstractContextManager[BackgroundCompiler | None]:
-    """For a model whose kernels can be listed, if there may be a GPU."""
-    if isinstance(spec, ModelSpec) and torch.version.cuda is not None and config.model.device != "cpu":
-        return BackgroundCompiler(spec, config, draft)
-    return nullcontext()
-
-
-def compiled_if_asked(model: CausalLM, config: EngineConfig) -> CausalLM:
-    """The model, with compiled steps if ``compilation_config`` says so.
-
-    By default that is a model of transformers in CUDA graphs: one of OLMo-1B's shape takes 1.31 ms a token on an H200
-    instead of 1.96. (A native model has hardly any small operations between its kernels.)
-
-    Raises:
-        ValueError: torch cannot compile it, and was asked to.
-    """
-    mode = config.compilation_config.mode
-    gains = isinstance(model, TransformersDecoder) and model.supports_graphs and not config.enforce_eager
-    if mode == NO_COMPILATION or (mode is None and not gains):
-        return model
-    try:
-        return _compiled(model, config)
-    except ValueError as error:
-        if mode is not None:
-            raise
-        logger.warning("%s", error)
-        return model
-
-
-def _compiled(model: CausalLM, config: EngineConfig) -> CausalLM:
-    from tritonllm.models.compiled import CompiledModel  # torch's compiler takes a second to import
-
-    scheduler = config.scheduler
-    return CompiledModel(
-        model,
-        config.compilation_config.backend,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-    )
 
 
 def tokenizer_of(config: ModelConfig, folder: Path) -> Any:

@@ -1,0 +1,125 @@
+"""One layer of the decoder: attention and an MLP or experts around a residual stream."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritonllm.dist.group import ALONE, Group
+from tritonllm.kernels.dense.arguments import HEAVY
+from tritonllm.layers.attention import Attention
+from tritonllm.layers.expert_counts import Tally
+from tritonllm.layers.fusion import LayerPlan, LayerTraits
+from tritonllm.layers.linear import Linear
+from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
+from tritonllm.layers.mlp import MLP, MLPSpec
+from tritonllm.layers.moe import MoE
+from tritonllm.layers.norm import BlockInput, Norm
+from tritonllm.layers.residual import Stream
+from tritonllm.models.interface import LayerWork
+from tritonllm.models.spec import ModelSpec
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP around a residual stream; with a ``group``, a rank's part of both."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        index: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group = ALONE,
+        context: Group = ALONE,
+    ) -> None:
+        super().__init__()
+        layer = spec.layers[index]
+        before = spec.norm_position in ("pre", "sandwich")
+        after = spec.norm_position in ("post", "sandwich")
+        of_stream = spec.norm_position == "stream"
+        self.one_norm = spec.parallel == "one norm"
+
+        def norm(exists: bool) -> Norm | None:
+            return Norm((spec.hidden_size,), spec.norm, dtype=dtype, device=device) if exists else None
+
+        # with norms of the stream, the one after a layer's MLP is where the next layer enters
+        first = index == 0
+        self.attention_norm = norm((before and (spec.first_norm or not first)) or (of_stream and not first))
+        how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.attention = Attention(spec.hidden_size, layer.attention, group=group, context=context, **how)
+        self.attention_post_norm = norm(after)
+        self.mlp_norm = norm((before or of_stream) and not self.one_norm)
+        self.mlp: MLP | MoE
+        if isinstance(layer.mlp, MLPSpec):
+            self.mlp = MLP(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
+        else:
+            self.mlp = MoE(spec.hidden_size, layer.mlp, dtype=dtype, device=device)
+        self.mlp_post_norm = norm(after)
+        # a router's bits must not depend on how many experts a rank has
+        self.together = HEAVY if isinstance(self.mlp, MoE) else sum(p.numel() for p in self.parameters())
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.together = self.together
+        self.traits = self._traits(spec, partial=group.size > 1)
+
+    def _traits(self, spec: ModelSpec, *, partial: bool) -> LayerTraits:
+        attention, mlp = self.attention, self.mlp
+        parallel = spec.parallel is not None
+        traits = {
+            "sequential": spec.norm_position == "pre" and not parallel,
+            "rms": spec.norm.kind == "rms",
+            "parallel": parallel,
+            "partial": partial,
+        }
+        if isinstance(mlp, MoE):
+            router, shared = mlp.router.weight, mlp.shared is not None
+            same = router.dtype == attention.qkv.weight.dtype
+            return LayerTraits.of_experts(**traits, router=router, shared=shared, norms_router=same)
+        weights = [product.weight for product in (attention.qkv, attention.o, mlp.up, mlp.down)]
+        return LayerTraits.of_dense(**traits, weights=weights)
+
+    def forward(
+        self,
+        stream: Stream,
+        plan: LayerPlan,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor | None,
+        metadata: AttentionMetadata,
+        kv_cache: KVCacheView,
+        rows: torch.Tensor | None = None,
+        following: Norm | None = None,
+        tally: Tally | None = None,
+    ) -> None:
+        """Read the stream and add to it.
+
+        Args:
+            plan: which launches normalise and add.
+            rows: those with which the stream goes on after all tokens were attended to; ``None`` for all.
+            following: the norm with which the next layer begins.
+            tally: where the experts that tokens choose are counted, if there are any.
+        """
+        x = stream.enter(self.attention_norm, plan.attention_norm)
+        if rows is not None:
+            stream.keep(rows)
+        stream.add(  # without a name for what is added: its memory would be held during the MLP
+            self.attention(x, positions, cos_sin_cache, metadata, kv_cache, rows),
+            plan.attention_add,
+            after=self.attention_post_norm,
+            following=self.mlp_norm,
+        )
+        if not self.one_norm:
+            x = stream.enter(self.mlp_norm, plan.mlp_norm)
+        elif rows is not None:
+            x = BlockInput(x.rows.index_select(0, rows))
+        addend = self.mlp(x) if tally is None else self.mlp(x, tally)
+        stream.add(addend, plan.mlp_add, after=self.mlp_post_norm, following=following)
+
+
+def work_of(layer: nn.Module) -> LayerWork:
+    """What such a layer computes of a token."""
+    weights, mlp = sum(p.numel() for p in layer.parameters()), layer.mlp
+    if not isinstance(mlp, MoE):
+        return LayerWork(weights, experts=False)
+    each = (mlp.gate_up.numel() + mlp.down.numel()) // mlp.spec.num_experts
+    return LayerWork(weights - each * (mlp.spec.num_experts - mlp.spec.top_k), experts=True)
