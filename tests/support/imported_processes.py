@@ -1,8 +1,9 @@
 """Engines and ranks whose processes begin with all imports done, for tests of what they compute and answer.
 
-A process that is spawned imports torch and the engine anew, 2 s of processor time: more than all else of most such
-tests. Here one process imports them once, and the others are forks of it. All else is as in spawned ones: arguments
-come pickled, and nothing of the test's process is there. How processes begin and end is tested without.
+A process that is spawned imports torch, the engine and transformers' tokenizers anew, 3 s of processor time: more than
+all else of most such tests. Here one process imports them once, and the others are forks of it. All else is as in
+spawned ones: arguments come pickled, and nothing of the test's process is there. How processes begin and end is tested
+without.
 """
 
 import multiprocessing
@@ -12,6 +13,9 @@ from unittest.mock import patch
 
 import torch
 
+# The last is what an engine with a tokenizer imports when it loads it.
+IMPORTED = ["tritonllm.engine.worker", "tritonllm.serve.engine_process", "transformers.models.auto.tokenization_auto"]
+
 
 @contextmanager
 def imported_processes() -> Iterator[None]:
@@ -20,7 +24,7 @@ def imported_processes() -> Iterator[None]:
         yield
         return
     get_context = multiprocessing.get_context
-    get_context("forkserver").set_forkserver_preload(["tritonllm.engine.worker", "tritonllm.serve.engine_process"])
+    get_context("forkserver").set_forkserver_preload(IMPORTED)
     with patch.object(
         multiprocessing, "get_context", lambda name=None: get_context("forkserver" if name == "spawn" else name)
     ):
