@@ -158,7 +158,8 @@ def test_json_parses_and_validates(llm, schemas, temperature, as_text):
         for schema in schemas
     ]
     for p in params:
-        p.max_tokens, p.logit_bias = 400, {llm.get_tokenizer().encode(" ")[-1]: -100.0}  # blanks could go on for ever
+        p.max_tokens, p.logit_bias = 400, {llm.get_tokenizer().encode(" ")[-1]: -100.0}
+        p.frequency_penalty = 1.0  # or else blanks go on for ever
     outputs = generate(llm, PROMPTS[: len(schemas)], params)
     for schema, output in zip(schemas, outputs, strict=True):
         completion = output.outputs[0]
