@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engines import tiny_checkpoint, tiny_llm, token_ids
+from support.imported_processes import imported_processes
 from support.processors import Bans
 from support.server import eventually, socket_folders
 from support.streams import all_gone
@@ -46,10 +47,11 @@ def one():
 
 @pytest.fixture(scope="module")
 def two():
-    before = socket_folders()
-    llm = LLM(str(model_path()), data_parallel_size=2, **SETTINGS)
+    before, others = socket_folders(), children()
+    with imported_processes():
+        llm = LLM(str(model_path()), data_parallel_size=2, **SETTINGS)
+        engines = [child for child in children() if child not in others]
     yield llm
-    engines = children()
     llm.shutdown()
     assert len(engines) == 2 and all_gone(engines) and socket_folders() <= before
     llm.shutdown()
@@ -58,9 +60,11 @@ def two():
 
 
 def children(process=None):
-    """Processes of engines and ranks, and theirs."""
+    """Processes of engines and ranks, and theirs: spawned ones, and forks of the one that has imported the engine."""
     found = (process or psutil.Process()).children(recursive=True)
-    return [child for child in found if "spawn_main" in " ".join(child.cmdline())]
+    forked = [child for child in found if "multiprocessing.forkserver" in " ".join(child.cmdline())]
+    spawned = [child for child in found if "spawn_main" in " ".join(child.cmdline())]
+    return [*spawned, *(child for child in forked if child.parent() in forked)]
 
 
 def facts(output):
