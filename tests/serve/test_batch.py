@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.imported_processes import imported_processes
 from support.server import MODEL, ROOT, eventually
 
 from tritonllm import SamplingParams
@@ -35,6 +36,12 @@ def command(folder, *options):
     return [sys.executable, "-m", "tritonllm", "batch", *files, "--served-model-name", MODEL, *options]
 
 
+def run(folder, *options):
+    """In this process, and its engines are forks of one that has imported all they need; returns the exit status."""
+    with imported_processes():
+        return main(command(folder, *options)[3:])
+
+
 def answers(folder):
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
@@ -62,7 +69,7 @@ def test_killed_and_started_again(tmp_path, llm):
     assert (third.returncode, len(answers(tmp_path))) == (0, COUNT)
 
 
-def test_answers_of_all_kinds(tmp_path):
+def test_answers_of_all_kinds(tmp_path, capsys):
     ask = [{"role": "user", "content": "What is 47 + 66?"}]
     bodies = {
         "chat": ("/v1/chat/completions", {"messages": ask, "max_tokens": 9}),
@@ -72,8 +79,7 @@ def test_answers_of_all_kinds(tmp_path):
     }
     lines = [{"custom_id": name, "url": url, "body": body} for name, (url, body) in bodies.items()]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    done = subprocess.run(command(tmp_path), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and "2 of them with an error" in done.stderr
+    assert run(tmp_path) == 1 and "2 of them with an error" in capsys.readouterr().err
     found = {answer["custom_id"]: answer["response"] for answer in answers(tmp_path)}
     assert {name: answer["status_code"] for name, answer in found.items()} == {
         "chat": 200,
@@ -87,8 +93,7 @@ def test_answers_of_all_kinds(tmp_path):
 
 def test_several_engines(tmp_path, llm):
     write_requests(tmp_path / "in.jsonl", 8)
-    done = subprocess.run(command(tmp_path, "-dp", "2"), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 0, done.stderr
+    assert run(tmp_path, "-dp", "2") == 0
     found = {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in answers(tmp_path)}
     expected = llm.generate([f"{i} + {i} =" for i in range(8)], SamplingParams(**GREEDY), use_tqdm=False)
     assert found == {f"number-{i}": output.outputs[0].text for i, output in enumerate(expected)}
