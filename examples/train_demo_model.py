@@ -174,13 +174,13 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     plan, shards = Plan(args.steps, args.rows), args.shards
-    questions, story_tokens = evaluation.questions(None, 500), 400
+    questions, story_tokens, tokenized = evaluation.questions(None, 500), 400, tokens.TOKENIZER_DOCUMENTS
     if args.quick:
         plan, shards = Plan(min(args.steps, 40), rows=4, length=128, warmup=5), 2
-        questions, story_tokens = questions[:8], 20
+        questions, story_tokens, tokenized = questions[:8], 20, 2000
 
     began = time.perf_counter()
-    tokenizer = tokens.train_tokenizer(args.seed, VOCAB_SIZE)
+    tokenizer = tokens.train_tokenizer(args.seed, VOCAB_SIZE, tokenized)
     text = tokens.encode(tokenizer, args.seed, range(1, shards + 1), args.workers)
     unseen = Rows(tokens.encode(tokenizer, args.seed, [0], 1), device, args.seed)
     print(f"{len(text.tokens):,} tokens in {len(text.starts):,} documents, {time.perf_counter() - began:.0f} s")

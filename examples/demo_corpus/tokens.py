@@ -32,7 +32,7 @@ class Corpus(NamedTuple):
     share: dict[str, float]  # of the tokens, by kind of document
 
 
-def train_tokenizer(seed: int, vocab_size: int) -> Tokenizer:
+def train_tokenizer(seed: int, vocab_size: int, count: int = TOKENIZER_DOCUMENTS) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -48,7 +48,7 @@ def train_tokenizer(seed: int, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     special = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
-    texts = (special.sub("\n", text) for _, text in documents(seed, 1, TOKENIZER_DOCUMENTS))
+    texts = (special.sub("\n", text) for _, text in documents(seed, 1, count))
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 

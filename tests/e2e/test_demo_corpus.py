@@ -242,9 +242,7 @@ def test_only_the_first_line_of_a_reply_counts(reply, right):
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens, "TOKENIZER_DOCUMENTS", 300)
-        return tokens.train_tokenizer(0, 600)
+    return tokens.train_tokenizer(0, 600, 300)
 
 
 @given(st.text())
