@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import LAYOUTS, make_problem
+from support.attention import LAYOUTS, make_problem, tree_masks
 from support.compare import FLOATS, assert_close, poisoned
 from support.cpu_path import on_cpu
 
@@ -12,6 +12,8 @@ from tritonllm.kernels import (
     fused_decode_attention_ref,
     paged_decode_attention,
     paged_decode_attention_ref,
+    paged_verify_attention,
+    paged_verify_attention_ref,
     qk_norm_rope_store,
     qk_norm_rope_store_ref,
     varlen_prefill_attention,
@@ -81,6 +83,27 @@ def test_prefill(lens, shape, options, causal, mask_elements):
     assert out[tokens:].isnan().all()  # padding stays as it is
 
 
+@settings(max_examples=100)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 60)), max_size=3),
+    shape=SHAPES,
+    options=OPTIONS,
+    tree=st.booleans(),
+)
+def test_verify(lens, shape, options, tree):
+    q_lens, seq_lens = [new for new, _ in lens], [new + cached for new, cached in lens]
+    if tree:
+        options |= {"window": None}
+    p = make_problem(CPU, q_lens, seq_lens, padding=2, **shape, **options)
+    of_drafts = {"max_seqlen_q": max([1, *q_lens]), "tree_mask": tree_masks([*q_lens, 2], CPU) if tree else None}
+    out = poisoned(*p.q.shape, dtype=p.q.dtype, device=CPU)
+    on_cpu(paged_verify_attention, *p.prefill, **of_drafts, **p.options, out=out)
+    want = paged_verify_attention_ref(*p.exact().prefill, **of_drafts, **p.options)
+    tokens = sum(q_lens)
+    assert_close(out[:tokens], want[:tokens], p.q.dtype)
+    assert out[tokens:].isnan().all()
+
+
 def test_what_it_leaves_to_the_reference():
     for option in LEFT:
         p = make_problem(CPU, [1, 1], [20, 3], **option)
@@ -90,6 +113,9 @@ def test_what_it_leaves_to_the_reference():
     on_cpu(paged_decode_attention, *p.decode, return_lse=True, takes=False)
     p = make_problem(CPU, [4], [3])  # a query that sees no key
     on_cpu(varlen_prefill_attention, *p.prefill, max_seqlen_q=4, takes=False)
+    p = make_problem(CPU, [4], [20], window=9)
+    of_drafts = {"max_seqlen_q": 4, "tree_mask": tree_masks([4], CPU)}
+    on_cpu(paged_verify_attention, *p.prefill, **of_drafts, **p.options, takes=False)
     p = make_problem(CPU, [1, 1], [20, 3], float8=True)
     on_cpu(paged_decode_attention, *p.decode, takes=False)
 

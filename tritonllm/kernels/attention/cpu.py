@@ -147,16 +147,32 @@ def prefill(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -
     return True
 
 
+def verify(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> bool:
+    """The operator ``paged_verify_attention``: a chain of drafts is a chunk of a prompt."""
+    if queries.tree_mask is None:
+        return prefill(queries, pages, hints, args)
+    assert queries.cu_seqlens_q is not None
+    if not takes(pages.k_cache, args) or args.window:
+        return False
+    begins, lens = queries.cu_seqlens_q.tolist(), pages.seq_lens.tolist()
+    for table, begin, end, length in zip(pages.block_tables, begins[:-1], begins[1:], lens, strict=True):
+        if begin == end:
+            continue
+        tokens, count = slice(begin, end), end - begin
+        mask = torch.ones(count, length, dtype=torch.bool)
+        mask[:, length - count :] = (queries.tree_mask[tokens, None] >> torch.arange(count)) & 1
+        out = args._replace(out=args.out[tokens])
+        _one_sequence(queries.q[tokens], pages, table, slice(0, length), mask, out)
+    return True
+
+
 def _prefill_one(
     q: torch.Tensor, pages: Pages, table: torch.Tensor, position: int, length: int, causal: bool, args: AttentionArgs
 ) -> None:
     """``q[N, H, D]`` from ``position`` on of one sequence."""
-    size, kv_heads = pages.k_cache.shape[1:3]
     count, window = len(q), args.window
     first = max(0, position - window + 1) if window else 0
     end = position + count if causal else length  # of the keys that are seen
-    begin = first // size * size
-    blocks = table[None, begin // size : -(-end // size)]
     mask, square = None, causal and first == 0 and end == count and not (window and window < count)
     if not square:
         key, pos = torch.arange(first, end), torch.arange(position, position + count)[:, None]
@@ -165,14 +181,25 @@ def _prefill_one(
             mask &= key > pos - window
             if not causal:
                 mask &= key < pos + window
-    seen = Group(slice(0, 1), _consecutive(blocks), slice(first - begin, end - begin), None, None, None)
-    k, v = (_seen_rows(cache, seen, 1)[0].transpose(0, 1) for cache in (pages.k_cache, pages.v_cache))
+    _one_sequence(q, pages, table, slice(first, end), mask, args)
+
+
+def _one_sequence(
+    q: torch.Tensor, pages: Pages, table: torch.Tensor, seen: slice, mask: torch.Tensor | None, args: AttentionArgs
+) -> None:
+    """``q[N, H, D]`` over these keys of one sequence. ``mask[N, keys]``: which they see; None: N keys, each those up to
+    its own."""
+    size, kv_heads = pages.k_cache.shape[1:3]
+    begin = seen.start // size * size
+    blocks = _consecutive(table[None, begin // size : -(-seen.stop // size)])
+    group = Group(slice(0, 1), blocks, slice(seen.start - begin, seen.stop - begin), None, None, None)
+    k, v = (_seen_rows(cache, group, 1)[0].transpose(0, 1) for cache in (pages.k_cache, pages.v_cache))
     grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [K, G, N, D]
     if q.dtype == torch.float32:
-        out = _exact(grouped, k, v, mask if mask is not None else _causal(count), args.scale)
+        out = _exact(grouped, k, v, mask if mask is not None else _causal(len(q)), args.scale)
     else:  # keys and values are repeated by strides: [K, G, L, D]
         k, v = (x.transpose(0, 1).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for x in (k, v))
-        out = F.scaled_dot_product_attention(grouped, k, v, mask, is_causal=square, scale=args.scale)
+        out = F.scaled_dot_product_attention(grouped, k, v, mask, is_causal=mask is None, scale=args.scale)
     args.out.copy_(out.permute(2, 0, 1, 3).flatten(1, 2))
     if args.v_factor != 1.0:
         args.out.mul_(args.v_factor)

@@ -7,6 +7,7 @@ faster: many rows of many sequences.
 
 import torch
 
+from tritonllm.kernels.attention import cpu
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Options, Pages, Queries
 from tritonllm.kernels.attention.common import (
     check_attention,
@@ -67,7 +68,7 @@ def default_config(
     return balanced_config(head_size, group, dtype, cache_dtype)
 
 
-@register_op(mutates=("workspace", "out", "lse"), reference=_reference)
+@register_op(mutates=("workspace", "out", "lse"), reference=_reference, cpu=cpu.verify)
 def _paged_verify_attention(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> None:
     require_float8(pages.k_cache)
     if len(queries.q) == 0 or len(pages.seq_lens) == 0:
