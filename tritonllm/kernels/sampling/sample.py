@@ -34,9 +34,11 @@ def log_weights_ref(
 ) -> torch.Tensor:
     """``[B, V]`` float32: log2 of what a row that is not greedy draws from, up to a constant; -inf if excluded."""
     x, scale = clean_ref(logits), scale_ref(temperature)
-    threshold, last_tie, _ = limits_ref(x, scale, top_k, top_p, min_p)
     log_weights = (x - x.amax(-1, keepdim=True)) * scale[:, None]
-    excluded = ~keep_ref(x, threshold, last_tie) | (x == -torch.inf)  # a row of -inf is left with nothing
+    excluded = x == -torch.inf  # a row of -inf is left with nothing
+    if not (top_k is top_p is min_p is None):
+        threshold, last_tie, _ = limits_ref(x, scale, top_k, top_p, min_p)
+        excluded |= ~keep_ref(x, threshold, last_tie)
     return log_weights.masked_fill(excluded, -torch.inf)
 
 
