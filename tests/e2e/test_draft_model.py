@@ -44,17 +44,21 @@ def texts(outputs):
     return [(list(c.token_ids), c.text, c.finish_reason) for output in outputs for c in output.outputs]
 
 
+@cache
+def of_greedy(family):
+    return texts(tiny_llm(tiny_checkpoint(family)).generate(prompts_of(PROMPTS), greedy(24)))
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_that_of_plain_decoding(family, ahead):
     """With a draft model of another family, head shape and number of layers, and with one that is often right."""
     assert family in ALL_FAMILIES
     folder = tiny_checkpoint(family)
-    expected = texts(tiny_llm(folder).generate(prompts_of(PROMPTS), greedy(24)))
     other = tiny_checkpoint("qwen3" if family != "qwen3" else "llama")
     for draft in (other, similar_checkpoint(family)):
         llm = drafted(folder, draft, async_scheduling=ahead)
-        assert texts(llm.generate(prompts_of(PROMPTS), greedy(24))) == expected
+        assert texts(llm.generate(prompts_of(PROMPTS), greedy(24))) == of_greedy(family)
         stats = llm.engine.stats
         assert stats.num_draft_tokens > stats.num_accepted_tokens
         assert (stats.num_free_blocks, stats.compilations_after_ready) == (stats.num_blocks, 0)

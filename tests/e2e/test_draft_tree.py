@@ -1,11 +1,19 @@
 """Trees of drafts: heads and draft models propose them, more are right than of a chain, and no token changes."""
 
-from functools import cache
-
 import pytest
 import torch
 from support.eagle3_heads import circular_model, knowing_head, likely_pair, random_head, reference, some_tokens
-from support.eagle_heads import COURSES, ENGINES, FAMILIES, KINDS, PROMPTS, certain_pair, texts
+from support.eagle_heads import (
+    COURSES,
+    ENGINES,
+    FAMILIES,
+    KINDS,
+    PROMPTS,
+    certain_pair,
+    greedy_texts,
+    texts,
+    texts_of_kinds,
+)
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -24,19 +32,12 @@ def with_tree(model, head, tree=MIXED, method="eagle3", most=None, **kwargs):
     return tiny_llm(model, speculative_config=config, **kwargs)
 
 
-@cache
-def expected_texts(more=()):
-    prompts = [[*more, *prompt] for prompt in PROMPTS]
-    return texts(tiny_llm(likely_pair()[0]).generate(prompts, KINDS, use_tqdm=False))
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_that_of_plain_decoding(family, ahead):
     folder = tiny_checkpoint(family)
-    expected = texts(tiny_llm(folder).generate(PROMPTS, greedy(24)))
     llm = with_tree(folder, random_head(family), SMALL, async_scheduling=ahead)
-    assert texts(llm.generate(PROMPTS, greedy(24))) == expected
+    assert texts(llm.generate(PROMPTS, greedy(24))) == greedy_texts(folder)
     stats = llm.engine.stats
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     assert (stats.num_free_blocks, stats.compilations_after_ready) == (stats.num_blocks, 0)
@@ -52,7 +53,7 @@ def test_no_kind_of_request_changes(engine, ahead, tree):
     llm = with_tree(model, head, tree, async_scheduling=ahead, **engine)
     for _ in range(2):
         found = texts(llm.generate([[*more, *prompt] for prompt in PROMPTS], KINDS, use_tqdm=False))
-        assert found == expected_texts(more)
+        assert found == texts_of_kinds(model, more)
     stats = llm.engine.stats
     assert 0.05 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_free_blocks == stats.num_blocks
@@ -60,10 +61,9 @@ def test_no_kind_of_request_changes(engine, ahead, tree):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_draft_models_tree(ahead):
-    expected = texts(tiny_llm().generate(PROMPTS, KINDS, use_tqdm=False))
     draft = similar_checkpoint(noise=0.05)
     llm = with_tree(None, draft, method="draft_model", async_scheduling=ahead, num_blocks=40)
-    assert texts(llm.generate(PROMPTS, KINDS, use_tqdm=False)) == expected
+    assert texts(llm.generate(PROMPTS, KINDS, use_tqdm=False)) == texts_of_kinds(tiny_checkpoint())
     stats = llm.engine.stats
     assert 0.05 * stats.num_draft_tokens < stats.num_accepted_tokens
     assert stats.num_free_blocks == stats.num_blocks
@@ -145,7 +145,7 @@ def test_a_chain_written_as_a_tree_is_a_chain():
     assert llm.engine._runner.drafts.tree is None
     chain = tiny_llm(model, speculative_config=chain_config(head, 3))
     for one in (llm, chain):
-        assert texts(one.generate(PROMPTS, KINDS, use_tqdm=False)) == expected_texts()
+        assert texts(one.generate(PROMPTS, KINDS, use_tqdm=False)) == texts_of_kinds(model)
     assert llm.engine.stats.num_accepted_tokens == chain.engine.stats.num_accepted_tokens
 
 

@@ -18,7 +18,19 @@ from support.eagle3_heads import (
     some_tokens,
     write,
 )
-from support.eagle_heads import COURSES, ENGINES, FAMILIES, KINDS, PROMPTS, STEP, check_drafts, texts, with_head
+from support.eagle_heads import (
+    COURSES,
+    ENGINES,
+    FAMILIES,
+    KINDS,
+    PROMPTS,
+    STEP,
+    check_drafts,
+    greedy_texts,
+    texts,
+    texts_of_kinds,
+    with_head,
+)
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.fusion import set_fusion
 from support.tiny_models import tiny_config
@@ -38,9 +50,8 @@ def eagle3(model, head, drafts=3, most=None, **kwargs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_that_of_plain_decoding(family, ahead):
     folder = tiny_checkpoint(family)
-    expected = texts(tiny_llm(folder).generate(PROMPTS, greedy(24)))
     llm = eagle3(folder, random_head(family), async_scheduling=ahead)
-    assert texts(llm.generate(PROMPTS, greedy(24))) == expected
+    assert texts(llm.generate(PROMPTS, greedy(24))) == greedy_texts(folder)
     stats = llm.engine.stats
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     assert (stats.num_free_blocks, stats.compilations_after_ready) == (stats.num_blocks, 0)
@@ -50,11 +61,11 @@ def test_greedy_text_is_that_of_plain_decoding(family, ahead):
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_no_kind_of_request_changes(engine, ahead):
     model, head = likely_pair()
-    prompts = [[*range(3, 24), *prompt] for prompt in PROMPTS]
-    expected = texts(tiny_llm(model).generate(prompts, KINDS, use_tqdm=False))
+    before = tuple(range(3, 24))
+    prompts = [[*before, *prompt] for prompt in PROMPTS]
     llm = eagle3(model, head, async_scheduling=ahead, **engine)
     for _ in range(2):
-        assert texts(llm.generate(prompts, KINDS, use_tqdm=False)) == expected
+        assert texts(llm.generate(prompts, KINDS, use_tqdm=False)) == texts_of_kinds(model, before)
     stats = llm.engine.stats
     assert 0.2 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_free_blocks == stats.num_blocks

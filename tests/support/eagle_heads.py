@@ -102,6 +102,19 @@ def texts(outputs: list[RequestOutput]) -> list[tuple[list[int], str, str | None
     return [(list(c.token_ids), c.text, c.finish_reason) for output in outputs for c in output.outputs]
 
 
+@cache
+def greedy_texts(model: Path) -> list[tuple[list[int], str, str | None]]:
+    """How plain decoding goes on with the prompts."""
+    return texts(tiny_llm(model).generate(PROMPTS, greedy(24)))
+
+
+@cache
+def texts_of_kinds(model: Path, before: tuple[int, ...] = ()) -> list[tuple[list[int], str, str | None]]:
+    """The same, each as its kind of request wants it, with these tokens before each prompt."""
+    prompts = [[*before, *prompt] for prompt in PROMPTS]
+    return texts(tiny_llm(model).generate(prompts, KINDS, use_tqdm=False))
+
+
 def check_drafts(
     llm: LLM, prompts: list[list[int]], twice: bool, reference: Callable[[list[int], int], list[int]]
 ) -> None:
