@@ -79,8 +79,9 @@ def keep_cupti() -> None:
 
 
 def secret(name: str) -> str | None:
-    """A key that an operator keeps in a variable of their own choice; ``None`` if it is not set, or empty."""
-    return os.environ.get(name) or None
+    """A key that an operator keeps in a variable of their own choice, without blanks around it (a file ends with a line
+    break); ``None`` if it is not set, or empty."""
+    return os.environ.get(name, "").strip() or None
 
 
 def state_folder() -> Path:

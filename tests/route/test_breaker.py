@@ -33,6 +33,19 @@ def test_failures_in_a_row_open_it():
     assert (breaker.state, breaker.allows()) == ("open", False)
 
 
+def test_answers_that_break_off_are_failures_in_a_row():
+    breaker, clock = make()
+    for _ in range(3):
+        assert breaker.state == "closed"
+        number = breaker.begin()
+        breaker.answered(number)
+        breaker.failed(number)
+    assert breaker.state == "open"
+    clock.now += breaker.seconds_left
+    breaker.answered(breaker.begin())  # of the trial, whose end may be far away
+    assert breaker.state == "closed"
+
+
 def test_half_open_lets_one_request_through_at_a_time():
     breaker, clock = make()
     fail(breaker, 3)
@@ -127,6 +140,15 @@ class Machine(RuleBasedStateMachine):
             assert self.breaker.state == "closed"
         else:
             assert self.breaker.state == before
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def answer(self, data):
+        number, epoch = data.draw(st.sampled_from(self.running))
+        before, counts = self.breaker.state, epoch == self.epoch() and self.breaker.state == "half-open"
+        self.breaker.answered(number)
+        assert self.breaker.state == ("closed" if counts else before)
+        self.failures = 0 if counts else self.failures
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 4.0, 10.0]))
     def wait(self, seconds):

@@ -71,6 +71,7 @@ BACKEND = '[[backends]]\nurl = "http://a"\n'
         (BACKEND + "name = 'x'\n" + BACKEND, "two backends have the url"),
         (BACKEND + "api_key_env = 'TRITONLLM_NOT_SET'", "the environment has no TRITONLLM_NOT_SET"),
         (BACKEND + "api_key_env = 'HOME'\napi_key = 'x'", "exclude each other"),
+        (BACKEND + 'api_key = "k\\n"', "api_key has a line break or another character that cannot be sent"),
         (BACKEND + "health_path = 'health'", "health_path must begin with /"),
         (BACKEND + "models = ['']", "models must not hold an empty name"),
     ],
@@ -94,7 +95,7 @@ def test_v1_is_left_out():
 
 
 def test_a_key_from_the_environment(monkeypatch):
-    monkeypatch.setenv("TEST_ROUTER_KEY", "secret")
+    monkeypatch.setenv("TEST_ROUTER_KEY", "secret\n")  # as files end
     assert BackendConfig(url="http://a", api_key_env="TEST_ROUTER_KEY").key == "secret"
 
 

@@ -133,6 +133,19 @@ def test_a_bad_file_is_refused(reloading, tmp_path, caplog, text, why):
     assert ask(router).status_code == 200
 
 
+def test_a_file_that_cannot_be_applied_does_not_end_the_watch(reloading, caplog, monkeypatch):
+    router, made, write, file = reloading
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "_apply", lambda config: 1 / 0)
+        write(config_text(made[:1]))
+        router.run(asked(file))
+        eventually(lambda: router.metric("reloads_total", result="refused") >= 1)
+    assert "in part only" in caplog.text
+    write(config_text(made[1:]))
+    router.run(asked(file))
+    eventually(lambda: set(router.status()) == {backend.name for backend in made[1:]})
+
+
 def test_a_file_that_is_gone_is_said_once(reloading, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(reload, "LOOK_SECONDS", 0.05)
     router, made, write, _ = reloading

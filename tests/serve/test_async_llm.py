@@ -16,6 +16,7 @@ from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.sampling_params import RequestOutputKind
 from tritonllm.serve.answering import Service
 from tritonllm.serve.app import make_app
+from tritonllm.serve.collector import Collector
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineDeadError
 from tritonllm.serve.room import QueueFullError
@@ -408,6 +409,28 @@ def test_a_bad_model_is_a_value_error(tmp_path):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)))
     with pytest.raises(ValueError, match="max_queue must be"):
         AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(tmp_path)), max_queue=-1)
+
+
+def test_an_output_that_cannot_be_made_ends_its_request_alone(llm, loop, monkeypatch):
+    """The tokenizer may be anybody's code."""
+    put = Collector.put
+
+    def broken(self, update):
+        if update.request_id == "bad":
+            raise IndexError("piece id is out of range")
+        put(self, update)
+
+    async def run():
+        good = asyncio.create_task(collected(llm, "good"))
+        with pytest.raises(RuntimeError, match=r"cannot be made \(IndexError: piece id is out of range\)"):
+            await asyncio.wait_for(collected(llm, "bad"), 60)
+        outputs = await asyncio.wait_for(good, 60)
+        await idle(llm)
+        return outputs
+
+    monkeypatch.setattr(Collector, "put", broken)
+    assert loop.run(run())[-1].finished
+    assert loop.run(collected(llm, "later"))[-1].finished
 
 
 class FailingLLM:

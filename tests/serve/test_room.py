@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from tritonllm.serve.room import QueueFullError, Room, SequenceCounts
+from tritonllm.serve.room import QueueFullError, Room
 from tritonllm.serve.shared_count import SharedCount
 
 
 def taker(room, name, sequences, order):
     async def take():
         await room.wait(sequences, room.check)
+        room.check(sequences)  # as whoever adds a request does
         room.take(sequences)
         order.append(name)
 
@@ -24,7 +25,7 @@ async def settle():
 
 def test_room_is_given_in_the_order_of_arrival():
     async def run():
-        room, order = Room(4), []
+        room, order = Room(4, SharedCount()), []
         room.take(4)
         tasks = [taker(room, "large", 3, order), taker(room, "small", 1, order), taker(room, "last", 1, order)]
         for _ in range(2):
@@ -49,7 +50,7 @@ def test_who_does_not_wait_does_not_overtake_who_does():
     """Each place that gets free would be the next request's that comes, and the large one would never have room."""
 
     async def run():
-        room, order = Room(4), []
+        room, order = Room(4, SharedCount()), []
         room.take(4)
         tasks = [taker(room, "large", 3, order), taker(room, "leaves", 4, order)]
         await settle()
@@ -70,30 +71,10 @@ def test_who_does_not_wait_does_not_overtake_who_does():
     asyncio.run(run())
 
 
-def test_the_first_of_two_processes_do_not_wait_for_each_other():
-    async def run():
-        taken, claimed, order = [2, 2], [0, 0], []
-        rooms = [Room(4, SequenceCounts(SharedCount(taken, at), SharedCount(claimed, at))) for at in range(2)]
-        tasks = [taker(room, name, 3, order) for room, name in zip(rooms, "ab", strict=True)]
-        await settle()
-        assert claimed == [3, 3]
-        for room in rooms:
-            with pytest.raises(QueueFullError):
-                room.check(1)
-            room.give_back(2)
-        await asyncio.wait(tasks, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        assert len(order) == 1 and sum(taken) == 3
-        rooms["ab".index(order[0])].give_back(3)
-        await asyncio.wait_for(asyncio.gather(*tasks), 60)
-        assert claimed == [0, 0] and sorted(order) == ["a", "b"]
-
-    asyncio.run(run())
-
-
 def test_room_that_another_process_makes_is_seen():
     async def run():
         places = [1, 3]
-        room, order = Room(4, SequenceCounts(SharedCount(places, 0), SharedCount())), []
+        room, order = Room(4, SharedCount(places, 0)), []
         task = taker(room, "waits", 1, order)
         await settle()
         assert not task.done()
@@ -109,7 +90,7 @@ def test_who_is_not_taken_anyway_does_not_wait():
         pass
 
     async def run():
-        room, stopped = Room(4), []
+        room, stopped = Room(4, SharedCount()), []
         room.take(4)
 
         def check(sequences):
@@ -126,7 +107,7 @@ def test_who_is_not_taken_anyway_does_not_wait():
             await room.wait(5, room.check)
 
     asyncio.run(run())
-    room = Room(4)
+    room = Room(4, SharedCount())
     room.take(4)
     with pytest.raises(QueueFullError, match="4 sequences run or wait"):
         room.check(1)

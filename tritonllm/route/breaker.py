@@ -63,7 +63,14 @@ class Breaker:
             self._trial = True
         return self._generation
 
+    def answered(self, number: int) -> None:
+        """An answer has begun: enough to close the circuit, for a stream may be long, but no success before its end.
+        (Of a backend that breaks off each answer the failures would never be in a row.)"""
+        if self._until is not None:
+            self.succeeded(number)
+
     def succeeded(self, number: int) -> None:
+        """An answer has come whole."""
         if number != self._generation:
             return
         self._failures = 0

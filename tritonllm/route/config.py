@@ -86,6 +86,11 @@ class BackendConfig:
             raise ValueError(f"backend {self.label!r}: models must not hold an empty name")
         if self.api_key is not None and self.api_key_env is not None:
             raise ValueError(f"backend {self.label!r}: api_key and api_key_env exclude each other: leave one out")
+        if self.key is not None and not self.key.isprintable():
+            where = "api_key" if self.api_key_env is None else f"{self.api_key_env}, which api_key_env names,"
+            raise ValueError(
+                f"backend {self.label!r}: {where} has a line break or another character that cannot be sent"
+            )
         if self.api_key_env is not None and not env.secret(self.api_key_env):
             raise ValueError(
                 f"backend {self.label!r}: the environment has no {self.api_key_env}, which api_key_env names"

@@ -130,6 +130,7 @@ class Prefill:
             try:
                 async with asyncio.timeout(config.between_bytes_timeout):
                     answer = opened.first + await opened.response.read()
+                    self._upstream.count_success(opened)
                     return _Half(backend.label, opened.response.status, answer)
             except (aiohttp.ClientError, OSError) as error:
                 self._broke_off(opened, error)

@@ -106,14 +106,14 @@ class Prober:
             status, _ = await self._get(backend, path)
         except TimeoutError:
             return f"{path} took more than {self._pool.config.health_timeout:g} seconds"
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: of what cannot be sent
             return cause_of(error).logged
         return None if 200 <= status < 300 else f"{path} has status {status}"
 
     async def _read_models(self, backend: Backend) -> None:
         try:
             status, body = await self._get(backend, "/v1/models")
-        except (aiohttp.ClientError, OSError, TimeoutError):
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return  # the next probe will tell
         found = _entries(body) if status == 200 else None
         if found is not None:

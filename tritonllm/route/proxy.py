@@ -120,6 +120,7 @@ class Proxy:
                 await self._relay_whole(opened, reply, config)
             else:
                 await self._relay_bytes(opened, reply, config)
+            self._upstream.count_success(opened)
         except (aiohttp.ClientError, OSError) as error:
             raise self._broken(opened, cause_of(error)) from error
 

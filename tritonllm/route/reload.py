@@ -63,7 +63,12 @@ class ConfigFile:
             logger.error("the new configuration is refused, the old one stays: %s", why)
             self._tell("refused")
             return
-        await self._apply(config)
+        try:
+            await self._apply(config)
+        except Exception:  # this watch has to outlive it, for the file that repairs it
+            logger.exception("the new configuration is applied in part only: %s", self._path)
+            self._tell("refused")
+            return
         self._tell("done")
 
     def _text(self) -> bytes | None:

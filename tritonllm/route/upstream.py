@@ -101,7 +101,7 @@ class Upstream:
             if response.status >= 500:
                 self.count_failure(backend, permit, f"status {response.status}")
             else:
-                backend.breaker.succeeded(permit)
+                backend.breaker.answered(permit)
             opened = True
             return Opened(response, first, backend, permit, sent_at)
         except Failure as failure:
@@ -194,6 +194,11 @@ class Upstream:
             return Failure(f"status_{status}", error, begun=status not in REFUSALS)
         answer = (status, answer_headers(response), body)
         return Failure(f"status_{status}", error, answer, begun=status not in REFUSALS)
+
+    def count_success(self, opened: Opened) -> None:
+        """An answer has come whole."""
+        if opened.response.status < 500:
+            opened.backend.breaker.succeeded(opened.permit)
 
     def count_failure(self, backend: Backend, permit: int, error: str) -> None:
         backend.note(error)

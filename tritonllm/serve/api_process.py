@@ -24,7 +24,6 @@ from tritonllm.serve.child_process import end_with_parent, end_without_threads, 
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineLink
 from tritonllm.serve.messages import Ready
-from tritonllm.serve.room import SequenceCounts
 from tritonllm.serve.shared_count import SharedCount
 from tritonllm.starting import leave_out_of_searches
 
@@ -111,7 +110,6 @@ def run_api(
     log_level: int | None,
     requests: Any,
     sequences: Any,
-    claims: Any,
     number: int,
 ) -> None:
     """The process's main function.
@@ -124,8 +122,8 @@ def run_api(
         pipe: to the process that started this one.
         max_queue: sequences that may wait, of all API processes together.
         log_level: of messages on stderr; ``None``: none.
-        requests, sequences, claims: how many are being answered, are in the engine, and wait there as the first: a
-            place for each API process, in memory that all of them share.
+        requests, sequences: how many are being answered and are in the engine: a place for each API process, in memory
+            that all of them share.
         number: of this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,8 +132,7 @@ def run_api(
     if log_level is not None:
         log_to_stderr(log_level)
     link = PipedLink(folder, msgspec.msgpack.decode(ready, type=Ready), pipe)
-    counts = SequenceCounts(SharedCount(sequences, number), SharedCount(claims, number))
-    llm = AsyncLLM(engine, max_queue=max_queue, link=link, sequences=counts)
+    llm = AsyncLLM(engine, max_queue=max_queue, link=link, sequences=SharedCount(sequences, number))
     app = make_app(llm, config, metrics_folder=folder, running=SharedCount(requests, number))
     server = _Quiet(settings_of(app, config), app, llm, config.drain_seconds)
     link.on_order = lambda order: server.stop(now=order == STOP_NOW)

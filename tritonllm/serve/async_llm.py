@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -27,12 +28,14 @@ from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_param
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
 from tritonllm.serve.profiling import ProfilerConfig
 from tritonllm.serve.replicas import Replicas, start_engines
-from tritonllm.serve.room import QueueFullError, Room, SequenceCounts, sequences_of
+from tritonllm.serve.room import QueueFullError, Room, sequences_of
+from tritonllm.serve.shared_count import SharedCount
 from tritonllm.serve.tokenizing import Params, Tokenizing, numbered
 from tritonllm.vllm_arguments import no_adapter
 
 __all__ = ["AsyncEngineArgs", "AsyncLLM", "EngineDeadError", "Observer", "QueueFullError", "StoppedError"]
 
+logger = logging.getLogger(__name__)
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
 
 
@@ -84,7 +87,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         log_level: int | None = None,
         link: EngineLink | Replicas | None = None,
         profiler_config: str | Mapping[str, Any] | ProfilerConfig | None = None,
-        sequences: SequenceCounts | None = None,
+        sequences: SharedCount | None = None,
         max_restarts: int = 0,
     ) -> None:
         if not isinstance(max_queue, int) or isinstance(max_queue, bool) or max_queue < 0:
@@ -110,7 +113,8 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         self.stats: Stats = self._client.ready.stats
         self.pooling = self._client.ready.pooling
         self.max_num_seqs = self._client.ready.max_num_seqs
-        self._room = Room(self.max_num_seqs + max_queue, sequences)
+        count = SharedCount() if sequences is None else sequences
+        self._room = Room(self.max_num_seqs + max_queue, count)
         self.observer: Observer | None = None
         self.on_death: Callable[[str], None] | None = None
         self._collectors: dict[
@@ -389,14 +393,22 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             collector = self._collectors[update.request_id][0]
             if update.finished:
                 self._forget(update.request_id)
-            if self.observer is not None:
-                self.observer.updated(update)
-            if update.lost is not None:
-                collector.fail(EngineDeadError(update.lost))
-            elif update.refused is not None:
-                collector.fail(AsleepError(update.refused) if update.asleep else ValueError(update.refused))
-            else:
-                collector.put(update)
+            try:
+                self._hand_on(update, collector)
+            except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
+                logger.exception("request %s ends: what the engine told of it cannot be taken in", update.request_id)
+                collector.fail(RuntimeError(f"the output cannot be made ({type(error).__name__}: {error})"))
+                self._abort(update.request_id)
+
+    def _hand_on(self, update: Update, collector: Collector | PoolingCollector) -> None:
+        if self.observer is not None:
+            self.observer.updated(update)
+        if update.lost is not None:
+            collector.fail(EngineDeadError(update.lost))
+        elif update.refused is not None:
+            collector.fail(AsleepError(update.refused) if update.asleep else ValueError(update.refused))
+        else:
+            collector.put(update)
 
     def _died(self, why: str) -> None:
         self._fail_calls(why)

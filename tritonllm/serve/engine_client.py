@@ -76,13 +76,20 @@ class EngineLink(ABC):
         self._socket.connect(f"ipc://{self._folder}/engine")
         self._socket.send(self._encode(Abort([])))  # from the first message on the engine sends its statistics
         self._tasks = [
-            loop.create_task(self._receive(on_news)),
+            loop.create_task(self._receive(on_news, on_death)),
             loop.create_task(self._watch(on_death)),
         ]
 
-    async def _receive(self, on_news: Callable[[News], None]) -> None:
+    async def _receive(self, on_news: Callable[[News], None], on_death: Callable[[str], None]) -> None:
         while True:
-            on_news(self._decode(await self._socket.recv()))
+            data = await self._socket.recv()
+            try:
+                on_news(self._decode(data))
+            except Exception as error:  # else requests would wait for ever for what nobody receives
+                logger.exception("what the engine tells cannot be taken in")
+                self.failure = f"what the engine tells cannot be taken in ({type(error).__name__}: {error})"
+                on_death(self.failure)
+                return
 
     @abstractmethod
     async def _watch(self, on_death: Callable[[str], None]) -> None:

@@ -3,11 +3,11 @@
 A request finds room at once or is refused, but for those of a body with several prompts, which wait for each other and
 for others. The first who waits has a claim to what gets free: a request that comes meanwhile is refused as if that room
 were taken. Without claims, one with many sequences would wait for as long as others take each place that gets free.
+(Other API processes know nothing of it: those who were first in two processes would wait for each other.)
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.sampling_params import SamplingParams
@@ -28,40 +28,28 @@ def sequences_of(params: Params) -> int:
     return params.n if isinstance(params, SamplingParams) else 1
 
 
-class SequenceCounts(NamedTuple):
-    """Of all API processes together.
-
-    Attributes:
-        taken: sequences in the engine.
-        claimed: those of the first ones who wait, one in each process.
-    """
-
-    taken: SharedCount
-    claimed: SharedCount
-
-
 class Room:
     """Args:
     most: sequences that may be in the engine.
-    counts: by default, this process is the only one.
+    count: of those that are there, of all its API processes.
     """
 
-    def __init__(self, most: int, counts: SequenceCounts | None = None) -> None:
+    def __init__(self, most: int, count: SharedCount) -> None:
         self.most = most
-        self._counts = counts or SequenceCounts(SharedCount(), SharedCount())
-        self._first = False  # who asks is the first of those who wait
+        self._count = count
+        self._claimed = 0  # sequences of the first who waits
         self._turn = asyncio.Lock()
         self._made = asyncio.Event()  # there is room that was not there when it was last cleared
 
     @property
     def taken(self) -> int:
-        return self._counts.taken.total
+        return self._count.total
 
     def take(self, sequences: int) -> None:
-        self._counts.taken.add(sequences)
+        self._count.add(sequences)
 
     def give_back(self, sequences: int) -> None:
-        self._counts.taken.add(-sequences)
+        self._count.add(-sequences)
         self._made.set()
 
     def check(self, sequences: int) -> None:
@@ -71,8 +59,7 @@ class Room:
         """
         if sequences > self.most:
             raise ValueError(f"n={sequences} is more than this engine queues, {self.most}: lower it")
-        # two who are first in their processes would wait for each other if they saw the other one's claim
-        taken = self.taken + (0 if self._first else self._counts.claimed.total)
+        taken = self.taken + self._claimed
         if taken + sequences > self.most:
             raise QueueFullError(f"{taken} sequences run or wait, and the queue is full: try again later")
 
@@ -90,18 +77,14 @@ class Room:
         async with self._turn:
             while True:
                 self._made.clear()
-                self._first = True
                 try:
                     return check(sequences)
                 except QueueFullError:
-                    pass
-                finally:
-                    self._first = False
-                self._counts.claimed.add(sequences)
+                    self._claimed = sequences
                 try:
                     await self._look_again()
                 finally:
-                    self._counts.claimed.add(-sequences)
+                    self._claimed = 0
 
     async def _look_again(self) -> None:
         try:

@@ -122,7 +122,7 @@ def run_several(
     env.share_metrics(client.folder)
     apis, spawn = Apis(), multiprocessing.get_context("spawn")
     ready = msgspec.msgpack.encode(client.ready)
-    counts = [spawn.RawArray("q", config.api_server_count) for _ in range(3)]  # of requests, of sequences, of claims
+    counts = [spawn.RawArray("q", config.api_server_count) for _ in range(2)]  # of requests, of sequences
     try:
         with _signals_stop(apis) as signalled:
             for number in range(config.api_server_count):
