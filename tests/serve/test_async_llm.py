@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -18,7 +19,7 @@ from tritonllm.serve.answering import Service
 from tritonllm.serve.app import make_app
 from tritonllm.serve.collector import Collector
 from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.engine_client import EngineDeadError
+from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.room import QueueFullError
 
 PROMPT = list(range(5, 25))
@@ -431,6 +432,29 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(llm, loop, monkeyp
     monkeypatch.setattr(Collector, "put", broken)
     assert loop.run(run())[-1].finished
     assert loop.run(collected(llm, "later"))[-1].finished
+
+
+class UnwatchedLink(EngineLink):
+    async def _watch(self, on_death):
+        await asyncio.sleep(60)
+        on_death("it has ended")
+
+
+def test_news_that_cannot_be_taken_in_are_the_engines_death():
+    """Whoever waits for them would wait for ever."""
+
+    async def receive():
+        link, told, news = UnwatchedLink("nowhere", None), [], asyncio.Queue()
+        link._socket, link._decode = SimpleNamespace(recv=news.get), lambda data: data
+        link._tasks = [
+            asyncio.create_task(work) for work in (link._receive({}.pop, told.append), link._watch(told.append))
+        ]
+        news.put_nowait("no key")
+        done, _ = await asyncio.wait(link._tasks, timeout=30)
+        return told, link.failure, len(done), link._tasks[1].cancelled()
+
+    why = "what the engine tells cannot be taken in (KeyError: 'no key')"
+    assert asyncio.run(receive()) == ([why], why, 2, True)
 
 
 class FailingLLM:

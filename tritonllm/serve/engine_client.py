@@ -87,9 +87,17 @@ class EngineLink(ABC):
                 on_news(self._decode(data))
             except Exception as error:  # else requests would wait for ever for what nobody receives
                 logger.exception("what the engine tells cannot be taken in")
-                self.failure = f"what the engine tells cannot be taken in ({type(error).__name__}: {error})"
-                on_death(self.failure)
+                if self.failure is None:
+                    self.failure = f"what the engine tells cannot be taken in ({type(error).__name__}: {error})"
+                    self._end_watch()
+                    on_death(self.failure)
                 return
+
+    def _end_watch(self) -> None:
+        """The engine is given up: its death is told already."""
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
 
     @abstractmethod
     async def _watch(self, on_death: Callable[[str], None]) -> None:
