@@ -129,14 +129,18 @@ def _seen_rows(cache: torch.Tensor, group: Group, count: int) -> torch.Tensor:
     return x[:, group.seen].transpose(1, 2)
 
 
-def prefill(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> bool:
-    """The operator ``varlen_prefill_attention``."""
+def _spans(queries: Queries, pages: Pages) -> list[tuple[int, int, int]] | None:
+    """Where each sequence's queries begin and end, and its keys; None if some queries see nothing."""
     assert queries.cu_seqlens_q is not None
-    if not takes(pages.k_cache, args):
-        return False
     begins, lens = queries.cu_seqlens_q.tolist(), pages.seq_lens.tolist()
     spans = list(zip(begins[:-1], begins[1:], lens, strict=True))
-    if any(end - begin > length for begin, end, length in spans):  # queries that see nothing
+    return None if any(end - begin > length for begin, end, length in spans) else spans
+
+
+def prefill(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) -> bool:
+    """The operator ``varlen_prefill_attention``."""
+    spans = _spans(queries, pages)
+    if spans is None or not takes(pages.k_cache, args):
         return False
     for table, (begin, end, length) in zip(pages.block_tables, spans, strict=True):
         step = max(1, MASK_ELEMENTS // max(1, length))
@@ -151,11 +155,10 @@ def verify(queries: Queries, pages: Pages, hints: Hints, args: AttentionArgs) ->
     """The operator ``paged_verify_attention``: a chain of drafts is a chunk of a prompt."""
     if queries.tree_mask is None:
         return prefill(queries, pages, hints, args)
-    assert queries.cu_seqlens_q is not None
-    if not takes(pages.k_cache, args) or args.window:
+    spans = _spans(queries, pages)
+    if spans is None or not takes(pages.k_cache, args) or args.window:
         return False
-    begins, lens = queries.cu_seqlens_q.tolist(), pages.seq_lens.tolist()
-    for table, begin, end, length in zip(pages.block_tables, begins[:-1], begins[1:], lens, strict=True):
+    for table, (begin, end, length) in zip(pages.block_tables, spans, strict=True):
         if begin == end:
             continue
         tokens, count = slice(begin, end), end - begin
