@@ -285,6 +285,8 @@ class EngineConfig:
         self.parallel.check_device(self.model.device)
         if self.parallel.world_size > 1:
             self._check_ranks()
+        if self.parallel.shares_experts:
+            self._check_shared_experts()
         self.parallel.check_block(self.cache.block_size)
         if self.speculative_config is not None:
             is_a("speculative_config", self.speculative_config, SpeculativeConfig)
@@ -326,6 +328,20 @@ class EngineConfig:
                 "logits_processors: those of whole batches want to see each step's tokens before the next step; leave "
                 f"them out with pipeline_parallel_size={stages}, or give requests processors of their own"
             )
+
+    def _check_shared_experts(self) -> None:
+        lacking: dict[str, object] = {
+            "deterministic": self.deterministic,
+            "compilation_config": self.compilation_config.mode,
+            "enable_sleep_mode": self.enable_sleep_mode,
+            "speculative_config": self.speculative_config,
+        }
+        for name, given in lacking.items():
+            if given:
+                raise ValueError(
+                    f"{name}: engines that share experts do not know it yet; leave it out with data_parallel_size="
+                    f"{self.parallel.data_parallel_size} and enable_expert_parallel, or one of these"
+                )
 
     def _check_transfer(self, transfer: KVTransferConfig) -> None:
         transfer.check_engines(self.parallel.data_parallel_size)

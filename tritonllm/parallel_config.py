@@ -16,7 +16,8 @@ class ParallelConfig:
         tensor_parallel_size: ranks among which heads and intermediate columns are dealt out, one on each GPU.
         pipeline_parallel_size: stages, each with some of the layers and ``tensor_parallel_size`` ranks. As many steps
             are in flight.
-        enable_expert_parallel: ranks have whole experts, each equally many of them, instead of a part of each.
+        enable_expert_parallel: ranks have whole experts, each equally many of them, instead of a part of each. With
+            ``data_parallel_size`` and one rank for each engine, the engines share the experts.
         expert_placement: a file of ``tritonllm rebalance-experts``: which rank has which experts, with
             ``enable_expert_parallel``. ``None``: in their order, one of each.
         decode_context_parallel_size: of the ranks that share a key head, so many have the keys of different tokens in
@@ -85,6 +86,11 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Ranks of an engine: rank ``stage * tensor_parallel_size + i`` is the i-th of its stage."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """Each engine has some of the experts, and all of the rest."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
 
     @property
     def sizes(self) -> str:

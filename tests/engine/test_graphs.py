@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine import graphs as module
+from tritonllm.engine.common_steps import Need, room_for_rows
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.graphs import GraphKey, GraphLimits, StepGraphs
 from tritonllm.engine.inputs import upload_step
 from tritonllm.engine.room_sizes import graph_sizes
+from tritonllm.engine.runner import NOTHING
 from tritonllm.engine.step import PromptSpan, SharedPrefix, Step
 from tritonllm.engine.step_inputs import PARAMETERS, SamplingParameters, StepInputs
 from tritonllm.layers.attention import paged_attention
@@ -253,6 +255,52 @@ def test_replays_equal_steps_without_graphs(shared_graphs, lengths, chunks, fork
         assert torch.equal(captured.tokens[:n], tokens)
     rows = len(wanted)
     assert rows in (0, *graph_sizes(SEATS))
+
+
+some_steps = st.tuples(
+    st.lists(st.integers(1, 20), max_size=10),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=4),
+    st.booleans(),
+)
+
+
+@given(steps=st.lists(some_steps, min_size=2, max_size=4).filter(lambda steps: any(a or b for a, b, _ in steps)))
+def test_steps_that_are_taken_together_replay_graphs_of_one_room(shared_graphs, steps):
+    """Of several engines, some perhaps with nothing to do; each gets what it would get alone."""
+    graphs, model = shared_graphs
+    steps = [
+        dataclasses.replace(step_of(lengths, chunks, seed), late=late) if lengths or chunks else NOTHING
+        for seed, (lengths, chunks, late) in enumerate(steps)
+    ]
+    need = Need.of_all(map(Need.of, steps))
+    keys = [graphs.key_for(step, need) for step in steps]
+    assert len({None if key is None else key.room for key in keys}) == 1
+    if keys[0] is None:
+        assert need.tokens > 20 or need.chunks == 6
+        return
+    for step, key in zip(steps, keys, strict=True):
+        assert key.late == (step.late and not key.tokens)
+        model.see(step)
+        found = run(graphs, step, key).hidden.clone()
+        if step is NOTHING:
+            continue
+        _, hidden, _ = eagerly(model, step)
+        torch.testing.assert_close(found[: step.num_rows], hidden[: step.num_rows])
+
+
+def test_one_step_that_cannot_be_captured_makes_all_of_them_eager(shared_graphs):
+    graphs, _ = shared_graphs
+    span = PromptSpan("a", 1, 0, np.array([1]), 0)
+    plain, wants_all = step_of([3] * 3), dataclasses.replace(step_of([], [(0, 3)]), prompt_spans=(span,))
+    assert graphs.key_for(plain) is not None
+    need = Need.of_all(map(Need.of, (plain, wants_all)))
+    assert graphs.key_for(plain, need) is None and graphs.key_for(wants_all, need) is None
+    assert need.rows == 3 and graphs.key_for(plain, Need.of_all([Need.of(plain), Need.of(NOTHING)])).decodes == 4
+
+
+@pytest.mark.parametrize(("rows", "room"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 100), (100, 100)])
+def test_rows_that_are_not_captured_have_room_by_powers_of_two(rows, room):
+    assert room_for_rows(rows, 100) == room
 
 
 def verify_step(lengths, drafts, seed=0):

@@ -56,6 +56,14 @@ def connect(
     return ConnectedGroup(gloo(store, rank, size, options), device)
 
 
+def local_store() -> tuple[dist.TCPStore, int]:
+    """A store at which processes of this machine meet, and its port: a free one, open to this machine only."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    how: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+    return dist.TCPStore("127.0.0.1", port, **how, master_listen_fd=listener.detach()), port
+
+
 def _gloo_device(gloo: Any, store: Any, local: bool) -> Any:
     """Where this rank listens, and what it tells the others to connect to. gloo's own default is the address of this
     machine's name, which is that of the loopback device on many, so that nobody else can connect to it."""

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from tritonllm.dist.connect import connect
+from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import ALONE as ONE_RANK
 from tritonllm.dist.group import ConnectedGroup, Group
+from tritonllm.dist.lockstep import Lockstep
 from tritonllm.parallel_config import ParallelConfig
 
 CPU = torch.device("cpu")
@@ -122,11 +124,15 @@ class Team(NamedTuple):
         group: those of its stage.
         pipe: the other stages.
         context: those of its stage with which it splits the keys of each sequence: they have the same key head.
+        exchange: the engines with which it shares the experts; each has requests of its own.
+        lockstep: the same, which take their steps together; ``None`` if there are no others.
     """
 
     group: Group = ONE_RANK
     pipe: Pipeline = UNDIVIDED
     context: Group = ONE_RANK
+    exchange: Exchange = NO_EXCHANGE
+    lockstep: Lockstep | None = None
 
     @property
     def leads(self) -> bool:
@@ -139,8 +145,9 @@ class Team(NamedTuple):
         return self.group.size * self.pipe.stages
 
     def least(self, value: int) -> int:
-        """The smallest value of all ranks; waits for it."""
-        return self.group.least(value) if self.pipe.stages == 1 else self.pipe.least(value)
+        """The smallest value of all ranks, those of other engines with the same experts included; waits for it."""
+        value = self.group.least(value) if self.pipe.stages == 1 else self.pipe.least(value)
+        return self.exchange.group.least(value)
 
     def limit(self, seconds: float) -> None:
         """As :meth:`Group.limit`."""

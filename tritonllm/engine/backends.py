@@ -1,14 +1,19 @@
 """Which ranks an engine has beside its own, by its configuration."""
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.lockstep import ExpertPlace
 from tritonllm.engine.executor import SpawnedRanks
 from tritonllm.engine.launched import launched_ranks
 from tritonllm.engine.ranks import Ranks
 from tritonllm.engine.ray_ranks import RayRanks
+from tritonllm.engine.shared_experts import SharedExpertRanks
 
 
-def ranks_of(config: EngineConfig) -> Ranks:
-    """As ``distributed_executor_backend`` says. Raises as :func:`launched_ranks` and :class:`RayRanks`."""
+def ranks_of(config: EngineConfig, place: ExpertPlace | None = None) -> Ranks:
+    """As ``distributed_executor_backend`` says; or the engines that share experts with one that has a ``place`` among
+    them. Raises as :func:`launched_ranks` and :class:`RayRanks`."""
+    if place is not None:
+        return SharedExpertRanks(config, place)
     if config.parallel.world_size == 1:
         return Ranks()
     if config.parallel.distributed_executor_backend == "external_launcher":

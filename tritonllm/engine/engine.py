@@ -17,6 +17,7 @@ from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig, ModelConfig
+from tritonllm.dist.lockstep import ExpertPlace, Lockstep
 from tritonllm.engine.announcer import Announcer
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.backends import ranks_of
@@ -99,8 +100,11 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._delivery = Delivery(scheduler, self._sequences, self.tokenizer, self._events)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> "LLMEngine":
+    def from_config(cls, config: EngineConfig, place: ExpertPlace | None = None) -> "LLMEngine":
         """Load the model and get ready to serve; see :func:`tritonllm.engine.startup.load_parts`.
+
+        Args:
+            place: among engines that share the model's experts, if there are others.
 
         Raises:
             ValueError: several engines are asked for, or as ``load_parts``.
@@ -110,7 +114,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
                 f"data_parallel_size={config.parallel.data_parallel_size}: this is one engine; LLM, AsyncLLM and "
                 "`tritonllm serve` run several"
             )
-        return cls(*load_parts(config, ranks_of(config)))
+        return cls(*load_parts(config, ranks_of(config, place)))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
@@ -274,6 +278,20 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._whole = True
         return outputs
 
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """The engines with which this one takes its steps together; ``None`` if there are none. While it has no request
+        it has to :meth:`join` them."""
+        return self._runner.lockstep
+
+    def join(self) -> None:
+        """Take the step in which another engine waits for this one, without a request.
+
+        Raises:
+            LeftError, LockstepError: another did not come to it.
+        """
+        self._runner.join()
+
     def _recover(self) -> None:
         """If a change was broken off, end all requests and begin anew. May be broken off itself, and called again."""
         if self._whole:
@@ -348,6 +366,8 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
             self._in_flight.add(plan, running)
             if events.heard:
                 events.launched(self._steps, began, late=running is None)
+        elif self.lockstep is not None and self.lockstep.is_behind:
+            self._runner.join()
         self._draw(idle=not plan.scheduled)
         if len(self._in_flight) <= (self._ahead if plan.scheduled else 0):  # 0 if all wait for their grammars
             return []

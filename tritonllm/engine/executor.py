@@ -12,7 +12,6 @@ import multiprocessing.util
 import os
 import pickle
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +22,9 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.connect import local_store
 from tritonllm.dist.mailbox import Mailbox
 from tritonllm.dist.pipeline import Team, meet
 from tritonllm.dist.watch import Watch, WorkerError, kill
@@ -57,11 +56,7 @@ class SpawnedRanks(Ranks):
 
     def begin(self) -> None:
         spawn = multiprocessing.get_context("spawn")
-        listener = socket.create_server(("127.0.0.1", 0))  # a free port, open to this machine only
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store, port = local_store()
         mailbox, processes, reports = Mailbox(self._size - 1), dict[int, BaseProcess](), {}
         self._mailbox, met = mailbox, self._met
         for rank in range(1, self._size):
@@ -155,6 +150,13 @@ class GroupExecutor:
     @property
     def host(self) -> None:
         """There is none with several ranks."""
+
+    @property
+    def lockstep(self) -> None:
+        """There is none with several ranks."""
+
+    def join(self) -> None:
+        """Nobody waits for this engine."""
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
         """Raises:

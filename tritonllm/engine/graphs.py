@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from tritonllm.engine.common_steps import Need
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.inputs import Batch, Inbox, make_batch, upload_cascade, upload_one
 from tritonllm.engine.layer_marks import Marks
@@ -268,31 +269,37 @@ class StepGraphs:
         graph, (hidden, tokens) = self._capture_graph(lambda: self._work(batch), key.tokens > 0)
         return Captured(graph, batch, hidden, tokens, marks)
 
-    def key_for(self, step: Step) -> GraphKey | None:
+    def key_for(self, step: Step, need: Need | None = None) -> GraphKey | None:
         """The smallest room that holds a step; ``None`` if there is none, if a step with prompts shares keys, or if the
-        hidden states of all its tokens are wanted."""
-        if step.segments.only_decodes:
-            return self._key_of_decodes(step.segments.decode.sequences, step)
-        decode, verify, chunk = step.segments
+        hidden states of all its tokens are wanted.
+
+        Args:
+            need: what the room must hold, if that is more than the step.
+        """
+        verify = step.segments.verify
         if verify.sequences:
             fits = verify.longest == 1 + self._limits.drafts and step.segments.tokens == verify.tokens
             fits = fits and verify.sequences <= self._limits.verified
             room = RoomKey(padded(verify.sequences, self._verified), drafts=self._limits.drafts) if fits else None
             return None if room is None else self._key(room, step)
-        if step.shared is not None or step.wants_all:
+        need = need or Need.of(step)
+        if not need.tokens:
+            return None if need.eager else self._key_of_decodes(need, step)
+        if need.eager:
             return None
         longest = self._limits.max_blocks * self._limits.block_size
         for sequences, tokens, _ in self._beside:
-            free = chunk_capacity(tokens) - chunk.sequences
-            fits = decode.sequences <= sequences and chunk.tokens <= tokens
-            if fits and free > 0 and tokens - chunk.tokens <= free * longest:
+            free = chunk_capacity(tokens) - need.chunks
+            fits = need.decodes <= sequences and need.tokens <= tokens
+            if fits and free > 0 and tokens - need.tokens <= free * longest:
                 return self._key(RoomKey(sequences, tokens), step)
         return None
 
-    def _key_of_decodes(self, count: int, step: Step) -> GraphKey:
+    def _key_of_decodes(self, need: Need, step: Step) -> GraphKey:
         """A step that is late, or whose logits are edited or reported, is drawn outside of its graph. So one of the
         second kind, too, takes a graph that does not draw, where that has no more padding."""
-        size, late = padded(count, self._sizes if step.shared is None else self._shared), padded(count, self._late)
+        sizes = self._sizes if step.shared is None else self._shared
+        size, late = padded(need.decodes, self._late if need.late else sizes), padded(need.decodes, self._late)
         without = step.late or (not step.plain and size == late)
         return self._key(RoomKey(late if without else size), step, without)
 

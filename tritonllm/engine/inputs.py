@@ -47,6 +47,10 @@ class Batch:
         """The same, which says when each layer is launched (:class:`~tritonllm.layers.metadata.AttentionMetadata`)."""
         return replace(self, metadata=replace(self.metadata, stored=stored))
 
+    def exchanging(self, rows: int) -> "Batch":
+        """The same, with room for so many rows of each rank in its exchanges of rows with other ranks."""
+        return replace(self, metadata=replace(self.metadata, exchange_rows=rows)) if rows else self
+
 
 def make_batch(
     memory: torch.Tensor,

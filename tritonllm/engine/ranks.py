@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from tritonllm.dist.lockstep import Lockstep
 from tritonllm.dist.pipeline import ALONE, Team
 from tritonllm.engine.host_copies import HostCopies
 from tritonllm.engine.plan import StepPlan
@@ -35,6 +36,13 @@ class Executor(Protocol):
     def draw(self, late: Restrictions) -> RunningStep:
         """Draw the oldest step that was launched and not drawn. If it is late, the results of those steps are taken in
         that its requests' last tokens come from."""
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """The engines with which this one takes its steps together; ``None`` if there are none."""
+
+    def join(self) -> None:
+        """Take the next step of those that wait for this engine, without a request."""
 
     def abandon(self) -> None:
         """A step was broken off, perhaps between its launch and its draw."""

@@ -10,13 +10,16 @@ from weakref import WeakMethod
 import torch
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.lockstep import Lockstep
 from tritonllm.dist.pipeline import ALONE, Team
 from tritonllm.engine.agreement import Evidence, Witness
 from tritonllm.engine.builder import StepBuilder
 from tritonllm.engine.caches import Caches
+from tritonllm.engine.common_steps import Need, room_for_rows
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.drawing import Drawing, LaunchedStep
-from tritonllm.engine.graphs import GraphCapture, GraphLimits, StepGraphs
+from tritonllm.engine.dummy_step import dummy_step
+from tritonllm.engine.graphs import GraphCapture, GraphKey, GraphLimits, StepGraphs
 from tritonllm.engine.host_copies import HostCopies
 from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
 from tritonllm.engine.kv_cache import block_bytes
@@ -35,9 +38,13 @@ from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.step import FREE, Restrictions, Step
 from tritonllm.engine.step_drafts import StepDrafts
 from tritonllm.engine.warm_up import Forward, Limits, WarmUp, Work
+from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.interface import CausalLM
+
+NOTHING = dummy_step(0, [], rows=0, width=0)
+ONE_OF_NOBODY = dummy_step(1, [], rows=0, width=1)  # kernels are loaded for that, but not for no token
 
 
 def _narrows(step: Step) -> bool:
@@ -116,16 +123,25 @@ class ModelRunner:
         self._planner: CascadePlanner | None = None
         shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
         shares = shares and team.context.size == 1  # whose ranks merge theirs
+        shares = shares and team.lockstep is None  # its engines replay graphs of one room, shared prefix or not
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
             each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
             self._planner = CascadePlanner(self._block_size, each)
         self._builder = self._make_builder()
+        if isinstance(model, Decoder):
+            top_k = max((layer.mlp.top_k for layer in model.spec.layers if isinstance(layer.mlp, MoESpec)), default=0)
+            team.exchange.reserve(model.spec.hidden_size, self._dtype, top_k, self._most_tokens)
         self._passed_bytes = 0 if self._passing is None else self._passing.reserve(self._most_tokens)
 
     @property
     def stages(self) -> int:
         """So many steps are launched before the first of them is drawn."""
         return self._pipe.stages
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """The engines with which this one takes its steps together; ``None`` if there are none."""
+        return self._team.lockstep
 
     @property
     def undrawn(self) -> int:
@@ -294,7 +310,8 @@ class ModelRunner:
             drawn = *drafts, self._drawing.by_shards and self._pipe.stages == 1
             limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size, *drawn)
             rehearsal = partial(rehearsal_of, self.caches.models)
-            capture = GraphCapture(rehearsal, self._device, threads=self._team.size > 1)
+            threads = self._team.size * self._team.exchange.size > 1
+            capture = GraphCapture(rehearsal, self._device, threads=threads)
             weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
 
             def work(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -371,11 +388,33 @@ class ModelRunner:
 
     def compute(self, step: Step) -> LaunchedStep:
         """Start one step up to what its tokens are drawn from. But for several stages, no other may be started before
-        :meth:`finish`. Both run in the inference mode of their callers: it takes 1.4 us to enter."""
+        :meth:`finish`. Both run in the inference mode of their callers: it takes 1.4 us to enter.
+
+        Raises:
+            LeftError, LockstepError: an engine with which this one takes its steps together did not come.
+        """
         if step.parameters is not None:
             self._seats.tell(step.parameters)
         self.caches.run_copies(step)
-        key = None if self._graphs is None else self._graphs.key_for(step)
+        return self._compute(step, *self._room_for(step))
+
+    @torch.inference_mode()
+    def join(self) -> None:
+        """Take the next step of the engines that wait for this one, without a request. Raises as :meth:`compute`."""
+        key, rows = self._room_for(NOTHING)
+        self._compute(NOTHING if key is not None else ONE_OF_NOBODY, key, rows)
+
+    def _room_for(self, step: Step) -> tuple[GraphKey | None, int]:
+        """The captured step that holds a step, if one does; else the room for the rows that engines exchange in it."""
+        lockstep, graphs = self._team.lockstep, self._graphs
+        if lockstep is None:
+            return (None if graphs is None else graphs.key_for(step)), 0
+        mine = Need.of(step, self._drawing.rows_of(step))
+        need = Need.of_all(map(Need._make, lockstep.agree(mine)))
+        key = None if graphs is None else graphs.key_for(step, need)
+        return key, room_for_rows(need.rows, self._most_tokens) if key is None else 0
+
+    def _compute(self, step: Step, key: GraphKey | None, exchange_rows: int) -> LaunchedStep:
         if self._graphs is not None and key is not None:
             captured = self._graphs.load(step, key)
             filled = self.caches.copies_of_filled(step, captured.marks)
@@ -385,7 +424,7 @@ class ModelRunner:
             captured.graph.replay()
             hidden, tokens = captured.hidden, captured.tokens
         else:
-            batch, tokens, narrowed = self._upload(step), None, _narrows(step)
+            batch, tokens, narrowed = self._upload(step).exchanging(exchange_rows), None, _narrows(step)
             filled = self.caches.copies_of_filled(step)
             if filled is not None and self.caches.tells_layers:
                 batch = batch.telling(filled.computed)

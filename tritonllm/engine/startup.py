@@ -201,14 +201,14 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
     """Resolve what model and machine decide.
 
     Args:
-        device_index: which GPU, of several ranks'.
+        device_index: which GPU, of several ranks' or engines'.
 
     Raises:
         ValueError: a bad value, or no such device.
     """
     spec, size = origin.spec, config.parallel.world_size
     device = resolve_device(config.model.device)
-    if size > 1 and device.type == "cuda":
+    if (size > 1 or device_index) and device.type == "cuda":
         if torch.cuda.device_count() < size and config.parallel.is_local:
             raise ValueError(
                 f"{config.parallel.sizes} needs {size} GPUs, and there are {torch.cuda.device_count()}: lower it"
@@ -230,7 +230,7 @@ def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM,
     model, spec, stage = prepared.config.model, origin.spec, None
     check_agreement(prepared.config.parallel.expert_placement, spec, team.group)
     if prepared.device.type == "cpu":
-        cores = max(1, granted_cores() // team.size)
+        cores = max(1, granted_cores() // (team.size * team.exchange.size))
         torch.set_num_threads(threads_for(spec.hidden_size, torch.get_num_threads(), cores))
     if isinstance(spec, ModelSpec):
         stage = stages_of(spec, parameter_shapes(spec), team.pipe.stages)[team.pipe.stage]
@@ -247,6 +247,7 @@ def load_part(origin: Origin, prepared: Prepared, team: Team) -> tuple[CausalLM,
             allow_nan=model.allow_nan,
             group=team.group,
             context=team.context,
+            exchange=team.exchange,
             stage=stage,
             batch_invariant=prepared.config.deterministic,
             counts_experts=prepared.config.count_expert_load,

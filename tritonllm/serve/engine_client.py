@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.lockstep import ExpertPlace
 from tritonllm.dist.watch import UNGUARDED
 from tritonllm.serve.messages import Abort, Failed, News, Ready, Stop, ToEngine
 from tritonllm.serve.profiling import ProfilerConfig
@@ -118,6 +119,12 @@ class EngineLink(ABC):
             raise ValueError("a number of the request needs more than 64 bits: take a smaller one") from error
         self._socket.send(data)
 
+    def kill(self) -> None:
+        """End the engine, if this process has started it, in the middle of whatever it does, and the connection. May be
+        called again."""
+        self.failure = self.failure or "the engine was shut down"
+        self.close()
+
     def close(self) -> None:
         """End the connection. May be called again."""
         for task in self._tasks:
@@ -142,6 +149,7 @@ class EngineProcess:
         devices: those of the GPUs here that the engine sees; ``None`` for all.
         profiler: how it may write traces.
         replica: its number among several, for its messages.
+        place: among engines that share the model's experts, if there are others.
 
     Attributes:
         kill: ends the process, if it still runs, and removes the folder. May be called again.
@@ -154,13 +162,14 @@ class EngineProcess:
         devices: Sequence[int] | None = None,
         profiler: ProfilerConfig | None = None,
         replica: int | None = None,
+        place: ExpertPlace | None = None,
     ) -> None:
         self.folder = tempfile.mkdtemp(prefix="tritonllm-ipc-")
         spawn = multiprocessing.get_context("spawn")
         self.reports, theirs = spawn.Pipe(duplex=False)
         seen = None if devices is None else list(devices)
         target = "tritonllm.serve.engine_process", "run_engine"  # this process does without what it imports
-        arguments = (*target, config, self.folder, theirs, log_level, seen, profiler, replica)
+        arguments = (*target, config, self.folder, theirs, log_level, seen, profiler, replica, place)
         self.process = spawn.Process(target=run_spawned, args=arguments, name="tritonllm-engine")
         try:
             self.process.start()

@@ -16,6 +16,8 @@ import msgspec
 import torch
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.connect import local_store
+from tritonllm.dist.lockstep import Board, ExpertPlace
 from tritonllm.engine.request import packed_from
 from tritonllm.serve import profiling
 from tritonllm.serve.engine_client import EngineClient, EngineDeadError, EngineLink, EngineProcess
@@ -44,9 +46,16 @@ def start_engines(
     alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
     started: list[EngineProcess] = []
     links: list[EngineClient] = []
+    shared = SharedExperts(config) if config.parallel.shares_experts else None
+    if shared is not None and max_restarts:
+        raise ValueError(
+            f"restart={max_restarts}: engines that share experts (data_parallel_size={count} with "
+            "enable_expert_parallel) cannot be started anew one by one: leave it out, and have the server started again"
+        )
 
     def devices(number: int) -> range | None:
-        return None if count == 1 else range(number * each, (number + 1) * each)
+        # those that share experts reach each other's memory: each sees all GPUs
+        return None if count == 1 or shared is not None else range(number * each, (number + 1) * each)
 
     def name(number: int) -> int | None:
         return None if count == 1 else number
@@ -56,7 +65,8 @@ def start_engines(
 
     try:
         for number in range(count):
-            started.append(EngineProcess(alone, log_level, devices(number), profiler, name(number)))
+            place = None if shared is None else shared.place(number)
+            started.append(EngineProcess(alone, log_level, devices(number), profiler, name(number), place))
         meanwhile()
         for number, process in enumerate(started):
             links.append(_ready(name(number), alone, process))
@@ -66,7 +76,23 @@ def start_engines(
         for process in started:
             process.kill()
         raise
-    return Replicas(links, config.block_tokens, Restarts(max_restarts, start_again))
+    return Replicas(links, config.block_tokens, Restarts(max_restarts, start_again), shared)
+
+
+class SharedExperts:
+    """Where engines meet that share a model's experts; lives as long as they do.
+
+    Args:
+        config: of all of them.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._store, self._port = local_store()
+        self._board = Board(config.parallel.data_parallel_size)
+
+    def place(self, number: int) -> ExpertPlace:
+        """Of one of them."""
+        return ExpertPlace(number, self._port, self._board)
 
 
 def check_gpus(config: EngineConfig) -> None:
@@ -119,6 +145,7 @@ class Replicas:
         links: to each.
         block_size: tokens in a block of their caches.
         restarts: start those anew that die; ``None``: nobody does.
+        shared: the experts that they share, if they do: none can go on without the others.
 
     Attributes:
         failure: why none of them can be used any more; ``None`` while one can, or is started anew.
@@ -128,8 +155,14 @@ class Replicas:
         deaths: which of them have died and why, the first one first.
     """
 
-    def __init__(self, links: Sequence[EngineLink], block_size: int, restarts: Restarts | None = None) -> None:
-        self._restarts = restarts
+    def __init__(
+        self,
+        links: Sequence[EngineLink],
+        block_size: int,
+        restarts: Restarts | None = None,
+        shared: SharedExperts | None = None,
+    ) -> None:
+        self._restarts, self._shared = restarts, shared
         self.restarted = [0] * len(links)
         self.deaths: list[str] = []
         self._past: dict[int, Stats] = {}  # what engines had counted before they were started anew
@@ -261,6 +294,9 @@ class Replicas:
         self._living.discard(number)
         self._links[number].close()
         self.deaths.append(f"replica {number}: {why}")
+        if self._shared is not None:
+            self._end_all(f"replica {number}: {why}; the others, which share experts with it, have been ended")
+            return
         comes_back = self._begin_restart(number)
         if self._has_failed(why):
             return
@@ -281,6 +317,15 @@ class Replicas:
                 if not missing:
                     answers.append(self._conclude(call) or Answer(call, error=why))
         self._on_news(News(updates, together(self.stats), answers))
+
+    def _end_all(self, why: str) -> None:
+        """One has died, and the others wait for it in the middle of a step."""
+        if self.failure is None:
+            for number in self._living:
+                self._links[number].kill()
+            self._living.clear()
+            self.failure = why
+            self._on_death(why)
 
     def _has_failed(self, why: str) -> bool:
         """Whether none lives and none will, which is told."""
