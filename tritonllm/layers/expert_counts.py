@@ -1,7 +1,8 @@
 """How often each expert is chosen, counted on the device while steps run (``count_expert_load``).
 
 Each layer adds to counters of its own, in one small launch behind its routing. Nothing waits for them, and captured
-steps hold their addresses. Every rank routes all tokens, so each has the counts of all of them.
+steps hold their addresses. Every rank routes all tokens, so each has the counts of all of them; of engines that share
+experts each routes its own tokens, and counts them.
 """
 
 from collections.abc import Mapping
@@ -50,10 +51,8 @@ class ExpertCounts:
         """
         if place not in self._places:
             return None
-        marks = metadata.row_marks if rows else metadata.slot_mapping
-        assert marks is not None  # `make_batch` sets them
         counts = self._counts[-1 if rehearses else self._places[place]]
-        return Tally(counts[: self._experts[place]], marks)
+        return Tally(counts[: self._experts[place]], metadata.marks(wanted=rows))
 
     def reset(self) -> None:
         """Begin at 0 again, behind the steps that were launched."""

@@ -29,13 +29,15 @@ class AttentionMetadata:
         decode_order: ``[D]`` int32, the decodes from the longest to the shortest: the order in which attention shares
             them out; ``None`` if nobody has sorted them.
         cascade: where the decodes' keys are if some of them begin with the same blocks, and it pays to read those once.
-        row_marks: ``[R]`` int32, of the rows that are wanted of the step: negative in padding; for those who count
-            tokens (:mod:`tritonllm.layers.expert_counts`).
+        row_marks: ``[R]`` int32, of the rows that are wanted of the step: negative in padding (:meth:`marks`).
         max_decode_len: a bound of the decodes' keys, which chooses kernels (:mod:`tritonllm.layers.regime`); ``None``:
             what the tables have room for.
         local: which keys are this rank's, where ranks split them (:mod:`tritonllm.layers.context`); ``None``: all.
         stored: is told of each layer, by number, when the launches that store its keys and values are made; ``None``:
             nobody listens. Of a captured step this is while it is captured.
+        exchange_rows: where engines share experts (:mod:`tritonllm.layers.journey`), room for the rows of a rank in the
+            exchanges of this step: the same number on all ranks, and at least T and R of each. 0: as many as this step
+            has, where all ranks' steps have the same room.
     """
 
     segments: Segments
@@ -51,8 +53,17 @@ class AttentionMetadata:
     row_marks: torch.Tensor | None = None
     local: LocalKeys | None = None
     stored: Callable[[int], None] | None = None
+    exchange_rows: int = 0
     _starts: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
     _bound: list[DecodeStep] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def marks(self, *, wanted: bool) -> torch.Tensor:
+        """``[T]`` int64, or of the rows that are ``wanted`` of the step ``[R]`` int32: negative in padding; for those
+        who count tokens (:mod:`tritonllm.layers.expert_counts`) or send them (:mod:`tritonllm.layers.journey`)."""
+        if not wanted:
+            return self.slot_mapping
+        assert self.row_marks is not None  # `make_batch` sets them
+        return self.row_marks
 
     def decode_starts(self) -> torch.Tensor:
         """``[D + 1]`` int32, the first query of each decode, as of other segments: made when a layer first asks."""

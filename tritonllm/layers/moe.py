@@ -10,6 +10,7 @@ from tritonllm.experts.placement import taken_slots
 from tritonllm.kernels import Weight, count_experts, fused_moe, moe_from_logits, moe_logits, moe_route
 from tritonllm.kernels.dense import row_by_row
 from tritonllm.layers.expert_counts import Tally
+from tritonllm.layers.journey import Journey
 from tritonllm.layers.linear import Linear, linear_float32
 from tritonllm.layers.mlp import MLP, MLPSpec
 from tritonllm.layers.norm import BlockInput, Norm
@@ -45,6 +46,8 @@ class MoESpec:
             in nothing else are of one kind.
         turns: rows of the table by which tokens take an expert's copies in turns; 1 if there are none.
         held: the slots that are here; ``None`` for all.
+        exchanged: each rank has rows of its own, and sends them to the experts that others hold
+            (:mod:`tritonllm.dist.exchange`). Otherwise all ranks have the same rows.
     """
 
     num_experts: int
@@ -66,6 +69,7 @@ class MoESpec:
     slots: tuple[int, ...] | None = field(default=None, compare=False)
     turns: int = 1
     held: range | None = None
+    exchanged: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -87,12 +91,13 @@ class MoESpec:
 
 
 class Routed(NamedTuple):
-    """What the sum over experts needs: ``rows[T, hidden]``, and the router's ``logits[T, experts]`` in float32; and
-    where the choice is counted, if it is."""
+    """What the sum over experts needs: ``rows[T, hidden]``, and the router's ``logits[T, experts]`` in float32; where
+    the choice is counted, if it is; and the way to experts elsewhere, if there are some."""
 
     rows: torch.Tensor
     logits: torch.Tensor
     tally: Tally | None = None
+    journey: Journey | None = None
 
 
 def _places(spec: MoESpec, held: range) -> torch.Tensor:
@@ -109,6 +114,9 @@ class MoE(nn.Module):
     A rank that holds some of the experts routes every token, and computes those pairs (token, expert) whose expert is
     here: a part of the sum. Where an expert has copies, the token's place in the step says which of them computes it:
     all ranks have the same steps, so exactly one does.
+
+    Where ranks have rows of their own (``exchanged``), each routes these, sends them to their experts, and gets the
+    whole sum back.
     """
 
     batch_invariant = False
@@ -123,7 +131,7 @@ class MoE(nn.Module):
         here = experts if spec.held is None else len(spec.held)
         self.gate_up = empty_parameter(here, 2 * inner, hidden_size, dtype=dtype, device=device)
         self.down = empty_parameter(here, hidden_size, inner, dtype=dtype, device=device)
-        places = None if spec.held is None else _places(spec, spec.held).to(device)
+        places = None if spec.held is None or spec.exchanged else _places(spec, spec.held).to(device)
         self.register_buffer("expert_map", places, persistent=False)
         self.gate_up_bias = self.down_bias = self.correction_bias = self.shared = self.shared_gate = None
         if spec.bias:
@@ -137,8 +145,9 @@ class MoE(nn.Module):
         if spec.shared_gate:
             self.shared_gate = Linear(hidden_size, 1, bias=False, dtype=dtype, device=device)
 
-    def forward(self, x: BlockInput, tally: Tally | None = None) -> Addend:
-        """``[T, hidden]`` -> ``[T, hidden]``, to be added; ``tally`` says where the chosen experts are counted.
+    def forward(self, x: BlockInput, tally: Tally | None = None, journey: Journey | None = None) -> Addend:
+        """``[T, hidden]`` -> ``[T, hidden]``, to be added; ``tally`` says where the chosen experts are counted, and
+        ``journey``, where experts are ``exchanged``, how rows get to them.
 
         The router's logits are in float32: two experts that bfloat16 takes for equal would be chosen by their number.
         """
@@ -147,12 +156,12 @@ class MoE(nn.Module):
             columns = self.spec.num_experts if self.batch_invariant else None
             together = self.router.together
             logits = linear_float32(rows.to(weight.data.dtype), weight, bias, columns=columns, together=together)
-            return Addend(self, Routed(rows, logits, tally))
+            return Addend(self, Routed(rows, logits, tally, journey))
         norm, spec = x.norm, x.norm.spec
         assert norm.weight is not None
         numbers = {"norm_eps": spec.eps, "norm_weight_offset": spec.weight_offset}
         logits, rows = moe_logits(rows, weight, norm.weight, bias, **numbers, constant_weight=True)
-        return Addend(self, Routed(rows, logits, tally))
+        return Addend(self, Routed(rows, logits, tally, journey))
 
     def alone(self, x: Routed) -> torch.Tensor:
         """This and what follows: a block's last product (:class:`~tritonllm.layers.residual.LastProduct`)."""
@@ -172,11 +181,9 @@ class MoE(nn.Module):
     def _sum(
         self, x: Routed, residual: torch.Tensor | None, scale: float, following: Norm | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The experts' part, as :func:`moe_from_logits` returns it; in two operations if experts are counted."""
-        spec, after = self.spec, {}
-        if following is not None:
-            norm = following.spec
-            after = {"norm_weight": following.weight, "norm_eps": norm.eps, "norm_weight_offset": norm.weight_offset}
+        """The experts' part, as :func:`moe_from_logits` returns it; in several operations if experts are counted or
+        elsewhere."""
+        spec = self.spec
         rule: dict[str, Any] = {
             "renormalize": spec.renormalize,
             "scoring": spec.scoring,
@@ -189,16 +196,45 @@ class MoE(nn.Module):
             "gate_up_bias": self.gate_up_bias,
             "down_bias": self.down_bias,
             "expert_map": self.expert_map,
-            "residual": residual,
-            "scale": scale,
         }
+        end: dict[str, Any] = {"residual": residual, "scale": scale}
+        if following is not None:
+            norm = following.spec
+            end |= {"norm_weight": following.weight, "norm_eps": norm.eps, "norm_weight_offset": norm.weight_offset}
         weights, bias = (Weight(self.gate_up), Weight(self.down)), self.correction_bias
-        if x.tally is None:
+        if x.tally is None and x.journey is None:
             chosen: dict[str, Any] = {"correction_bias": bias, "routing_scale": spec.scale}
-            return moe_from_logits(x.rows, x.logits, *weights, spec.top_k, **chosen, **rule, **experts, **after)
+            return moe_from_logits(x.rows, x.logits, *weights, spec.top_k, **chosen, **rule, **experts, **end)
         choice = moe_route(x.logits, spec.top_k, bias=bias, scale=spec.scale, **rule)
-        count_experts(choice[1], x.tally.marks, x.tally.counts)
-        return fused_moe(x.rows, *weights, *choice, batch_invariant=self.batch_invariant, **experts, **after)
+        if x.tally is not None:
+            count_experts(choice[1], x.tally.marks, x.tally.counts)
+        if x.journey is None:
+            return fused_moe(x.rows, *weights, *choice, batch_invariant=self.batch_invariant, **experts, **end)
+        return self._exchanged(x.rows, x.journey, choice, experts, residual, scale, following)
+
+    def _exchanged(
+        self,
+        rows: torch.Tensor,
+        journey: Journey,
+        choice: tuple[torch.Tensor, torch.Tensor],
+        experts: dict[str, Any],
+        residual: torch.Tensor | None,
+        scale: float,
+        following: Norm | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`_sum`, of experts that are here and elsewhere."""
+        exchange, (weights, ids) = journey.exchange, choice
+        sizes = journey.marks, len(self.gate_up), journey.rows
+        arrived = exchange.dispatch(rows, weights, ids, *sizes)
+        parts = fused_moe(arrived.x, Weight(self.gate_up), Weight(self.down), arrived.weights, arrived.ids, **experts)
+        assert isinstance(parts, torch.Tensor)
+        out = exchange.combine(parts, ids, *sizes)
+        if residual is None:
+            return out
+        if following is None:
+            return residual.add_(out, alpha=scale)
+        normed, stream = following(out, residual, scale)
+        return stream, normed
 
     def _add_shared(self, out: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
         """Add ``scale`` times what the shared MLP, if there is one, makes of the same rows."""

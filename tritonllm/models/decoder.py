@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import ALONE, Group, share_of
 from tritonllm.kernels import ROW_UNIT, SHARD_UNIT, cap_logits, decode_short_keys
 from tritonllm.layers.context import with_local_keys
@@ -15,15 +16,16 @@ from tritonllm.layers.expert_counts import ExpertCounts
 from tritonllm.layers.fusion import FusionPlan, FusionPlanner
 from tritonllm.layers.head import Head
 from tritonllm.layers.invariance import SEPARATE, make_batch_invariant
+from tritonllm.layers.journey import Journey
 from tritonllm.layers.linear import Embedding, Linear, put_beside
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.norm import Norm
 from tritonllm.layers.parameters import empty_parameter
 from tritonllm.layers.residual import Stream
 from tritonllm.models.decoder_layer import DecoderLayer, work_of
-from tritonllm.models.expert_checks import check_counted
+from tritonllm.models.expert_checks import check_counted, check_exchange
 from tritonllm.models.interface import LayerWork
-from tritonllm.models.shards import Section, local_spec
+from tritonllm.models.shards import Section, local_experts, local_spec
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import Stage
 
@@ -43,18 +45,21 @@ class Decoder(nn.Module):
         stage: which layers are here (:mod:`tritonllm.models.stages`); all of them by default.
         batch_invariant: a token's bits do not depend on the rest of its step (:mod:`tritonllm.layers.invariance`).
         counts_experts: steps count which experts tokens choose.
+        exchange: between engines that share the experts; each has requests of its own, and all else of the model. In
+            each layer with experts rows go from one to the other, so all run a step at once.
 
     Attributes:
         spec: what this rank computes.
         whole: what all ranks compute together.
-        group, context, stage: see above.
+        group, context, stage, exchange: see above.
         incoming: ``[tokens, hidden]``, where a stage behind the first finds what the one before it has computed of a
             step's tokens. A step overwrites it.
         expert_counts: of all steps so far; ``None`` if they are not counted.
         together: the most elements that the products of one of its layers have (:class:`Linear`).
 
     Raises:
-        ValueError: the model cannot be cut for so many ranks, or has no experts that could be counted.
+        ValueError: the model cannot be cut for so many ranks, or has no experts that could be counted or shared; or it
+            shall have an ``exchange`` and be batch invariant, or have one and a ``group`` of several ranks.
     """
 
     supports_graphs = True
@@ -71,11 +76,13 @@ class Decoder(nn.Module):
         stage: Stage | None = None,
         batch_invariant: bool = False,
         counts_experts: bool = False,
+        exchange: Exchange = NO_EXCHANGE,
     ) -> None:
         super().__init__()
+        check_exchange(exchange.size, group.size, batch_invariant)
         self.whole, self.group, self.context, self.batch_invariant = spec, group, context, batch_invariant
-        self.stage = stage or Stage.whole(spec)
-        local = local_spec(spec, group.rank, group.size)
+        self.stage, self.exchange = stage or Stage.whole(spec), exchange
+        local = local_experts(local_spec(spec, group.rank, group.size), exchange.rank, exchange.size)
         self.spec = self.stage.of(local)
         self.dtype = dtype
         self.incoming: torch.Tensor | None = None
@@ -229,16 +236,21 @@ class Decoder(nn.Module):
             )
         before, stored = self._readable(before), None if metadata is None else metadata.stored
         states: dict[int, torch.Tensor] = {}
+        room = (
+            0 if metadata is None else metadata.exchange_rows or max(len(positions), 0 if rows is None else len(rows))
+        )
         for place, after, how in zip(self._running, [*self._running[1:], None], plan.layers, strict=True):
             wanted, following = (rows, None) if after is None else (None, self.layers[after].attention_norm)
             table = self._tables[self._table_of_layer[place]]
             if place in before:
                 states[place] = stream.settled()
-            tally = None
+            tally, travels, last = None, None, wanted is not None
             if self.expert_counts is not None:
-                last = wanted is not None
                 tally = self.expert_counts.of_layer(place, metadata, rows=last, rehearses=self._rehearses)
-            self.layers[place](stream, how, positions, table, metadata, kv_cache[place], wanted, following, tally)
+            if self.exchange.size > 1:
+                travels = Journey(self.exchange, room, metadata.marks(wanted=last))
+            batch = positions, table, metadata, kv_cache[place]
+            self.layers[place](stream, how, *batch, wanted, following, tally, travels)
             if stored is not None:
                 stored(place)
         return stream.enter(self.norm, plan.last_norm).rows, [states[place] for place in before]

@@ -10,6 +10,7 @@ from tritonllm.kernels.dense.arguments import HEAVY
 from tritonllm.layers.attention import Attention
 from tritonllm.layers.expert_counts import Tally
 from tritonllm.layers.fusion import LayerPlan, LayerTraits
+from tritonllm.layers.journey import Journey
 from tritonllm.layers.linear import Linear
 from tritonllm.layers.metadata import AttentionMetadata, KVCacheView
 from tritonllm.layers.mlp import MLP, MLPSpec
@@ -90,6 +91,7 @@ class DecoderLayer(nn.Module):
         rows: torch.Tensor | None = None,
         following: Norm | None = None,
         tally: Tally | None = None,
+        journey: Journey | None = None,
     ) -> None:
         """Read the stream and add to it.
 
@@ -98,6 +100,7 @@ class DecoderLayer(nn.Module):
             rows: those with which the stream goes on after all tokens were attended to; ``None`` for all.
             following: the norm with which the next layer begins.
             tally: where the experts that tokens choose are counted, if there are any.
+            journey: how rows get to experts on other ranks, if there are any.
         """
         x = stream.enter(self.attention_norm, plan.attention_norm)
         if rows is not None:
@@ -112,14 +115,17 @@ class DecoderLayer(nn.Module):
             x = stream.enter(self.mlp_norm, plan.mlp_norm)
         elif rows is not None:
             x = BlockInput(x.rows.index_select(0, rows))
-        addend = self.mlp(x) if tally is None else self.mlp(x, tally)
+        addend = self.mlp(x, tally, journey) if isinstance(self.mlp, MoE) else self.mlp(x)
         stream.add(addend, plan.mlp_add, after=self.mlp_post_norm, following=following)
 
 
 def work_of(layer: nn.Module) -> LayerWork:
-    """What such a layer computes of a token."""
+    """What such a layer computes of a token; of experts what this rank does on average."""
     weights, mlp = sum(p.numel() for p in layer.parameters()), layer.mlp
     if not isinstance(mlp, MoE):
         return LayerWork(weights, experts=False)
-    each = (mlp.gate_up.numel() + mlp.down.numel()) // mlp.spec.num_experts
-    return LayerWork(weights - each * (mlp.spec.num_experts - mlp.spec.top_k), experts=True)
+    here, spec = mlp.gate_up.numel() + mlp.down.numel(), mlp.spec
+    # for each of its own tokens a rank computes as many pairs with experts as that has, be they tokens from elsewhere;
+    # of a token that all ranks have, each computes some of its pairs
+    among = len(mlp.gate_up) if spec.exchanged else spec.num_slots
+    return LayerWork(weights - here + here * spec.top_k // among, experts=True)

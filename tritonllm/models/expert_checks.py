@@ -7,7 +7,7 @@ from tritonllm.dist.group import Group
 from tritonllm.experts.placement import ExpertPlacement
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.fallback_decoder import FallbackSpec
-from tritonllm.models.shards import by_expert
+from tritonllm.models.shards import by_expert, local_experts
 from tritonllm.models.spec import ModelSpec
 from tritonllm.parallel_config import ParallelConfig
 
@@ -25,6 +25,42 @@ def check_counted(spec: ModelSpec | FallbackSpec) -> None:
         )
     if not spec.experts:
         raise ValueError(f"count_expert_load: {spec.architecture} has no experts: leave it out")
+
+
+def check_shared(spec: ModelSpec | FallbackSpec, size: int) -> None:
+    """Whether so many engines can share its experts (``data_parallel_size`` with ``enable_expert_parallel``).
+
+    Raises:
+        ValueError: it has none, or as :func:`~tritonllm.models.shards.local_experts`.
+    """
+    if isinstance(spec, ModelSpec):
+        local_experts(spec, 0, size)
+    elif size > 1:
+        raise ValueError(
+            f"data_parallel_size={size} with enable_expert_parallel: {spec.architecture} runs through transformers, "
+            "whose experts cannot be shared: leave enable_expert_parallel out"
+        )
+
+
+def check_exchange(size: int, ranks: int, batch_invariant: bool) -> None:
+    """What else may be asked of a model whose experts ``size`` engines share.
+
+    Args:
+        ranks: of each engine's tensor parallelism.
+        batch_invariant: a token's bits shall not depend on the rest of its step.
+
+    Raises:
+        ValueError: the two cannot be together.
+    """
+    if size == 1:
+        return
+    name = f"data_parallel_size={size} with enable_expert_parallel"
+    if ranks > 1:
+        raise ValueError(f"{name}: engines that share experts have one rank each, not tensor_parallel_size={ranks}")
+    if batch_invariant:
+        raise ValueError(
+            f"deterministic: sums over the engines of {name} are not batch invariant yet: leave deterministic out"
+        )
 
 
 def dealt_out(spec: ModelSpec, parallel: ParallelConfig) -> ModelSpec:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import ALONE, Group
 from tritonllm.layers.linear import Linear
 from tritonllm.models import checkpoint, families
 from tritonllm.models.decoder import Decoder
+from tritonllm.models.expert_checks import check_shared
 from tritonllm.models.fallback import fallback_spec, load_fallback
 from tritonllm.models.fallback_decoder import FallbackSpec
 from tritonllm.models.families import is_supported, spec_from_config
@@ -38,7 +40,8 @@ def stage_model(folder: Path, like: Decoder, *, load_format: str, seed: int, all
         ValueError: weights that do not match ``like.spec``; the message names a tensor.
     """
     parameter = like.embed.weight
-    staged = Decoder(like.spec, dtype=like.dtype, device=torch.device("cpu"), max_model_len=1)
+    sizes: dict[str, Any] = {"dtype": like.dtype, "device": torch.device("cpu"), "max_model_len": 1}
+    staged = Decoder(like.whole, **sizes, exchange=like.exchange)
     if load_format == "dummy":
         dummy_weights(staged, seed)
     else:
@@ -85,6 +88,7 @@ def load_model(
     stage: Stage | None = None,
     batch_invariant: bool = False,
     counts_experts: bool = False,
+    exchange: Exchange = NO_EXCHANGE,
 ) -> CausalLM:
     """Build the model and fill its weights.
 
@@ -101,11 +105,15 @@ def load_model(
         batch_invariant: a token's bits do not depend on the rest of its step; for models that
             :func:`tritonllm.models.invariance.check_invariance` knows.
         counts_experts: steps count which experts tokens choose; for one of our families that has experts.
+        exchange: between the engines that share the experts, of which this one gets its part; for one of our families
+            that has experts.
 
     Raises:
-        ValueError: weights that do not match the configuration; the message names a tensor.
+        ValueError: weights that do not match the configuration; the message names a tensor. Or the model has no experts
+            that so many engines can share.
     """
     begin = time.monotonic()
+    check_shared(spec, exchange.size)
     if isinstance(spec, FallbackSpec):
         logger.info("%s has no family here: the fallback decoder runs it through transformers", spec.architecture)
         return load_fallback(
@@ -121,7 +129,7 @@ def load_model(
         )
     sizes: dict[str, Any] = {"dtype": dtype, "device": device, "max_model_len": max_model_len}
     how: dict[str, Any] = {"batch_invariant": batch_invariant, "counts_experts": counts_experts}
-    model = Decoder(spec, **sizes, group=group, context=context, stage=stage, **how)
+    model = Decoder(spec, **sizes, group=group, context=context, stage=stage, exchange=exchange, **how)
     if load_format == "dummy":
         dummy_weights(model, seed)
     else:

@@ -10,6 +10,8 @@ It is said once, of the decoder's own parameters, so it holds for every family a
 - **experts**: each rank has a part of the intermediate columns of all of them; or, by :func:`by_expert`, equally many
   whole experts (Lepikhin et al., "GShard", 2020), some of them perhaps as copies (:mod:`tritonllm.experts.placement`).
   Either way a rank routes every token and computes an addend.
+- **shared experts**: engines that have requests of their own share nothing but the experts (:func:`local_experts`):
+  each has equally many whole ones, and all else whole.
 - **vocabulary**: the output projection is cut by rows. The embedding table is whole everywhere: a lookup then needs no
   sum over the ranks and stays exact, for a table's share of memory (1 GB of Llama-3.1-8B's 16). A table that is also
   the output projection is whole, too, and each rank multiplies by its rows of it.
@@ -29,6 +31,8 @@ from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.slots import Slot
 from tritonllm.models.spec import LayerSpec, ModelSpec
+
+_EXPERTS = ("mlp.gate_up", "mlp.gate_up_bias", "mlp.down", "mlp.down_bias")  # parameters with a part of each expert
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,34 @@ def _narrow(mlp: MLPSpec, size: int) -> MLPSpec:
     return dataclasses.replace(mlp, intermediate_size=mlp.intermediate_size // size)
 
 
+def local_experts(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
+    """The model as one of ``size`` engines computes it that share its experts (``data_parallel_size`` with
+    ``enable_expert_parallel``): all of it, but of the experts its own.
+
+    Raises:
+        ValueError: there are none, or they cannot be dealt out evenly.
+    """
+    if size == 1:
+        return spec
+    name, experts = f"data_parallel_size={size} with enable_expert_parallel", spec.experts
+    if not experts:
+        raise ValueError(f"{name}: {spec.architecture} has no experts to share: leave enable_expert_parallel out")
+    for place, count in experts.items():
+        if count % size:
+            fit = [n for n in range(1, 65) if not any(other % n for other in experts.values())]
+            raise ValueError(
+                f"{name}: data_parallel_size must divide the number of experts, which is {count} in layer {place}; "
+                f"this model can have {', '.join(map(str, fit))}"
+            )
+    layers = list(spec.layers)
+    for place, layer in enumerate(layers):
+        if isinstance(layer.mlp, MoESpec):
+            assert layer.mlp.slots is None  # the configuration refuses a placement
+            held = Section(layer.mlp.num_experts).of(rank, size)
+            layers[place] = dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, held=held, exchanged=True))
+    return dataclasses.replace(spec, layers=tuple(layers))
+
+
 def splits(spec: ModelSpec) -> dict[str, Split | Once]:
     """The shard spec: parameter name -> how it is cut. Parameters that are not there are whole everywhere."""
     found: dict[str, Split | Once] = {}
@@ -235,6 +267,16 @@ def splits(spec: ModelSpec) -> dict[str, Split | Once]:
     for place, layer in enumerate(spec.layers):
         found |= {f"layers.{place}.{name}": split for name, split in _of_layer(layer).items()}
     return found
+
+
+def expert_splits(spec: ModelSpec) -> dict[str, Split | Once]:
+    """As :func:`splits`, where only the experts are dealt out (:func:`local_experts`)."""
+    return {
+        f"layers.{place}.{name}": split
+        for place, layer in enumerate(spec.layers)
+        if isinstance(layer.mlp, MoESpec)
+        for name, split in _whole_experts(layer.mlp).items()
+    }
 
 
 def _of_layer(layer: LayerSpec) -> dict[str, Split | Once]:
@@ -256,13 +298,16 @@ def _of_layer(layer: LayerSpec) -> dict[str, Split | Once]:
     if isinstance(mlp, MLPSpec):
         return found | _of_mlp(mlp, "mlp")
     inner = Section(mlp.intermediate_size)
-    names = ("mlp.gate_up", "mlp.gate_up_bias", "mlp.down", "mlp.down_bias")
     if mlp.by_expert:
-        found |= dict.fromkeys(names, Split(0, (Section(mlp.num_slots),), mlp.slots))
+        found |= _whole_experts(mlp)
     else:
         stacked = Split(1, (inner, inner))
-        found |= dict(zip(names, (stacked, stacked, Split(2, (inner,)), Once()), strict=True))
+        found |= dict(zip(_EXPERTS, (stacked, stacked, Split(2, (inner,)), Once()), strict=True))
     return found if mlp.shared is None else found | _of_mlp(mlp.shared, "mlp.shared")
+
+
+def _whole_experts(mlp: MoESpec) -> dict[str, Split | Once]:
+    return dict.fromkeys(_EXPERTS, Split(0, (Section(mlp.num_slots),), mlp.slots))
 
 
 def _of_mlp(mlp: MLPSpec, name: str) -> dict[str, Split | Once]:

@@ -24,7 +24,7 @@ from tritonllm.layers.norm import Norm
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import is_extra, weight_map
 from tritonllm.models.finite import not_finite, refuse
-from tritonllm.models.shards import Cut, Once, Split, cuts, local_shape, splits
+from tritonllm.models.shards import Cut, Once, Split, cuts, expert_splits, local_shape, splits
 from tritonllm.models.slots import PIECE, Slot, parameter_shape, unfilled
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.tensor_files import (
@@ -59,7 +59,7 @@ def hf_tensors(model: Decoder) -> dict[str, torch.Tensor]:
     They are views of the parameters, except where a checkpoint orders the rows or counts the values differently: those
     are copies. Use :func:`copy_tensors` to write. One rank of several does not have them.
     """
-    assert model.group.size == 1
+    assert model.group.size == model.exchange.size == 1
     slots, parameters = weight_map(model.spec), dict(model.named_parameters())
     return {name: slots[name].read(parameters[slots[name].parameter]) for name in unfilled(slots, {})}
 
@@ -131,7 +131,7 @@ def dummy_weights(model: Decoder, seed: int) -> None:
     """
     here, some = _parameters(model), next(model.parameters())
     generator = torch.Generator(some.device).manual_seed(seed)
-    shards = splits(model.whole) if model.group.size > 1 else {}
+    shards, ranks = _shards(model)
     whole = parameter_shapes(model.whole) if shards or not (model.stage.first and model.stage.last) else {}
     for full, module in _owners(model):
         parameter, split = here.get(full), shards.get(full)
@@ -143,7 +143,14 @@ def dummy_weights(model: Decoder, seed: int) -> None:
         else:
             drawn = some.new_empty(whole[full]).normal_(0.0, 0.02, generator=generator)
             if parameter is not None and split is not None:
-                _keep(parameter, drawn, split, model.group)
+                _keep(parameter, drawn, split, ranks)
+
+
+def _shards(model: Decoder) -> tuple[dict[str, Split | Once], Group]:
+    """How the whole model's parameters are cut, and for which ranks."""
+    if model.exchange.size > 1:
+        return expert_splits(model.whole), model.exchange.group
+    return splits(model.whole) if model.group.size > 1 else {}, model.group
 
 
 def _owners(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
@@ -209,9 +216,8 @@ class _Plan:
 
 def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Plan:
     """Check names, shapes, types and coverage; ``where`` begins messages that are not about one file."""
-    slots, group = weight_map(model.whole), model.group
-    shards = splits(model.whole) if group.size > 1 else {}
-    _check_map(model, slots, shards)
+    slots, (shards, group) = weight_map(model.whole), _shards(model)
+    _check_map(model, slots)
     embedding = next(name for name, slot in slots.items() if slot.parameter == "embed.weight")
     outputs = [name for name in _OUTPUTS if name not in slots] if model.spec.tie_word_embeddings else []
     slots = {**slots, **dict.fromkeys(outputs, slots[embedding])}
@@ -237,12 +243,13 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     return _Plan(by_name, twins, parts, [name for name in others if name in own])
 
 
-def _check_map(model: Decoder, slots: Mapping[str, Slot], shards: Mapping[str, Split | Once]) -> None:
+def _check_map(model: Decoder, slots: Mapping[str, Slot]) -> None:
     """The weight map is about this model's parameters, all of them: a copy must not broadcast."""
     shapes = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
-    ranks = model.group.rank, model.group.size
+    shards, group = _shards(model)
     whole = {name: shape for name, shape in _shapes(slots).items() if model.stage.holds(name)}
-    if (mapped := {name: local_shape(shape, shards.get(name), *ranks) for name, shape in whole.items()}) != shapes:
+    mapped = {name: local_shape(shape, shards.get(name), group.rank, group.size) for name, shape in whole.items()}
+    if mapped != shapes:
         name = min(name for name, _ in mapped.items() ^ shapes.items())
         raise ValueError(f"the weight map gives {name} the shape {mapped.get(name)}, the model {shapes.get(name)}")
 
