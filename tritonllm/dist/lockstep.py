@@ -25,7 +25,8 @@ from tritonllm.dist.mailbox import LINE, await_
 
 WORDS = 6  # that an engine says of a step
 PLACES = 2
-EACH = -(-(2 + PLACES * WORDS) // LINE) * LINE  # numbers of an engine
+STEP, LEFT, BEAT, SAID = range(4)  # where its numbers lie
+EACH = -(-(SAID + PLACES * WORDS) // LINE) * LINE  # numbers of an engine
 SPIN = 0.02  # seconds that an engine waits for the others without a sleep: a step of them takes that long
 
 
@@ -94,6 +95,7 @@ class Lockstep:
         self._board, self._rank, self._patience = board, rank, patience
         self._others = [other for other in range(board.size) if other != rank]
         self._numbers, self._taken = board.numbers, 0
+        self._heard: dict[int, tuple[int, float]] = {}  # the others' beats, and for how long there was no new one
 
     @property
     def bell(self) -> int:
@@ -124,7 +126,7 @@ class Lockstep:
             LockstepError: another engine did not come in time.
         """
         step = self._taken + 1
-        at = 2 + step % PLACES * WORDS
+        at = SAID + step % PLACES * WORDS
         begin = EACH * self._rank
         for place, word in enumerate(words, begin + at):
             self._numbers[place] = word
@@ -135,7 +137,7 @@ class Lockstep:
 
         def check() -> None:
             missing = [other for other in self._others if self._numbers[EACH * other] < step]
-            if any(self._numbers[EACH * other + 1] for other in missing):
+            if any(self._numbers[EACH * other + LEFT] for other in missing):
                 raise LeftError("another engine has ended")
             if missing and time.monotonic() > until:
                 raise LockstepError(
@@ -150,4 +152,19 @@ class Lockstep:
 
     def leave(self) -> None:
         """There will be no more steps of this engine, which is between two."""
-        self._numbers[EACH * self._rank + 1] = 1
+        self._numbers[EACH * self._rank + LEFT] = 1
+
+    def beat(self, seconds: float) -> dict[int, float]:
+        """Say that this engine lives; by a thread of its own, every so many ``seconds``.
+
+        Returns:
+            For how long each of the others has not done so, by this engine's own beats: no time passes for it while it
+            is stopped itself. One that has not begun, or has left, is not silent.
+        """
+        self._numbers[EACH * self._rank + BEAT] += 1
+        for other in self._others:
+            heard, _ = self._heard.get(other, (0, 0.0))
+            now = self._numbers[EACH * other + BEAT]
+            silent = heard == now and now > 0 and not self._numbers[EACH * other + LEFT]
+            self._heard[other] = now, self._heard[other][1] + seconds if silent else 0.0
+        return {other: silent for other, (_, silent) in self._heard.items()}

@@ -66,6 +66,11 @@ class EngineLink(ABC):
         """Of the engine process, if this process has started it."""
         return None
 
+    @property
+    def was_killed(self) -> bool:
+        """The engine process has ended by a signal, as far as this process knows."""
+        return False
+
     def attach(self, on_news: Callable[[News], None], on_death: Callable[[str], None]) -> None:
         """Begin to receive, in the running event loop. Both are called in it, ``on_death`` once."""
         loop = asyncio.get_running_loop()
@@ -244,6 +249,11 @@ class EngineClient(EngineLink):
     def pid(self) -> int | None:
         """Of the engine process."""
         return self._process.pid
+
+    @property
+    def was_killed(self) -> bool:
+        status = self._process.exitcode
+        return status is not None and status < 0
 
     async def _watch(self, on_death: Callable[[str], None]) -> None:
         loop, died = asyncio.get_running_loop(), asyncio.Event()

@@ -7,10 +7,8 @@ SIGTERM reach all processes of a terminal or of a service: here they are ignored
 import dataclasses
 import gc
 import logging
-import os
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent import futures
@@ -23,7 +21,7 @@ import zmq
 from tritonllm import env
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
-from tritonllm.dist.lockstep import ExpertPlace, LeftError, Lockstep
+from tritonllm.dist.lockstep import ExpertPlace, LeftError
 from tritonllm.dist.watch import WorkerError
 from tritonllm.engine.asleep import AsleepError
 from tritonllm.engine.engine import EngineOutput, LLMEngine
@@ -38,6 +36,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve import profiling
 from tritonllm.serve.activity import Activity
 from tritonllm.serve.child_process import end_with_parent, log_to_stderr
+from tritonllm.serve.fellows import Fellows, end_if_silent
 from tritonllm.serve.messages import (
     Abort,
     Add,
@@ -64,7 +63,6 @@ METHODS = ("sleep", "wake_up", "reload_weights", "reset_prefix_cache", "expert_l
 WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
 Params = SamplingParams | BeamSearchParams | PoolingParams
 AT_ONCE = 0.001  # seconds that a request's grammar may take to be parsed while nothing else happens
-STAY_AWAKE = 0.02  # seconds without a sleep after a step of engines that share experts: it would cost each step 50 us
 ONLY_PARSING = 0.02  # seconds between two looks at the messages while grammars are parsed and nothing runs
 
 
@@ -132,6 +130,10 @@ def run_engine(
     gc.collect()
     leave_out_of_searches()  # what lives as long as the engine is not searched for garbage in the middle of a step
     reports.send_bytes(encode(ready))
+    if engine.lockstep is not None:
+        end_if_silent(
+            engine.lockstep, config.parallel.worker_timeout, lambda why: reports.send_bytes(encode(Failed(why)))
+        )
     profiles = Profiles(engine, profiler)
     try:
         EngineLoop(engine, socket, profiles).run()
@@ -185,42 +187,6 @@ def unpack(message: Add) -> Params:
 
 def stats_of(engine: LLMEngine) -> Stats:
     return Stats(**dataclasses.asdict(engine.stats))
-
-
-class Fellows:
-    """The engines that share experts with this one, while it has no request.
-
-    Args:
-        engine: this one.
-        lockstep: its.
-        socket: on which its messages come.
-    """
-
-    def __init__(self, engine: LLMEngine, lockstep: Lockstep, socket: Any) -> None:
-        self._engine, self._lockstep, self._socket = engine, lockstep, socket
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(lockstep.bell, zmq.POLLIN)
-        self._joined = False  # there was a step just now, and another will follow
-
-    def await_work(self) -> None:
-        """Until a message has come, or another engine waits in a step, which this one joins.
-
-        Raises:
-            LeftError, LockstepError: another did not come to that step.
-        """
-        until = time.monotonic() + (STAY_AWAKE if self._joined else 0.0)
-        while not self._lockstep.is_behind:
-            if self._socket.poll(0):
-                return
-            if time.monotonic() > until:
-                self._joined = False
-                self._poller.poll()
-                self._lockstep.hush()
-            else:
-                os.sched_yield()
-        self._engine.join()
-        self._joined = True
 
 
 class EngineLoop:

@@ -295,7 +295,7 @@ class Replicas:
         self._links[number].close()
         self.deaths.append(f"replica {number}: {why}")
         if self._shared is not None:
-            self._end_all(f"replica {number}: {why}; the others, which share experts with it, have been ended")
+            self._end_all(number, why)
             return
         comes_back = self._begin_restart(number)
         if self._has_failed(why):
@@ -318,14 +318,20 @@ class Replicas:
                     answers.append(self._conclude(call) or Answer(call, error=why))
         self._on_news(News(updates, together(self.stats), answers))
 
-    def _end_all(self, why: str) -> None:
-        """One has died, and the others wait for it in the middle of a step."""
-        if self.failure is None:
-            for number in self._living:
-                self._links[number].kill()
-            self._living.clear()
-            self.failure = why
-            self._on_death(why)
+    def _end_all(self, first: int, why: str) -> None:
+        """One has died, and the others wait for it in the middle of a step; or they have seen that before this process,
+        and ended."""
+        if self.failure is not None:
+            return
+        killed = next((number for number in sorted(self._living) if self._links[number].was_killed), None)
+        if killed is not None and not self._links[first].was_killed:
+            first, why = killed, "the engine process was killed"
+        for number in self._living:
+            self._links[number].kill()
+        self._living.clear()
+        self.deaths[:] = [f"replica {first}: {why}"]
+        self.failure = f"{self.deaths[0]}; the others, which share experts with it, were ended with it"
+        self._on_death(self.failure)
 
     def _has_failed(self, why: str) -> bool:
         """Whether none lives and none will, which is told."""
