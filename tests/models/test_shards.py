@@ -20,6 +20,8 @@ from tritonllm.models.shards import (
     by_expert,
     check_context,
     cuts,
+    expert_splits,
+    local_experts,
     local_shape,
     local_spec,
     splits,
@@ -88,6 +90,39 @@ def test_parts_of_placed_experts(family, size, redundant, load):
         assert (mlp.num_slots, mlp.held) == (8 + redundant, range((8 + redundant) // size * (size - 1), 8 + redundant))
 
 
+@given(
+    family=st.sampled_from(["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe", "hunyuan_v1_moe"]),
+    each=st.integers(1, 3),
+    size=st.sampled_from([2, 3, 4]),
+)
+def test_parts_of_shared_experts(family, each, size):
+    """Each expert is on one rank, and all else on all of them."""
+    names = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "glm4_moe": "n_routed_experts"}
+    count = names.get(family, "moe_num_experts" if family == "ernie4_5_moe" else "num_experts")
+    spec = spec_of(family, **{count: 4 * each * size})
+    shards, of_experts = expert_splits(spec), {"gate_up", "gate_up_bias", "down", "down_bias"}
+    assert shards.keys() == {f"layers.{place}.mlp.{name}" for place in spec.experts for name in of_experts}
+    check_parts(spec, size, shards)
+    ranks = [local_experts(spec, rank, size) for rank in range(size)]
+    for place, layer in enumerate(spec.layers):
+        mine = [rank.layers[place] for rank in ranks]
+        if isinstance(layer.mlp, MoESpec):
+            assert [expert for one in mine for expert in one.mlp.held] == list(range(layer.mlp.num_experts))
+            own = {"held": None, "exchanged": False}
+            mine = [dataclasses.replace(one, mlp=dataclasses.replace(one.mlp, **own)) for one in mine]
+        assert mine == [layer] * size
+
+
+def test_experts_that_engines_cannot_share_evenly():
+    with pytest.raises(
+        ValueError,
+        match="data_parallel_size=4 with enable_expert_parallel: data_parallel_size must divide the number of experts, "
+        "which is 6 in layer 0; this model can have 1, 2, 3, 6",
+    ):
+        local_experts(spec_of("qwen3_moe", num_experts=6), 0, 4)
+    assert local_experts(spec_of("llama"), 0, 1) == spec_of("llama")
+
+
 def mixtures(spec):
     return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
 
@@ -110,9 +145,9 @@ def spec_of(family: str, **changes):
     return spec_from_config(tiny_config(family, **changes))
 
 
-def check_parts(spec, size: int) -> None:
+def check_parts(spec, size: int, shards: dict[str, Split | Once] | None = None) -> None:
     """Write random checkpoint tensors into whole parameters and into the ranks' parts, and compare."""
-    slots, shards = weight_map(spec), splits(spec)
+    slots, shards = weight_map(spec), splits(spec) if shards is None else shards
     generator = torch.Generator().manual_seed(0)
     by_parameter = {}
     for slot in slots.values():
