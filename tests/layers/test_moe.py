@@ -1,8 +1,12 @@
+import dataclasses
+
 import pytest
 import torch
 from support.compare import assert_close
 from torch.nn import functional as F
 
+from tritonllm.dist.exchange import NO_EXCHANGE
+from tritonllm.layers.journey import Journey
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoE, MoESpec
 from tritonllm.layers.norm import BlockInput, Norm, NormSpec
@@ -121,6 +125,29 @@ def test_the_sum_normalises_for_the_next_block(device):
     assert left is None and squares is None
     assert_close(stream, expected)
     assert_close(rows, norm.normalize(expected))
+
+
+@pytest.mark.parametrize("axes", [{}, {"bias": True, "scale": 2.5}, {"shared": SHARED, "shared_gate": True}], ids=str)
+def test_rows_that_travel(device, axes):
+    """Alone, added to the stream, and added and normalised; padding stays where it is."""
+    torch.manual_seed(0)
+    moe, x, stream = make(device, **axes), torch.randn(5, SIZE, device=device), torch.randn(5, SIZE, device=device)
+    moe.spec = dataclasses.replace(moe.spec, held=range(4), exchanged=True)
+    norm = Norm((SIZE,), NormSpec(kind="rms", eps=1e-2, weight_offset=0.5), dtype=torch.float32, device=device)
+    assert norm.weight is not None
+    norm.weight.normal_(1, 0.1)
+    expected, marks = want(moe, x), torch.tensor([3, 0, 9, 1, -1], device=device)
+    product, routed = moe(BlockInput(x), None, Journey(NO_EXCHANGE, 7, marks))
+    assert_close(product.alone(routed)[:4], expected[:4])
+    if moe.shared is None:
+        assert not product.alone(routed)[4].any()
+        sums = stream.clone()
+        rows, left, squares = product.add_and_normalize(sums, routed, norm, 0.5)
+        assert left is None and squares is None
+        assert_close(sums[:4], (stream + 0.5 * expected)[:4])
+        assert_close(rows, norm.normalize(sums))
+    product.add_to(sums := stream.clone(), routed, 0.5)
+    assert_close(sums[:4], (stream + 0.5 * expected)[:4])
 
 
 def test_no_tokens(device):
