@@ -139,7 +139,7 @@ def _receive(
 
 
 @triton.jit
-def _finish(
+def finish_row(
     b_sum,
     b_residual,
     b_weight,
@@ -152,20 +152,23 @@ def _finish(
     weight_offset,
     x_scale,
     ADDS: tl.constexpr,
+    NORMS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add to the residual stream and normalise, or only store."""
+    """Add to the residual stream, and normalise; or only store."""
     if ADDS:
         if not EARLY:
             b_residual = tl.load(p_residual, mask=mask, other=0.0)
-            b_weight = tl.load(p_weight, mask=mask, other=0.0)
         b_added = (b_sum.to(tl.float32) * x_scale + b_residual.to(tl.float32)).to(b_residual.dtype)
         tl.store(p_residual, b_added, mask=mask)
+    if NORMS:
+        if not EARLY:
+            b_weight = tl.load(p_weight, mask=mask, other=0.0)
         b_row = b_added.to(tl.float32)
         b_rstd = tl.rsqrt(tl.sum(b_row * b_row, axis=0) / N + eps)
         b_row = b_row * b_rstd * (b_weight.to(tl.float32) + weight_offset)
         tl.store(p_out, b_row.to(p_out.dtype.element_ty), mask=mask)
-    else:
+    if not ADDS:
         tl.store(p_out, b_sum, mask=mask)
 
 
@@ -242,7 +245,7 @@ def _all_reduce_kernel(
                 b_sum = _receive(mine_ptr + slot, b_own, rank, cols, mask, stop_ptr, SIZE, WIDTH, NOTHING)
             pointers = p_residual, weight_ptr + cols, out_ptr + tl.cast(last, tl.int64) * stride_out + cols
             numbers = N, eps, weight_offset, x_scale
-            _finish(b_sum, b_residual, b_weight, *pointers, mask, *numbers, ADDS, EARLY)
+            finish_row(b_sum, b_residual, b_weight, *pointers, mask, *numbers, ADDS, ADDS, EARLY)
         slot += PLACES
     if FINISHES:
         tl.store(turns_ptr + program, 1 - turn)
