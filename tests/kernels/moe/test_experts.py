@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.compare import FLOATS, assert_close, with_row_padding
+from support.compare import FLOATS, assert_close, poisoned, with_row_padding
 from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -73,6 +73,22 @@ def test_norm_of_what_follows(device, few):
     expected, expected_norm = reference(*args, **norm)
     assert_close(out, expected)
     assert_close(normed, expected_norm)
+
+
+@pytest.mark.parametrize("way", ["direct", "portable"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_written_where_it_is_asked_for(device, way, dtype):
+    """A token without experts gets zeros there, whatever its weights and its row are."""
+    x, w_gate_up, w_down, weights, ids = problem(5, 4, 2, 24, 16, dtype, device)
+    ids[1] = -1
+    expected = reference(x, w_gate_up, w_down, weights, ids)
+    x[1], weights[1] = float("nan"), float("nan")
+    out = poisoned(5, 24, dtype=dtype, device=device)
+    with tuning.override("fused_moe", {"kernel": "direct"}) if way == "direct" else small_tiles():
+        assert fused_moe(x, w_gate_up, w_down, weights, ids, out=out) is out
+        _, normed = fused_moe(x, w_gate_up, w_down, weights, ids, norm_weight=x[0], out=out)
+    assert_close(out, expected)
+    assert (out[1] == 0).all() and (normed[1] == 0).all()
 
 
 @given(
@@ -321,6 +337,10 @@ GOOD = {
         ({"scale": 0.5}, r"scale=0\.5 needs residual"),
         ({"residual": torch.zeros(3, 8)}, r"residual must have shape \[2, 8\], got \[3, 8\]"),
         ({"residual": torch.zeros(2, 8, dtype=torch.float16)}, "residual must have the dtype of x"),
+        ({"out": torch.zeros(3, 8)}, r"out must have shape \[2, 8\], got \[3, 8\]"),
+        ({"out": torch.zeros(2, 8, dtype=torch.float16)}, "out must be torch.float32"),
+        ({"out": torch.zeros(2, 9)[:, :8]}, "out must be contiguous"),
+        ({"out": torch.zeros(2, 8), "residual": torch.zeros(2, 8)}, "out must not come together with residual"),
     ],
 )
 def test_bad_arguments(kwargs, names):

@@ -205,10 +205,24 @@ def check_experts(x: torch.Tensor, experts: Experts, residual: torch.Tensor | No
 
 
 def make_result(
-    x: torch.Tensor, residual: torch.Tensor | None, scale: float, weight: torch.Tensor | None, eps: float, offset: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    scale: float,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    out: torch.Tensor | None = None,
 ) -> Result:
-    """What is written: ``residual``, or a new tensor, and its norm if ``weight`` (checked here) asks for it."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    """What is written: ``residual``, ``out`` (checked here) or a new tensor, and its norm if ``weight`` (checked here)
+    asks for it."""
+    if out is not None:
+        require(residual is None, "out must not come together with residual, which the result is added to")
+        check_tensor("out", out, x.shape, dtype=x.dtype, like=x)
+        require(out.is_contiguous(), f"out must be contiguous, got strides {tuple(out.stride())}")
+    elif residual is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    else:
+        out = residual
     normed = None
     if weight is not None:
         check_affine("norm_weight", weight, x)
@@ -257,6 +271,7 @@ def fused_moe(
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
     batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum over each token's experts of ``(act(x @ gate.T) * (x @ up.T)) @ down.T``, biases included.
 
@@ -282,14 +297,16 @@ def fused_moe(
         norm_weight: ``[N]`` of a float dtype: also compute :func:`rms_norm` of what is returned, for what follows;
             ``norm_eps`` and ``norm_weight_offset`` are its.
         batch_invariant: a token's bits depend on its own row, weights and experts alone, not on the other tokens.
+        out: ``[T, N]`` of the dtype of ``x``, contiguous, in which the result is written: memory that others read, say.
+            Not ``x``, and not together with ``residual``. A token without experts gets zeros.
 
     Returns:
-        ``residual``, or a new tensor ``[T, N]`` of the dtype of ``x``; with ``norm_weight`` that and its norm. The same
-        input gives the same bits.
+        ``residual``, ``out``, or a new tensor ``[T, N]`` of the dtype of ``x``; with ``norm_weight`` that and its norm.
+        The same input gives the same bits.
 
     Raises:
-        ValueError: a wrong shape, dtype or device, another activation, or ``batch_invariant`` with an ``expert_map`` of
-            several rows.
+        ValueError: a wrong shape, dtype or device, another activation, ``residual`` and ``out``, or ``batch_invariant``
+            with an ``expert_map`` of several rows.
     """
     check_scaled(scale, residual)
     weights_of = elements("w_gate_up", w_gate_up), elements("w_down", w_down)
@@ -297,7 +314,7 @@ def fused_moe(
     choice = Choice(weights, ids, expert_map)
     check_experts(x, experts, residual)
     _check_choice(x, choice, batch_invariant)
-    result = make_result(x, residual, scale, norm_weight, norm_eps, norm_weight_offset)
+    result = make_result(x, residual, scale, norm_weight, norm_eps, norm_weight_offset, out)
     _fused_moe(x, *experts, *choice, *result, batch_invariant)
     return result.out if result.normed is None else (result.out, result.normed)
 
