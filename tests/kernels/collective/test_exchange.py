@@ -13,6 +13,7 @@ from support.inboxes import local_memories
 from tritonllm.kernels import fused_moe_ref
 from tritonllm.kernels.collective import (
     AddedNorm,
+    ExchangeLayout,
     combine_rows,
     combine_rows_ref,
     dispatch_rows,
@@ -20,7 +21,6 @@ from tritonllm.kernels.collective import (
     exchange_layout,
 )
 from tritonllm.kernels.collective.all_reduce import Stages
-from tritonllm.kernels.collective.exchange_memory import ALIGNMENT, ExchangeLayout
 
 dtypes = st.sampled_from(FLOATS)
 columns = st.sampled_from([1, 5, 16, 33, 70])
@@ -215,35 +215,6 @@ def test_the_whole_way_is_a_mixture_of_experts(device, dtype, size):
             x.float(), w_gate_up.float(), w_down.float(), weights, ids.masked_fill(marks[:, None] < 0, -1)
         )
         assert_close(out, expected, dtype)
-
-
-def test_what_lies_where():
-    """Nothing overlaps, all begins at a multiple of 256 bytes, and all programs fit on the processors."""
-    layout = exchange_layout(70, torch.bfloat16, 3, 5, 11, 10)
-    places = layout.places
-    pieces = [(0, places * 70 * 2), (layout.weights_at, places * 20), (layout.ids_at, places * 20)]
-    pieces += [(layout.parts_at, places * 70 * 2), (layout.flags_at, 2 * layout.programs * 3 * 4)]
-    ends = [*(start for start, _ in pieces[1:]), layout.nbytes]
-    for (start, nbytes), end in zip(pieces, ends, strict=True):
-        assert start % ALIGNMENT == 0 and start + nbytes <= end < start + nbytes + ALIGNMENT
-    assert layout.programs == 40 and layout.programs_of(3) == 3 and layout.programs_of(11) == 11
-    assert exchange_layout(8192, torch.bfloat16, 2, 8, 4096, 132).programs == 132
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "names"),
-    [
-        ({"dtype": torch.int32}, "dtype must be float16, bfloat16 or float32"),
-        ({"columns": 0}, "columns must be from 1"),
-        ({"columns": 1 << 15}, "columns must be from 1"),
-        ({"top_k": 0}, "top_k must be from 1"),
-        ({"rows": 0}, "size and rows must be at least 1"),
-    ],
-)
-def test_bad_layouts(kwargs, names):
-    good = {"columns": 8, "dtype": torch.float32, "size": 2, "top_k": 2, "rows": 3, "processors": 2}
-    with pytest.raises(ValueError, match=names):
-        exchange_layout(**(good | kwargs))
 
 
 @pytest.mark.parametrize(
