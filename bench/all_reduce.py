@@ -58,6 +58,9 @@ class Job(NamedTuple):
         columns = min(4096, self.nbytes // DTYPE.itemsize)
         return self.nbytes // DTYPE.itemsize // columns, columns
 
+    def __str__(self) -> str:
+        return f"{self.variant} of {self.nbytes} bytes"
+
 
 class Tensors(NamedTuple):
     """What a call works on, and what it should give."""
@@ -158,20 +161,30 @@ def measure(job: Job, group: SymmetricGroup, repeats: int) -> dict[str, Any]:
 
 
 def run_rank(rank: int, size: int, ports: tuple[int, int], jobs: list[Job], repeats: int, told: Any) -> None:
-    """A rank's process: tells of each job when it begins and how it went."""
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    try:
+    """A rank's process."""
+
+    def start() -> Callable[[Job], dict[str, Any]]:
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
         store, others = (dist.TCPStore("127.0.0.1", port, is_master=False) for port in ports)
         group = connect(store, rank, size, device, timeout=120.0, local=True)
         assert isinstance(group, SymmetricGroup)
         if any(job.variant.startswith("torch") for job in jobs):
             dist.init_process_group("nccl", store=others, rank=rank, world_size=size, device_id=device)
+        return lambda job: measure(job, group, repeats)
+
+    tell_rows(rank, jobs, start, told)
+
+
+def tell_rows(rank: int, jobs: list[Any], start: Callable[[], Callable[[Any], dict[str, Any]]], told: Any) -> None:
+    """Tell of each job when it begins and how it went; ``start`` gives what measures one."""
+    try:
+        measure_job = start()
         for job in jobs:
             told.put((rank, "begins", job, None))
             try:
                 with torch.inference_mode():
-                    told.put((rank, "row", job, measure(job, group, repeats)))
+                    told.put((rank, "row", job, measure_job(job)))
             except RuntimeError as error:
                 told.put((rank, "row", job, {"failed": f"{type(error).__name__}: {str(error)[:300]}"}))
         told.put((rank, "ends", None, None))
@@ -181,12 +194,15 @@ def run_rank(rank: int, size: int, ports: tuple[int, int], jobs: list[Job], repe
     told.join_thread()
 
 
-def rows_of(size: int, jobs: list[Job], repeats: int, patience: float) -> Iterator[dict[str, Any]]:
-    """Rank 0's row of each job; ranks that give none in time, or end, are started anew for the jobs that follow."""
+def rows_of(
+    size: int, jobs: list[Any], repeats: int, patience: float, run: Callable[..., None] = run_rank
+) -> Iterator[dict[str, Any]]:
+    """Rank 0's row of each job, tuples with names; ranks that give none in time, or end, are started anew for the jobs
+    that follow. ``run`` is what their processes do."""
     left = list(jobs)
     while left:
         reason = ""
-        for job, row in _of_one_start(size, left, repeats, patience):
+        for job, row in _of_one_start(size, left, repeats, patience, run):
             if job is None:
                 reason = row["failed"]
                 break
@@ -199,13 +215,13 @@ def rows_of(size: int, jobs: list[Job], repeats: int, patience: float) -> Iterat
 
 
 def _of_one_start(
-    size: int, jobs: list[Job], repeats: int, patience: float
-) -> Iterator[tuple[Job | None, dict[str, Any]]]:
+    size: int, jobs: list[Any], repeats: int, patience: float, run: Callable[..., None]
+) -> Iterator[tuple[Any, dict[str, Any]]]:
     spawn = multiprocessing.get_context("spawn")
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     told: Any = spawn.Queue()
     arguments = size, (stores[0].port, stores[1].port), jobs, repeats, told
-    processes = [spawn.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(size)]
+    processes = [spawn.Process(target=run, args=(rank, *arguments), daemon=True) for rank in range(size)]
     for process in processes:
         process.start()
     ended, stage = set[int](), dict.fromkeys(range(size), "the start")
@@ -220,7 +236,7 @@ def _of_one_start(
                 yield None, {"failed": f"rank {rank}: {value}"}
                 return
             if what == "begins":
-                stage[rank] = f"{job.variant} of {job.nbytes} bytes"
+                stage[rank] = str(job)
             elif what == "ends":
                 ended.add(rank)
             elif rank == 0:
