@@ -109,7 +109,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         Raises:
             ValueError: several engines are asked for, or as ``load_parts``.
         """
-        if config.parallel.data_parallel_size > 1:
+        if config.parallel.data_parallel_size > 1 and place is None:
             raise ValueError(
                 f"data_parallel_size={config.parallel.data_parallel_size}: this is one engine; LLM, AsyncLLM and "
                 "`tritonllm serve` run several"

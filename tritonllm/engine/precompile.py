@@ -19,6 +19,7 @@ import torch
 from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import Group
 from tritonllm.dist.pipeline import ALONE, Pipeline, Team
 from tritonllm.engine.draft_model import make_head
@@ -63,10 +64,11 @@ def kernels_of(
     """
     parallel = config.parallel
     group, context = Group(0, parallel.tensor_parallel_size), Group(0, parallel.decode_context_parallel_size)
+    exchange = Exchange(Group(0, parallel.data_parallel_size)) if parallel.shares_experts else NO_EXCHANGE
     spec = dealt_out(spec, parallel)
     with pretend(target_of(target.arch)), list_kernels(target.name) as found, torch.inference_mode():
         for stage in range(parallel.pipeline_parallel_size):
-            team = Team(group, Pipeline(stage, parallel.pipeline_parallel_size), context)
+            team = Team(group, Pipeline(stage, parallel.pipeline_parallel_size), context, exchange)
             _launch_all(spec, config, target, draft if stage == 0 else None, team)
     return found
 
@@ -93,7 +95,7 @@ def _without_repeats(spec: ModelSpec, target: Target, team: Team, **how: Any) ->
     begin = 0 if pipe.first or count == 1 else 1  # the first layer of all, which may differ, is the first stage's
     stage = Stage(pipe.stage, range(begin, count), first=pipe.first, last=pipe.last)
     sizes: dict[str, Any] = {"dtype": target.dtype, "device": META, "max_model_len": target.max_model_len}
-    return Decoder(small, **sizes, group=team.group, context=team.context, stage=stage, **how)
+    return Decoder(small, **sizes, group=team.group, context=team.context, exchange=team.exchange, stage=stage, **how)
 
 
 def compile_kernels_of(

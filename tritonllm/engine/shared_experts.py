@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tritonllm.config import EngineConfig
 from tritonllm.dist.connect import connect
 from tritonllm.dist.exchange import Exchange
+from tritonllm.dist.group import ConnectedGroup
 from tritonllm.dist.lockstep import ExpertPlace, Lockstep
 from tritonllm.dist.pipeline import Team
 from tritonllm.engine.ranks import Executor, Ranks
@@ -39,7 +40,8 @@ class SharedExpertRanks(Ranks):
         if device.type == "cuda" and not self._config.parallel.disable_custom_all_reduce:
             from tritonllm.dist.symmetric_exchange import SymmetricExchange  # with the kernels
 
-            exchange = SymmetricExchange(group)
+            assert isinstance(group, ConnectedGroup)  # of several ranks
+            exchange = SymmetricExchange(group, device)
         self._met = Team(exchange=exchange, lockstep=Lockstep(board, rank, self._config.step_timeout))
         return self._met
 

@@ -164,7 +164,7 @@ class EngineMemory:
         if self._ranks > 1:
             raise ValueError(
                 f"reload_weights: the weights of {self._ranks} ranks are kept; start anew, or with one rank "
-                "(tensor_parallel_size=1, pipeline_parallel_size=1)"
+                "(tensor_parallel_size=1, pipeline_parallel_size=1; data_parallel_size=1, if engines share experts)"
             )
         if not isinstance(self._model, Decoder):
             raise ValueError("reload_weights: a model that runs through transformers keeps its weights; start anew")

@@ -226,15 +226,14 @@ class MoE(nn.Module):
         exchange, (weights, ids) = journey.exchange, choice
         sizes = journey.marks, len(self.gate_up), journey.rows
         arrived = exchange.dispatch(rows, weights, ids, *sizes)
+        experts |= {"out": exchange.parts(journey.rows, rows)}
         parts = fused_moe(arrived.x, Weight(self.gate_up), Weight(self.down), arrived.weights, arrived.ids, **experts)
         assert isinstance(parts, torch.Tensor)
-        out = exchange.combine(parts, ids, *sizes)
         if residual is None:
-            return out
+            return exchange.combine(parts, ids, *sizes)
         if following is None:
-            return residual.add_(out, alpha=scale)
-        normed, stream = following(out, residual, scale)
-        return stream, normed
+            return exchange.combine_added(parts, ids, *sizes, residual, scale)
+        return residual, exchange.combine_normed(parts, ids, *sizes, following.after_adding(residual, scale))
 
     def _add_shared(self, out: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
         """Add ``scale`` times what the shared MLP, if there is one, makes of the same rows."""

@@ -43,10 +43,12 @@ def start_engines(
     if count == 1 and not max_restarts:
         return EngineClient(config, log_level, meanwhile, profiler=profiler)
     check_gpus(config)
-    alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
     started: list[EngineProcess] = []
     links: list[EngineClient] = []
     shared = SharedExperts(config) if config.parallel.shares_experts else None
+    each_config = config  # one that shares experts knows with how many
+    if shared is None:
+        each_config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
     if shared is not None and max_restarts:
         raise ValueError(
             f"restart={max_restarts}: engines that share experts (data_parallel_size={count} with "
@@ -61,15 +63,15 @@ def start_engines(
         return None if count == 1 else number
 
     def start_again(number: int) -> StartingProcess:
-        return StartingProcess(alone, log_level, devices(number), profiler, name(number))
+        return StartingProcess(each_config, log_level, devices(number), profiler, name(number))
 
     try:
         for number in range(count):
             place = None if shared is None else shared.place(number)
-            started.append(EngineProcess(alone, log_level, devices(number), profiler, name(number), place))
+            started.append(EngineProcess(each_config, log_level, devices(number), profiler, name(number), place))
         meanwhile()
         for number, process in enumerate(started):
-            links.append(_ready(name(number), alone, process))
+            links.append(_ready(name(number), each_config, process))
     except BaseException:
         for link in links:
             link.close()
