@@ -213,6 +213,9 @@ WORKLOADS = {
         *(Workload(f"F{n}", "qwen3-0.6b", "latency", n, (128, 128), (256, 256)) for n in (2, 4, 8, 16)),
         # W2 for two engines, or for two stages
         Workload("W2x2", "llama-3.1-8b", "throughput", 512, _LONG, _LONG, 0.6, repeats=2, gpus=2),
+        # W5 for several engines
+        Workload("W5x2", "qwen3-30b-a3b", "throughput", 512, _LONG, (100, 512), 0.6, repeats=2, gpus=2),
+        Workload("W5x4", "qwen3-30b-a3b", "throughput", 1024, _LONG, (100, 512), 0.6, repeats=2, gpus=4),
         # a model that takes several GPUs
         Workload("A2", "llama-3.1-70b", "throughput", 128, _LONG, (100, 512), 0.6, repeats=1, gpus=4),
         Workload("A3", "llama-3.1-70b", "latency", 1, (128, 128), (256, 256), gpus=4),
