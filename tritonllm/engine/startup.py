@@ -208,7 +208,7 @@ def prepare(config: EngineConfig, origin: Origin, device_index: int = 0) -> Prep
     """
     spec, size = origin.spec, config.parallel.world_size
     device = resolve_device(config.model.device)
-    if (size > 1 or device_index) and device.type == "cuda":
+    if (size > 1 or config.parallel.shares_experts) and device.type == "cuda":
         if torch.cuda.device_count() < size and config.parallel.is_local:
             raise ValueError(
                 f"{config.parallel.sizes} needs {size} GPUs, and there are {torch.cuda.device_count()}: lower it"

@@ -7,6 +7,7 @@ SIGTERM reach all processes of a terminal or of a service: here they are ignored
 import dataclasses
 import gc
 import logging
+import os
 import signal
 import sys
 from collections import deque
@@ -142,6 +143,8 @@ def run_engine(
     except Exception as error:
         logger.exception("the engine cannot go on")
         reports.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
+        if engine.lockstep is not None:
+            os._exit(1)  # Python's end would wait for the device, which may wait for another engine for ever
         sys.exit(1)
     finally:
         _end_profile(profiles)

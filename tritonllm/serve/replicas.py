@@ -8,8 +8,9 @@ anew (:mod:`tritonllm.serve.restarts`).
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ def start_engines(
         return EngineClient(config, log_level, meanwhile, profiler=profiler)
     check_gpus(config)
     started: list[EngineProcess] = []
-    links: list[EngineClient] = []
+    links: dict[int, EngineClient] = {}
     shared = SharedExperts(config) if config.parallel.shares_experts else None
     each_config = config  # one that shares experts knows with how many
     if shared is None:
@@ -70,15 +71,17 @@ def start_engines(
             place = None if shared is None else shared.place(number)
             started.append(EngineProcess(each_config, log_level, devices(number), profiler, name(number), place))
         meanwhile()
-        for number, process in enumerate(started):
-            links.append(_ready(name(number), each_config, process))
+        # one that shares experts waits for the others: who does not start is to be heard of first
+        order = range(count) if shared is None else _by_arrival([process.reports for process in started])
+        for number in order:
+            links[number] = _ready(name(number), each_config, started[number])
     except BaseException:
-        for link in links:
-            link.close()
+        for link in links.values():
+            link.close() if shared is None else link.kill()
         for process in started:
             process.kill()
         raise
-    return Replicas(links, config.block_tokens, Restarts(max_restarts, start_again), shared)
+    return Replicas([links[number] for number in range(count)], config.block_tokens, Restarts(max_restarts, start_again), shared)
 
 
 class SharedExperts:
@@ -95,6 +98,16 @@ class SharedExperts:
     def place(self, number: int) -> ExpertPlace:
         """Of one of them."""
         return ExpertPlace(number, self._port, self._board)
+
+
+def _by_arrival(reports: Sequence[Connection]) -> Iterator[int]:
+    """The numbers of engines, each when it has said how its start went, or has ended."""
+    left = dict(enumerate(reports))
+    while left:
+        come = wait(left.values())
+        for number in [number for number, report in left.items() if report in come]:
+            del left[number]
+            yield number
 
 
 def check_gpus(config: EngineConfig) -> None:
