@@ -222,7 +222,7 @@ def test_engines_have_names_where_there_are_several(count, names, monkeypatch):
     named = []
 
     class Started:
-        def __init__(self, config, log_level, devices, profiler, replica):
+        def __init__(self, config, log_level, devices, profiler, replica, place=None):
             named.append(replica)
 
     monkeypatch.setattr(replicas_module, "EngineProcess", Started)
@@ -239,7 +239,7 @@ def test_an_error_of_a_start_says_whose_it_is(count, message, kind, monkeypatch)
     killed = []
 
     class Started:
-        def __init__(self, config, log_level, devices, profiler, replica):
+        def __init__(self, config, log_level, devices, profiler, replica, place=None):
             self.last = replica in (None, count - 1)
 
         def kill(self):

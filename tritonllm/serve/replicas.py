@@ -81,7 +81,9 @@ def start_engines(
         for process in started:
             process.kill()
         raise
-    return Replicas([links[number] for number in range(count)], config.block_tokens, Restarts(max_restarts, start_again), shared)
+    return Replicas(
+        [links[number] for number in range(count)], config.block_tokens, Restarts(max_restarts, start_again), shared
+    )
 
 
 class SharedExperts:
