@@ -27,7 +27,8 @@ One set of places suffices:
 
 So launches must not overlap on one rank (they are on one stream); they must be dispatch, combine, dispatch, combine and
 so on; and all ranks must launch the same with the same number of ``rows``, also one that has no rows itself. With no
-room for rows nothing is launched, anywhere.
+room for rows nothing is launched, anywhere. ``tests/kernels/collective/test_exchange_memory.py`` goes through all
+orders in which ranks can take their steps.
 """
 
 from collections.abc import Sequence
