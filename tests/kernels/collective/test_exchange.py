@@ -3,6 +3,8 @@
 What only several GPUs can show is in ``tests/dist/test_exchange.py``.
 """
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
@@ -28,10 +30,12 @@ STAGES = [Stages(sends=True, finishes=False), Stages(sends=False, finishes=True)
 
 
 def made_up(count, n, top_k, experts, dtype, device, padding=0):
-    """``x, weights, ids, marks`` of a rank: some experts are none, some rows are padding."""
+    """``x, weights, ids, marks`` of a rank: some rows are padding, and some ids no expert's, below the first and beyond
+    the last."""
     x = with_row_padding(torch.randn(count, n).to(device, dtype), padding)
     weights = with_row_padding(torch.rand(count, top_k).to(device), padding)
-    ids = with_row_padding(torch.randint(-1, experts, (count, top_k), dtype=torch.int32).to(device), padding)
+    ids = torch.randint(-2, experts + 1, (count, top_k), dtype=torch.int32).to(device)
+    ids = with_row_padding(ids.masked_fill(ids == -2, -(2**31)), padding)
     marks = torch.randint(-1, 3, (count,), dtype=[torch.int32, torch.int64][count % 2]).to(device)
     return x, weights, ids, marks
 
@@ -180,6 +184,26 @@ def test_epochs_wrap_around(device):
             assert torch.equal(out, combine_rows_ref(parts, rank, *sent[rank][2:], 1, rows))
     expected = [[-(2**31) + 2, -(2**31), last + 1]] * 2
     assert [memory.epochs.tolist() for memory in memories] == [expected] * 2
+
+
+@pytest.mark.parametrize("before", [0, 7, 2**31 - 1])
+def test_a_flag_is_waited_for(device, before):
+    """Also where the number that it gets is smaller than the one that it has."""
+    if device.type == "cuda":
+        pytest.skip("a launch does not wait for its end")
+    memory, other = local_memories(exchange_layout(4, torch.float32, 2, 1, 1, 1), device)
+    flags = memory.memory[0][0][memory.layout.flags_at :].view(torch.int32)
+    memory.epochs.fill_(before), other.epochs.fill_(before), flags.fill_(before)
+    sent = made_up(1, 4, 1, 2, torch.float32, device)
+    waits = threading.Thread(
+        target=dispatch_rows, args=(*sent, memory, 1, 1), kwargs={"stages": STAGES[1]}, daemon=True
+    )
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()
+    flags[1] = before + 1 if before < 2**31 - 1 else -(2**31)  # of program 0, from rank 1
+    waits.join(30)
+    assert not waits.is_alive() and int(memory.epochs[0, 0]) == int(flags[1])
 
 
 def test_a_word_ends_all_waiting(device):

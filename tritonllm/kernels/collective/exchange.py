@@ -68,7 +68,7 @@ def _experts_of(ids_ptr, marks_ptr, row, count, stride_ids, TOP_K: tl.constexpr,
 def _local_to(b_ids, rank, held):
     """The experts of a row as those of a rank, from 0 on; -1 for one that is elsewhere."""
     b_local = b_ids - rank * held
-    return tl.where((b_ids >= 0) & (b_local >= 0) & (b_local < held), b_local, -1)
+    return tl.where((b_local >= 0) & (b_local < held), b_local, -1)
 
 
 @triton.jit
