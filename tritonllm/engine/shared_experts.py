@@ -5,6 +5,8 @@ its part. In each layer with experts they exchange rows (:mod:`tritonllm.dist.ex
 together (:mod:`tritonllm.dist.lockstep`).
 """
 
+import multiprocessing.util
+
 import torch
 import torch.distributed as dist
 
@@ -17,6 +19,8 @@ from tritonllm.dist.pipeline import Team
 from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.worker import START_PATIENCE
+
+AT_THE_END = 100  # exit priority
 
 
 class SharedExpertRanks(Ranks):
@@ -42,6 +46,8 @@ class SharedExpertRanks(Ranks):
 
             assert isinstance(group, ConnectedGroup)  # of several ranks
             exchange = SymmetricExchange(group, device)
+        # in any process, however it was begun; nobody waits on a device then
+        multiprocessing.util.Finalize(self, group.shut, exitpriority=AT_THE_END)
         self._met = Team(exchange=exchange, lockstep=Lockstep(board, rank, self._config.step_timeout))
         return self._met
 

@@ -9,10 +9,8 @@ residual stream and its norm. Rows travel once in each way. (The two halves of D
 for decoding; there rows are packed by expert. Of how memory is laid out tells
 :mod:`tritonllm.kernels.collective.exchange_memory`.)
 
-A program writes its rows, has all its threads meet, and then one thread releases, at the scope of the whole system, a
-flag in each other rank's memory: it gets the number of this launch of the program, its *epoch*. The program then waits
-until the flags that the others have set here have this epoch, too, and acquires them. So all that the programs of this
-number have written before is visible behind. ``combine_rows`` has the flags before its work: what the experts have
+A program of ``dispatch_rows`` writes its rows, sets a flag for each other rank, and waits for theirs
+(:mod:`tritonllm.kernels.collective.flags`). ``combine_rows`` has the flags before its work: what the experts have
 written is behind :func:`wait_for_previous`, and a release covers what its thread has seen, so one flag from any program
 of a rank says that all parts of that rank are there.
 
@@ -39,8 +37,9 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels import fused_add_rms_norm_ref
-from tritonllm.kernels.collective.all_reduce import ALL_STAGES, LOOK, AddedNorm, Stages, finish_row
+from tritonllm.kernels.collective.all_reduce import ALL_STAGES, AddedNorm, Stages, finish_row
 from tritonllm.kernels.collective.exchange_memory import COMBINE, DISPATCH, ExchangeLayout, ExchangeMemory
+from tritonllm.kernels.collective.flags import signal, wait_for_others
 from tritonllm.kernels.elementwise import check_affine
 from tritonllm.kernels.runtime.checks import check_scaled, check_tensor, require
 from tritonllm.kernels.runtime.chip import on_amd
@@ -69,44 +68,6 @@ def _local_to(b_ids, rank, held):
     """The experts of a row as those of a rank, from 0 on; -1 for one that is elsewhere."""
     b_local = b_ids - rank * held
     return tl.where((b_local >= 0) & (b_local < held), b_local, -1)
-
-
-@triton.jit
-def _signal(links_ptr, rank, flags_at, programs, epoch, PHASE: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """Show the other ranks what all threads of this program have written or seen, and tell them.
-
-    Each flag has a thread of its own.
-    """
-    lane = tl.arange(0, LANES)
-    m_other = (lane < SIZE) & (lane != rank)
-    place = (PHASE * programs + tl.program_id(0)) * SIZE + rank
-    address = tl.load(links_ptr + lane, mask=m_other, other=0) + flags_at + 4 * place
-    tl.debug_barrier()
-    tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), epoch, mask=m_other, sem="release", scope="sys")
-
-
-@triton.jit
-def _wait(links_ptr, rank, flags_at, programs, epoch, PHASE: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """Wait for the programs of this number on the other ranks; what they have shown is there for all threads then.
-
-    There are as many lanes as threads. So every look is one thread's, and all threads learn the same of it: their
-    maximum passes between warps.
-    """
-    lane = tl.arange(0, LANES)
-    m_other = (lane < SIZE) & (lane != rank)
-    stop_ptr = tl.load(links_ptr + SIZE).to(tl.pointer_type(tl.int32))
-    address = tl.load(links_ptr + rank) + flags_at + 4 * ((PHASE * programs + tl.program_id(0)) * SIZE)
-    p_flag = address.to(tl.pointer_type(tl.int32)) + lane
-    missing = 1
-    tries = 0
-    while missing != 0:
-        b_seen = tl.atomic_add(p_flag, 0, mask=m_other, sem="acquire", scope="sys")  # a load that acquires
-        missing = tl.max((m_other & (b_seen - epoch < 0)).to(tl.int32), axis=0)  # also where epochs wrap around
-        tries += 1
-        if tries % LOOK == 0:  # one thread
-            b_stop = tl.load(stop_ptr + tl.zeros_like(lane), mask=lane == 0, other=0, volatile=True)
-            missing = tl.where(tl.max(b_stop, axis=0) != 0, 0, missing)
-    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["rank", "count", "rows", "held", "programs"])
@@ -170,9 +131,9 @@ def _dispatch_kernel(
                         tl.store(p_weights, b_weights, mask=(k < TOP_K) & here)
                     p_x = _memory_of(links_ptr, other, 0, X) + place * N + column
                     tl.store(p_x, b_x, mask=(column < N) & here)
-        _signal(links_ptr, rank, flags_at, programs, epoch, PHASE, SIZE, LANES)
+        signal(links_ptr, rank, flags_at, programs, epoch, PHASE, SIZE, LANES)
     if FINISHES:
-        _wait(links_ptr, rank, flags_at, programs, epoch, PHASE, SIZE, LANES)
+        wait_for_others(links_ptr, rank, flags_at, programs, epoch, PHASE, SIZE, LANES)
         tl.store(p_epoch, epoch)
 
 
@@ -222,10 +183,10 @@ def _combine_kernel(
     let_next_start(PDL)  # all programs are on the GPU, and what starts now waits for the end of this kernel
     epoch = tl.load(p_epoch) + 1
     if SENDS:
-        _signal(links_ptr, rank, flags_at, programs, epoch, PHASE, SIZE, LANES)
+        signal(links_ptr, rank, flags_at, programs, epoch, PHASE, SIZE, LANES)
     if FINISHES:
         b_ids = _experts_of(ids_ptr, marks_ptr, program, count, stride_ids, TOP_K, K_BLOCK)  # ahead by one row
-        _wait(links_ptr, rank, flags_at, programs, epoch, PHASE, SIZE, LANES)
+        wait_for_others(links_ptr, rank, flags_at, programs, epoch, PHASE, SIZE, LANES)
         for row in range(program, count, tl.num_programs(0)):
             p_residual = residual_ptr + tl.cast(row, tl.int64) * stride_residual + cols
             b_residual = tl.load(p_residual, mask=mask, other=0.0) if ADDS and EARLY else cols
