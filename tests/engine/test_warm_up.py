@@ -19,6 +19,7 @@ from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
 from tritonllm.engine.runner import ModelRunner, rehearsal_of
+from tritonllm.engine.step import PromptSpan
 from tritonllm.engine.warm_up import Limits, WarmUp, Work
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
@@ -135,7 +136,8 @@ def test_widths_between_launch_the_same_kernels(block_size):
 @st.composite
 def steps(draw, seats, budget, longest, may_share, block=16):
     """Any step that a scheduler may plan: decodes beside chunks of prompts that may have a past, and continuations that
-    share a chunk's last row; copies of blocks."""
+    share a chunk's last row; log-probabilities of a prompt, for which the hidden states of all tokens are wanted;
+    copies of blocks."""
     chunks = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, budget)), max_size=8))
     while chunks and sum(chunks) > budget:
         chunks.pop()
@@ -147,12 +149,14 @@ def steps(draw, seats, budget, longest, may_share, block=16):
     rows = n + (len(chunks) + forks if forks else draw(st.integers(0, len(chunks))))
     shared = may_share(n) and draw(st.booleans())
     longest = draw(st.integers(1, keys))
+    reported = chunks[: draw(st.integers(0, 1))]
+    spans = tuple(PromptSpan("a", 1, n, np.zeros(length, dtype=np.int64), 1) for length in reported)
     chunks = [*chunks, *[0] * forks]
     step = dummy_step(n, chunks, rows=rows, width=-(-keys // block), shared=shared, longest=longest)
     step.inputs.logit_rows[n:] = np.maximum(n + np.cumsum(chunks)[: rows - n] - 1, 0)
     copies = draw(st.integers(0, seats))
     pairs = np.zeros((copies, 2), dtype=np.int64) if copies else None
-    return dataclasses.replace(step, copies=pairs, limited=draw(st.booleans()))
+    return dataclasses.replace(step, copies=pairs, limited=draw(st.booleans()), prompt_spans=spans)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +167,19 @@ def test_no_step_launches_what_the_start_has_not(model, length, gpu):
     check_launches(model, length, gpu)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "model", ["llama-3.1-8b", *(name for name in MODELS if name.startswith(("qwen3-", "gpt-oss")))]
+)
+def test_no_step_of_few_seats_launches_what_the_start_has_not(model, dtype):
+    """Many tokens, of which few are sampled from, but sometimes all wanted."""
+    check_launches(model, 6144, "NVIDIA H200", seats=8, budget=5000, dtype=dtype)
+
+
 @pytest.mark.parametrize("length", [3000, 4096, 131072])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", *(name for name in VARIED if name.startswith("gpt-oss"))])
 def test_no_batch_invariant_step_launches_what_the_start_has_not(model, length):
-    check_launches(model, length, "NVIDIA H200", deterministic=True)
+    check_launches(model, length, "NVIDIA H200", deterministic=True, seats=256, budget=3000)
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name.startswith(("qwen3-30b", "gpt-oss"))])
@@ -191,14 +204,24 @@ def test_no_step_with_split_keys_launches_what_the_start_has_not(size, length):
     check_launches("llama, 2 key heads", length, "NVIDIA H200", ranks=2 * size, context=Group(size - 1, size))
 
 
-def check_launches(model, length, gpu, deterministic=False, ranks=1, pipe=UNDIVIDED, context=ALONE):
+def check_launches(
+    model,
+    length,
+    gpu,
+    deterministic=False,
+    ranks=1,
+    pipe=UNDIVIDED,
+    context=ALONE,
+    seats=64,
+    budget=512,
+    dtype=torch.bfloat16,
+):
     """Arrivals, lengths and limits of any kind: what is launched is a function of what the warm-up visits."""
     spec = spec_from_config(MODELS[model])
     spec = dataclasses.replace(spec, layers=tuple(spec.layers[place] for place in spec.distinct_layers()))
     counts = ranks > 1 and context.size == 1
     how = {"batch_invariant": deterministic, "group": Group(0, ranks), "counts_experts": counts, "context": context}
     spec = placed(spec, ranks) if counts else spec
-    seats, budget = (256, 3000) if deterministic else (64, 512)
     config = EngineConfig.from_kwargs(
         model="m",
         max_num_seqs=seats,
@@ -210,7 +233,7 @@ def check_launches(model, length, gpu, deterministic=False, ranks=1, pipe=UNDIVI
     )
     with pretend(target_of(90)), list_kernels(gpu) as found, torch.inference_mode():
         stage = Stage(pipe.stage, range(spec.num_layers), first=pipe.first, last=pipe.last)
-        sizes = {"dtype": torch.bfloat16, "device": META, "max_model_len": length}
+        sizes = {"dtype": dtype, "device": META, "max_model_len": length}
         decoder = Decoder(spec, **sizes, stage=stage, **how)
         runner = ModelRunner(decoder, config, META, length, team=Team(how["group"], pipe, context))
         runner.start(NUM_BLOCKS, length)

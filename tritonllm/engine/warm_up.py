@@ -107,6 +107,9 @@ class WarmUp:
         tokens = min(max(MANY, 2 * self._limits.max_num_seqs), self._limits.max_num_batched_tokens)
         for rows in warm_up_sizes(min(self._limits.max_num_seqs, tokens)):
             self.prefill_step(tokens, rows=rows, sample=False)
+        for tokens in warm_up_sizes(self._limits.max_num_batched_tokens):
+            if tokens > self._limits.max_num_seqs:  # of fewer the steps above want all, too
+                self.prefill_step(tokens, all_wanted=True, sample=False)
         for sequences in warm_up_sizes(self._limits.max_num_seqs):
             bounds = self._regimes.bounds(Segments(decodes(sequences)))
             for longest in bounds:
@@ -144,7 +147,14 @@ class WarmUp:
         self.decode_step(self._limits.max_num_seqs, longest=self._limits.max_model_len)
 
     def prefill_step(
-        self, tokens: int, width: int = 1, *, longest: int | None = None, rows: int | None = None, sample: bool = True
+        self,
+        tokens: int,
+        width: int = 1,
+        *,
+        longest: int | None = None,
+        rows: int | None = None,
+        all_wanted: bool = False,
+        sample: bool = True,
     ) -> None:
         """``tokens`` prompt tokens.
 
@@ -154,13 +164,15 @@ class WarmUp:
             longest: tokens of a prompt; by default as many as may be.
             rows: of which logits are wanted, which is all that the last layer goes on with; by default as many as
                 there are seats.
+            all_wanted: the last layer goes on with all tokens, as where a prompt's log-probabilities are asked for.
+                A step of more tokens than seats, which otherwise ends with few rows, has other launches at its end.
             sample: end with the sampling, which is the same for every width.
         """
         length = min(tokens, self._limits.max_model_len, longest or tokens)
         lengths = [end - start for start, end in pairwise([*range(0, tokens, length), tokens])]
         rows, width = rows or min(self._limits.max_num_seqs, tokens), max(width, -(-length // self._limits.block_size))
         batch = self._upload(dummy_step(0, lengths, rows=rows, width=width))
-        hidden = self._work.forward(batch, None if rows == tokens else batch.inputs.logit_rows)
+        hidden = self._work.forward(batch, None if all_wanted or rows == tokens else batch.inputs.logit_rows)
         if sample:
             self._work.sample(hidden)
 
