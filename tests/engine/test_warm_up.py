@@ -356,7 +356,9 @@ def test_no_step_comes_twice(monkeypatch, longest):
     sizes = {"block_size": 16, "max_model_len": longest, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     regimes = Regimes(lambda sequences: 900 // sequences, longest)
     limits = Limits(**sizes, padded=[8448], drafts=4, verified=100)
-    WarmUp(Work(None, None, None, lambda: None, lambda sequences: True), limits, regimes, META).run()
+    WarmUp(
+        Work(None, None, None, lambda tokens: None, lambda: None, lambda sequences: True), limits, regimes, META
+    ).run()
     assert len(steps) == len(set(steps)) > 50
 
 

@@ -130,6 +130,13 @@ class Drawing:
         if self._group.leads:
             self._sampler.warm_up_drafts(logits, self._seats.drafts[: len(hidden) // (1 + self._seats.drafts.shape[1])])
 
+    def warm_up_scores(self, tokens: int) -> None:
+        """To logits, of as many rows as so many prompt tokens have at once in :meth:`prompt_logprobs`."""
+        if self._model.spec.logits:
+            rows = min(tokens, PROMPT_LOGPROB_ROWS)
+            size = rows, self._model.spec.hidden_size
+            self._model.compute_logits(torch.zeros(size, dtype=self._model.dtype, device=self._device))
+
     def draw_captured(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The tokens of a captured step of decodes, or of drafts to verify, with the hidden states ``[R, hidden]``."""
         verify = batch.metadata.segments.verify

@@ -37,7 +37,7 @@ from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.step import FREE, Restrictions, Step
 from tritonllm.engine.step_drafts import StepDrafts
-from tritonllm.engine.warm_up import Forward, Limits, WarmUp, Work
+from tritonllm.engine.warm_up import Forward, Limits, ToTokens, WarmUp, Work
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
@@ -248,16 +248,16 @@ class ModelRunner:
             drafts=self.drafts.most,
             verified=self.drafts.verified,
         )
-        work = Work(*self._rehearsed, self._warm_up_copies, self._may_share)
+        work = Work(*self._rehearsed, copy=self._warm_up_copies, may_share=self._may_share)
         return WarmUp(work, limits, self._regimes, self._device)
 
     @property
-    def _rehearsed(self) -> tuple[Forward, Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]:
+    def _rehearsed(self) -> tuple[Forward, ToTokens, ToTokens, Callable[[int], object]]:
         """What of :class:`Work` this stage has. The first of several draws from rows that the last one has made."""
         if not self._pipe.first:
-            return self._advance, len, len
+            return self._advance, len, len, int
         forward = self._advance if self._pipe.last else self._advance_and_pick
-        return forward, self._drawing.warm_up, self._drawing.warm_up_drafts
+        return forward, self._drawing.warm_up, self._drawing.warm_up_drafts, self._drawing.warm_up_scores
 
     def _advance_and_pick(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
         hidden = self._advance(batch, rows)

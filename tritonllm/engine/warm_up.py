@@ -22,6 +22,7 @@ from tritonllm.layers.regime import Regimes
 from tritonllm.layers.segments import Segments, decodes
 
 Forward = Callable[[Batch, torch.Tensor | None], torch.Tensor]  # a batch, the rows that are wanted -> hidden
+ToTokens = Callable[[torch.Tensor], object]  # what is done with hidden[R, hidden]
 
 
 MANY = 2048  # tokens of a step that is planned, and whose kernels are chosen, as of all larger ones
@@ -39,13 +40,15 @@ class Work(NamedTuple):
         forward: ``(batch, rows[R] or None) -> hidden``, ``[R, hidden]`` or all T.
         sample: ``hidden[R, hidden]`` to tokens: logits and every kind of sampling that requests may ask for.
         verify: the same for steps with drafts.
+        score: so many tokens of a prompt to logits, as its log-probabilities ask for.
         copy: copies blocks of the cache.
         may_share: whether a step of so many decodes can come with a plan for their shared prefix.
     """
 
     forward: Forward
-    sample: Callable[[torch.Tensor], object]
-    verify: Callable[[torch.Tensor], object]
+    sample: ToTokens
+    verify: ToTokens
+    score: Callable[[int], object]
     copy: Callable[[], object]
     may_share: Callable[[int], bool]
 
@@ -110,6 +113,7 @@ class WarmUp:
         for tokens in warm_up_sizes(self._limits.max_num_batched_tokens):
             if tokens > self._limits.max_num_seqs:  # of fewer the steps above want all, too
                 self.prefill_step(tokens, all_wanted=True, sample=False)
+                self._work.score(tokens)
         for sequences in warm_up_sizes(self._limits.max_num_seqs):
             bounds = self._regimes.bounds(Segments(decodes(sequences)))
             for longest in bounds:
@@ -126,6 +130,7 @@ class WarmUp:
     def largest_steps(self, deterministic: bool) -> None:
         """Those that need most memory, which then stays with the allocator for later ones."""
         self.prefill_step(self._limits.max_num_batched_tokens)
+        self._work.score(self._limits.max_num_batched_tokens)
         if deterministic:
             self._longest_decodes()
 
