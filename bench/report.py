@@ -33,6 +33,7 @@ UNPUBLISHED = (
     "decoding.json",
     "engine.json",
     "engine-vllm.json",
+    "exchange.json",
     "kernels.json",
     "kv-found.json",
     "kv-layers.json",
@@ -222,6 +223,8 @@ def results(files: Sequence[File]) -> str:
         parts += section(f"Engine on {word} GPUs", [f"{f.head()}\n\n{tables.several_gpus(f.data)}" for f in several])
     sums = of_kind(files, "sums")
     parts += section("Sums over GPUs", [f"{f.head()}\n\n{tables.sums(f.data)}" for f in sums])
+    rows = newest_of_kind(files, "exchange")
+    parts += section("Rows to experts on other GPUs", [f"{f.head()}\n\n{tables.exchange(f.data)}" for f in rows])
     attention = of_kind(files, "attention")[:1]
     parts += section("Attention", [f"{file.head()}\n\n{tables.attention(file.data)}" for file in attention])
     kernels = [(KERNELS, "Kernels"), (("K7",), "Products")]

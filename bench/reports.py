@@ -80,6 +80,7 @@ def kind_of(report: dict[str, Any]) -> str | None:
         "steps": "host",
         "chat_turns": "chat-turn",
         "sums": "sums",
+        "ways": "exchange",
         "outcomes": "parity",
         "decoding": "cpu",
         "comparisons": "decoding",

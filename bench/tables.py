@@ -69,6 +69,20 @@ def sums(report: Table) -> str:
     return f"Microseconds on {report['ranks']} GPUs\n\n{markdown(['bytes', *variants], rows)}"
 
 
+def exchange(report: Table) -> str:
+    """Microseconds of rows to the ranks that have their experts, and back, by columns, ranks and rows of a rank."""
+    variants = list(dict.fromkeys(row["variant"] for row in report["ways"]))
+    by_size: dict[tuple[int, int, int], dict[str, str]] = {}
+    for row in report["ways"]:
+        text = number(row["median_us"]) if "median_us" in row else "failed"
+        by_size.setdefault((row["columns"], row["ranks"], row["rows"]), {})[row["variant"]] = text
+    rows = [
+        [*map("{:,}".format, size), *(found.get(v, "") for v in variants)] for size, found in sorted(by_size.items())
+    ]
+    head = f"Microseconds, {report['top_k']} experts of each row"
+    return f"{head}\n\n{markdown(['columns', 'ranks', 'rows of each', *variants], rows)}"
+
+
 def prices(report: Table, without: dict[str, float]) -> str:
     """Workloads of ``deterministic=True``.
 
