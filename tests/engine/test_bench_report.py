@@ -159,3 +159,19 @@ def test_sums_over_gpus(tmp_path):
     page, _ = written(tmp_path, sums=report)
     assert "| bytes | one-shot | NCCL |" in page and "| 4,096 | 2.5 | failed |" in page and "| 8,192 | 3 |  |" in page
     assert "commit" not in page.split("## Sums over GPUs")[1]
+
+
+def test_rows_to_experts(tmp_path):
+    rows = [
+        ("ours", 2, 8, {"median_us": 3.5}),
+        ("NCCL", 2, 8, {"failed": "hung"}),
+        ("ours", 4, 1024, {"median_us": 20}),
+    ]
+    report = {**{key: OURS[key] for key in ("machine", "date")}, "commit": None, "top_k": 8}
+    report["ways"] = [
+        {"variant": variant, "columns": 2048, "ranks": ranks, "rows": count, **found}
+        for variant, ranks, count, found in rows
+    ]
+    page, _ = written(tmp_path, ways=report)
+    assert "| columns | ranks | rows of each | ours | NCCL |" in page and "8 experts of each row" in page
+    assert "| 2,048 | 2 | 8 | 3.5 | failed |" in page and "| 2,048 | 4 | 1,024 | 20 |  |" in page
