@@ -11,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
+from support.specializations import described
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.exchange import Exchange
 from tritonllm.dist.group import ALONE, Group
 from tritonllm.dist.pipeline import UNDIVIDED, Pipeline, Team
+from tritonllm.engine.common_steps import Need
 from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
@@ -23,10 +26,10 @@ from tritonllm.engine.step import PromptSpan
 from tritonllm.engine.warm_up import Limits, WarmUp, Work
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
-from tritonllm.kernels.compile.parallel import Specialization
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.eagle_files import read_eagle_spec
+from tritonllm.models.expert_checks import dealt_out
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.shards import by_expert
 from tritonllm.models.stages import Stage
@@ -39,12 +42,6 @@ MODELS["llama, 2 key heads"] = LLAMA_3_1_8B | {"num_key_value_heads": 2}
 CHOSEN = ("gemma-3-1b", "gpt-oss-20b", "falcon-7b", "phi-2")
 DRAFT = "llama-3.2-1b"
 VARIED = [name for name in MODELS if name.startswith((*CHOSEN, "qwen3-0.6b", "llama-"))]
-
-
-def described(kernel: Specialization) -> str:
-    source = kernel.source
-    return str((kernel.name, *(sorted(map(str, d.items())) for d in (source.signature, source.constants)), source.attrs,
-                kernel.options))  # fmt: skip
 
 
 def rows_of_logits(seats):
@@ -186,6 +183,76 @@ def test_no_batch_invariant_step_launches_what_the_start_has_not(model, length):
 def test_no_step_of_placed_experts_launches_what_the_start_has_not(model):
     """With copies, whose tokens take turns, and with experts that are counted."""
     check_launches(model, 6144, "NVIDIA H200", ranks=4)
+
+
+class Others:
+    """Engines that take their steps together with this one, which is the first of them.
+
+    Attributes:
+        needs: what the next step of the others needs.
+    """
+
+    def __init__(self):
+        self.needs = []
+
+    def agree(self, words):
+        return [list(words), *map(list, self.needs)]
+
+
+@st.composite
+def needs(draw, seats, budget):
+    """What an engine's next step needs: perhaps nothing."""
+    decodes = draw(st.integers(0, min(seats, budget)))
+    tokens = draw(st.one_of(st.just(0), st.integers(0, budget - decodes)))
+    chunks = min(tokens, seats - decodes, draw(st.integers(1, 8)))
+    return Need(decodes, tokens if chunks else 0, chunks, draw(st.booleans()), draw(st.booleans()), decodes + tokens)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "eager"),
+    [
+        ((64, 512), torch.bfloat16, False),
+        ((8, 5000), torch.float32, True),
+        ((1000, 1000), torch.bfloat16, False),
+    ],
+)
+@pytest.mark.parametrize("engines", [2, 4])
+@pytest.mark.parametrize("model", [name for name in MODELS if name.startswith(("qwen3-30b", "gpt-oss", "glm-4.5"))])
+def test_no_step_of_shared_experts_launches_what_the_start_has_not(model, engines, sizes, dtype, eager):
+    """However many rows come from the others, also where this one has nothing to compute."""
+    seats, budget = sizes
+    config = EngineConfig.from_kwargs(
+        model="m",
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
+        max_model_len=6144,
+        data_parallel_size=engines,
+        enable_expert_parallel=True,
+        enforce_eager=eager,
+    )
+    spec, exchange, others = dealt_out(few_layers(model), config.parallel), Exchange(Group(0, engines)), Others()
+    with pretend(target_of(90)), list_kernels("NVIDIA H200") as found, torch.inference_mode():
+        decoder = Decoder(spec, dtype=dtype, device=META, max_model_len=6144, exchange=exchange)
+        runner = ModelRunner(decoder, config, META, 6144, team=Team(exchange=exchange, lockstep=others))
+        runner.start(NUM_BLOCKS, 6144)
+        with decoder.rehearsal():
+            runner.warm_up().run()
+            loaded = {described(kernel) for kernel in found}
+
+            planned = steps(seats, budget, 6144, runner._may_share, config.block_tokens)
+
+            @settings(max_examples=40, deadline=None)
+            @given(
+                step=st.one_of(st.none(), planned, planned),
+                elsewhere=st.lists(needs(seats, budget), min_size=engines - 1, max_size=engines - 1),
+            )
+            def launches_nothing_else(step, elsewhere):
+                found.clear()
+                others.needs = elsewhere
+                runner.join() if step is None else runner.follow(step)
+                assert {described(kernel) for kernel in found} <= loaded
+
+            launches_nothing_else()
 
 
 def placed(spec, ranks):
@@ -330,18 +397,21 @@ def check_drafts(folder, model, length, drafts, gpu, draft, ranks=1, context=ALO
             @given(
                 n=st.integers(1, seats),
                 keys=st.integers(1, length),
-                kind=st.sampled_from(["verify", "verify", "decode", "mixed"]),
+                kind=st.sampled_from(["verify", "verify", "decode", "mixed", "reported"]),
+                chunk=st.integers(1, 512 - seats),
                 logprobs=st.sampled_from([None, None, 2]),
                 edited=st.booleans(),
             )
-            def launches_nothing_else(n, keys, kind, logprobs, edited):
+            def launches_nothing_else(n, keys, kind, chunk, logprobs, edited):
                 found.clear()
                 verify = {"drafts": drafts} if kind == "verify" else {}
-                chunks = [5] if kind == "mixed" and n < seats else []
-                width = -(-max(keys, 5) // config.block_tokens) + 1
+                chunks = {"mixed": [5], "reported": [chunk]}.get(kind, []) if n < seats else []
+                spans = chunks if kind == "reported" else []
+                spans = tuple(PromptSpan("a", 1, n, np.zeros(length, dtype=np.int64), 1) for length in spans)
+                width = -(-max(keys, *chunks, 1) // config.block_tokens) + 1
                 step = dummy_step(n, chunks, rows=n, width=width, longest=keys, **verify)
                 edits = np.arange(n, dtype=np.int32) if edited else None
-                runner.run(dataclasses.replace(step, logprobs=logprobs, edited=edits))
+                runner.run(dataclasses.replace(step, logprobs=logprobs, edited=edits, prompt_spans=spans))
                 assert {described(kernel) for kernel in found} <= loaded
 
             launches_nothing_else()
