@@ -8,16 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 from support.encoders import encoder_config
+from support.mechanism_configs import MECHANISMS
+from support.specializations import described
 from support.tiny_models import ALL_FAMILIES, tiny_config
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
 from tritonllm.config import EngineConfig
+from tritonllm.dist.exchange import Exchange
+from tritonllm.dist.group import Group
+from tritonllm.dist.lockstep import Board, Lockstep
+from tritonllm.dist.pipeline import Team
 from tritonllm.engine import precompile
-from tritonllm.engine.precompile import BackgroundCompiler, Target, compile_kernels_of, kernels_of
-from tritonllm.kernels.compile.parallel import Specialization
+from tritonllm.engine.precompile import META, NUM_BLOCKS, BackgroundCompiler, Target, compile_kernels_of, kernels_of
+from tritonllm.engine.runner import ModelRunner
+from tritonllm.kernels.compile.aot import pretend, target_of
+from tritonllm.kernels.compile.parallel import Specialization, list_kernels
 from tritonllm.kernels.runtime import tuning
+from tritonllm.models.decoder import Decoder
+from tritonllm.models.expert_checks import dealt_out
 from tritonllm.models.families import spec_from_config
 
 NEEDED = "_advance_seats_kernel"
@@ -194,7 +204,7 @@ def test_lists_the_kernels_of_ranks(family):
     spec = spec_from_config(tiny_config(family))
     alone, ranks = (kernels_of(spec, config(tensor_parallel_size=size), TARGET) for size in (1, 2))
     assert {"_prefill_kernel", NEEDED} < {kernel.name for kernel in ranks}
-    assert {repr(kernel) for kernel in ranks} != {repr(kernel) for kernel in alone}
+    assert {described(kernel) for kernel in ranks} != {described(kernel) for kernel in alone}
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -223,3 +233,25 @@ def test_lists_both_ways_in_which_ranks_find_limits():
 def test_too_many_ranks_are_refused():
     with pytest.raises(ValueError, match="tensor_parallel_size=8 must divide the number of attention heads"):
         kernels_of(spec_from_config(tiny_config("llama")), config(tensor_parallel_size=8), TARGET)
+
+
+@pytest.mark.parametrize(("model", "size"), [("qwen3-30b", 2), ("gpt-oss", 4)])
+def test_lists_the_kernels_of_engines_that_share_experts(model, size):
+    """All of them, and no others: each has its part of the experts, through which the rows of all engines go, and none
+    looks for prefixes that sequences share."""
+    spec = spec_from_config(next(made for name, made in MECHANISMS.items() if name.startswith(model)))
+    limits, length = {"max_num_seqs": 64, "max_num_batched_tokens": 512}, 6144
+    target, shared = TARGET._replace(max_model_len=length), {"data_parallel_size": size, "enable_expert_parallel": True}
+    alone, shared = (config(**limits, max_model_len=length, **more) for more in ({}, shared))
+    listed, others = ({described(kernel) for kernel in kernels_of(spec, c, target)} for c in (shared, alone))
+    assert listed != others
+    exchange = Exchange(Group(size - 1, size))
+    sizes = {"dtype": TARGET.dtype, "device": META, "max_model_len": length}
+    with pretend(target_of(TARGET.arch)), list_kernels(TARGET.name) as found, torch.inference_mode():
+        model = Decoder(dealt_out(spec, shared.parallel), **sizes, exchange=exchange)  # of all layers
+        lockstep = Lockstep(Board(size), size - 1, patience=1)
+        runner = ModelRunner(model, shared, META, length, team=Team(exchange=exchange, lockstep=lockstep))
+        runner.start(NUM_BLOCKS, length)
+        with model.rehearsal():
+            runner.warm_up().run()
+    assert {described(kernel) for kernel in found} == listed

@@ -123,7 +123,7 @@ class ModelRunner:
         self._planner: CascadePlanner | None = None
         shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
         shares = shares and team.context.size == 1  # whose ranks merge theirs
-        shares = shares and team.lockstep is None  # its engines replay graphs of one room, shared prefix or not
+        shares = shares and team.exchange.size == 1  # whose engines replay graphs of one room, shared prefix or not
         if config.cache.enable_prefix_caching and shares:  # else only siblings share
             each = block_bytes(model.spec, self._dtype, self._block_size) // model.spec.num_layers
             self._planner = CascadePlanner(self._block_size, each)
