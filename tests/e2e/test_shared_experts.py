@@ -2,11 +2,14 @@
 
 Each has requests of its own, and all give the tokens of one engine that has the model alone."""
 
+import json
+import shutil
 import signal
 import time
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 from support.engines import tiny_checkpoint, tiny_llm
 from support.imported_processes import imported_processes
 from support.server import MODEL, eventually, running_server, socket_folders
@@ -99,6 +102,43 @@ def test_a_server():
         answers = [server.client.post("/v1/completions", json=asked).json() for _ in range(3)]
     expected = tiny_llm(tiny_checkpoint(FAMILY)).generate([prompt], SamplingParams(**body))
     assert {answer["choices"][0]["text"] for answer in answers} == {expected[0].outputs[0].text}
+
+
+def other_experts(folder):
+    """A checkpoint whose experts of the second half differ: those that the second of two engines has."""
+    count = json.loads((tiny_checkpoint(FAMILY) / "config.json").read_text())["num_experts"]
+    shutil.copytree(tiny_checkpoint(FAMILY), folder)
+    changed = 0
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            number = name.partition(".experts.")[2].partition(".")[0]
+            if number.isdigit() and int(number) >= count // 2:
+                tensors[name] = tensors[name] * -3.0
+                changed += 1
+        save_file(tensors, file, metadata={"format": "pt"})
+    assert changed
+    return folder
+
+
+def test_stored_blocks_are_those_of_all_experts(tmp_path):
+    """Each engine finds what the other has stored, and none takes blocks of a model whose experts elsewhere differ."""
+    prompts, stored = prompts_of([41, 42]), tmp_path / "stored"
+    store = {"kv_connector": "FileStore", "kv_connector_extra_config": {"path": str(stored)}}
+    options = {**SIZES, "num_blocks": 64, "kv_offloading_size": 0.01, "kv_transfer_config": store}
+    other, fetched = other_experts(tmp_path / "other"), []
+    for checkpoint, asked in (
+        (tiny_checkpoint(FAMILY), prompts),
+        (tiny_checkpoint(FAMILY), prompts[::-1]),
+        (other, prompts),
+    ):
+        expected = tiny_llm(checkpoint, **SIZES)
+        llm = tiny_llm(checkpoint, **options, **sharing_experts(2))
+        assert_same(generate(llm, asked, WISHES[:2]), generate(expected, asked, WISHES[:2]))
+        eventually(lambda: fetched or sum(one.kv_saved_blocks for one in llm.replica_stats) >= 20)  # noqa: B023
+        fetched.append([one.kv_fetched_blocks for one in llm.replica_stats])
+        llm.shutdown()
+    assert fetched[0] == [0, 0] and min(fetched[1]) > 0 and fetched[2] == [0, 0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

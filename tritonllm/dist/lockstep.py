@@ -16,6 +16,7 @@ written see there. A bell (``eventfd``) of each engine wakes it up when it sleep
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import reduction
@@ -55,6 +56,7 @@ class Board:
         self.size = size
         self._files = list(files)
         self.numbers = memoryview(mmap.mmap(self._files[0], nbytes)).cast("q")
+        weakref.finalize(self, _close, self._files)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (self.size, [reduction.DupFd(file) for file in self._files])
@@ -62,6 +64,11 @@ class Board:
     def bell(self, rank: int) -> int:
         """The descriptor that can be read once an engine has been woken up."""
         return self._files[1 + rank]
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _attached(size: int, files: list[Any]) -> Board:

@@ -35,7 +35,7 @@ from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, Reque
 from tritonllm.engine.plan import describe
 from tritonllm.engine.pooling import PoolingAbility, pooling_state
 from tritonllm.engine.ranks import Executor
-from tritonllm.engine.readiness import Unscheduled
+from tritonllm.engine.readiness import HARDLY, Unscheduled
 from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.restrictions import restrictions_of
 from tritonllm.engine.scheduler import Scheduler
@@ -330,7 +330,10 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         """Hand requests to the scheduler that have what they waited for; wait for one if there is nothing else to do.
         Returns the last outputs of those whose grammars could not be compiled."""
         if not self._in_flight and not self._scheduler.num_running and not self._scheduler.num_waiting:
-            self._unscheduled.wait()
+            if self.lockstep is None:
+                self._unscheduled.wait()
+            elif not self.lockstep.is_behind:
+                self._unscheduled.wait(HARDLY)
         if self._transfer is not None:
             self._transfer.follow(time.monotonic())
         failed = []

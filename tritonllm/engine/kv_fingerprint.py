@@ -1,11 +1,13 @@
 """Tells models apart by what decides their keys and values."""
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import xxhash
 
+from tritonllm.dist.group import ALONE, ConnectedGroup, Group
 from tritonllm.engine.tensor_digest import digest_of
 
 NAMES_ONLY = ("transformers_version", "torch_dtype", "dtype")  # entries of config.json that change no key
@@ -13,7 +15,7 @@ BY_LENGTH = ("longrope", '"su"', "dynamic")  # kinds of rotary positions that de
 
 
 def model_fingerprint(
-    models: Iterable[Any], config: Mapping[str, Any], max_model_len: int, layout: object
+    models: Iterable[Any], config: Mapping[str, Any], max_model_len: int, layout: object, group: Group = ALONE
 ) -> Callable[[], bytes]:
     """What computes a digest of the weights as they are then, and of all else that keys and values depend on.
 
@@ -26,6 +28,7 @@ def model_fingerprint(
         config: of ``config.json``.
         max_model_len: positions that the model was made for.
         layout: of a block: sizes, dtypes, tokens; anything whose ``repr`` says it.
+        group: engines that each have a part of the weights, and blocks that the others can use. All compute it at once.
     """
     models = list(models)
     facts = {name: value for name, value in config.items() if not name.startswith("_") and name not in NAMES_ONLY}
@@ -39,6 +42,14 @@ def model_fingerprint(
             for name, tensor in named:
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             digest.update(digest_of(tensor for _, tensor in named))
-        return digest.digest()
+        return _of_all(digest.digest(), group)
 
     return fingerprint
+
+
+def _of_all(digest: bytes, group: Group) -> bytes:
+    """The same on all ranks, of the digest of each."""
+    if not isinstance(group, ConnectedGroup):
+        return digest
+    parts = group.exchange(struct.unpack("<qq", digest))
+    return xxhash.xxh3_128_digest(b"".join(struct.pack("<qq", *part) for part in parts))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tritonllm.engine.output_processor import RequestState
 
+HARDLY = 2e-4  # seconds, where other engines may want to take a step with this one
 LONGEST_WAIT = 0.05  # seconds that a step waits for one of them when nothing else is to do
 
 
@@ -44,15 +45,15 @@ class Unscheduled:
     def clear(self) -> None:
         self._states.clear()
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = LONGEST_WAIT) -> None:
         """Until something may have changed, but not for long."""
         states = self._states.values()
         futures = [state.grammar for state in states if state.grammar is not None and not state.grammar.done()]
         asked = [state.fetch.future for state in states if state.fetch is not None and state.fetch.future is not None]
         if futures or asked:
-            wait([*futures, *asked], timeout=LONGEST_WAIT, return_when=FIRST_COMPLETED)
+            wait([*futures, *asked], timeout=seconds, return_when=FIRST_COMPLETED)
         elif not any(_is_ready(state) for state in states):
-            time.sleep(1e-3)
+            time.sleep(min(1e-3, seconds))
 
     def ready(self) -> list[Ready]:
         """Those that have all they waited for; they are here no more."""

@@ -356,7 +356,8 @@ def load_parts(config: EngineConfig, ranks: Ranks) -> Parts:
     cache = dataclasses.replace(config.cache, block_size=config.block_tokens)
     scheduler = Scheduler(config.scheduler, cache, *limits, drafting, tier, stages)
     identity = checkpoint.read_config(folder), origin.limit, (dtype, config.block_tokens, runner.block_bytes)
-    fingerprint = model_fingerprint([model for model in models if model is not None], *identity)
+    with_parts = [model for model in models if model is not None]
+    fingerprint = model_fingerprint(with_parts, *identity, team.exchange.group)
     slots = [] if runner.host is None else runner.host.memory
     transfer = make_transfer(transfer_config, connector, scheduler, slots, fingerprint)
     eos = end_tokens(spec, generation_config, tokenizer)

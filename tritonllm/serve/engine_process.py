@@ -116,7 +116,7 @@ def run_engine(
         if profiler is not None and profiler.kernel_iterations:
             from tritonllm.teach.kernel_records import prepare
 
-            prepare()
+            prepare(0 if place is None else place.rank)
         engine = LLMEngine.from_config(config, place)
         ready = describe(engine)
         context = zmq.Context(io_threads=1)
@@ -142,9 +142,11 @@ def run_engine(
         logger.info("an engine that shares experts with this one has ended, and so this one does")
     except Exception as error:
         logger.exception("the engine cannot go on")
-        reports.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
-        if engine.lockstep is not None:
-            os._exit(1)  # Python's end would wait for the device, which may wait for another engine for ever
+        try:
+            reports.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
+        finally:
+            if engine.lockstep is not None:
+                os._exit(1)  # Python's end would wait for the device, which may wait for another engine for ever
         sys.exit(1)
     finally:
         _end_profile(profiles)
@@ -225,9 +227,10 @@ class EngineLoop:
         """
         while not self._stopped:
             self._add_parsed()
-            idle = not self._parsing and not self._engine.has_unfinished_requests()
+            idle = not self._engine.has_unfinished_requests()
             if idle and self._fellows is not None:
-                self._fellows.await_work()
+                self._fellows.await_work(longest=ONLY_PARSING if self._parsing else None)
+            idle &= not self._parsing
             updates = self._take_messages(block=idle and self._fellows is None)
             if self._engine.has_unfinished_requests():
                 updates += self._step()
@@ -344,7 +347,8 @@ class EngineLoop:
         while self._parsing:
             first = self._parsing[0]
             if first.grammar is not None:
-                patience = 0 if self._engine.has_unfinished_requests() else ONLY_PARSING
+                waits = self._engine.has_unfinished_requests() or self._fellows is not None
+                patience = 0 if waits else ONLY_PARSING
                 if not futures.wait([first.grammar], patience).done:
                     return
             self._parsing.popleft()

@@ -33,8 +33,11 @@ class Fellows:
         self._poller.register(lockstep.bell, zmq.POLLIN)
         self._joined = False  # there was a step just now, and another will follow
 
-    def await_work(self) -> None:
+    def await_work(self, longest: float | None = None) -> None:
         """Until a message has come, or another engine waits in a step, which this one joins.
+
+        Args:
+            longest: seconds after which there is something else to look at; ``None`` if there is nothing.
 
         Raises:
             LeftError, LockstepError: another did not come to that step.
@@ -45,7 +48,8 @@ class Fellows:
                 return
             if time.monotonic() > until:
                 self._joined = False
-                self._poller.poll()
+                if not self._poller.poll(None if longest is None else int(1000 * longest)):
+                    return
                 self._lockstep.hush()
             else:
                 os.sched_yield()
@@ -69,8 +73,10 @@ def end_if_silent(lockstep: Lockstep, patience: float, tell: Callable[[str], Non
                 other = max(silent, key=silent.__getitem__)
                 why = f"replica {other} has given no sign of life for {patience:g} s, and shares experts with this one"
                 logger.error("%s", why)
-                tell(why)
-                os._exit(1)
+                try:
+                    tell(why)
+                finally:
+                    os._exit(1)
             time.sleep(TICK)
 
     threading.Thread(target=watch, name="tritonllm-fellows", daemon=True).start()

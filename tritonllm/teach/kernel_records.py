@@ -67,17 +67,21 @@ def plain_name(name: str) -> str:
     return name if name.startswith("Mem") else name.split("(")[0][:NAME_LENGTH]
 
 
-def prepare() -> None:
+def prepare(index: int = 0) -> None:
     """Have the profiler attach to the GPU, if there is one, and stay: it may miss the kernels of CUDA graphs that were
-    captured before. To be called before an engine is made whose kernels are to be seen."""
+    captured before. To be called before an engine is made whose kernels are to be seen.
+
+    Args:
+        index: of the engine's GPU, as this process sees them.
+    """
     import torch
 
     if torch.cuda.is_available():
         env.keep_cupti()
         profiler = _profiler()
         profiler.start()
-        torch.ones(1, device="cuda").add_(1)
-        torch.cuda.synchronize()
+        torch.ones(1, device=f"cuda:{index}").add_(1)
+        torch.cuda.synchronize(index)
         profiler.stop()
 
 
