@@ -67,7 +67,7 @@ def joined_engine(board):
     """An engine on the CPU, without experts, that takes its steps with others."""
     engine = tiny_llm().engine
     runner = engine._runner
-    runner._team = runner._team._replace(lockstep=Lockstep(board, 0, 30.0))
+    runner._team = runner._team._replace(lockstep=Lockstep(board, 0, 30.0, spin=0.01))
     return engine
 
 
@@ -107,7 +107,7 @@ def test_an_engine_without_requests_joins_and_then_answers(sockets):
     loop, other = run_loop(engine, router), Other(board, 20)
     eventually(lambda: other.has_had_its_steps)
     assert engine.stats.steps == 0 and other.taken == 20
-    time.sleep(2 * module.STAY_AWAKE)  # it sleeps
+    time.sleep(0.05)  # it sleeps
     send(client, request(greedy(6)))
     assert last_update(client).outputs[0].finish_reason == "length"
     assert other.taken == 20 + engine.stats.steps and engine.stats.steps >= 6

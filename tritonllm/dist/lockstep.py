@@ -28,7 +28,7 @@ WORDS = 6  # that an engine says of a step
 PLACES = 2
 STEP, LEFT, BEAT, SAID = range(4)  # where its numbers lie
 EACH = -(-(SAID + PLACES * WORDS) // LINE) * LINE  # numbers of an engine
-SPIN = 0.02  # seconds that an engine waits for the others without a sleep: a step of them takes that long
+SPIN = 0.02  # seconds that an engine of a GPU waits for the others without a sleep: a step of them takes that long
 
 
 class LeftError(RuntimeError):
@@ -96,10 +96,14 @@ class Lockstep:
         board: of all.
         rank: which this is.
         patience: seconds that it waits for another.
+        spin: seconds of waiting in which it does not sleep, which would cost each step 50 us. It takes a core.
+
+    Attributes:
+        spin: see above.
     """
 
-    def __init__(self, board: Board, rank: int, patience: float) -> None:
-        self._board, self._rank, self._patience = board, rank, patience
+    def __init__(self, board: Board, rank: int, patience: float, spin: float = 0.0) -> None:
+        self._board, self._rank, self._patience, self.spin = board, rank, patience, spin
         self._others = [other for other in range(board.size) if other != rank]
         self._numbers, self._taken = board.numbers, 0
         self._heard: dict[int, tuple[int, float]] = {}  # the others' beats, and for how long there was no new one
@@ -152,7 +156,7 @@ class Lockstep:
                     "something on its machine holds it up"
                 )
 
-        await_(lambda: all(self._numbers[EACH * other] >= step for other in self._others), check, SPIN)
+        await_(lambda: all(self._numbers[EACH * other] >= step for other in self._others), check, self.spin)
         self._taken = step
         starts = (EACH * rank + at for rank in range(self._board.size))
         return [self._numbers[start : start + len(words)].tolist() for start in starts]

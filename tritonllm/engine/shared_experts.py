@@ -14,7 +14,7 @@ from tritonllm.config import EngineConfig
 from tritonllm.dist.connect import connect
 from tritonllm.dist.exchange import Exchange
 from tritonllm.dist.group import ConnectedGroup
-from tritonllm.dist.lockstep import ExpertPlace, Lockstep
+from tritonllm.dist.lockstep import SPIN, ExpertPlace, Lockstep
 from tritonllm.dist.pipeline import Team
 from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.runner import ModelRunner
@@ -48,7 +48,9 @@ class SharedExpertRanks(Ranks):
             exchange = SymmetricExchange(group, device)
         # in any process, however it was begun; nobody waits on a device then
         multiprocessing.util.Finalize(self, group.shut, exitpriority=AT_THE_END)
-        self._met = Team(exchange=exchange, lockstep=Lockstep(board, rank, self._config.step_timeout))
+        spin = SPIN if device.type == "cuda" else 0.0  # without a GPU others need the cores
+        lockstep = Lockstep(board, rank, self._config.step_timeout, spin)
+        self._met = Team(exchange=exchange, lockstep=lockstep)
         return self._met
 
     def lead(self, runner: ModelRunner) -> Executor:

@@ -14,7 +14,6 @@ from tritonllm.dist.watch import TICK
 from tritonllm.engine.engine import LLMEngine
 
 logger = logging.getLogger(__name__)
-STAY_AWAKE = 0.02  # seconds without a sleep after a step of engines that share experts: it would cost each step 50 us
 
 
 class Fellows:
@@ -42,7 +41,7 @@ class Fellows:
         Raises:
             LeftError, LockstepError: another did not come to that step.
         """
-        until = time.monotonic() + (STAY_AWAKE if self._joined else 0.0)
+        until = time.monotonic() + (self._lockstep.spin if self._joined else 0.0)
         while not self._lockstep.is_behind:
             if self._socket.poll(0):
                 return
