@@ -48,6 +48,8 @@ CPU = torch.device("cpu")
 class Runner:
     """In the place of a model runner: arrays, and token 5 for every request."""
 
+    lockstep = None
+
     def __init__(self, seats: int, timed: "Clock", max_model_len: int = MAX_MODEL_LEN) -> None:
         planner = CascadePlanner(BLOCK_SIZE, BLOCK_BYTES)
         builder = StepBuilder(seats, -(-max_model_len // BLOCK_SIZE), BLOCK_SIZE, planner)

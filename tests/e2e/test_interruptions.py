@@ -198,9 +198,18 @@ def test_nothing_of_a_recovered_engine_is_shared_with_the_old(monkeypatch):
 
 def test_every_public_call_recovers_first():
     """So that no line between two calls sees what a broken change left."""
-    harmless = ("from_config", "from_engine_args", "tokenizer", "get_tokenizer", "model_config", "model", "subscribe")
+    harmless = (
+        "from_config",
+        "from_engine_args",
+        "tokenizer",
+        "get_tokenizer",
+        "model_config",
+        "model",
+        "subscribe",
+        "lockstep",
+    )
     public = [name for name in vars(LLMEngine) if not name.startswith("_") and name not in harmless]
-    calls = ["abort_request", "add_request", "has_unfinished_requests", "present", "stats", "step"]
+    calls = ["abort_request", "add_request", "has_unfinished_requests", "join", "present", "stats", "step"]
     assert sorted(public) == calls
     source = Path(engine_module.__file__).read_text()
     assert source.count("self._recover()") == len(public)

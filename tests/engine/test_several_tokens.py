@@ -32,6 +32,8 @@ class Runner:
     """In the place of a model runner: a request's tokens are a function of its name and their place; a step brings one
     and some more, as many as `accepts` says of so many drafts."""
 
+    lockstep = None
+
     def __init__(self, vocabulary, accepts):
         self.vocabulary, self.accepts = vocabulary, accepts
         self.lengths = {}  # the device alone knows them

@@ -290,6 +290,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         Raises:
             LeftError, LockstepError: another did not come to it.
         """
+        self._recover()
         self._runner.join()
 
     def _recover(self) -> None:
