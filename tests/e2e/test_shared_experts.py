@@ -17,7 +17,9 @@ from support.streams import all_gone
 from support.wishes import SIZES, WISHES, assert_same, assert_same_beams, generate, prompts_of
 
 from tritonllm import LLM, SamplingParams
+from tritonllm.config import EngineConfig
 from tritonllm.serve.engine_client import EngineDeadError
+from tritonllm.serve.replicas import start_engines
 
 FAMILY = "qwen3_moe"
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -177,6 +179,8 @@ def test_what_cannot_be_is_said():
         LLM(**dense)
     with pytest.raises(ValueError, match="data_parallel_size=3"):
         sharing(size=3)
+    with pytest.raises(ValueError, match=r"restart=1: engines that share experts .* cannot be started anew"):
+        start_engines(EngineConfig.from_kwargs(**dense), max_restarts=1)
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
     for name, options in (("speculative_config", drafts), ("deterministic", {"deterministic": True})):
         with pytest.raises(ValueError, match=f"^{name}: engines that share experts"):

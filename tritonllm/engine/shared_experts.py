@@ -39,15 +39,14 @@ class SharedExpertRanks(Ranks):
         rank, port, board = self._place
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         group = connect(store, rank, board.size, device, timeout=START_PATIENCE, local=True, peers=False)
-        group.limit(self._config.step_timeout)
         exchange = Exchange(group)
         if device.type == "cuda" and not self._config.parallel.disable_custom_all_reduce:
             from tritonllm.dist.symmetric_exchange import SymmetricExchange  # with the kernels
 
             assert isinstance(group, ConnectedGroup)  # of several ranks
             exchange = SymmetricExchange(group, device)
-        # in any process, however it was begun; nobody waits on a device then
-        multiprocessing.util.Finalize(self, group.shut, exitpriority=AT_THE_END)
+        # at the end of any process, however it was begun: nobody waits on a device then
+        multiprocessing.util.Finalize(None, group.shut, exitpriority=AT_THE_END)
         spin = SPIN if device.type == "cuda" else 0.0  # without a GPU others need the cores
         lockstep = Lockstep(board, rank, self._config.step_timeout, spin)
         self._met = Team(exchange=exchange, lockstep=lockstep)
@@ -55,4 +54,5 @@ class SharedExpertRanks(Ranks):
 
     def lead(self, runner: ModelRunner) -> Executor:
         self._met.least(0)  # all are ready: the first step waits for nobody's start
+        self._met.exchange.group.limit(self._config.step_timeout)
         return runner

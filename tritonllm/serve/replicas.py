@@ -46,15 +46,15 @@ def start_engines(
     check_gpus(config)
     started: list[EngineProcess] = []
     links: dict[int, EngineClient] = {}
-    shared = SharedExperts(config) if config.parallel.shares_experts else None
-    each_config = config  # one that shares experts knows with how many
-    if shared is None:
-        each_config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
-    if shared is not None and max_restarts:
+    if config.parallel.shares_experts and max_restarts:
         raise ValueError(
             f"restart={max_restarts}: engines that share experts (data_parallel_size={count} with "
             "enable_expert_parallel) cannot be started anew one by one: leave it out, and have the server started again"
         )
+    shared = SharedExperts(config) if config.parallel.shares_experts else None
+    each_config = config  # one that shares experts knows with how many
+    if shared is None:
+        each_config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data_parallel_size=1))
 
     def devices(number: int) -> range | None:
         # those that share experts reach each other's memory: each sees all GPUs
