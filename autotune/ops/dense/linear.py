@@ -11,7 +11,8 @@ from autotune.problem import Inputs, Problem, TensorFactory, Work
 from tritonllm.kernels import linear, linear_ref, linear_workspace_size
 from tritonllm.kernels.dense import linear as dense_linear
 from tritonllm.kernels.dense.arguments import HEAVY
-from tritonllm.kernels.dense.linear import SMALL, TORCH
+from tritonllm.kernels.dense.choice import TORCH, default_config
+from tritonllm.kernels.dense.invariant import SMALL
 from tritonllm.kernels.dense.portable import rows as portable_rows
 from tritonllm.kernels.dense.portable import tiles as portable_tiles
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
@@ -147,7 +148,7 @@ TUNABLE = Tunable(
     op="linear",
     module=dense_linear,
     also=(portable_rows, portable_tiles, norm, activation),
-    default=dense_linear.default_config,
+    default=default_config,
     problems=tuple(Product(m, **layer) for layer in LAYERS for m in (1, 2, 4, 8, 16, 32, 64)),
     space=space,
 )

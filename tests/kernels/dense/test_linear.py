@@ -6,7 +6,8 @@ from support.compare import FLOATS, assert_close, poisoned, with_row_padding
 from torch.nn import functional as F
 
 from tritonllm.kernels import linear, linear_ref, linear_workspace_size, rms_norm_ref
-from tritonllm.kernels.dense.linear import ACTIVATIONS, GATED, MAX_M, TORCH
+from tritonllm.kernels.dense.choice import TORCH
+from tritonllm.kernels.dense.linear import ACTIVATIONS, GATED, MAX_M
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS
 from tritonllm.kernels.runtime import tuning
 
@@ -179,13 +180,14 @@ def test_operator(device):
     torch.library.opcheck(torch.ops.tritonllm.linear.default, (x, weight, None, None, out, *rest))
 
 
-# Qwen3-0.6B and Llama-3.1-8B; an odd vocabulary
+# Qwen3-0.6B and Llama-3.1-8B, halves and quarters of larger models; an odd vocabulary
 SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (4096, 14336), (14336, 4096), (50257, 768)]
+SHAPES += [(3072, 4096), (5120, 8192), (2560, 8192), (8192, 2048), (1536, 4096)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("m", [1, 2, 3, 16, MAX_M, MAX_M + 1])
+@pytest.mark.parametrize("m", [1, 2, 3, 16, 32, MAX_M, MAX_M + 1])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_real_shapes(device, m, n, k, dtype):
     x, weight = make(device, m, n, k, dtype)

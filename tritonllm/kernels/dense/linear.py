@@ -15,8 +15,8 @@ import triton
 from tritonllm import env
 from tritonllm.kernels.dense import invariant
 from tritonllm.kernels.dense.arguments import Fused, Operands
+from tritonllm.kernels.dense.choice import TORCH, default_config
 from tritonllm.kernels.dense.cpu import whole_rows
-from tritonllm.kernels.dense.invariant import SMALL
 from tritonllm.kernels.dense.portable.rows import MAX_ROWS, launch_rows
 from tritonllm.kernels.dense.portable.tiles import launch_tiles
 from tritonllm.kernels.dense.weight import Weight, elements
@@ -31,47 +31,6 @@ MAX_M = 64
 MIN_BLOCK_N = 32  # of any configuration of `portable/tiles.py`
 GATED = ("silu", "gelu", "gelu_tanh")
 _NAMES = ", ".join(ACTIVATIONS)
-TORCH = {"kernel": "torch"}
-
-
-def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.Config:
-    """What was fastest on an H200 among some 20 configurations for each size of Qwen3-0.6B and Llama-3.1-8B.
-
-    Chosen in decode steps as a whole, in which a product's weights are loaded while the kernel before it ends. One row,
-    and two of a small weight: fewer weights a thread where the rows are few, more of a small or gated weight. Up to 16
-    rows, and 64 of a small weight: tiles, one program for each processor where the weight is small. More rows of a
-    large weight: tiles if there are several for each processor, 2 to 12% faster than cuBLAS for 10 such weights of 8
-    models (with 64 rows two are 1% slower); otherwise cuBLAS comes near, and a wrong choice costs most.
-    """
-    small = n * k <= SMALL
-    if m == 1 or (m <= MAX_ROWS and small):
-        block_n = 4 if n >= 2048 and k <= 8192 else 2
-        whole = max(32, triton.next_power_of_2(k))
-        many = m == 1 and itemsize == 2 and (small or gated == "yes")
-        per_thread = 32 if n < 2048 else 128 if many else 64
-        most = 8 if itemsize == 2 and block_n * whole <= 2**15 else 16
-        warps = min(most, max(1, block_n * whole // (32 * per_thread)))
-        tile = {"BLOCK_N": block_n, "BLOCK_K": min(whole, 4096 if k < 4096 else 2048), "num_warps": warps}
-        return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
-    if itemsize == 4 or k % 16:  # no tensor cores, no wide loads
-        return TORCH
-    if m > 16 and not small:
-        if n < 16384:
-            return TORCH
-        wide = {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8}
-        tile = (wide if m <= 32 else {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4}) | {"SPLIT_K": 1, "num_stages": 3}
-    elif n < 6144 or m > 16:
-        split = max(1, min(132 * 32 // n, k // 512))
-        block_k = 256 if m <= 16 else 128
-        stages = 6 if m <= 16 or n * split <= 132 * 32 else 4  # 147 kB: one program a processor
-        tile = {"BLOCK_N": 32, "BLOCK_K": block_k, "SPLIT_K": split, "num_warps": 4, "num_stages": stages}
-    elif n <= 132 * 64:
-        tile = {"BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": 1, "num_warps": 4, "num_stages": 6}
-    elif n < 16384:  # 14336 x 4096, 16 rows: 31.9 us with the best tiles, 30.7 with cuBLAS
-        return TORCH
-    else:
-        tile = {"BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": 1, "num_warps": 8, "num_stages": 3}
-    return {"kernel": "tiles"} | tile
 
 
 def _reference(operands: Operands, fused: Fused) -> None:

@@ -1,0 +1,124 @@
+"""Which kernel multiplies up to 64 rows, and by what tile, where no table says.
+
+Reading the weight bounds such a product, so what counts is that all processors read all the time: how many programs
+there are beside how many find room. docs/notebook/products.md has the measurements.
+"""
+
+import math
+from typing import NamedTuple
+
+import triton
+
+from tritonllm.kernels.dense.invariant import SMALL
+from tritonllm.kernels.dense.portable.rows import MAX_ROWS
+from tritonllm.kernels.runtime import tuning
+
+TORCH = {"kernel": "torch"}
+WIDEST = {"kernel": "tiles", "BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": 1, "num_warps": 8, "num_stages": 3}
+PROCESSORS = 132  # of an H200 and an H100, for which the defaults are
+MIN_PART, MAX_PARTS = 1024, 4  # of K: the least columns and the most parts
+WELL_FILLED = 0.84  # 7168 rows of a weight fill 0.85 of the chip, and tiles are as fast as cuBLAS
+
+
+class Tile(NamedTuple):
+    """A program's part of a product in `portable/tiles.py`; with four warps.
+
+    Attributes:
+        block_n: rows of the weight.
+        block_k: columns at once.
+        stages: of the pipeline.
+        programs: that find room on a processor.
+    """
+
+    block_n: int
+    block_k: int
+    stages: int
+    programs: int = 1
+
+    def config(self, split: int) -> tuning.Config:
+        tile = {"BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "SPLIT_K": split, "num_warps": 4}
+        return {"kernel": "tiles", **tile, "num_stages": self.stages}
+
+    def rounds(self, n: int, split: int) -> float:
+        """How often the chip is filled, the last time in part."""
+        return triton.cdiv(n, self.block_n) * split / (PROCESSORS * self.programs)
+
+    def filled(self, n: int, split: int) -> float:
+        """The part of the places for programs that is taken while they run."""
+        rounds = self.rounds(n, split)
+        return rounds / math.ceil(rounds)
+
+    def one_round(self, n: int, k: int) -> int:
+        """The parts of K with which all programs run at once and are the most, each long enough; 0: even one are too
+        many."""
+        return min(int(1 / self.rounds(n, 1)), max(1, k // MIN_PART), MAX_PARTS)
+
+
+# Memory of a program: 147, 74 and 123 kB for up to 16 rows, 147 for 32, 131 and 147 for 64.
+DEEP, THIRD, WIDE = Tile(32, 256, 6), Tile(32, 128, 6, programs=3), Tile(64, 128, 6)
+WIDE_OF_64, NARROW_OF_64 = Tile(64, 64, 8), Tile(32, 128, 6)
+
+
+def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.Config:
+    """What was fastest on an H200 among some 20 configurations for each size of Qwen3-0.6B and Llama-3.1-8B, and of 21
+    weights of other models and of ranks that share one.
+
+    Chosen in decode steps as a whole, in which a product's weights are loaded while the kernel before it ends. One row,
+    and two of a small weight: fewer weights a thread where the rows are few, more of a small or gated weight. Up to 16
+    rows, and 64 of a small weight: tiles. More rows of a large weight: tiles if there are several for each processor, 2
+    to 12% faster than cuBLAS for 10 such weights of 8 models (with 64 rows two are 1% slower), or if one for each fills
+    the chip; otherwise cuBLAS comes near, and a wrong choice costs most.
+    """
+    small = n * k <= SMALL
+    if m == 1 or (m <= MAX_ROWS and small):
+        block_n = 4 if n >= 2048 and k <= 8192 else 2
+        whole = max(32, triton.next_power_of_2(k))
+        many = m == 1 and itemsize == 2 and (small or gated == "yes")
+        per_thread = 32 if n < 2048 else 128 if many else 64
+        most = 8 if itemsize == 2 and block_n * whole <= 2**15 else 16
+        warps = min(most, max(1, block_n * whole // (32 * per_thread)))
+        tile = {"BLOCK_N": block_n, "BLOCK_K": min(whole, 4096 if k < 4096 else 2048), "num_warps": warps}
+        return {"kernel": "rows", "LATE": SMALL < n * k <= 2**25} | tile
+    if itemsize == 4 or k % 16:  # no tensor cores, no wide loads
+        return TORCH
+    if m <= 16:
+        return _tile_of_16_rows(n, k)
+    if small:
+        split = max(1, min(PROCESSORS * 32 // n, k // 512))
+        if m <= 32:  # 98 kB: two programs find room on a processor
+            split = max(split, min(2 * PROCESSORS * 32 // n, k // MIN_PART, MAX_PARTS))
+        stages = 6 if m <= 32 or n * split <= PROCESSORS * 32 else 4  # 147 kB: one program a processor
+        return Tile(32, 128, stages).config(split)
+    if n < 16384:
+        return _tile_of_one_round(m, n, k)
+    if m <= 32:
+        return WIDEST
+    return Tile(64, 64, 3).config(1)
+
+
+def _tile_of_16_rows(n: int, k: int) -> tuning.Config:
+    """Tiles that fill the chip: a last round of a few programs takes as long as a full one. With tiles of 32 rows of
+    the weight, 5120 and 2560 of them took 1.5 and 1.3 times as long as with the best."""
+    if n >= 16384:
+        return WIDEST
+    if n > PROCESSORS * 64 or (n > PROCESSORS * 48 and n * k > 2**26):
+        return TORCH  # 14336 x 4096, 16 rows: 31.9 us with the best tiles, 30.7 with cuBLAS
+    deep = max(1, min(PROCESSORS * 32 // n, k // 512))
+    parts = range(1, max(1, min(k // MIN_PART, MAX_PARTS)) + 1)
+    tiles = [(DEEP, deep), *((THIRD, split) for split in parts), *((WIDE, split) for split in parts[:3])]
+    tile, split = max(
+        ((tile, split) for tile, split in tiles if tile is WIDE or tile.rounds(n, split) <= 1),
+        key=lambda each: each[0].filled(n, each[1]),
+    )
+    return tile.config(split)
+
+
+def _tile_of_one_round(m: int, n: int, k: int) -> tuning.Config:
+    """17 to 64 rows of a large weight: tiles if as many as there are processors take it all, else cuBLAS."""
+    for tile in [WIDE] if m <= 32 else [NARROW_OF_64, WIDE_OF_64]:
+        split = tile.one_round(n, k)
+        if tile is NARROW_OF_64:
+            split = min(split, 1)
+        if split and tile.filled(n, split) >= WELL_FILLED:
+            return tile.config(split)
+    return TORCH
