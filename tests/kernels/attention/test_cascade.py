@@ -1,6 +1,7 @@
 import itertools
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tritonllm.kernels import (
     plan_cascade,
 )
 from tritonllm.kernels.attention.cascade import MAX_PARTS, cascade_parts
+from tritonllm.kernels.runtime import chip
 
 
 def share(p: Problem, shared: int, lens: list[int], who: list[bool]) -> tuple[Problem, torch.Tensor]:
@@ -35,7 +37,8 @@ def plan_of(p: Problem, shares: torch.Tensor, shared: int, parts: int | None = N
 def check(p: Problem, shares: torch.Tensor, shared: int, parts: int | None = None) -> None:
     out = poisoned(*p.q.shape, dtype=p.q.dtype, device=p.q.device)
     plan = plan_of(p, shares, shared, parts)
-    got, lse = cascade_decode_attention(p.q, p.k_cache, p.v_cache, plan, **p.options, out=out, return_lse=True)
+    with patch.object(chip, "processors", return_value=4):  # 264 programs that have nothing to do took 90% of the time
+        got, lse = cascade_decode_attention(p.q, p.k_cache, p.v_cache, plan, **p.options, out=out, return_lse=True)
     assert got is out
     want, want_lse = paged_decode_attention_ref(*p.exact().decode, **p.options, return_lse=True)
     assert_close(out, want, p.q.dtype)
