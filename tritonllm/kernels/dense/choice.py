@@ -60,7 +60,7 @@ WIDE_OF_64, NARROW_OF_64 = Tile(64, 64, 8), Tile(32, 128, 6)
 
 
 def default_config(m: int, n: int, k: int, itemsize: int, gated: str) -> tuning.Config:
-    """What was fastest on an H200 among some 20 configurations for each size of Qwen3-0.6B and Llama-3.1-8B, and of 21
+    """What was fastest on an H200 among some 20 configurations for each size of Qwen3-0.6B and Llama-3.1-8B, and of 20
     weights of other models and of ranks that share one.
 
     Chosen in decode steps as a whole, in which a product's weights are loaded while the kernel before it ends. One row,
