@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     def one_round(self, n: int, k: int) -> int:
         """The parts of K with which all programs run at once and are the most, each long enough; 0: even one are too
         many."""
-        return min(int(1 / self.rounds(n, 1)), max(1, k // MIN_PART), MAX_PARTS)
+        return min(PROCESSORS * self.programs // triton.cdiv(n, self.block_n), max(1, k // MIN_PART), MAX_PARTS)
 
 
 # Memory of a program: 147, 74 and 123 kB for up to 16 rows, 147 for 32, 131 and 147 for 64.
