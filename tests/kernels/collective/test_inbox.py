@@ -100,6 +100,14 @@ def test_layouts(columns, dtype, size):
     assert layout.registers * layout.num_warps * 32 * (layout.programs // 132) <= 65536
 
 
+@pytest.mark.parametrize(("columns", "size", "launches"), [(1024, 2, 1), (4096, 2, 1), (4096, 4, 2), (8192, 4, 4)])
+def test_few_launches_take_the_rows_of_a_large_step(columns, size, launches):
+    """Each begins and ends with an idle link. Of short rows there are no more places than such a step has rows."""
+    layout = layout_for(columns, torch.bfloat16, size, 132)
+    assert 8192 / launches <= layout.rows < 8192 + layout.programs
+    assert layout.nbytes <= 320 << 20
+
+
 @pytest.mark.parametrize(("columns", "dtype"), [(0, torch.bfloat16), (1 << 16, torch.bfloat16)])
 def test_rows_that_no_program_takes(columns, dtype):
     with pytest.raises(ValueError, match="columns must be from 1 to"):

@@ -29,6 +29,7 @@ import triton
 # several launches, of which each begins with an idle link and ends with one: 67 MB on two H200s take 217 us by 32 MiB,
 # 199 by 128 and 196 by 512; 134 MB on four take 826, 734 and 699. This is what 8,192 rows of 4,096 of two ranks need.
 CAPACITY = 160 << 20
+ROWS = 8192  # of one launch, which have places if CAPACITY allows it: few steps have more
 MAX_WARPS = 16
 REGISTERS = 65536  # of a processor
 EMPTY = {2: -(2**15), 4: -(2**31)}  # a negative zero, as an integer of so many bytes
@@ -137,5 +138,6 @@ def layout_for(columns: int, dtype: torch.dtype, size: int, processors: int) -> 
     if not 1 <= columns <= 1 << 15:
         raise ValueError(f"columns must be from 1 to {1 << 15}, got {columns}")
     programs = processors * (threads_of(block, size) // (32 * warps_of(block)))
-    slots = max(1, CAPACITY // (programs * size * columns * dtype.itemsize))
+    fit = CAPACITY // (programs * size * columns * dtype.itemsize)
+    slots = max(1, min(fit, triton.cdiv(ROWS, programs)))
     return Layout(columns, dtype, size, programs, slots)

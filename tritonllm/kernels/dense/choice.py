@@ -115,10 +115,10 @@ def _tile_of_16_rows(n: int, k: int) -> tuning.Config:
 
 def _tile_of_one_round(m: int, n: int, k: int) -> tuning.Config:
     """17 to 64 rows of a large weight: tiles if as many as there are processors take it all, else cuBLAS."""
-    for tile in [WIDE] if m <= 32 else [NARROW_OF_64, WIDE_OF_64]:
-        split = tile.one_round(n, k)
-        if tile is NARROW_OF_64:
-            split = min(split, 1)
-        if split and tile.filled(n, split) >= WELL_FILLED:
+    tiles = [(WIDE, WIDE.one_round(n, k))]
+    if m > 32:
+        tiles = [(NARROW_OF_64, 1), (WIDE_OF_64, WIDE_OF_64.one_round(n, k))]
+    for tile, split in tiles:
+        if WELL_FILLED <= tile.rounds(n, split) <= 1:
             return tile.config(split)
     return TORCH
