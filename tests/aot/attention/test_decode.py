@@ -55,12 +55,15 @@ def test_hopper_kernel(cache_dtype):
     with compile_kernels(90, every=1) as few:
         for head_size in (64, 128):
             launch(64, 32, 8, head_size, 16, BF16, cache_dtype, apart=True)
+            launch(1, 32, 4, head_size, 16, BF16, cache_dtype, apart=True)  # one program a processor
+        launch(2, 16, 8, 128, 16, BF16, cache_dtype, apart=True)
         launch(64, 32, 8, 128, 16, BF16, cache_dtype, apart=True, return_lse=True, **everything, **scales)
         order = torch.empty(64, dtype=torch.int32)
         launch(64, 32, 8, 128, 16, BF16, cache_dtype, apart=True, order=order, settled=True)
     with compile_kernels(90, every=1) as more:
         launch(80, 32, 2, 128, 64, BF16, cache_dtype, apart=True)
         launch(64, 32, 2, 64, 16, BF16, cache_dtype, apart=True)
+        launch(4, 32, 2, 128, 16, BF16, cache_dtype, apart=True)
         launch(64, 32, 2, 128, 16, BF16, cache_dtype, apart=True, order=order, settled=True)
     assert {kernel.name for kernel in [*few, *more]} == {"decode_sm90_kernel"}
     assert_resources([*few, *more])

@@ -250,6 +250,10 @@ REAL = [
     (32, 8, 128, 16, [4096, 1, 0, 777, 2048, 4095]),
     (16, 8, 128, 128, [2048] * 16),
     (32, 4, 128, 256, [1000, 131072, 17]),
+    (32, 4, 128, 16, [30_000]),  # more parts than one program reads at once: several merge them
+    (64, 4, 128, 16, [20_000, 3]),
+    (14, 2, 64, 16, [60_000]),
+    (16, 8, 128, 16, [30_000, 40_000]),
     (14, 2, 64, 16, [1024, 333]),
     (71, 1, 64, 32, [513] * 4),
     (8, 4, 256, 16, [3000, 5]),
@@ -270,9 +274,10 @@ def test_real_shapes(device, heads, kv_heads, head_size, block_size, lens, dtype
 
 
 @pytest.mark.gpu
-def test_same_bits_every_time(device):
+@pytest.mark.parametrize("group", [2, 8, 16])
+def test_same_bits_every_time(device, group):
     """Which program ends last differs from run to run; the order in which it merges does not."""
-    p = make_problem(device, [1] * 3, [30_000, 70, 4001], head_size=128, dtype=torch.bfloat16)
+    p = make_problem(device, [1] * 3, [30_000, 70, 4001], group=group, head_size=128, dtype=torch.bfloat16)
     workspace = torch.zeros(WORKSPACE_SIZE, dtype=torch.int32, device=device)
     first = paged_decode_attention(*p.decode, workspace=workspace).clone()
     for _ in range(200):

@@ -62,7 +62,7 @@ def default_config(
     64 x 4096 with 16 tokens of 4 heads: balanced 380 us, prefill 272, but a prefill does not split a sequence's keys.
     """
     if arch == "sm90" and group <= SM90_ROWS:
-        return sm90_config(head_size, group, cache_dtype)
+        return sm90_config(head_size, group, cache_dtype, programs)
     if arch == "sm90" and tree == "no" and programs >= 132 and dtype == cache_dtype:
         return {"kernel": "prefill"}
     return balanced_config(head_size, group, dtype, cache_dtype)

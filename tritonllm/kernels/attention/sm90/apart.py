@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tritonllm.kernels.attention.common import LOG2E, LOWEST, row_offsets, soft_cap
-from tritonllm.kernels.attention.sm90.pairs import describe_rows, merge_pair, merge_warps, rows_of_pair, store_rows
+from tritonllm.kernels.attention.sm90.pairs import count_part, describe_rows, merge_warps, rows_of_pair, store_rows
 from tritonllm.kernels.attention.sm90.tiles_apart import (
     clear_stale_values,
     dims_in_order,
@@ -125,7 +125,6 @@ def attend_apart(place, part_lo, part_hi, sequence, tiles, count, tensors, strid
     part_ptr, part_lse_ptr, count_ptr = parts
     head, seq, pair = place
     first, seq_len, cached = sequence
-    share = plan[2]
     BLOCK_N: gl.constexpr = pipe[0].shape[1]
     HEAD_SIZE: gl.constexpr = pipe[0].shape[2]
     FLOAT8: gl.constexpr = pipe[0].dtype == gl.uint8
@@ -157,7 +156,7 @@ def attend_apart(place, part_lo, part_hi, sequence, tiles, count, tensors, strid
     b_l += b_sum * gl.exp2(b_m - b_m_new)
     b_out, b_lse = merge_warps(dims_in_order(b_o, FLOAT8).permute([0, 2, 1]), b_m_new, b_l)
     if part_hi - part_lo == tiles:
-        store_rows(place, b_out, b_lse, out_scale, tensors, strides, lengths, GROUP, BLOCK_M)
+        store_rows(place, 0, b_out, b_lse, out_scale, tensors, strides, lengths, GROUP, BLOCK_M)
     else:
         column: gl.constexpr = gl.SliceLayout(1, b_out.type.layout)
         b_dim = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, b_out.type.layout))
@@ -165,11 +164,8 @@ def attend_apart(place, part_lo, part_hi, sequence, tiles, count, tensors, strid
         b_slot = (gl.program_id(0) * 2 + (part_lo == 0).to(gl.int32)) * BLOCK_M + gl.arange(0, BLOCK_M, column)
         gl.store(part_ptr + b_slot.to(gl.int64)[:, None] * HEAD_SIZE + b_dim[None, :], b_out, mask=m_row[:, None])
         gl.store(part_lse_ptr + b_slot, b_lse, mask=m_row)
-        p_count = count_ptr + pair // share
-        gl.thread_barrier()  # every thread has stored its share of the part before one counts it
-        if gl.atomic_add(p_count, part_hi - part_lo) + part_hi - part_lo == tiles:
-            gl.store(p_count, 0)
-            merge_pair(
-                place, tiles, out_scale, tensors, strides, parts, lengths, plan, GROUP, ROWS, HEAD_SIZE, BLOCK_M
-            )  # fmt: skip
+        count_part(
+            place, part_hi - part_lo, tiles, out_scale, tensors, strides, parts, lengths, plan, GROUP, ROWS, HEAD_SIZE,
+            BLOCK_M,
+        )  # fmt: skip
     return count

@@ -13,9 +13,15 @@ from tritonllm.kernels.attention.schedule import cut
 @gluon.jit
 def rows_of_pair(place, lengths, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
     """A pair's first ROWS rows: token in ``q``, query head, token in the sequence, and whether there is one."""
+    return describe_pairs(place, lengths, gl.arange(0, ROWS, layout), GROUP, BLOCK_M)
+
+
+@gluon.jit
+def describe_pairs(place, lengths, b_row, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The same for some of a pair's rows."""
     head, seq, pair = place
     len_ptr, cu_ptr, batch, row_tiles, window = lengths
-    b_pair = head % row_tiles * BLOCK_M + gl.arange(0, ROWS, layout)
+    b_pair = head % row_tiles * BLOCK_M + b_row
     b_new = b_pair // GROUP
     token = seq
     q_len = 1
@@ -78,37 +84,50 @@ def merge_warps(b_o, b_m, b_l):
 
 
 @gluon.jit
-def store_rows(place, b_out, b_lse, out_scale, tensors, strides, lengths, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Store a pair's result ``[C, D]``, laid out as :func:`merge_warps` leaves it, and its log of the denominator."""
+def store_rows(place, row, b_out, b_lse, out_scale, tensors, strides, lengths, GROUP: gl.constexpr,
+               BLOCK_M: gl.constexpr):  # fmt: skip
+    """Store the result ``[C, D]`` of a pair's rows from ``row`` on, laid out as :func:`merge_warps` leaves it, and its
+    log of the denominator."""
     q_ptr, out_ptr, lse_ptr, sink_ptr, slope_ptr, tree_ptr, k_scale_ptr, v_scale_ptr = tensors
     stride_q_token, stride_q_head, stride_out_token, stride_out_head, heads = strides
-    row: gl.constexpr = gl.SliceLayout(1, b_out.type.layout)
+    b_row = row + gl.arange(0, b_out.shape[0], gl.SliceLayout(1, b_out.type.layout))
     b_dim = gl.arange(0, b_out.shape[1], gl.SliceLayout(0, b_out.type.layout))
-    b_token, b_head, _, m_row = rows_of_pair(place, lengths, GROUP, BLOCK_M, b_out.shape[0], row)
+    b_token, b_head, _, m_row = describe_pairs(place, lengths, b_row, GROUP, BLOCK_M)
     p_out = out_ptr + row_offsets(b_token, b_head, stride_out_token, stride_out_head)[:, None] + b_dim[None, :]
     gl.store(p_out, (b_out * out_scale).to(out_ptr.dtype.element_ty), mask=m_row[:, None])
     if lse_ptr is not None:
         gl.store(lse_ptr + b_token * heads + b_head, b_lse * LN2, mask=m_row)
 
 
+@gluon.constexpr_function
+def merges_of(rows: int, head_size: int) -> int:
+    """How many programs merge a pair that many have parts of: each as few rows as its threads have dimensions for."""
+    return max(1, rows * head_size // 128)
+
+
+@gluon.constexpr_function
+def parts_at_once(rows: int, head_size: int) -> int:
+    """Of so many rows, how many parts are read at once: 64 registers of a thread."""
+    return max(4, min(64, 8192 // (rows * head_size)))
+
+
 @gluon.jit
-def merge_pair(place, tiles, out_scale, tensors, strides, parts, lengths, plan, GROUP: gl.constexpr,
+def merge_rows(place, tiles, row, out_scale, tensors, strides, parts, lengths, plan, GROUP: gl.constexpr,
                ROWS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
-    """Merge all parts of a pair, each warp every fourth of them, and store the result."""
+    """Merge all parts of ROWS rows of a pair from ``row`` on, each warp every fourth of them, and store the result."""
     part_ptr, part_lse_ptr, count_ptr = parts
     begin, end, share, unit, items, programs = plan
-    PARTS: gl.constexpr = max(4, min(32, 8192 // (ROWS * HEAD_SIZE)))  # at once: 64 registers of a thread
+    PARTS: gl.constexpr = parts_at_once(ROWS, HEAD_SIZE)
     MINE: gl.constexpr = max(1, ROWS * HEAD_SIZE // 128)  # rows of a thread
     deep: gl.constexpr = gl.BlockedLayout(
         [1, 1, MINE, 4], [1, 1, 128 // HEAD_SIZE, HEAD_SIZE // 4], [1, 4, 1, 1], [3, 2, 1, 0]
     )
     by_row: gl.constexpr = gl.SliceLayout(3, deep)
     part: gl.constexpr = gl.SliceLayout(2, by_row)
-    row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, by_row))
-    b_row = gl.arange(0, ROWS, row)
+    b_row = row + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, by_row)))
     b_dim = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, deep))))
     b_dim = b_dim[None, :][:, None, :][:, :, None, :]
-    _, _, _, m_row = rows_of_pair(place, lengths, GROUP, BLOCK_M, ROWS, row)
+    _, _, _, m_row = describe_pairs(place, lengths, b_row, GROUP, BLOCK_M)
     b_lane = gl.arange(0, PARTS // 4, gl.SliceLayout(1, part))[:, None] * 4
     b_lane += gl.arange(0, 4, gl.SliceLayout(0, part))[None, :]
     first = place[2] // share  # the programs whose stretches touch the pair
@@ -134,4 +153,43 @@ def merge_pair(place, tiles, out_scale, tensors, strides, parts, lengths, plan, 
         b_acc = b_acc * b_alpha[:, :, None] + gl.sum(b_part * b_weight[:, :, :, None], 0)
         b_m = b_m_new
     b_out, b_lse = merge_warps(b_acc, b_m, b_l)
-    store_rows(place, b_out, b_lse, out_scale, tensors, strides, lengths, GROUP, BLOCK_M)
+    store_rows(place, row, b_out, b_lse, out_scale, tensors, strides, lengths, GROUP, BLOCK_M)
+
+
+@gluon.jit
+def count_part(place, part_tiles, tiles, out_scale, tensors, strides, parts, lengths, plan, GROUP: gl.constexpr,
+               ROWS: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
+    """Count a part that is stored, and merge the pair, or rows of it, if that is this program's.
+
+    Where one program reads all parts at once, the one that counts last merges them. Where more have parts, the first
+    few wait for the others and merge some rows each. This pair is the last of their stretch, so that nothing of theirs
+    waits; and none of them waits for a program that waits for it: that one would have begun with an earlier pair.
+    """
+    part_ptr, part_lse_ptr, count_ptr = parts
+    begin, end, share, unit, items, programs = plan
+    MERGES: gl.constexpr = merges_of(ROWS, HEAD_SIZE)
+    SEEN: gl.constexpr = 1 << 24  # by one that merges: more than a pair has tiles
+    first = place[2] // share
+    p_count = count_ptr + first
+    gl.thread_barrier()  # every thread has stored its share of the part before one counts it
+    counted = gl.atomic_add(p_count, part_tiles) + part_tiles
+    many = False
+    if MERGES > 1:
+        others = (place[2] + tiles - 1) // share - first
+        many = (unit == 1) & (others >= gl.maximum(MERGES, parts_at_once(ROWS, HEAD_SIZE)))
+    if many:
+        merge = gl.program_id(0) - first
+        if merge < MERGES:
+            while counted % SEEN != tiles:
+                counted = gl.atomic_add(p_count, 0)
+            merge_rows(
+                place, tiles, merge * (ROWS // MERGES), out_scale, tensors, strides, parts, lengths, plan, GROUP,
+                ROWS // MERGES, HEAD_SIZE, BLOCK_M,
+            )  # fmt: skip
+            if gl.atomic_add(p_count, SEEN) == tiles + (MERGES - 1) * SEEN:
+                gl.store(p_count, 0)
+    elif counted == tiles:
+        gl.store(p_count, 0)
+        merge_rows(
+            place, tiles, 0, out_scale, tensors, strides, parts, lengths, plan, GROUP, ROWS, HEAD_SIZE, BLOCK_M
+        )
