@@ -21,7 +21,8 @@ from tritonllm.engine.common_steps import Need
 from tritonllm.engine.draft_model import make_head
 from tritonllm.engine.dummy_step import dummy_step
 from tritonllm.engine.precompile import META, NUM_BLOCKS, Target, kernels_of, list_kernels, pretend, target_of
-from tritonllm.engine.runner import ModelRunner, rehearsal_of
+from tritonllm.engine.preparation import rehearsal_of
+from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.step import PromptSpan
 from tritonllm.engine.warm_up import Limits, WarmUp, Work
 from tritonllm.experts.load import ExpertLoad

@@ -23,7 +23,8 @@ from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import Group
 from tritonllm.dist.pipeline import ALONE, Pipeline, Team
 from tritonllm.engine.draft_model import make_head
-from tritonllm.engine.runner import ModelRunner, rehearsal_of
+from tritonllm.engine.preparation import rehearsal_of
+from tritonllm.engine.runner import ModelRunner
 from tritonllm.kernels.compile.aot import pretend, target_of
 from tritonllm.kernels.compile.extensions import driver_extensions
 from tritonllm.kernels.compile.parallel import Specialization, compile_in_parallel, list_kernels

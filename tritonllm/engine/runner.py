@@ -2,10 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache, partial
-from weakref import WeakMethod
+from functools import cache
 
 import torch
 
@@ -19,25 +16,23 @@ from tritonllm.engine.common_steps import Need, room_for_rows
 from tritonllm.engine.device_seats import DeviceSeats
 from tritonllm.engine.drawing import Drawing, LaunchedStep
 from tritonllm.engine.dummy_step import dummy_step
-from tritonllm.engine.graphs import GraphCapture, GraphKey, GraphLimits, StepGraphs
+from tritonllm.engine.graphs import GraphKey, StepGraphs
 from tritonllm.engine.host_copies import HostCopies
-from tritonllm.engine.inputs import Batch, reserve_pinned, upload_step
+from tritonllm.engine.inputs import Batch, upload_step
 from tritonllm.engine.kv_cache import block_bytes
-from tritonllm.engine.launch_policy import host_bound_tokens
-from tritonllm.engine.layer_marks import LayerMarks
-from tritonllm.engine.memory_fit import blocks_that_fit
 from tritonllm.engine.passing import Passing
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.pooler import Pooler
+from tritonllm.engine.preparation import Preparation
 from tritonllm.engine.processors import BatchProcessors
 from tritonllm.engine.results import RunningStep
-from tritonllm.engine.room_sizes import graph_sizes, token_sizes
 from tritonllm.engine.sampler import Sampler
 from tritonllm.engine.shared_prefix import CascadePlanner
 from tritonllm.engine.sleep import EngineMemory
 from tritonllm.engine.step import FREE, Restrictions, Step
 from tritonllm.engine.step_drafts import StepDrafts
-from tritonllm.engine.warm_up import Forward, Limits, ToTokens, WarmUp, Work
+from tritonllm.engine.step_sizes import StepSizes
+from tritonllm.engine.warm_up import WarmUp
 from tritonllm.layers.moe import MoESpec
 from tritonllm.layers.regime import Regimes
 from tritonllm.models.decoder import Decoder
@@ -45,22 +40,6 @@ from tritonllm.models.interface import CausalLM
 
 NOTHING = dummy_step(0, [], rows=0, width=0)
 ONE_OF_NOBODY = dummy_step(1, [], rows=0, width=1)  # kernels are loaded for that, but not for no token
-
-
-def _narrows(step: Step) -> bool:
-    """Whether a step that is not captured computes only the rows that are sampled from to the end."""
-    if step.wants_all or step.all_sampled or step.segments.verify.sequences:  # of drafts every token is sampled from
-        return False
-    return step.num_rows < step.segments.tokens  # else many continuations of few tokens: the start has seen these
-
-
-@contextmanager
-def rehearsal_of(models: Sequence[CausalLM]) -> Iterator[None]:
-    """Inside the block all of them rehearse."""
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(model.rehearsal())
-        yield
 
 
 class ModelRunner:
@@ -102,7 +81,6 @@ class ModelRunner:
         self._memory = memory
         self._graphs: StepGraphs | None = None
         self._undrawn: deque[LaunchedStep] = deque()
-        self._max_model_len = max_model_len
         seats = config.scheduler.max_num_seqs
         self.drafts = StepDrafts(config, model, draft, max_model_len, device, proposes=self._pipe.first)
         self.caches = Caches(model, self.drafts.model, config, device)
@@ -119,7 +97,7 @@ class ModelRunner:
         self._passing: Passing | None = None
         if isinstance(model, Decoder) and self._pipe.stages > 1:
             self._passing = Passing(self._pipe, model, self._seats, team.size, device)
-        self._host_bound = self._pipe.least(host_bound_tokens(model.work))  # steps have equally many tokens everywhere
+        self._sizes = StepSizes.of(config, model, self.drafts, max_model_len, self._pipe)
         self._planner: CascadePlanner | None = None
         shares = not (config.disable_cascade_attn or config.deterministic)  # a cascade merges two sums
         shares = shares and team.context.size == 1  # whose ranks merge theirs
@@ -130,8 +108,8 @@ class ModelRunner:
         self._builder = self._make_builder()
         if isinstance(model, Decoder):
             top_k = max((layer.mlp.top_k for layer in model.spec.layers if isinstance(layer.mlp, MoESpec)), default=0)
-            team.exchange.reserve(model.spec.hidden_size, self._dtype, top_k, self._most_tokens)
-        self._passed_bytes = 0 if self._passing is None else self._passing.reserve(self._most_tokens)
+            team.exchange.reserve(model.spec.hidden_size, self._dtype, top_k, self._sizes.most_tokens)
+        self._passed_bytes = 0 if self._passing is None else self._passing.reserve(self._sizes.most_tokens)
 
     @property
     def stages(self) -> int:
@@ -158,15 +136,10 @@ class ModelRunner:
         return 0 if self._graphs is None else len(self._graphs)
 
     @property
-    def _max_blocks(self) -> int:
-        """Of a sequence, with what drafts behind its last token read."""
-        return -(-(self._max_model_len + self.drafts.most) // self._block_size)
-
-    @property
     def _regimes(self) -> Regimes:
         if self._config.deterministic and self.drafts.most:  # its attention wants a bound that the device cannot pass
-            return Regimes(lambda sequences: 0, self._max_model_len)
-        return Regimes(cache(self._model.short_keys), self._max_model_len)  # captured steps ask in each step
+            return Regimes(lambda sequences: 0, self._sizes.max_model_len)
+        return Regimes(cache(self._model.short_keys), self._sizes.max_model_len)  # captured steps ask in each step
 
     @property
     def host(self) -> HostCopies | None:
@@ -183,46 +156,6 @@ class ModelRunner:
         """Blocks that the cache's second tier keeps."""
         return self.caches.host_slots
 
-    @property
-    def _most_tokens(self) -> int:
-        """Of a step, padding included."""
-        scheduler = self._config.scheduler
-        captured = max(self._captured_tokens(), default=0)
-        verified = self.drafts.verified * (1 + self.drafts.most)
-        padded = scheduler.max_num_seqs + max(captured, 1)  # 1: the warm-up has a prompt's token beside all decodes
-        return max(scheduler.max_num_batched_tokens, padded, verified)
-
-    @torch.inference_mode()
-    def fit_num_blocks(self) -> int:
-        """How many cache blocks fit: what the configuration grants, less what is in use once the largest step has run,
-        less what graphs will take (docs/start.md).
-
-        Raises:
-            ValueError: not even one block fits.
-        """
-        cache = self._config.cache
-        if cache.num_blocks is not None:
-            return cache.num_blocks
-        if self._device.type != "cuda":
-            return max(1, cache.cpu_cache_bytes // self.block_bytes)
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        self.caches.allocate(1)
-        warm_up, deterministic = self.warm_up(), self._config.deterministic
-        warm_up.largest_steps(deterministic)
-        captures = self._model.supports_graphs and not self._config.enforce_eager
-        captured = warm_up.captured_bytes(deterministic) if captures else 0
-        self.caches.forget()
-        reserved, on_device = captured + self.caches.reserved_bytes + self._passed_bytes, self.caches.tier_on_device
-        also = "kv_offloading_size or the connector's max_bytes, which are of the GPU" if on_device else ""
-        return blocks_that_fit(cache, self.block_bytes, reserved, self._device, also)
-
-    def _captured_tokens(self) -> list[int]:
-        """Room for prompt tokens in captured steps."""
-        if not self._model.supports_graphs or self._config.enforce_eager:
-            return []
-        return token_sizes(self._config.scheduler.max_num_batched_tokens, self._host_bound)
-
     def _forward(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of these tokens ``[R]``, or of all."""
         inputs = batch.inputs
@@ -230,60 +163,47 @@ class ModelRunner:
 
     def _make_builder(self) -> StepBuilder:
         seats = self._config.scheduler.max_num_seqs
-        sizes, drafts = (seats, self._max_blocks, self._block_size), self.drafts
+        sizes, drafts = (seats, self._sizes.max_blocks, self._block_size), self.drafts
         wants = {"tell_tokens": drafts.look_back, "tell_past": drafts.remember}
         wants["finds_limits"] = self._drawing.finds_limits
         tell = self._processors is not None
         return StepBuilder(*sizes, self._planner, tell_admitted=tell, drafts=drafts.most, **wants)
 
-    def warm_up(self) -> WarmUp:
-        """The steps that are run before the first request."""
-        scheduler = self._config.scheduler
-        limits = Limits(
-            block_size=self._block_size,
-            max_model_len=self._max_model_len,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            padded=[scheduler.max_num_seqs + tokens for tokens in self._captured_tokens()],
-            drafts=self.drafts.most,
-            verified=self.drafts.verified,
-        )
-        work = Work(*self._rehearsed, copy=self._warm_up_copies, may_share=self._may_share)
-        return WarmUp(work, limits, self._regimes, self._device)
-
-    @property
-    def _rehearsed(self) -> tuple[Forward, ToTokens, ToTokens, Callable[[int], object]]:
-        """What of :class:`Work` this stage has. The first of several draws from rows that the last one has made."""
-        if not self._pipe.first:
-            return self._advance, len, len, int
-        forward = self._advance if self._pipe.last else self._advance_and_pick
-        return forward, self._drawing.warm_up, self._drawing.warm_up_drafts, self._drawing.warm_up_scores
-
-    def _advance_and_pick(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
-        hidden = self._advance(batch, rows)
-        return hidden if rows is None else hidden[rows]
-
-    def _warm_up_copies(self) -> None:
-        if self._passing is not None:
-            self._passing.warm_up()
-        self.caches.warm_up()
-        if self.drafts.tree is not None:
-            for copies in self.caches.copies:
-                copies.move_slots(self.drafts.tree.no_moves())
-
-    def _warm_up_draws(self) -> None:
-        """The first of several stages draws outside of graphs, which visit these sizes elsewhere."""
-        seats, each = self._config.scheduler.max_num_seqs, 1 + self.drafts.most
-        size = max(seats, self.drafts.verified * each), self._model.spec.hidden_size
-        hidden = torch.zeros(size, dtype=self._dtype, device=self._device)
-        for rows in graph_sizes(seats):
-            self._drawing.warm_up(hidden[:rows])
-        for sequences in graph_sizes(self.drafts.verified) if self.drafts.most else []:
-            self._drawing.warm_up_drafts(hidden[: sequences * each])
-
     def _may_share(self, sequences: int) -> bool:
         """Whether a step of so many decodes can come with a plan for their shared prefix."""
-        return self._planner is not None and self._planner.may_plan(sequences, self._max_model_len)
+        return self._planner is not None and self._planner.may_plan(sequences, self._sizes.max_model_len)
+
+    @property
+    def _preparation(self) -> Preparation:
+        return Preparation(
+            model=self._model,
+            config=self._config,
+            device=self._device,
+            team=self._team,
+            sizes=self._sizes,
+            regimes=self._regimes,
+            caches=self.caches,
+            drafts=self.drafts,
+            drawing=self._drawing,
+            passing=self._passing,
+            passed_bytes=self._passed_bytes,
+            advance=self._advance,
+            captured=self._captured,
+            may_share=self._may_share,
+        )
+
+    @torch.inference_mode()
+    def fit_num_blocks(self) -> int:
+        """How many cache blocks fit into the device's memory, or what the configuration says.
+
+        Raises:
+            ValueError: not even one block fits.
+        """
+        return self._preparation.fit_num_blocks()
+
+    def warm_up(self) -> WarmUp:
+        """The steps that are run before the first request."""
+        return self._preparation.warm_up()
 
     @torch.inference_mode()
     def start(self, num_blocks: int, max_model_len: int) -> None:
@@ -293,35 +213,16 @@ class ModelRunner:
             num_blocks: at most what :meth:`fit_num_blocks` said.
             max_model_len: the longest sequence that may come, if that is less than before.
         """
-        self._max_model_len = max_model_len
+        self._sizes = dataclasses.replace(self._sizes, max_model_len=max_model_len)
         self.caches.allocate(num_blocks, self._memory)
         self.caches.add_tier()
         self._builder = self._make_builder()
         if self._device.type != "cuda":
             return
-        reserve_pinned()
-        with rehearsal_of(self.caches.models):
-            self.warm_up().run()
-            if self.stages > 1 and self._pipe.first:
-                self._warm_up_draws()
-        if self._model.supports_graphs and not self._config.enforce_eager:
-            seats = self._config.scheduler.max_num_seqs
-            drafts = self.drafts.most, self.drafts.verified
-            drawn = *drafts, self._drawing.by_shards and self._pipe.stages == 1
-            limits = GraphLimits(seats, self._captured_tokens(), self._max_blocks, self._block_size, *drawn)
-            rehearsal = partial(rehearsal_of, self.caches.models)
-            threads = self._team.size * self._team.exchange.size > 1
-            capture = GraphCapture(rehearsal, self._device, threads=threads)
-            weak = WeakMethod(self._captured)  # a cycle would keep a dropped engine's memory until Python looks for it
-
-            def work(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-                captured = weak()
-                assert captured is not None  # the runner has the graphs
-                return captured(batch)
-
-            layers = self.caches.marked_layers
-            mark = partial(LayerMarks, layers) if layers else None
-            self._graphs = StepGraphs(work, limits, self._device, self._may_share, self._regimes, capture, mark)
+        preparation = self._preparation
+        preparation.load_kernels()
+        if self._sizes.captures:
+            self._graphs = preparation.capture()
         self._seats.times.zero_()
 
     def launch(self, plan: StepPlan) -> RunningStep | None:
@@ -412,7 +313,7 @@ class ModelRunner:
         mine = Need.of(step, self._drawing.rows_of(step))
         need = Need.of_all(map(Need._make, lockstep.agree(mine)))
         key = None if graphs is None else graphs.key_for(step, need)
-        return key, room_for_rows(need.rows, self._most_tokens) if key is None else 0
+        return key, room_for_rows(need.rows, self._sizes.most_tokens) if key is None else 0
 
     def _compute(self, step: Step, key: GraphKey | None, exchange_rows: int) -> LaunchedStep:
         if self._graphs is not None and key is not None:
@@ -424,7 +325,7 @@ class ModelRunner:
             captured.graph.replay()
             hidden, tokens = captured.hidden, captured.tokens
         else:
-            batch, tokens, narrowed = self._upload(step).exchanging(exchange_rows), None, _narrows(step)
+            batch, tokens, narrowed = self._upload(step).exchanging(exchange_rows), None, step.narrows
             filled = self.caches.copies_of_filled(step)
             if filled is not None and self.caches.tells_layers:
                 batch = batch.telling(filled.computed)

@@ -197,6 +197,13 @@ class Step:
         return len(rows) == self.segments.tokens and bool((rows == np.arange(len(rows))).all())
 
     @property
+    def narrows(self) -> bool:
+        """Unless it is captured, only the rows that are sampled from are computed to the end."""
+        if self.wants_all or self.all_sampled or self.segments.verify.sequences:  # of drafts every token is sampled
+            return False
+        return self.num_rows < self.segments.tokens  # else many continuations of few tokens: the start has seen these
+
+    @property
     def plain(self) -> bool:
         """The draw alone serves all of them: logits are neither edited nor reported."""
         return self.edited is None and self.logprobs is None and not self.redrawn

@@ -1,0 +1,54 @@
+import dataclasses
+
+import pytest
+import torch
+from support.engines import tiny_checkpoint
+from support.tiny_models import load_decoder
+
+from tritonllm.config import EngineConfig, SchedulerConfig
+from tritonllm.dist.pipeline import UNDIVIDED
+from tritonllm.engine.step_drafts import StepDrafts
+from tritonllm.engine.step_sizes import StepSizes
+
+SIZES = StepSizes(
+    scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100),
+    block_size=4,
+    max_model_len=64,
+    captures=True,
+    host_bound=10**9,
+    drafts=0,
+    verified=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "captured", "most"),
+    [
+        ({}, [64], 100),
+        ({"captures": False}, [], 100),
+        ({"scheduler": SchedulerConfig(max_num_seqs=60, max_num_batched_tokens=100)}, [64], 124),
+        ({"scheduler": SchedulerConfig(max_num_seqs=60, max_num_batched_tokens=60)}, [], 61),  # a prompt's token beside
+        ({"drafts": 4, "verified": 40}, [64], 200),
+    ],
+)
+def test_the_largest_step(changes, captured, most):
+    sizes = dataclasses.replace(SIZES, **changes)
+    assert sizes.captured_tokens == captured and sizes.most_tokens == most
+
+
+def test_blocks_of_a_sequence_have_room_for_drafts():
+    assert SIZES.max_blocks == 16
+    assert dataclasses.replace(SIZES, drafts=1).max_blocks == 17
+    assert dataclasses.replace(SIZES, max_model_len=62, drafts=2).max_blocks == 16
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_sizes_of_a_runner(eager):
+    how = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "enforce_eager": eager}
+    config = EngineConfig.from_kwargs(model="m", block_size=4, max_num_seqs=8, max_num_batched_tokens=64, **how)
+    model = load_decoder(tiny_checkpoint())
+    drafts = StepDrafts(config, model, None, 64, torch.device("cpu"), proposes=True)
+    sizes = StepSizes.of(config, model, drafts, 64, UNDIVIDED)
+    assert (sizes.block_size, sizes.max_model_len) == (4, 64)
+    assert (sizes.drafts, sizes.verified) == (3, drafts.verified)
+    assert sizes.captured_tokens == ([] if eager else [64])
