@@ -116,7 +116,7 @@ def test_again_while_recovering(ahead):
     first = Scheduler._serve_running.__code__
     at_schedule = (first.co_filename, first.co_firstlineno + 3), 1
     break_off()
-    cleaning = {"_recover", "reset", "_forget_requests", "output"}
+    cleaning = {"_recover", "lose", "reset", "_forget_requests", "output"}
     with Injector(functions=cleaning) as counter:
         assert engine.has_unfinished_requests()
     assert len(counter.passed) > 15

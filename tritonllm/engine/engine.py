@@ -9,7 +9,6 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 (:meth:`LLMEngine._recover`). An error that belongs to one request ends that request only.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -21,7 +20,6 @@ from tritonllm.dist.lockstep import ExpertPlace, Lockstep
 from tritonllm.engine.announcer import Announcer
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.backends import ranks_of
-from tritonllm.engine.beam_search import beam_state
 from tritonllm.engine.delivery import Delivery
 from tritonllm.engine.expert_load import ExpertLoadMethods
 from tritonllm.engine.host_tier import HostTier
@@ -30,10 +28,11 @@ from tritonllm.engine.input_processor import InputProcessor, TokenizedPrompt
 from tritonllm.engine.jump_forward import jump
 from tritonllm.engine.kv_params import transfer_params
 from tritonllm.engine.kv_transfer import KVTransfer, TransferStats
+from tritonllm.engine.new_requests import NewRequests, check_call
 from tritonllm.engine.output_processor import RequestState, SequenceOutput
-from tritonllm.engine.outputs import PoolingRequestOutput, RequestMetrics, RequestOutput
+from tritonllm.engine.outputs import EngineOutput
 from tritonllm.engine.plan import describe
-from tritonllm.engine.pooling import PoolingAbility, pooling_state
+from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.ranks import Executor
 from tritonllm.engine.readiness import HARDLY, Unscheduled
 from tritonllm.engine.request import RequestStatus
@@ -42,6 +41,7 @@ from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sleep import EngineMemory, SleepMethods
 from tritonllm.engine.startup import load_parts
 from tritonllm.engine.stats import EngineStats
+from tritonllm.engine.unfinished import Unfinished
 from tritonllm.events import Present, Sink
 from tritonllm.inputs import Prompt
 from tritonllm.kernels.compile.monitor import MONITOR
@@ -50,7 +50,6 @@ from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
 
-EngineOutput = RequestOutput | PoolingRequestOutput
 STEP_FAILED = "the step failed"  # how the error begins of requests that were lost with a step
 
 
@@ -83,21 +82,20 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._runner = runner
         self._memory = memory or EngineMemory(None, config.model)
         self._scheduler = scheduler
-        self._states: dict[str, RequestState] = {}
-        self._sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
-        self._events = Announcer(scheduler, self._sequences)
+        self._new = NewRequests(inputs, self.pooling, scheduler)
+        sequences: dict[str, tuple[RequestState, SequenceOutput]] = {}
+        self._events = Announcer(scheduler, sequences)
+        self._unfinished = Unfinished(sequences, self._events)
         self._transfer = transfer
         self._unscheduled = Unscheduled()
-        self._arrivals = itertools.count()
         self._in_flight = InFlight(config.parallel.pipeline_parallel_size)
         self._ahead = config.parallel.pipeline_parallel_size - 1 + bool(config.scheduler.async_scheduling)
         self._whole = True  # no change is under way, and none was broken off
         self._failure = "the step was interrupted"  # why the last one was broken off
-        self._lost: dict[str, EngineOutput] = {}  # last outputs of the requests that were lost with it
         self._prepared_at_ready = MONITOR.prepared
         self._steps = self._prompt_tokens = 0
         self._jumps = not config.logits_processors  # those of whole batches may have to see each token drawn
-        self._delivery = Delivery(scheduler, self._sequences, self.tokenizer, self._events)
+        self._delivery = Delivery(scheduler, sequences, self.tokenizer, self._events)
 
     @classmethod
     def from_config(cls, config: EngineConfig, place: ExpertPlace | None = None) -> "LLMEngine":
@@ -175,60 +173,24 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._memory.check_usable()
         if lora_request is not None:
             refuse("lora_request", lora_request)
-        if not isinstance(request_id, str):
-            raise ValueError(f"request_id must be a string, got {request_id!r}")
-        if request_id in self._states or request_id in self._lost:
-            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ValueError(f"priority must be an integer, got {priority!r}")
-        if priority and self.config.scheduler.policy != "priority":
-            raise ValueError(f"priority={priority} needs policy='priority'; this engine's policy is 'fcfs'")
-        state = self._new_state(request_id, prompt, params, priority)
+        check_call(request_id, priority, self.config.scheduler.policy)
+        self._unfinished.check_free(request_id)
+        state = self._new.state(request_id, prompt, params, priority)
+        self._unfinished.check_sequences(state)
         for sequence in state.sequences:
-            if sequence.request.request_id in self._sequences:  # of a request that waits for its grammar, perhaps
-                raise ValueError(f"request_id {request_id!r} is in use by a sequence of another unfinished request")
             self._scheduler.check(sequence.request)
         self._whole = False
-        for sequence in state.sequences:
-            self._sequences[sequence.request.request_id] = state, sequence
         if self._transfer is not None:
             wishes = transfer_params(state.params)
             state.fetch = self._transfer.fetch(state.sequences[0].request, wishes, time.monotonic())
             state.offer = self._transfer.offer(wishes)
         if not self._unscheduled.take(state):
             self._schedule(state)
-        self._states[request_id] = state
+        self._unfinished.add(state)
         self._prompt_tokens += len(state.prompt_token_ids)
         if self._events.heard:
             self._events.added(state)
         self._whole = True
-
-    def _new_state(
-        self,
-        request_id: str,
-        prompt: Prompt | TokenizedPrompt,
-        params: SamplingParams | BeamSearchParams | PoolingParams | None,
-        priority: int,
-    ) -> RequestState:
-        arrival = next(self._arrivals)
-        place = {"priority": priority, "arrival": arrival}
-        if isinstance(params, PoolingParams):
-            return pooling_state(self.pooling, self.inputs, request_id, prompt, params, **place)
-        if self.pooling.refuses_generation is not None:
-            raise ValueError(self.pooling.refuses_generation)
-        if isinstance(params, BeamSearchParams):
-            return beam_state(self.inputs, self._scheduler, request_id, prompt, params, **place)
-        params = self.inputs.take_params(params)
-        tokenized = self.inputs.tokenize(prompt, params.truncate_prompt_tokens)
-        if tokenized.token_types is not None:
-            raise ValueError("token_type_ids are for encoders: leave them out")
-        grammar = self.inputs.grammar(params)
-        requests = self.inputs.requests(request_id, tokenized, params, priority, arrival, grammar)
-        sequences = [SequenceOutput(index, request, self.tokenizer) for index, request in enumerate(requests)]
-        metrics = RequestMetrics(arrival_time=time.monotonic())
-        state = RequestState(request_id, tokenized.text, tokenized.token_ids, params, sequences, metrics)
-        state.grammar = grammar
-        return state
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[EngineOutput]:
         """End requests now and free their memory; unknown or finished ids are ignored. Returns their last outputs."""
@@ -237,13 +199,13 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self._whole = False
         for request_id in ids:
-            output, state = self._lost.pop(request_id, None), self._states.get(request_id)
+            output, state = self._unfinished.drop_lost(request_id), self._unfinished.get(request_id)
             if state is not None:
                 if self._unscheduled.drop(request_id):
                     self._end_unscheduled(state, RequestStatus.FINISHED_ABORTED)
                 for sequence in state.sequences:
                     self._scheduler.abort(sequence.request.request_id)
-                output = self._report(state)
+                output = self._unfinished.report(state)
             if output is not None:
                 outputs.append(output)
         self._whole = True
@@ -252,7 +214,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to run, or to report."""
         self._recover()
-        return bool(self._states or self._lost)
+        return bool(self._unfinished)
 
     def step(self) -> list[EngineOutput]:
         """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.
@@ -266,9 +228,9 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
                 their last outputs, with ``finish_reason="error"``. The engine can be used again, if the device can.
         """
         self._recover()
-        if self._lost:
-            lost, self._lost = self._lost, {}
-            return list(lost.values())
+        lost = self._unfinished.take_lost()
+        if lost:
+            return lost
         self._whole = False
         try:
             outputs = self._advance()
@@ -297,16 +259,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         """If a change was broken off, end all requests and begin anew. May be broken off itself, and called again."""
         if self._whole:
             return
-        for state in self._states.values():
-            for sequence in state.sequences:
-                if not sequence.request.status.is_finished:
-                    sequence.request.status = RequestStatus.FINISHED_ERROR
-                    state.error = self._failure
-            output = state.output()
-            assert output is not None  # it has ended
-            self._lost[state.request_id] = output
-        self._states.clear()
-        self._sequences.clear()
+        self._unfinished.lose(self._failure)
         self._unscheduled.clear()
         if self._transfer is not None:
             self._transfer.reset()
@@ -344,7 +297,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
                 continue
             state.error = error
             self._end_unscheduled(state, RequestStatus.FINISHED_ERROR)
-            failed.append(self._report(state))
+            failed.append(self._unfinished.report(state))
         return [output for output in failed if output is not None]
 
     def _advance(self) -> list[EngineOutput]:
@@ -388,7 +341,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._draw()  # first, so that the device has work meanwhile
         if controlled and self._jumps:
             self._delivery.force(jump(controlled, self._scheduler), touched, self._steps)
-        outputs = [self._report(state) for state in touched.values()]
+        outputs = [self._unfinished.report(state) for state in touched.values()]
         return [output for output in outputs if output is not None]
 
     def _draw(self, idle: bool = False) -> None:
@@ -405,17 +358,6 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         tier.done = self._runner.host.done
         if not self._in_flight:
             tier.rates.idle(time.monotonic())
-
-    def _report(self, state: RequestState) -> EngineOutput | None:
-        """The request's output, and its end if it has ended."""
-        output = state.output()
-        if output is not None and output.finished:
-            del self._states[state.request_id]
-            for sequence in state.sequences:
-                del self._sequences[sequence.request.request_id]
-            if self._events.heard:
-                self._events.ended(state)
-        return output
 
     @property
     def stats(self) -> EngineStats:

@@ -183,6 +183,9 @@ class PoolingRequestOutput(Generic[Pooled]):
     error: str | None = None
 
 
+EngineOutput = RequestOutput | PoolingRequestOutput
+
+
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
     """Of :meth:`LLM.embed`."""
 

@@ -24,7 +24,8 @@ import msgspec
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.engine.asleep import AsleepError
-from tritonllm.engine.engine import STEP_FAILED, EngineOutput
+from tritonllm.engine.engine import STEP_FAILED
+from tritonllm.engine.outputs import EngineOutput
 from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.stats import EngineStats
 from tritonllm.experts.load import ExpertLoad

@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.engine.engine import EngineOutput
 from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.outputs import EngineOutput
 from tritonllm.engine.pooling import PoolingAbility
 from tritonllm.engine.stats import EngineStats
 from tritonllm.experts.load import ExpertLoad

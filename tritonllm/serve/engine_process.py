@@ -25,9 +25,9 @@ from tritonllm.config import EngineConfig
 from tritonllm.dist.lockstep import ExpertPlace, LeftError
 from tritonllm.dist.watch import WorkerError
 from tritonllm.engine.asleep import AsleepError
-from tritonllm.engine.engine import EngineOutput, LLMEngine
+from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.input_processor import TokenizedPrompt
-from tritonllm.engine.outputs import RequestOutput
+from tritonllm.engine.outputs import EngineOutput, RequestOutput
 from tritonllm.engine.request import packed_from
 from tritonllm.engine.results import StepTimeoutError
 from tritonllm.experts.load import ExpertLoad
