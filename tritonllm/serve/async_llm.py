@@ -1,31 +1,30 @@
 """``AsyncLLM``: the engine in a process of its own, and an async generator for each request. Names are vLLM's."""
 
 import asyncio
-import copy
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.config import EngineConfig
 from tritonllm.engine.arg_utils import EngineArgs
 from tritonllm.engine.asleep import AsleepError
-from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import TokenizedPrompt
 from tritonllm.engine.kv_settings import check_connector
 from tritonllm.engine.outputs import PoolingRequestOutput, RequestOutput
-from tritonllm.engine.request import AS_SAMPLING, PACKED_BYTES
+from tritonllm.engine.request import AS_SAMPLING
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
-from tritonllm.serve.collector import Collector, Texts
+from tritonllm.sampling_params import SamplingParams
+from tritonllm.serve import request_messages
+from tritonllm.serve.collector import Collector
 from tritonllm.serve.engine_calls import EngineCalls
 from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.engine_health import EngineHealth
 from tritonllm.serve.inputs import import_tokenizers, input_processor
-from tritonllm.serve.messages import Abort, Add, News, Stats, Update, pack_params
-from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
+from tritonllm.serve.messages import Abort, Add, News, Stats
+from tritonllm.serve.open_requests import Observer, OpenRequests
+from tritonllm.serve.pooling_messages import PoolingCollector
 from tritonllm.serve.profiling import ProfilerConfig
 from tritonllm.serve.replicas import Replicas, start_engines
 from tritonllm.serve.room import QueueFullError, Room, sequences_of
@@ -35,7 +34,6 @@ from tritonllm.vllm_arguments import no_adapter
 
 __all__ = ["AsyncEngineArgs", "AsyncLLM", "EngineDeadError", "Observer", "QueueFullError", "StoppedError"]
 
-logger = logging.getLogger(__name__)
 MAX_QUEUE = 1024  # sequences that may wait for a seat, by default
 
 
@@ -46,16 +44,6 @@ class StoppedError(RuntimeError):
 @dataclass(kw_only=True, repr=False)
 class AsyncEngineArgs(EngineArgs):
     """Arguments of :class:`AsyncLLM`, under vLLM's name; they are those of :class:`EngineArgs`."""
-
-
-class Observer(Protocol):
-    """Is told what happens to requests, for metrics."""
-
-    def updated(self, update: Update) -> None: ...
-
-    def added(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> None: ...
-
-    def aborted(self, request_id: str) -> None: ...
 
 
 class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
@@ -115,12 +103,8 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         self.max_num_seqs = self._client.ready.max_num_seqs
         count = SharedCount() if sequences is None else sequences
         self._room = Room(self.max_num_seqs + max_queue, count)
-        self.observer: Observer | None = None
+        self._requests = OpenRequests(self._room, self._abort)
         self.on_death: Callable[[str], None] | None = None
-        self._collectors: dict[
-            str, tuple[Collector | PoolingCollector, int]
-        ] = {}  # and the request's number of sequences
-        self._ending: set[str] = set()  # aborted; their last updates are on their way
         self._stopped: str | None = None  # why there are no requests any more
         EngineCalls.__init__(self)
         Tokenizing.__init__(self, inputs, causal=self.pooling.causal)
@@ -130,6 +114,15 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
     def from_engine_args(cls, engine_args: EngineArgs, *, max_queue: int = MAX_QUEUE) -> "AsyncLLM":
         """From arguments under vLLM's names; returns when the engine is ready."""
         return cls(engine_args.create_engine_config(), max_queue=max_queue)
+
+    @property
+    def observer(self) -> Observer | None:
+        """Is told what happens to requests; ``None``: nobody is."""
+        return self._requests.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._requests.observer = observer
 
     @property
     def num_unfinished(self) -> int:
@@ -212,7 +205,8 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         params = self.inputs.take_params(sampling_params)
         self._check_room(params.n)
         tokenized = await self._tokenized(prompt, params)
-        collector = self._add(request_id, tokenized, params, priority)
+        message, collector = request_messages.generation(request_id, tokenized, params, priority, self.inputs.tokenizer)
+        self._submit(message, collector, params)
         finished = False
         try:
             while not finished:
@@ -257,12 +251,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         self.attach()
         self._check_room(sequences_of(params))
         tokenized = await self._tokenized(prompt, params)
-        collector = PoolingCollector(tokenized.token_ids)
-        message = Add(
-            *(request_id, tokenized.text, tokenized.packed.tobytes(), tokenized.cache_salt, {}, priority),
-            pooling=pack_pooling_params(params),
-            token_type_ids=tokenized.token_types,
-        )
+        message, collector = request_messages.pooling(request_id, tokenized, params, priority)
         yield await self._only_output(message, collector, AS_SAMPLING)
 
     async def beam_search(
@@ -291,10 +280,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         self.attach()
         self._check_room(sequences_of(params))
         tokenized = await self._tokenized(prompt, params)
-        collector = Collector(tokenized.text, tokenized.token_ids, RequestOutputKind.FINAL_ONLY)
-        search = {field.name: getattr(params, field.name) for field in fields(params)}
-        facts = tokenized.text, tokenized.packed.tobytes(), tokenized.cache_salt
-        message = Add(request_id, *facts, {}, priority, search=search)
+        message, collector = request_messages.search(request_id, tokenized, params, priority)
         yield await self._only_output(message, collector, SamplingParams(n=params.beam_width))
 
     async def _only_output(self, message: Add, collector: Any, params: SamplingParams) -> Any:
@@ -323,100 +309,38 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         """
         await self._room.wait(sequences_of(params), self._check_room)
 
-    def _add(self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> Collector:
-        """Send the request to the engine. Nothing is awaited between the checks and the sending."""
-        wire, texts = copy.copy(params), self._texts(prompt.token_ids, params)
-        wire.detokenize = params.detokenize and texts is None
-        collector = Collector(prompt.text, prompt.token_ids, params.output_kind, texts)
-        if params.output_kind is RequestOutputKind.CUMULATIVE:
-            wire.output_kind = RequestOutputKind.DELTA
-        ids = prompt.packed.tobytes()
-        message = Add(request_id, prompt.text, ids, prompt.cache_salt, pack_params(wire), priority)
-        self._submit(message, collector, params)
-        return collector
-
     def _submit(self, message: Add, collector: Collector | PoolingCollector, params: SamplingParams) -> None:
+        """Send the request to the engine. Nothing is awaited between the checks and the sending."""
         self._check_room(params.n)
-        request_id = message.request_id
-        if request_id in self._collectors:
-            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
+        self._requests.check_free(message.request_id)
         self._client.send(message)
-        self._collectors[request_id] = collector, params.n
-        self._room.take(params.n)
-        if self.observer is not None:
-            self.observer.added(request_id, len(message.packed) // PACKED_BYTES, params)
-
-    def _texts(self, prompt: Sequence[int], params: SamplingParams) -> Texts | None:
-        """What makes the text in this process; ``None`` if the engine does, which has to find stop strings in it."""
-        tokenizer = self.inputs.tokenizer
-        if tokenizer is None or not params.detokenize or params.stop_strings:
-            return None
-        options = {
-            "skip_special_tokens": params.skip_special_tokens,
-            "spaces_between_special_tokens": params.spaces_between_special_tokens,
-        }
-        return Texts(lambda: IncrementalDetokenizer(tokenizer, prompt, **options))
+        self._requests.add(message, collector, params)
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests; their generators end with ``finish_reason="abort"``. Unknown ids are ignored."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        known = [one for one in ids if one in self._collectors]
+        known = [one for one in ids if one in self._requests]
         if known and not self.errored:
             self._client.send(Abort(known))
 
     def _abort(self, request_id: str) -> None:
         """End a request that nobody reads any more."""
-        if self._forget(request_id) is None:
+        if not self._requests.drop(request_id):
             return
-        if self.observer is not None:
-            self.observer.aborted(request_id)
         assert self._loop is not None
         if not self.errored and not self._loop.is_closed():
-            self._ending.add(request_id)
+            self._requests.expect_end(request_id)
             self._client.send(Abort([request_id]))
-
-    def _forget(self, request_id: str) -> Collector | PoolingCollector | None:
-        collector, sequences = self._collectors.pop(request_id, (None, 0))
-        self._room.give_back(sequences)
-        return collector
 
     def _take(self, news: News) -> None:
         self.stats = news.stats
         self._take_answers(news.answers)
         for update in news.updates:
-            if update.request_id in self._ending:  # which perhaps names another request by now
-                if update.finished:
-                    self._ending.discard(update.request_id)
-                continue
-            if update.request_id not in self._collectors:
-                continue
-            collector = self._collectors[update.request_id][0]
-            if update.finished:
-                self._forget(update.request_id)
-            try:
-                self._hand_on(update, collector)
-            except Exception as error:  # the tokenizer may be anybody's code, and these tokens are one request's
-                logger.exception("request %s ends: what the engine told of it cannot be taken in", update.request_id)
-                collector.fail(RuntimeError(f"the output cannot be made ({type(error).__name__}: {error})"))
-                self._abort(update.request_id)
-
-    def _hand_on(self, update: Update, collector: Collector | PoolingCollector) -> None:
-        if self.observer is not None:
-            self.observer.updated(update)
-        if update.lost is not None:
-            collector.fail(EngineDeadError(update.lost))
-        elif update.refused is not None:
-            collector.fail(AsleepError(update.refused) if update.asleep else ValueError(update.refused))
-        else:
-            collector.put(update)
+            self._requests.take(update)
 
     def _died(self, why: str) -> None:
         self._fail_calls(why)
-        self._ending.clear()
-        for request_id in list(self._collectors):
-            collector = self._forget(request_id)
-            assert collector is not None
-            collector.fail(EngineDeadError(why))
+        self._requests.lose(lambda: EngineDeadError(why))
         if self.on_death is not None:
             self.on_death(why)
 
@@ -424,17 +348,13 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         """Let unfinished requests, and those to come, end with a :class:`StoppedError`. The engine runs on."""
         self._stopped = why
         self._end_waits(StoppedError(why))
-        for collector, _ in self._collectors.values():
-            collector.fail(StoppedError(why))
+        self._requests.fail(lambda: StoppedError(why))
 
     def shutdown(self) -> None:
         """End the engine process; unfinished requests get :class:`EngineDeadError`. May be called again."""
         self._client.close()
         self._end_tokenizing()
-        for request_id in list(self._collectors):
-            collector = self._forget(request_id)
-            assert collector is not None
-            collector.fail(self.dead_error)
+        self._requests.lose(lambda: self.dead_error)
 
 
 def _check_id(request_id: object) -> str:

@@ -80,7 +80,7 @@ class _Running:
 
 
 class Traces:
-    """Follows requests (an :class:`~tritonllm.serve.async_llm.Observer`).
+    """Follows requests (an :class:`~tritonllm.serve.open_requests.Observer`).
 
     Args:
         provider: of spans.

@@ -1,0 +1,47 @@
+import pytest
+from support.engines import tiny_checkpoint
+
+from tritonllm.beam_search_params import BeamSearchParams
+from tritonllm.engine.input_processor import InputProcessor
+from tritonllm.engine.tokenizer import load_tokenizer
+from tritonllm.pooling_params import PoolingParams
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.serve import request_messages
+from tritonllm.serve.collector import Collector
+from tritonllm.serve.messages import unpack_params
+from tritonllm.serve.pooling_messages import PoolingCollector
+
+PROMPT = InputProcessor(None, 50, 32, frozenset({0}), 0).tokenize({"prompt_token_ids": [1, 2, 3], "cache_salt": "s"})
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(tiny_checkpoint()))
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_the_engine_sends_what_is_new(kind):
+    params = SamplingParams(n=2, output_kind=kind)
+    message, collector = request_messages.generation("a", PROMPT, params, 3, None)
+    sent = unpack_params(message.params)
+    assert sent.n == 2 and params.output_kind is kind  # the caller's are as they were
+    cumulative = kind is RequestOutputKind.CUMULATIVE
+    assert sent.output_kind is (RequestOutputKind.DELTA if cumulative else kind)
+    assert (message.request_id, message.priority, message.cache_salt) == ("a", 3, "s")
+    assert message.packed == PROMPT.packed.tobytes() and isinstance(collector, Collector)
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine_does"), [({}, False), ({"stop": ["x"]}, True), ({"detokenize": False}, False)]
+)
+def test_who_makes_the_text(tokenizer, fields, engine_does):
+    """The engine only where it has to find stop strings in it."""
+    message, _ = request_messages.generation("a", PROMPT, SamplingParams(**fields), 0, tokenizer)
+    assert unpack_params(message.params).detokenize == engine_does
+
+
+def test_prompts_that_are_not_continued():
+    message, collector = request_messages.pooling("a", PROMPT, PoolingParams(task="embed"), 1)
+    assert message.pooling == {"task": "embed"} and message.search is None and isinstance(collector, PoolingCollector)
+    message, collector = request_messages.search("a", PROMPT, BeamSearchParams(beam_width=2, max_tokens=4), 1)
+    assert message.search["beam_width"] == 2 and message.pooling is None and isinstance(collector, Collector)
