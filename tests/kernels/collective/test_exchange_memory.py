@@ -135,8 +135,8 @@ def test_a_rank_sees_its_own_memory():
 @pytest.mark.parametrize("size", [2, 8])
 def test_all_programs_have_registers(columns, size):
     layout = exchange_layout(columns, torch.bfloat16, size, 8, 64, 132)
-    each = layout.programs // 132
-    assert 1 <= each <= 4 and layout.registers * layout.num_warps * 32 * each <= 65536
+    each, program = layout.programs // 132, layout.program
+    assert 1 <= each <= 4 and program.registers * program.num_warps * 32 * each <= 65536
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,9 @@ def test_layouts(columns, dtype, size):
     assert layout.width >= columns and layout.width * dtype.itemsize % 16 == 0
     assert layout.rows == layout.programs * layout.slots and layout.slots >= 1
     assert layout.nbytes % 4 == 0
-    assert layout.num_warps * 32 * layout.programs <= 132 * 1024
-    assert layout.registers * layout.num_warps * 32 * (layout.programs // 132) <= 65536
+    program = layout.program
+    assert program.num_warps * 32 * layout.programs <= 132 * 1024
+    assert program.registers * program.num_warps * 32 * (layout.programs // 132) <= 65536
 
 
 @pytest.mark.parametrize(("columns", "size", "launches"), [(1024, 2, 1), (4096, 2, 1), (4096, 4, 2), (8192, 4, 4)])

@@ -279,7 +279,7 @@ def _launch(
     stages: Stages,
     part: slice,
 ) -> None:
-    layout = inbox.layout
+    layout, program = inbox.layout, inbox.layout.program
     x, out = x[part], out[part]
     residual, weight, eps, offset, x_scale = (x, x, 0.0, 0.0, 1.0) if added is None else added
     residual = residual if added is None else residual[part]
@@ -307,14 +307,14 @@ def _launch(
         ADDS=added is not None,
         TWO_SHOT=two_shot,
         NOTHING=EMPTY[layout.dtype.itemsize],
-        BLOCK=layout.block,
-        EARLY=layout.block <= 256 * layout.num_warps and not two_shot,
+        BLOCK=program.block,
+        EARLY=program.block <= 256 * program.num_warps and not two_shot,
         AHEAD=layout.ahead,
         SENDS=stages.sends,
         SUMS=stages.sums,
         FINISHES=stages.finishes,
-        num_warps=layout.num_warps,
-        **({} if on_amd(x.device) else {"maxnreg": layout.registers}),
+        num_warps=program.num_warps,
+        **({} if on_amd(x.device) else {"maxnreg": program.registers}),
         **dependent_launch(x.device),
     )
 

@@ -247,7 +247,7 @@ def dispatch_rows(
     _check_choice(len(x), ids, marks, layout, held, rows, x)
     received = layout.size * rows
     if rows:
-        block = min(layout.block, BLOCK)
+        block = min(layout.program.block, BLOCK)
         _dispatch_kernel[(layout.programs_of(rows),)](
             *(x, weights, ids, marks, memory.links, memory.epochs, memory.rank, len(x), rows, held, layout.columns),
             *(x.stride(0), weights.stride(0), ids.stride(0)),
@@ -312,17 +312,17 @@ def combine_rows(
     else:
         check_tensor("out", out, shape, dtype=layout.dtype, like=ids)
     if rows:
-        stream = out if stream is None else stream
+        stream, program = out if stream is None else stream, layout.program
         _combine_kernel[(layout.programs_of(rows),)](
             *(ids, marks, memory.links, memory.epochs, stream, out if weight is None else weight, out),
             *(memory.rank, len(ids), rows, held, layout.columns, eps, offset, scale),
             *(ids.stride(0), stream.stride(0), out.stride(0), layout.programs, layout.parts_at, layout.flags_at),
             PARTS=_TYPES[layout.dtype],
             PHASE=COMBINE,
-            BLOCK=layout.block,
+            BLOCK=program.block,
             ADDS=residual is not None or added is not None,
             NORMS=added is not None,
-            EARLY=layout.block <= 256 * layout.num_warps,
+            EARLY=program.block <= 256 * program.num_warps,
             **_options(layout, ids.device, stages),
         )
     return out
@@ -348,16 +348,17 @@ def _check_choice(
 
 def _options(layout: ExchangeLayout, device: torch.device, stages: Stages) -> dict[str, Any]:
     """Keywords of either launch."""
+    program = layout.program
     options = {
         "SIZE": layout.size,
         "TOP_K": layout.top_k,
         "K_BLOCK": triton.next_power_of_2(layout.top_k),
-        "LANES": 32 * layout.num_warps,
+        "LANES": 32 * program.num_warps,
         "SENDS": stages.sends,
         "FINISHES": stages.finishes,
-        "num_warps": layout.num_warps,
+        "num_warps": program.num_warps,
     }
-    limit = {} if on_amd(device) else {"maxnreg": layout.registers}
+    limit = {} if on_amd(device) else {"maxnreg": program.registers}
     return options | limit | dependent_launch(device)
 
 

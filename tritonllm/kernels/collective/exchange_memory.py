@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from tritonllm.kernels.collective.inbox import REGISTERS, threads_of, warps_of
+from tritonllm.kernels.collective.row_program import RowProgram
 from tritonllm.kernels.runtime.checks import FLOATS, require
 
 ALIGNMENT = 256  # bytes
@@ -75,18 +75,9 @@ class ExchangeLayout(NamedTuple):
         return self.flags_at + _aligned(len(PHASES) * self.programs * self.size * INT)
 
     @property
-    def block(self) -> int:
-        """The columns, and more."""
-        return triton.next_power_of_2(self.columns)
-
-    @property
-    def num_warps(self) -> int:
-        return warps_of(self.block)
-
-    @property
-    def registers(self) -> int:
-        """The most that a thread may have. Said to the compiler, which else spills some to fit more programs."""
-        return REGISTERS // threads_of(self.block, self.size)
+    def program(self) -> RowProgram:
+        """What handles a row."""
+        return RowProgram(self.columns, self.size)
 
     def programs_of(self, rows: int) -> int:
         """Of a launch for so many rows of each rank: the same on all ranks, however many rows each of them has."""
@@ -133,8 +124,7 @@ def exchange_layout(
     require(1 <= columns <= MOST_COLUMNS, f"columns must be from 1 to {MOST_COLUMNS}, got {columns}")
     require(1 <= top_k <= MOST_TOP_K, f"top_k must be from 1 to {MOST_TOP_K}, got {top_k}")
     require(size >= 1 and rows >= 1, f"size and rows must be at least 1, got {size} and {rows}")
-    block = triton.next_power_of_2(columns)
-    each = min(PROGRAMS_EACH, threads_of(block, size) // (32 * warps_of(block)))
+    each = min(PROGRAMS_EACH, RowProgram(columns, size).on_processor)
     return ExchangeLayout(columns, dtype, size, top_k, rows, processors * each)
 
 

@@ -25,13 +25,13 @@ from typing import NamedTuple
 import torch
 import triton
 
+from tritonllm.kernels.collective.row_program import RowProgram
+
 # Bytes of one set of places, at most, where they are more than one a program; half an inbox. More rows than fit take
 # several launches, of which each begins with an idle link and ends with one: 67 MB on two H200s take 217 us by 32 MiB,
 # 199 by 128 and 196 by 512; 134 MB on four take 826, 734 and 699. This is what 8,192 rows of 4,096 of two ranks need.
 CAPACITY = 160 << 20
 ROWS = 8192  # of one launch, which have places if CAPACITY allows it: few steps have more
-MAX_WARPS = 16
-REGISTERS = 65536  # of a processor
 EMPTY = {2: -(2**15), 4: -(2**31)}  # a negative zero, as an integer of so many bytes
 
 
@@ -73,25 +73,16 @@ class Layout(NamedTuple):
         return 2 * self.rows * self.size * self.width * self.dtype.itemsize
 
     @property
-    def block(self) -> int:
-        """Elements that a program handles at once: a row."""
-        return triton.next_power_of_2(self.columns)
-
-    @property
-    def num_warps(self) -> int:
-        return warps_of(self.block)
+    def program(self) -> RowProgram:
+        """What handles a row."""
+        return RowProgram(self.columns, self.size)
 
     @property
     def ahead(self) -> int:
         """Rows that a program sends before it waits for the first. One: the link is busy while it adds up, and the
         ranks stay close to each other. (64 MiB on two H100s: 225 us with none, 219 with one, 236 with two, 270 with
         four.) None where that would spill registers."""
-        return int(self.block <= 8192 and self.size <= 4)
-
-    @property
-    def registers(self) -> int:
-        """The most that a thread may have. Said to the compiler, which else spills some to fit more programs."""
-        return REGISTERS // threads_of(self.block, self.size)
+        return int(self.program.block <= 8192 and self.size <= 4)
 
 
 class Inbox(NamedTuple):
@@ -112,17 +103,6 @@ class Inbox(NamedTuple):
     turns: torch.Tensor
 
 
-def warps_of(block: int) -> int:
-    """16 bytes a thread of 16-bit elements, as few rows want; a long row has several of them."""
-    return max(1, min(MAX_WARPS, block // 256))
-
-
-def threads_of(block: int, size: int) -> int:
-    """On a processor. Programs wait for those of other ranks, so all must run at the same time: there are registers
-    for twice as many where each needs no more than 64."""
-    return 1024 if block <= 4096 and size <= 4 else 512
-
-
 def layout_for(columns: int, dtype: torch.dtype, size: int, processors: int) -> Layout:
     """The layout for sums of ``[rows, columns]``.
 
@@ -134,10 +114,9 @@ def layout_for(columns: int, dtype: torch.dtype, size: int, processors: int) -> 
     """
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
-    block = triton.next_power_of_2(columns)
     if not 1 <= columns <= 1 << 15:
         raise ValueError(f"columns must be from 1 to {1 << 15}, got {columns}")
-    programs = processors * (threads_of(block, size) // (32 * warps_of(block)))
+    programs = processors * RowProgram(columns, size).on_processor
     fit = CAPACITY // (programs * size * columns * dtype.itemsize)
     slots = max(1, min(fit, triton.cdiv(ROWS, programs)))
     return Layout(columns, dtype, size, programs, slots)
