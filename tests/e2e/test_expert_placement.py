@@ -12,7 +12,7 @@ from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
 from tritonllm.models.expert_checks import check_agreement, read_placement
 from tritonllm.models.families import spec_from_config
-from tritonllm.models.shards import by_expert
+from tritonllm.models.local_spec import by_expert
 
 pytestmark = pytest.mark.usefixtures("imported_ranks")
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}

@@ -32,7 +32,7 @@ from tritonllm.models.decoder import Decoder
 from tritonllm.models.eagle_files import read_eagle_spec
 from tritonllm.models.expert_checks import dealt_out
 from tritonllm.models.families import spec_from_config
-from tritonllm.models.shards import by_expert
+from tritonllm.models.local_spec import by_expert
 from tritonllm.models.stages import Stage
 from tritonllm.speculative_config import OF_HEADS
 

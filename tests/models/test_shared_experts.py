@@ -24,7 +24,8 @@ from tritonllm.models.expert_checks import check_shared
 from tritonllm.models.fallback_decoder import FallbackSpec
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.loading import load_model, stage_model
-from tritonllm.models.shards import by_expert, expert_splits
+from tritonllm.models.local_spec import by_expert
+from tritonllm.models.shards import expert_splits
 from tritonllm.models.tensor_files import read
 from tritonllm.models.weights import dummy_weights, load_weights
 

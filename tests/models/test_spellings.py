@@ -14,8 +14,8 @@ from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.rebalance import rebalance
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
+from tritonllm.models.local_spec import by_expert
 from tritonllm.models.mxfp4 import dequantize_mxfp4
-from tritonllm.models.shards import by_expert
 from tritonllm.models.weights import hf_tensors, load_weights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

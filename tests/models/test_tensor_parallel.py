@@ -24,7 +24,8 @@ from tritonllm.experts.rebalance import rebalance
 from tritonllm.models import checkpoint, weights
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
-from tritonllm.models.shards import Split, by_expert, check_context, splits
+from tritonllm.models.local_spec import by_expert, check_context
+from tritonllm.models.shards import Split, splits
 from tritonllm.models.tensor_files import read
 from tritonllm.models.weights import dummy_weights, load_weights
 

@@ -56,8 +56,8 @@ from tritonllm.models.fallback_decoder import FallbackSpec
 from tritonllm.models.interface import CausalLM, ModelFacts
 from tritonllm.models.invariance import check_invariance
 from tritonllm.models.loading import load_model, read_spec
+from tritonllm.models.local_spec import check, check_context
 from tritonllm.models.sentence_transformers import SentenceModules, read_modules
-from tritonllm.models.shards import check, check_context
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import stages_of
 from tritonllm.models.weights import parameter_shapes

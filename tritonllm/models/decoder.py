@@ -25,7 +25,8 @@ from tritonllm.layers.residual import Stream
 from tritonllm.models.decoder_layer import DecoderLayer, work_of
 from tritonllm.models.expert_checks import check_counted, check_exchange
 from tritonllm.models.interface import LayerWork
-from tritonllm.models.shards import Section, local_experts, local_spec
+from tritonllm.models.local_spec import local_experts, local_spec
+from tritonllm.models.shards import Section
 from tritonllm.models.spec import ModelSpec
 from tritonllm.models.stages import Stage
 

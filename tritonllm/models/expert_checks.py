@@ -7,7 +7,7 @@ from tritonllm.dist.group import Group
 from tritonllm.experts.placement import ExpertPlacement
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.fallback_decoder import FallbackSpec
-from tritonllm.models.shards import by_expert, local_experts
+from tritonllm.models.local_spec import by_expert, local_experts
 from tritonllm.models.spec import ModelSpec
 from tritonllm.parallel_config import ParallelConfig
 
@@ -31,7 +31,7 @@ def check_shared(spec: ModelSpec | FallbackSpec, size: int) -> None:
     """Whether so many engines can share its experts (``data_parallel_size`` with ``enable_expert_parallel``).
 
     Raises:
-        ValueError: it has none, or as :func:`~tritonllm.models.shards.local_experts`.
+        ValueError: it has none, or as :func:`~tritonllm.models.local_spec.local_experts`.
     """
     if isinstance(spec, ModelSpec):
         local_experts(spec, 0, size)
@@ -67,7 +67,7 @@ def dealt_out(spec: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
     """The model as the ranks share its experts.
 
     Raises:
-        ValueError: as :func:`~tritonllm.models.shards.by_expert` and :func:`read_placement`.
+        ValueError: as :func:`~tritonllm.models.local_spec.by_expert` and :func:`read_placement`.
     """
     if not parallel.enable_expert_parallel:
         return spec

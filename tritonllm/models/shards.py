@@ -7,11 +7,12 @@ It is said once, of the decoder's own parameters, so it holds for every family a
 - **rows**: the projections back (``o``, ``down``) are cut along their input, so a rank computes an addend of the
   result. Their biases are rank 0's alone.
 - **heads with replication**: with more ranks than key heads, the ranks that share one each have a copy of it.
-- **experts**: each rank has a part of the intermediate columns of all of them; or, by :func:`by_expert`, equally many
-  whole experts (Lepikhin et al., "GShard", 2020), some of them perhaps as copies (:mod:`tritonllm.experts.placement`).
-  Either way a rank routes every token and computes an addend.
-- **shared experts**: engines that have requests of their own share nothing but the experts (:func:`local_experts`):
-  each has equally many whole ones, and all else whole.
+- **experts**: each rank has a part of the intermediate columns of all of them; or, by
+  :func:`~tritonllm.models.local_spec.by_expert`, equally many whole experts (Lepikhin et al., "GShard", 2020), some of
+  them perhaps as copies (:mod:`tritonllm.experts.placement`). Either way a rank routes every token and computes an
+  addend.
+- **shared experts**: engines that have requests of their own share nothing but the experts
+  (:func:`~tritonllm.models.local_spec.local_experts`): each has equally many whole ones, and all else whole.
 - **vocabulary**: the output projection is cut by rows. The embedding table is whole everywhere: a lookup then needs no
   sum over the ranks and stays exact, for a table's share of memory (1 GB of Llama-3.1-8B's 16). A table that is also
   the output projection is whole, too, and each rank multiplies by its rows of it.
@@ -21,12 +22,10 @@ The rest (norms, routers, positions) is whole on every rank. After Shoeybi et al
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tritonllm.dist.group import share_of
-from tritonllm.experts.placement import ExpertPlacement
 from tritonllm.layers.mlp import MLPSpec
 from tritonllm.layers.moe import MoESpec
 from tritonllm.models.slots import Slot
@@ -54,7 +53,7 @@ class Section:
             each = share_of(self.units, size)
             first, last = min(rank * each, self.units), min((rank + 1) * each, self.units)
         elif self.units >= size:
-            assert self.units % size == 0  # `check` has said so
+            assert self.units % size == 0  # `local_spec.check` has said so
             each = self.units // size
             first, last = rank * each, (rank + 1) * each
         else:
@@ -115,150 +114,6 @@ class Cut:
         return tensor.narrow(axis, begin, end - begin)
 
 
-def check(spec: ModelSpec, size: int) -> None:
-    """Raises:
-    ValueError: the model cannot be cut for so many ranks; says which of its sizes does not divide.
-    """
-    for place, layer in enumerate(spec.layers):
-        wrong = _uneven(layer, size)
-        if wrong is not None:
-            fit = [n for n in range(1, 65) if all(_uneven(other, n) is None for other in spec.layers)]
-            raise ValueError(
-                f"tensor_parallel_size={size} must divide {wrong} in layer {place}; this model can have "
-                f"{', '.join(map(str, fit))}"
-            )
-
-
-def check_context(spec: ModelSpec, size: int, context: int) -> None:
-    """Whether ``context`` of the ``size`` ranks can split the keys of each sequence (``decode_context_parallel_size``).
-
-    Raises:
-        ValueError: they do not share key heads, or a layer's attention asks for a key's place in the sequence.
-    """
-    if context == 1:
-        return
-    name = f"decode_context_parallel_size={context}"
-    for place, layer in enumerate(spec.layers):
-        attention = layer.attention
-        copies = max(1, size // attention.num_kv_heads)
-        if copies % context:
-            raise ValueError(
-                f"{name} must divide the number of ranks that share a key head, which is {copies} in layer {place} "
-                f"(tensor_parallel_size={size}, {attention.num_kv_heads} key/value heads): lower it, or raise "
-                "tensor_parallel_size"
-            )
-        lacks = {
-            "tokens that see those behind them": not attention.causal,
-            "a sliding window": attention.window is not None,
-            "ALiBi": attention.alibi_slopes is not None,
-            "attention sinks": attention.sinks,
-        }
-        lacking = next((what for what, there in lacks.items() if there), None)
-        if lacking is not None:
-            raise ValueError(f"{name}: layer {place} has {lacking}, which split keys cannot do yet: leave it out")
-
-
-def by_expert(spec: ModelSpec, placement: ExpertPlacement | None = None) -> ModelSpec:
-    """The same model, whose experts are dealt out whole (``enable_expert_parallel``).
-
-    Args:
-        placement: which rank has which of them, of this model; ``None``: in their order, without copies.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if not spec.experts:
-        raise ValueError(f"enable_expert_parallel: {spec.architecture} has no experts: leave it out")
-    layers, turns = list(spec.layers), 1 if placement is None else placement.turns
-    for place, layer in enumerate(layers):
-        if isinstance(layer.mlp, MoESpec):
-            slots = None if placement is None else placement.layers[place]
-            mlp = dataclasses.replace(layer.mlp, by_expert=True, slots=slots, turns=turns)
-            layers[place] = dataclasses.replace(layer, mlp=mlp)
-    return dataclasses.replace(spec, layers=tuple(layers))
-
-
-def _uneven(layer: LayerSpec, size: int) -> str | None:
-    """What of a layer cannot be dealt out to so many ranks."""
-    attention, mlp = layer.attention, layer.mlp
-    dealt_out = isinstance(mlp, MoESpec) and mlp.by_expert
-    if isinstance(mlp, MoESpec) and dealt_out and mlp.num_slots % size:
-        return f"the number of experts, which is {mlp.num_slots}"
-    widths = [] if dealt_out else [mlp.intermediate_size]
-    if isinstance(mlp, MoESpec) and mlp.shared is not None:
-        widths.append(mlp.shared.intermediate_size)
-    if attention.num_heads % size:
-        return f"the number of attention heads, which is {attention.num_heads}"
-    kv_heads = attention.num_kv_heads
-    if kv_heads % size and size % kv_heads:
-        return f"the number of key/value heads (or be a multiple of it), which is {kv_heads}"
-    return next((f"the intermediate size, which is {width}" for width in widths if width % size), None)
-
-
-def local_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
-    """The model as one rank computes it: fewer heads and narrower MLPs, the same vocabulary.
-
-    Raises:
-        ValueError: as :func:`check`.
-    """
-    if size == 1:
-        return spec
-    check(spec, size)
-    return dataclasses.replace(spec, layers=tuple(_local_layer(layer, rank, size) for layer in spec.layers))
-
-
-def _local_layer(layer: LayerSpec, rank: int, size: int) -> LayerSpec:
-    attention, mlp = layer.attention, layer.mlp
-    mine = Section(attention.num_heads).of(rank, size)
-    slopes = attention.alibi_slopes
-    attention = dataclasses.replace(
-        attention,
-        num_heads=len(mine),
-        num_kv_heads=len(Section(attention.num_kv_heads).of(rank, size)),
-        alibi_slopes=None if slopes is None else slopes[mine.start : mine.stop],
-    )
-    if isinstance(mlp, MLPSpec):
-        return LayerSpec(attention=attention, mlp=_narrow(mlp, size))
-    shared = None if mlp.shared is None else _narrow(mlp.shared, size)
-    if mlp.by_expert:
-        part: dict[str, Any] = {"held": Section(mlp.num_slots).of(rank, size)}
-    else:
-        part = {"intermediate_size": mlp.intermediate_size // size}
-    return LayerSpec(attention=attention, mlp=dataclasses.replace(mlp, shared=shared, **part))
-
-
-def _narrow(mlp: MLPSpec, size: int) -> MLPSpec:
-    return dataclasses.replace(mlp, intermediate_size=mlp.intermediate_size // size)
-
-
-def local_experts(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
-    """The model as one of ``size`` engines computes it that share its experts (``data_parallel_size`` with
-    ``enable_expert_parallel``): all of it, but of the experts its own.
-
-    Raises:
-        ValueError: there are none, or they cannot be dealt out evenly.
-    """
-    if size == 1:
-        return spec
-    name, experts = f"data_parallel_size={size} with enable_expert_parallel", spec.experts
-    if not experts:
-        raise ValueError(f"{name}: {spec.architecture} has no experts to share: leave enable_expert_parallel out")
-    for place, count in experts.items():
-        if count % size:
-            fit = [n for n in range(1, 65) if not any(other % n for other in experts.values())]
-            raise ValueError(
-                f"{name}: data_parallel_size must divide the number of experts, which is {count} in layer {place}; "
-                f"this model can have {', '.join(map(str, fit))}"
-            )
-    layers = list(spec.layers)
-    for place, layer in enumerate(layers):
-        if isinstance(layer.mlp, MoESpec):
-            assert layer.mlp.slots is None  # the configuration refuses a placement
-            held = Section(layer.mlp.num_experts).of(rank, size)
-            layers[place] = dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, held=held, exchanged=True))
-    return dataclasses.replace(spec, layers=tuple(layers))
-
-
 def splits(spec: ModelSpec) -> dict[str, Split | Once]:
     """The shard spec: parameter name -> how it is cut. Parameters that are not there are whole everywhere."""
     found: dict[str, Split | Once] = {}
@@ -270,7 +125,7 @@ def splits(spec: ModelSpec) -> dict[str, Split | Once]:
 
 
 def expert_splits(spec: ModelSpec) -> dict[str, Split | Once]:
-    """As :func:`splits`, where only the experts are dealt out (:func:`local_experts`)."""
+    """As :func:`splits`, where only the experts are dealt out (:func:`~tritonllm.models.local_spec.local_experts`)."""
     return {
         f"layers.{place}.{name}": split
         for place, layer in enumerate(spec.layers)
