@@ -28,8 +28,9 @@ from autotune.revision import commit
 from bench.engine_worker import machine
 from bench.engine_workloads import MODELS, write_model
 from tritonllm import LLM, SamplingParams
+from tritonllm.engine.copy_batches import Fills, Transfers
 from tritonllm.engine.host_copies import HostCopies, runs
-from tritonllm.engine.host_tier import Fills, HostTier, Transfers
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.kv_connector import Params, Slots
 from tritonllm.engine.layer_copies import LayerCopies
 from tritonllm.events import Event, StepFinished

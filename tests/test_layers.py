@@ -72,6 +72,7 @@ NO_TORCH = {
     "engine.grammar",
     "engine.host_memory",
     "engine.host_tier",
+    "engine.copy_batches",
     "engine.json_schema",
     "engine.kv_connector",
     "engine.kv_file_store",

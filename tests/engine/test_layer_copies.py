@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.engine import host_copies
+from tritonllm.engine.copy_batches import Fills, Transfers
 from tritonllm.engine.host_copies import HostCopies
-from tritonllm.engine.host_tier import Fills, Transfers
 from tritonllm.engine.layer_copies import LayerCopies, LayerGroup, copies_of, group_sizes
 from tritonllm.engine.layer_marks import LayerMarks
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import initialize, rule
 from support.scheduler_machine import MAX_MODEL_LEN, FakeModel, SchedulerMachine
 from tritonllm.config import CacheConfig
 from tritonllm.engine import prompt_budget
-from tritonllm.engine.host_tier import HostTier, Transfers
+from tritonllm.engine.copy_batches import Transfers
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.rates import LATENCY, Rates
 from tritonllm.engine.request import RequestStatus
 from tritonllm.engine.scheduler import Scheduler

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from tritonllm.dist.peer_memory import CudaDriver
-from tritonllm.engine.host_tier import Fills, Transfers
+from tritonllm.engine.copy_batches import Fills, Transfers
 from tritonllm.engine.inputs import upload
 from tritonllm.engine.kv_connector import DeviceSlots, Slots
 from tritonllm.engine.layer_copies import LayerCopies, LayerGroup, copies_of

@@ -10,62 +10,24 @@ in the prefix cache, which this is a part of: what is missing is computed.
 Without a prefix cache a block is of use to nobody but the sequence that it is of, and is stored when that is preempted.
 Then the sequences of a request are swapped: all of them or none (:mod:`tritonllm.engine.swaps`).
 
-Order. Copies come in numbered batches, which the device runs on one stream of its own, in order. A step's plan brings
-at most two. The first one (:class:`Transfers`) begins when the steps launched before have ended, stores before loads.
-So it stores what earlier plans have computed, and overtakes nothing. The second one (:class:`Fills`) stores the blocks
-that the step itself fills, if it computes prompts: each layer behind the launches that compute it
-(:mod:`tritonllm.engine.layer_copies`), so that little is left to copy when a long prompt is computed. It ends behind
-the step's last layer: so the step can wait for the first batch only. A block counts as stored when its batch has ended.
-
-Two things are left to see to, and both are waits of the device, not of the host (:attr:`Transfers.wait`):
-
-- a step that writes into a block waits for the batch that still reads or writes it;
-- a step that reads loaded blocks waits for the batch that loads them.
-
 A connector (:mod:`tritonllm.engine.kv_transfer`) works on slots, too, in threads of the host. It gets none that a batch
 under way reads or writes, and no batch gets one that it has (:meth:`HostTier.lend`, :meth:`HostTier.take_stored`).
 
-The second wait would stop everybody. So a request with loads under way is left out of plans until the host has heard
-that they are done, and meanwhile the others run (:attr:`HostTier.loading`). Only when there is nobody else does its
-step wait on the device. That the host hears late or never makes nothing wrong.
+A step that reads loaded blocks waits on the device for the batch that loads them
+(:mod:`tritonllm.engine.copy_batches`). That would stop everybody. So a request with loads under way is left out of
+plans until the host has heard that they are done, and meanwhile the others run (:attr:`HostTier.loading`). Only when
+there is nobody else does its step wait on the device. That the host hears late or never makes nothing wrong.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
+from tritonllm.engine.copy_batches import Fills, Transfers, UnderWay
 from tritonllm.engine.rates import Rates
 from tritonllm.engine.request import Request
 from tritonllm.engine.swaps import Swaps, own_labels
-
-
-class Transfers(NamedTuple):
-    """What is copied before a step, and what the step waits for.
-
-    Attributes:
-        number: of this batch; those before it have lower ones.
-        stores: blocks and the slots that they are copied to.
-        loads: slots and the blocks that they are copied to, after the stores.
-        wait: the step begins when all batches up to this number have ended; 0 if it need not wait.
-    """
-
-    number: int
-    stores: tuple[tuple[int, int], ...]
-    loads: tuple[tuple[int, int], ...]
-    wait: int = 0
-
-
-class Fills(NamedTuple):
-    """What is copied while a step computes it.
-
-    Attributes:
-        number: of this batch; higher than those of the batches before the step.
-        stores: blocks that are whole when the step has ended, and the slots that they are copied to.
-    """
-
-    number: int
-    stores: tuple[tuple[int, int], ...]
 
 
 class TierStats(NamedTuple):
@@ -116,10 +78,8 @@ class HostTier:
         self._stores: dict[int, tuple[bytes, int]] = {}  # labels and blocks of the next batch, by slot
         self._loads: dict[int, int] = {}  # blocks and the slots that they come from; a block can be given anew
         self._read: set[int] = set()  # slots of those loads
-        self._storing: dict[int, int] = {}  # blocks that are being copied, and by which batch
-        self._arriving: dict[int, int] = {}
-        self._under_way: deque[tuple[int, Sequence[tuple[int, int]], Sequence[tuple[int, int]]]] = deque()
-        self._wait = self._unknown = self._number - 1  # nobody knows which slots batches up to this one still touch
+        self._under_way = UnderWay(self._number - 1)  # of batches before this reset nobody knows what they touch
+        self._wait = self._number - 1
 
     def clear(self) -> None:
         """Forget the contents of all slots, while no request runs. What is under way still counts for blocks."""
@@ -154,11 +114,9 @@ class HostTier:
         """At most so many slots for somebody who writes into them, until :meth:`take_back`; in order, because blocks
         that are neighbours here and where they come from are copied together. Half of all slots are never lent. Takes
         time in the number of slots that are lent or that copies touch, not in all."""
-        if self.done < self._unknown:
+        if self.done < self._under_way.unknown:
             return []
-        touched = self._stores.keys() | self._read
-        for _, stores, loads in self._under_way:
-            touched.update([slot for _, slot in stores], [slot for slot, _ in loads])
+        touched = self._stores.keys() | self._read | self._under_way.slots()
         count, slots, passed = max(0, min(count, self._most_lent - len(self._lent))), list[int](), list[int]()
         while self._free and len(slots) < count:
             slot = self._free.pop()
@@ -273,12 +231,7 @@ class HostTier:
 
     def begin(self) -> None:
         """A plan is being made. Its batch stores what has been kept until now."""
-        while self._under_way and self._under_way[0][0] <= self.done:
-            number, stores, loads = self._under_way.popleft()
-            for moving, blocks in ((self._storing, [b for b, _ in stores]), (self._arriving, [b for _, b in loads])):
-                for block in blocks:
-                    if moving.get(block) == number:
-                        del moving[block]
+        self._under_way.end(self.done)
         queue, self._queue = self._queue, {}
         self._store_all(queue)
         self._let_go(self.done)
@@ -300,19 +253,18 @@ class HostTier:
             blocks: its new blocks, of which the first take what comes back.
         """
         self.overwrite(blocks)
-        last = max((self._arriving.get(block, 0) for block in there), default=0)
+        last = self._under_way.last_load(there)
         for slot, block in zip(slots, blocks, strict=False):
             self._loads[block] = slot
-            self._arriving[block] = last = self._number
             self._read.add(slot)
+            last = self._number
+            self._under_way.load(block, last)
         if last > self.done:
             self.loading[request] = last
 
-    def overwrite(self, blocks: Iterable[int]) -> None:
+    def overwrite(self, blocks: Sequence[int]) -> None:
         """The step that is being planned, or its loads, may write into these blocks."""
-        for moving in (self._storing, self._arriving):
-            if moving:
-                self._wait = max(self._wait, *(moving.get(block, 0) for block in blocks), 0)
+        self._wait = max(self._wait, self._under_way.last_of(blocks))
 
     def delays(self, request: Request) -> bool:
         """A sibling waits for the prompt that both begin with: better fork from it than load or compute it twice."""
@@ -354,7 +306,7 @@ class HostTier:
 
     def _issue(self, stores: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """The batch that was put together goes with a plan."""
-        self._under_way.append((self._number, stores, loads))
+        self._under_way.issue(self._number, stores, loads)
         self._number += 1
         self.stored += len(stores)
         self.loaded += len(loads)
@@ -392,7 +344,7 @@ class HostTier:
             slot = self._give_up(oldest)
         self._slot_of[label] = slot
         self._stores[slot] = label, block  # in the place of another one of this batch, which the slot was given first
-        self._storing[block] = self._number
+        self._under_way.store(block, self._number)
 
     def _oldest(self) -> bytes | None:
         """The block that is given up next. What is lent must stay: it counts as used now, or each look would pass all

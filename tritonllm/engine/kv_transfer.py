@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh3_128_digest
 
-from tritonllm.engine.host_tier import HostTier, Transfers
+from tritonllm.engine.copy_batches import Transfers
+from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.kv_connector import KVConnector, Offering, Params
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from tritonllm.engine.host_tier import Fills, TierStats, Transfers
+from tritonllm.engine.copy_batches import Fills, Transfers
+from tritonllm.engine.host_tier import TierStats
 from tritonllm.engine.request import Request
 from tritonllm.layers.segments import EMPTY, Segment, Segments, decodes
 from tritonllm.sampling_params import SamplingParams

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tritonllm.engine.copy_batches import Fills, Transfers
 from tritonllm.engine.edits import SeatEdits
-from tritonllm.engine.host_tier import Fills, Transfers
 from tritonllm.engine.pooled_spans import PooledSpan
 from tritonllm.engine.step_inputs import Room, SamplingParameters, StepInputs
 from tritonllm.layers.segments import Segments
