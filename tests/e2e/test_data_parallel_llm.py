@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engines import tiny_checkpoint, tiny_llm, token_ids
-from support.imported_processes import imported_processes
+from support.imported_processes import engine_processes, imported_processes
 from support.processors import Bans
 from support.server import eventually, socket_folders
 from support.streams import all_gone
@@ -47,24 +47,16 @@ def one():
 
 @pytest.fixture(scope="module")
 def two():
-    before, others = socket_folders(), children()
+    before, others = socket_folders(), engine_processes()
     with imported_processes():
         llm = LLM(str(model_path()), data_parallel_size=2, **SETTINGS)
-        engines = [child for child in children() if child not in others]
+        engines = [child for child in engine_processes() if child not in others]
     yield llm
     llm.shutdown()
     assert len(engines) == 2 and all_gone(engines) and socket_folders() <= before
     llm.shutdown()
     with pytest.raises(EngineDeadError, match="were shut down: make a new LLM"):
         llm.generate("a")
-
-
-def children(process=None):
-    """Processes of engines and ranks, and theirs: spawned ones, and forks of the one that has imported the engine."""
-    found = (process or psutil.Process()).children(recursive=True)
-    forked = [child for child in found if "multiprocessing.forkserver" in " ".join(child.cmdline())]
-    spawned = [child for child in found if "spawn_main" in " ".join(child.cmdline())]
-    return [*spawned, *(child for child in forked if child.parent() in forked)]
 
 
 def facts(output):
@@ -179,11 +171,11 @@ def test_all_sleep_and_wake_up(one, two):
 def test_two_engines_of_two_ranks_and_the_death_of_one():
     """The others end with it, and the error says which one died, and of what."""
     tiny = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    before, others, prompts = socket_folders(), children(), [list(range(5 + i, 25 + i)) for i in range(8)]
+    before, others, prompts = socket_folders(), engine_processes(), [list(range(5 + i, 25 + i)) for i in range(8)]
     llm = LLM(str(tiny_checkpoint()), data_parallel_size=2, tensor_parallel_size=2, device="cpu", **tiny)
     wish = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     assert token_ids(llm.generate(prompts, wish)) == token_ids(tiny_llm().generate(prompts, wish))
-    processes = [child for child in children() if child not in others]
+    processes = [child for child in engine_processes() if child not in others]
     engines = [child for child in psutil.Process().children() if child in processes]
     assert len(processes) == 4 and len(engines) == 2
     engines[1].send_signal(signal.SIGSTOP)  # so that its requests cannot end before it dies
@@ -231,7 +223,7 @@ def script(tmp_path):
 def test_ctrl_c_ends_all(script):
     before = socket_folders()
     assert script.stdout.readline() == "ready\n"
-    engines = children(psutil.Process(script.pid))
+    engines = engine_processes(psutil.Process(script.pid))
     assert len(engines) == 2
     script.stdin.write("\n")
     script.stdin.flush()

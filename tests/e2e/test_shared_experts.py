@@ -7,11 +7,10 @@ import shutil
 import signal
 import time
 
-import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 from support.engines import tiny_checkpoint, tiny_llm
-from support.imported_processes import imported_processes
+from support.imported_processes import engine_processes, imported_processes
 from support.server import MODEL, eventually, running_server, socket_folders
 from support.streams import all_gone
 from support.wishes import SIZES, WISHES, assert_same, assert_same_beams, generate, prompts_of
@@ -27,10 +26,9 @@ LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 def sharing(family=FAMILY, size=2, **options):
     """Engines, and their processes."""
-    others = set(psutil.Process().children())
+    others = engine_processes()
     llm = tiny_llm(tiny_checkpoint(family), **SIZES, **options, **sharing_experts(size))
-    children = [one for one in psutil.Process().children() if one not in others]
-    return llm, [one for one in children if "multiprocessing.spawn" in " ".join(one.cmdline())]
+    return llm, [one for one in engine_processes() if one not in others]
 
 
 def sharing_experts(size):
@@ -90,7 +88,9 @@ def test_beams(alone, two):
 )
 def test_mechanisms(family, size, options):
     prompts, expected = prompts_of([3, 26, 7, 18, 11]), tiny_llm(tiny_checkpoint(family), **SIZES)
-    llm, processes = sharing(family, size, **options)
+    with imported_processes():
+        llm, processes = sharing(family, size, **options)
+    assert len(processes) == size
     assert_same(generate(llm, prompts, WISHES[:5]), generate(expected, prompts, WISHES[:5]))
     llm.shutdown()
     assert all_gone(processes)
@@ -136,7 +136,8 @@ def test_stored_blocks_are_those_of_all_experts(tmp_path):
         (other, prompts),
     ):
         expected = tiny_llm(checkpoint, **SIZES)
-        llm = tiny_llm(checkpoint, **options, **sharing_experts(2))
+        with imported_processes():
+            llm = tiny_llm(checkpoint, **options, **sharing_experts(2))
         assert_same(generate(llm, asked, WISHES[:2]), generate(expected, asked, WISHES[:2]))
         eventually(lambda: fetched or sum(one.kv_saved_blocks for one in llm.replica_stats) >= 20)  # noqa: B023
         fetched.append([one.kv_fetched_blocks for one in llm.replica_stats])
@@ -176,10 +177,11 @@ def test_what_happens_to_one_ends_all(number):
 
 def test_what_cannot_be_is_said():
     dense = {"model": str(tiny_checkpoint()), "data_parallel_size": 2, "enable_expert_parallel": True, "device": "cpu"}
-    with pytest.raises(ValueError, match="has no experts"):
-        LLM(**dense)
-    with pytest.raises(ValueError, match="data_parallel_size=3"):
-        sharing(size=3)
+    with imported_processes():
+        with pytest.raises(ValueError, match="has no experts"):
+            LLM(**dense)
+        with pytest.raises(ValueError, match="data_parallel_size=3"):
+            sharing(size=3)
     with pytest.raises(ValueError, match=r"restart=1: engines that share experts .* cannot be started anew"):
         start_engines(EngineConfig.from_kwargs(**dense), max_restarts=1)
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import psutil
 import torch
 
 # The last is what an engine with a tokenizer imports when it loads it.
@@ -29,3 +30,12 @@ def imported_processes() -> Iterator[None]:
         multiprocessing, "get_context", lambda name=None: get_context("forkserver" if name == "spawn" else name)
     ):
         yield
+
+
+def engine_processes(process: psutil.Process | None = None) -> list[psutil.Process]:
+    """Processes of engines and ranks that this one (or another) has started: spawned ones, and forks of the one that
+    has imported the engine."""
+    found = (process or psutil.Process()).children(recursive=True)
+    forked = [child for child in found if "multiprocessing.forkserver" in " ".join(child.cmdline())]
+    spawned = [child for child in found if "spawn_main" in " ".join(child.cmdline())]
+    return [*spawned, *(child for child in forked if child.parent() in forked)]
