@@ -61,7 +61,7 @@ def run_into(llm, message):
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "silent for 2 s")])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_signal_while_steps_run(number, reason, size):
-    llm, processes = start(size)
+    llm, processes = start(size, spawned=size == 2)
     victim = processes[-1]
     timer = threading.Timer(0.3, os.kill, (victim.pid, number))
     timer.start()
@@ -73,7 +73,7 @@ def test_a_signal_while_steps_run(number, reason, size):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_signal_in_a_pipeline(number, reason, stage):
     """The stages before it have sent it what it will never receive, those behind it wait for it."""
-    llm, processes = start(1, pipeline_parallel_size=3, async_scheduling=True)
+    llm, processes = start(1, spawned=stage == 1, pipeline_parallel_size=3, async_scheduling=True)
     victim = processes[stage - 1]
     threading.Timer(0.3, os.kill, (victim.pid, number)).start()
     run_into(llm, rf"rank {stage} \(process {victim.pid}\) failed after \d+ steps: .*{reason}")
@@ -125,7 +125,7 @@ def test_a_signal_while_nothing_runs(number):
 def test_code_that_fails_on_one_rank(trap, reason):
     """A drafter runs on every rank; this one fails on all but the first."""
     drafter = {"method": f"support.traps:{trap}", "num_speculative_tokens": 2}
-    llm, processes = start(speculative_config=drafter, step_timeout=PATIENCE)
+    llm, processes = start(spawned=trap == "Raises", speculative_config=drafter, step_timeout=PATIENCE)
     run_into(llm, rf"rank 1 .* failed after \d+ steps: {reason}")
     assert_ended(processes)
 
