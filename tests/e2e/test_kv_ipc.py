@@ -3,6 +3,7 @@ shared memory of the host stands in for theirs (:mod:`support.ipc_memory`)."""
 
 import pytest
 from support.engines import greedy, tiny_checkpoint
+from support.imported_processes import imported_processes
 from support.ipc_memory import Host
 from support.ipc_processes import Engine, processes
 from support.kv_sharing import FULL, PROMPTS, ROOM, all_slots_are_back, computed_alone, connected_llm, run_prompts
@@ -96,7 +97,7 @@ def test_little_room_changes_no_token(host):
 def test_two_processes_of_which_one_is_killed():
     """Its memory is closed by the other one, which computes then."""
     checkpoint = {**TINY, "model": str(tiny_checkpoint())}
-    with processes() as made:
+    with imported_processes(), processes() as made:
         made += [Engine(role, None, checkpoint, SETTINGS) for role in ("kv_producer", "kv_consumer")]
         producer, consumer = made
         offers = producer.prefill(PROMPTS)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.imported_processes import imported_processes
 
 from bench import kv_found, kv_found_engine, reports, tables
 from bench.kv_found_engine import NEW, Answer, Computed, Side
@@ -30,7 +31,8 @@ def sides(tmp_path):
 def test_writes_results(tmp_path):
     out = tmp_path / "kv-found.json"
     settings = '{"Peer": {"threads": 2}, "FileStore": {"threads": 1}}'
-    assert kv_found.main([*SIZES, "--connectors", "Peer", "--settings", settings, "--out", str(out)]) == 0
+    with imported_processes():
+        assert kv_found.main([*SIZES, "--connectors", "Peer", "--settings", settings, "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     (start,) = report["starts"]
     assert len(start["start_seconds"]) == len(start["fingerprint_seconds"]) == 2
@@ -123,7 +125,8 @@ def test_rows_are_added_to_those_of_the_same_commit(tmp_path, capsys):
 def test_engines_that_do_not_start_have_no_rows(tmp_path, capsys):
     out = tmp_path / "kv-found.json"
     bad = ["--connectors", "Peer", "--options", '{"dtype": "float99"}', "--out", str(out)]
-    assert kv_found.main([*SIZES, *bad]) == 1
+    with imported_processes():
+        assert kv_found.main([*SIZES, *bad]) == 1
     assert "Peer: ValueError: dtype" in capsys.readouterr().err and not out.exists()
 
 

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from support.imported_processes import imported_processes
 from support.ipc_memory import device_slots, stand_in
 
 from bench import kv_link, tables
@@ -16,7 +17,8 @@ SIZES = ["--layout", "tiny", "--layers", "2", "--link-bytes", "4096", "--repeats
 
 def test_writes_results(tmp_path):
     out = tmp_path / "kv-link.json"
-    assert kv_link.main([*SIZES, "--tokens", "16,64", "--out", str(out)], stand_in) == 0
+    with imported_processes():
+        assert kv_link.main([*SIZES, "--tokens", "16,64", "--out", str(out)], stand_in) == 0
     report = json.loads(out.read_text())
     assert [(row["blocks"], row["shuffled"]) for row in report["loads"]] == [(1, False), (4, False), (4, True)]
     assert report["link"]["bytes"] == 4096 and report["link"]["gb_per_s"] > 0
@@ -50,7 +52,8 @@ def made(result):
 
 def test_a_process_that_fails_is_named(tmp_path, capsys):
     out = tmp_path / "kv-link.json"
-    assert kv_link.main([*SIZES, "--tokens", "16", "--out", str(out)], no_device) == 1
+    with imported_processes():
+        assert kv_link.main([*SIZES, "--tokens", "16", "--out", str(out)], no_device) == 1
     assert "no result: OSError: no way to that GPU" in capsys.readouterr().err and not out.exists()
 
 
