@@ -14,6 +14,8 @@ SAMPLING_EPS = 1e-5  # a temperature below this is greedy: the division by it wo
 MAX_LOGPROBS = 1024
 ALL = -1  # as a number of log-probabilities: those of the whole vocabulary
 MAX_N = 16384
+MAX_STOPS = 256  # stop strings: each new text is searched for each of them
+MAX_STOP_CHARS = 1024  # of one of them
 _NEUTRAL_NAMES = {name for name, _ in SAMPLING_DEFAULTS}
 _NUMBERS = (
     *("n", "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"),
@@ -169,7 +171,7 @@ class SamplingParams(VllmSampling):
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output, > 0.
         max_tokens: most tokens to generate; ``None``: until the model's length is reached.
         min_tokens: no end of sequence or stop token before this many tokens.
-        stop: strings that end the output; it ends before them.
+        stop: strings that end the output, which ends before them; at most 256, of at most 1,024 characters each.
         stop_token_ids: tokens that end the output.
         include_stop_str_in_output: leave the stop string in the text.
         ignore_eos: go on after the end-of-sequence token.
@@ -319,6 +321,10 @@ class SamplingParams(VllmSampling):
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be a string or strings, none of them empty, got {self.stop!r}")
+        if len(stop) > MAX_STOPS:
+            raise ValueError(f"stop has {len(stop)} strings, more than {MAX_STOPS}: leave some out")
+        if len(longest := max(stop, key=len, default="")) > MAX_STOP_CHARS:
+            raise ValueError(f"stop has a string of {len(longest)} characters, more than {MAX_STOP_CHARS}: shorten it")
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True; use stop_token_ids instead")
         self.stop = stop

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonllm.sampling_params import MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
+from tritonllm.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from tritonllm.serve.messages import pack_params
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -225,6 +232,14 @@ def test_other_values_of_vllm_are_refused(name, value, advice):
     setattr(params, name, value)
     with pytest.raises(ValueError, match=rf"^{name}="):
         params.checked()
+
+
+def test_stop_strings_are_limited():
+    assert len(SamplingParams(stop=["x" * MAX_STOP_CHARS] * MAX_STOPS).stop) == MAX_STOPS
+    with pytest.raises(ValueError, match=f"^stop has {MAX_STOPS + 1} strings, more than {MAX_STOPS}: leave some out"):
+        SamplingParams(stop=["x"] * (MAX_STOPS + 1))
+    with pytest.raises(ValueError, match=r"^stop has a string of 1025 characters, more than 1024: shorten it"):
+        SamplingParams(stop=["a", "x" * (MAX_STOP_CHARS + 1)])
 
 
 def test_repr_shows_what_has_an_effect():
