@@ -256,6 +256,54 @@ def test_repetitions_are_found_where_they_are(tokens, least, more, count):
     assert params.found([*tokens, 7, 7, 7, 7], len(tokens)) == expected
 
 
+def found_by_definition(params, tokens, length):
+    """Every size by itself."""
+    for size in range(max(params.min_pattern_size, 1), params.max_pattern_size + 1):
+        first = length - size * params.min_count
+        if first < 0:
+            return False
+        if tokens[first : length - size] == tokens[first + size : length]:
+            return True
+    return False
+
+
+SOME = st.lists(st.integers(0, 1), max_size=6)
+REPEATED = st.lists(st.builds(lambda some, times: some * times, SOME, st.integers(1, 5)), max_size=5).map(
+    lambda parts: [token for part in parts for token in part]
+)
+
+
+@given(REPEATED, st.integers(0, 20), st.integers(0, 60), st.integers(2, 4))
+def test_repetitions_are_found_as_by_their_definition(tokens, least, more, count):
+    params = RepetitionDetectionParams(max_pattern_size=least + more, min_pattern_size=least, min_count=count)
+    for length in range(len(tokens) + 1):
+        assert params.found(tokens, length) == found_by_definition(params, tokens, length)
+
+
+class Counting(list):
+    """Counts how many tokens are read or copied."""
+
+    reads = 0
+
+    def __getitem__(self, at):
+        if isinstance(at, slice):
+            found = Counting(super().__getitem__(at))
+            Counting.reads += len(found)
+            return found
+        Counting.reads += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("run", [1, 50, 3000])
+def test_repetitions_are_looked_for_in_linear_time(run, monkeypatch):
+    """Runs of one token that are nearly repetitions, for patterns of all lengths."""
+    monkeypatch.setattr(Counting, "reads", 0)
+    tokens = [2] + [0] * 3000 + [1] + [0] * run
+    params = RepetitionDetectionParams(max_pattern_size=2**31 - 1, min_pattern_size=run, min_count=2)
+    assert not params.found(Counting(tokens), len(tokens))
+    assert Counting.reads < 10 * len(tokens)
+
+
 def test_repetition_detection_may_be_a_dict_and_off():
     params = SamplingParams(repetition_detection={"max_pattern_size": 2, "min_count": 3})
     assert params.repetition_detection == RepetitionDetectionParams(max_pattern_size=2, min_count=3)
