@@ -165,11 +165,11 @@ class StructuredOutputsParams:
         return next((name, value) for name in _WISHES if (value := getattr(self, name)) not in (None, False))
 
     @property
-    def key(self) -> tuple[str, str, bool]:
-        """Equal for equal wishes, and hashable."""
+    def key(self) -> tuple[str, bool, str, bool]:
+        """Equal for equal wishes, and hashable. A schema that is a dict is another one than its ``repr`` as text."""
         name, value = self.wish
-        text = value if isinstance(value, str) else repr(value)
-        return name, text, self.disable_any_whitespace
+        is_text = isinstance(value, str)
+        return name, is_text, value if is_text else repr(value), self.disable_any_whitespace
 
 
 _WISHES = ("json", "regex", "choice", "grammar", "json_object")

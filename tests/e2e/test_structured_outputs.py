@@ -445,6 +445,17 @@ def test_a_grammar_can_be_parsed_before_its_request_comes(llm, monkeypatch):
     assert len(grammars._parsed) == grammar_module.MOST_KEPT and wish.key in grammars._parsed
 
 
+def test_a_wrong_text_does_not_spoil_the_schema_that_it_looks_like(llm):
+    """Which others ask for: what is wrong is kept."""
+    grammars = Grammars(llm.get_tokenizer(), llm.engine.inputs.vocab_size, frozenset({0}))
+    schema = {"type": "string"}
+    for wish in (StructuredOutputsParams(json=repr(schema)), StructuredOutputsParams(json=schema)):
+        wait([grammars.parse(wish)])
+    with pytest.raises(ValueError, match="json is not a JSON schema"):
+        grammars.compile(StructuredOutputsParams(json=repr(schema)))
+    assert grammars.compile(StructuredOutputsParams(json=schema)).result() is not None
+
+
 def test_what_does_not_go_together():
     for more in ({"ignore_eos": True}, {"thinking_token_budget": 3}):
         with pytest.raises(ValueError, match=f"^structured_outputs .* leave {next(iter(more))} out"):

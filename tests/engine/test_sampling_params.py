@@ -242,6 +242,12 @@ def test_stop_strings_are_limited():
         SamplingParams(stop=["a", "x" * (MAX_STOP_CHARS + 1)])
 
 
+def test_a_schema_and_its_repr_are_two_wishes():
+    schema = {"type": "string"}
+    assert StructuredOutputsParams(json=schema).key != StructuredOutputsParams(json=repr(schema)).key
+    assert StructuredOutputsParams(json=schema).key == StructuredOutputsParams(json=dict(schema)).key
+
+
 def test_repr_shows_what_has_an_effect():
     text = repr(SamplingParams(top_k=3))
     assert "top_k=3" in text
