@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tritonllm.engine.control import MOST_FORCED, mask_of, only_token
+from tritonllm.engine.expressions import ignored, too_large
 from tritonllm.engine.json_schema import malformed, unsupported
 from tritonllm.engine.short_strings import with_chains
 from tritonllm.sampling_params import StructuredOutputsParams
@@ -52,6 +53,17 @@ def parse(wish: StructuredOutputsParams) -> Any:
         ValueError: a schema, expression or grammar that is wrong, or cannot be kept; or xgrammar is not installed.
     """
     grammar = _xgrammar().Grammar
+    name, value = wish.wish
+    if name in ("regex", "grammar", "choice"):
+        large = too_large(name, value)
+        if large is not None:
+            raise ValueError(f"structured_outputs: {name} has {large}: make it smaller")
+    if wish.regex is not None:
+        left_out = ignored(wish.regex)
+        if left_out is not None:
+            raise ValueError(
+                f"structured_outputs: regex has {left_out}, which a grammar cannot keep an output to: drop it"
+            )
     try:
         if wish.json is not None:
             return _parse_schema(grammar, wish)
@@ -63,7 +75,6 @@ def parse(wish: StructuredOutputsParams) -> Any:
             return grammar.from_ebnf(wish.grammar)
         return grammar.builtin_json_grammar()
     except RuntimeError as error:
-        name, _ = wish.wish
         raise ValueError(f"structured_outputs: {name} cannot be used: {_PLACE.sub('', str(error)).strip()}") from error
 
 

@@ -1,0 +1,96 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonllm.engine.expressions import (
+    MOST_CHOICES,
+    MOST_LETTERS,
+    MOST_REPEATS,
+    MOST_REPEATS_IN_ALL,
+    MOST_RULES,
+    ignored,
+    too_large,
+)
+from tritonllm.engine.grammar import parse
+from tritonllm.sampling_params import StructuredOutputsParams
+
+
+def rules(count):
+    chain = [f"r{i} ::= r{i + 1}" for i in range(count - 2)]
+    return "\n".join(["root ::= r0", *chain, f'r{count - 2} ::= "a"'])
+
+
+STARS = '("a" | "b")* '
+LIMITS = [
+    ("regex", "a" * MOST_LETTERS, "a" * (MOST_LETTERS + 1), f"{MOST_LETTERS + 1} characters"),
+    ("regex", "a?b*c{0,2}" * (MOST_REPEATS // 3), "a?" * (MOST_REPEATS + 1), f"{MOST_REPEATS + 1} parts"),
+    ("regex", r"[?*]\*" * 1000, "(a|b)*?" * (MOST_REPEATS + 1), f"{MOST_REPEATS + 1} parts"),
+    ("choice", ["a"] * MOST_CHOICES, ["a"] * (MOST_CHOICES + 1), f"{MOST_CHOICES + 1} strings"),
+    ("choice", ["a" * MOST_LETTERS], ["a" * MOST_LETTERS, "b"], f"{MOST_LETTERS + 1} characters"),
+    ("grammar", rules(MOST_RULES), rules(MOST_RULES + 1), f"{MOST_RULES + 1} rules"),
+    ("grammar", 'root ::= "' + "*" * 2000 + '" [*?] # ???', f"root ::= {STARS * 129}", "a rule of 129 parts"),
+    ("grammar", f"root ::= {STARS * 128}", f"x ::= {STARS * 125}\n" * 9, "1125 parts .* more than 1000"),
+]
+
+
+@pytest.mark.parametrize(("name", "allowed", "refused", "message"), LIMITS)
+def test_limits(name, allowed, refused, message):
+    assert too_large(name, allowed) is None
+    limits = {MOST_LETTERS, MOST_REPEATS, MOST_CHOICES, MOST_RULES, MOST_REPEATS_IN_ALL}
+    with pytest.raises(ValueError, match=f"^structured_outputs: {name} has {message}.*: make it smaller$") as caught:
+        parse(StructuredOutputsParams(**{name: refused}))
+    assert any(f"more than {limit}:" in str(caught.value) for limit in limits)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("a^b", "'^' behind other characters"),
+        ("a$b", "'$' before other characters"),
+        ("(a|b$)c", "'$' before other characters"),
+        ("(^a$)+", "'^' behind other characters"),
+        ("((a|b)c$){2}", "'$' before other characters"),
+        (r"\(^a", "'^' behind other characters"),
+        (r"\Aa\Z", r"the escape '\A'"),
+        (r"[\h]", r"the escape '\h'"),
+        ("(?!b)[a-z]", "a lookahead ('(?!')"),
+        ("a(?=b)", "a lookahead ('(?=')"),
+        ("(?<!b)a", "a lookbehind ('(?<!')"),
+    ],
+)
+def test_what_is_ignored_is_named(pattern, message):
+    assert ignored(pattern) == message
+    with pytest.raises(ValueError, match=re.escape(f"structured_outputs: regex has {message}, which a grammar cannot")):
+        parse(StructuredOutputsParams(regex=pattern))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("", "^", "$", "^a$", "^a|b$", "a|^b$", "(^a|b$)", "(^$)|(^a{2}$)", "(^a$)?", "(?:^a)b", r"\^a\$", r"[a^$]"),
+        *(r"^\d{1,3}(\.\d{1,3}){3}$", r"[\w.]+@[\w.]+", "x{2}", r"\\A"),
+    ],
+)
+def test_what_is_kept_is_taken(pattern):
+    assert ignored(pattern) is None
+    assert parse(StructuredOutputsParams(regex=pattern)) is not None
+
+
+@given(st.text(r"a^$()|*+?{}2,\[]=!<:P", max_size=12))
+def test_whatever_stands_in_a_pattern(pattern):
+    assert isinstance(ignored(pattern), str | None)
+
+
+@given(st.text("a^$()|*+", max_size=10))
+def test_without_its_anchors_a_pattern_matches_the_same(pattern):
+    """Or else it is refused, for xgrammar leaves anchors out."""
+    try:
+        whole = re.compile(pattern)
+    except re.error:
+        return
+    if ignored(pattern) is None:
+        without = re.compile(re.sub(r"[$^]", "", pattern))
+        for text in ("", "a", "aa", "aaa"):
+            assert (whole.fullmatch(text) is None) == (without.fullmatch(text) is None)

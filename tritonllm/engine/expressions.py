@@ -1,0 +1,112 @@
+"""What of a regular expression, an EBNF grammar or a list of choices a grammar cannot follow. No torch.
+
+Found by giving them to xgrammar 0.2.8 (two cores of an EPYC, a vocabulary of 2,048). It leaves lookaheads, and anchors
+inside of an expression, out with a warning on stderr, and takes an escape that it does not know for the letter.
+A matcher of 20,000 rules takes 2 s to make, which every step waits for, and one of 1,000 rules 4 ms. An expression of
+250 parts in a row that may all be empty (``a?`` and the like) compiles for 0.8 s, and one of 500 for longer than 8 s.
+100,000 choices compile for 14 s. So sizes have limits.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+MOST_LETTERS = 100_000  # of a regex, a grammar, or all choices together
+MOST_CHOICES = 10_000
+MOST_RULES = 1000  # of a grammar
+MOST_REPEATS = 128  # parts of a regex, or of one rule, with "*" or "?" behind them or "{0" as in "{0,3}"
+MOST_REPEATS_IN_ALL = 1000  # of all rules
+
+_KNOWN_ESCAPES = frozenset("bBcdDefnprPsStuvwWx")  # letters; of these xgrammar itself refuses what it cannot follow
+_REPEATS = ("*", "?", "{0")
+_EBNF = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|::=|\{0|[*?]', re.DOTALL)
+_REGEX = re.compile(
+    r"\\.|\[(?:\\.|[^\]\\])*\]"  # a character or a class
+    r"|\(\?[a-z]+\)"  # flags
+    r"|\((?:\?(?:P?<\w+>|<?[=!]|[a-z]*:))?"  # a group's beginning
+    r"|\{\d*,?\d*\}|[*+?]\??"  # a repetition
+    r"|.",
+    re.DOTALL,
+)
+
+
+def too_large(name: str, value: str | Sequence[str]) -> str | None:
+    """Which limit the value of ``regex``, ``grammar`` or ``choice`` exceeds; ``None`` if none.
+
+    Args:
+        name: of these three.
+    """
+    if name == "choice" and len(value) > MOST_CHOICES:
+        return f"{len(value)} strings, more than {MOST_CHOICES}"
+    letters = len(value) if isinstance(value, str) else sum(map(len, value))
+    if letters > MOST_LETTERS:
+        return f"{letters} characters, more than {MOST_LETTERS}"
+    if name == "regex":
+        assert isinstance(value, str)
+        repeats = sum(piece.startswith(_REPEATS) for piece in _REGEX.findall(value))
+        if repeats > MOST_REPEATS:
+            return f"{repeats} parts that may be left out, more than {MOST_REPEATS}"
+    if name == "grammar":
+        assert isinstance(value, str)
+        return _large_grammar(_EBNF.findall(value))
+    return None
+
+
+def _large_grammar(pieces: Iterable[str]) -> str | None:
+    rules = [0]  # how many repeats each has, after what stands before the first
+    for piece in pieces:
+        if piece == "::=":
+            rules.append(0)
+        rules[-1] += piece in _REPEATS
+    if len(rules) - 1 > MOST_RULES:
+        return f"{len(rules) - 1} rules, more than {MOST_RULES}"
+    if max(rules) > MOST_REPEATS:
+        return f"a rule of {max(rules)} parts that may be left out, more than {MOST_REPEATS}"
+    if sum(rules) > MOST_REPEATS_IN_ALL:
+        return f"{sum(rules)} parts that may be left out, more than {MOST_REPEATS_IN_ALL}"
+    return None
+
+
+def ignored(pattern: str) -> str | None:
+    """What of a regular expression would be ignored; ``None`` if nothing."""
+    for escape in re.findall(r"\\([A-Za-z])|\\.", pattern, re.DOTALL):
+        if escape and escape not in _KNOWN_ESCAPES:
+            return f"the escape '\\{escape}'"
+    parts = list[str]()
+    opened = list[int]()  # where groups begin that have not ended
+    last = 0  # where the group began that ended last
+    for piece in _REGEX.findall(pattern):
+        if piece.startswith(("(?=", "(?!", "(?<=", "(?<!")):
+            return f"a {'lookbehind' if '<' in piece else 'lookahead'} ('{piece}')"
+        if piece[0] in "*+{" and piece != "{":
+            if parts and parts[-1] == ")":
+                parts[last], parts[-1] = "repeated (", "repeated )"
+        elif piece[0] == "(" and piece[-1] != ")":
+            opened.append(len(parts))
+            parts.append("(")
+        elif piece == ")" and opened:
+            last = opened.pop()
+            parts.append(")")
+        elif piece[0] not in "(?":  # flags and "?" say nothing of places
+            parts.append(piece if piece in ("|", "^", "$") else "a")
+    if _is_inner("^", parts, "(", ")"):
+        return "'^' behind other characters"
+    return "'$' before other characters" if _is_inner("$", reversed(parts), ")", "(") else None
+
+
+def _is_inner(anchor: str, parts: Iterable[str], opening: str, closing: str) -> bool:
+    """Whether something else may come before an anchor, or behind it, with the parts and brackets reversed."""
+    before, around = False, list[bool]()  # around: before each group that is open
+    for part in parts:
+        if part.endswith(opening):
+            around.append(before or part != opening)  # before a round of a group there may be another one
+            before = around[-1]
+        elif part.endswith(closing):
+            del around[-1:]
+            before = True
+        elif part == "|":
+            before = around[-1] if around else False
+        elif part != anchor:
+            before = True
+        elif before:
+            return True
+    return False
