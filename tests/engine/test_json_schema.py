@@ -6,7 +6,7 @@ from hypothesis import given
 from support.schemas import SCHEMAS
 
 from tritonllm.engine.grammar import parse
-from tritonllm.engine.json_schema import MOST_BRANCHES, MOST_DEPTH, MOST_GROUPS, malformed, unsupported
+from tritonllm.engine.json_schema import MOST_BRANCHES, MOST_DEPTH, MOST_GROUPS, MOST_OPTIONAL, malformed, unsupported
 from tritonllm.sampling_params import StructuredOutputsParams
 
 WRONG = {"not": {"type": "null"}}
@@ -113,6 +113,22 @@ def chain(length):
     names = [f"a{i}" for i in range(length)]
     definitions = {name: {"$ref": f"#/$defs/{following}"} for name, following in pairwise(names)}
     return {"$ref": "#/$defs/a0", "$defs": definitions | {names[-1]: {"type": "string"}}}
+
+
+def optional(count, required=0):
+    properties = {f"a{i}": {"type": "boolean"} for i in range(count + required)}
+    return {"type": "object", "properties": properties, "required": list(properties)[:required]}
+
+
+def test_properties_that_may_be_left_out_are_limited():
+    """Their number counts more than once in the time that a grammar compiles, which others wait for."""
+    full, part = optional(MOST_OPTIONAL, required=300), optional(100)
+    assert parse(StructuredOutputsParams(json=full)) is not None
+    with pytest.raises(ValueError, match=r"has 257 properties that are not 'required', more than 256$"):
+        parse(StructuredOutputsParams(json={"type": "array", "items": optional(MOST_OPTIONAL + 1)}))
+    assert malformed({"type": "array", "prefixItems": [part] * 20}) is None
+    with pytest.raises(ValueError, match=r"its objects have more than 2000 properties that are not 'required'$"):
+        parse(StructuredOutputsParams(json={"type": "array", "prefixItems": [part] * 21}))
 
 
 def test_what_would_overflow_the_stack_of_native_code_is_refused():

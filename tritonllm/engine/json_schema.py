@@ -23,11 +23,14 @@ _FORMATS = {
     *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
     *("uri-template", "json-pointer", "relative-json-pointer"),
 }
+_TYPES: dict[str, type] = {"string": str, "boolean": bool, "array": list, "object": dict, "null": type(None)}
 _OF_ONE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "contains")
 _OF_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 MOST_DEPTH = 64  # of schemas in schemas; 64 nested objects take 80 ms
 MOST_BRANCHES = 2000  # schemas that have others in them, or refer to one: no chain of references is longer
+MOST_OPTIONAL = 256  # properties of one object that may be left out: 200 take 80 ms, 700 8 s
+MOST_OPTIONAL_IN_ALL = 2000  # of all objects: 8 of 250 take 2 s
 MOST_GROUPS = 500  # nested parentheses of a pattern
 
 
@@ -35,7 +38,7 @@ def malformed(schema: Any) -> str | None:
     """Why this is no schema, or too large a one; ``None`` if it can be parsed."""
     if not isinstance(schema, Mapping | bool):
         return f"it must be an object, got {_short(schema)}"
-    branches = 0
+    branches = left_out = 0
     for part, depth in _parts(schema):
         if depth > MOST_DEPTH:
             return f"schemas are nested more than {MOST_DEPTH} deep"
@@ -45,6 +48,12 @@ def malformed(schema: Any) -> str | None:
         found = _wrong_keyword(part)
         if found is not None:
             return found
+        optional = len(part.get("properties", {}).keys() - set(part.get("required", ())))
+        if optional > MOST_OPTIONAL:
+            return f"an object has {optional} properties that are not 'required', more than {MOST_OPTIONAL}"
+        left_out += optional
+        if left_out > MOST_OPTIONAL_IN_ALL:
+            return f"its objects have more than {MOST_OPTIONAL_IN_ALL} properties that are not 'required'"
     return None
 
 
