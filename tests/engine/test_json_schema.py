@@ -1,4 +1,5 @@
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -29,6 +30,13 @@ def test_ordinary_schemas_are_taken(schema):
         {"anyOf": [{"type": "integer", "multipleOf": 2}, {"type": "null"}], "default": None},
         {"allOf": [{"type": "integer", "minimum": 3}]},
         {"type": "array", "items": {"type": "null"}, "uniqueItems": False, "minItems": 1},
+        {"type": ["string", "null"], "enum": ["a", None]},
+        {"type": ["integer", "boolean"], "enum": [1, 2.0, True]},
+        {"type": "number", "const": 1.5},
+        {"type": "object", "const": {"a": []}},
+        {"type": "string", "pattern": "^(a|b)$", "minLength": 0},
+        {"type": "string", "minLength": 1, "maxLength": 3},
+        {"type": "object", "patternProperties": {"^a+$": {"type": "null"}}, "minProperties": 1},
     ],
 )
 def test_what_is_kept_is_taken(schema):
@@ -51,6 +59,47 @@ def test_what_is_kept_is_taken(schema):
 def test_what_is_ignored_is_found_wherever_it_stands(around):
     assert unsupported(around(around(WRONG))) == "'not'"
     assert unsupported(around({"type": "null"})) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "found"),
+    [
+        ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "'maxLength' beside 'pattern'"),
+        ({"type": "string", "pattern": "^a+$", "minLength": 3}, "'minLength' beside 'pattern'"),
+        ({"type": "string", "format": "date", "maxLength": 3}, "'maxLength' beside 'format'"),
+        ({"type": "string", "format": "date", "minLength": 30}, "'minLength' beside 'format'"),
+        ({"type": "string", "format": "date", "pattern": "^x$"}, "'pattern' beside 'format'"),
+        ({"type": "object", "properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
+        ({"type": "object", "properties": {"a": {}}, "dependentSchemas": {"a": {}}}, "'dependentSchemas'"),
+        ({"type": "object", "properties": {"a": {}}, "dependencies": {"a": ["b"]}}, "'dependencies'"),
+        ({"type": "array", "items": {"type": "string"}, "contains": {"type": "null"}}, "'contains'"),
+        ({"type": "array", "contains": {"type": "null"}}, "'contains'"),
+        ({"$dynamicRef": "#a"}, "'$dynamicRef'"),
+        ({"type": "string", "enum": ["a", 1]}, "a value of 'enum' that has not its 'type'"),
+        ({"type": "integer", "enum": [1, 1.5]}, "a value of 'enum' that has not its 'type'"),
+        ({"type": "number", "enum": [1, True]}, "a value of 'enum' that has not its 'type'"),
+        ({"type": ["string", "array"], "enum": ["a", None]}, "a value of 'enum' that has not its 'type'"),
+        ({"type": "string", "const": 5}, "a value of 'const' that has not its 'type'"),
+        ({"type": "object", "const": None}, "a value of 'const' that has not its 'type'"),
+        ({"type": "string", "pattern": "^(?!b)[a-z]$"}, "'pattern' with a lookahead ('(?!')"),
+        ({"type": "string", "pattern": "(?<=b)a"}, "'pattern' with a lookbehind ('(?<=')"),
+        ({"type": "string", "pattern": "a^b"}, "'pattern' with '^' behind other characters"),
+        ({"type": "string", "pattern": r"a\Z"}, r"'pattern' with the escape '\Z'"),
+        ({"type": "object", "patternProperties": {"^a(?!b)": {}}}, "'patternProperties' with a lookahead ('(?!')"),
+        (
+            {"type": "object", "properties": {"x": {}}, "propertyNames": {"type": "string", "pattern": "^a$"}},
+            "'propertyNames' beside 'properties'",
+        ),
+    ],
+)
+def test_what_is_ignored_in_part_is_named(schema, found):
+    assert unsupported(schema) == unsupported({"anyOf": [{"type": "null"}, schema]}) == found
+    with pytest.raises(ValueError, match=f"^structured_outputs: json has {re.escape(found)}, which a grammar cannot"):
+        parse(StructuredOutputsParams(json=schema))
+
+
+def test_a_large_integer_is_one():
+    assert unsupported({"type": "integer", "enum": [10**400]}) is None
 
 
 def test_deep_nesting_is_no_recursion():

@@ -9,7 +9,12 @@ limits.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_NEVER = ("not", "if", "contentSchema")
+from tritonllm.engine.expressions import ignored
+
+_NEVER = (
+    *("not", "if", "contentSchema", "contains", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("$dynamicRef", "$recursiveRef"),
+)
 _ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _REMARKS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
@@ -111,12 +116,24 @@ def _of_one(schema: Mapping[str, Any]) -> str | None:
             return f"{name!r}"
     if schema.get("uniqueItems"):
         return "'uniqueItems'"
+    for name, patterns in (
+        ("pattern", [schema.get("pattern", "")]),
+        ("patternProperties", schema.get("patternProperties", ())),
+    ):
+        for pattern in patterns:
+            found = ignored(pattern)
+            if found is not None:
+                return f"{name!r} with {found}"
     chosen = [name for name in _ALTERNATIVES if name in schema]
     if chosen:
         if chosen[0] == "allOf" and len(schema["allOf"]) > 1:
             return "'allOf' of more than one schema"
         beside = schema.keys() - _REMARKS - {chosen[0]} - ({"type"} if chosen[0] in ("enum", "const") else set())
-        return f"{min(beside)!r} beside {chosen[0]!r}" if beside else None
+        if beside:
+            return f"{min(beside)!r} beside {chosen[0]!r}"
+        values = schema["enum"] if chosen[0] == "enum" else [schema.get("const")]
+        other = "type" in schema and isinstance(values, list) and not all(_is_of(v, schema["type"]) for v in values)
+        return f"a value of {chosen[0]!r} that has not its 'type'" if other else None
     kind = schema.get("type")
     for name in _NEED_TYPE:
         if name in schema and kind is None:
@@ -125,5 +142,18 @@ def _of_one(schema: Mapping[str, Any]) -> str | None:
         return "'multipleOf' of other numbers than integers"
     if schema.get("format", "date") not in _FORMATS:
         return f"'format': {schema['format']!r}"
+    forms = [name for name in ("format", "pattern", "maxLength", "minLength") if schema.get(name, 0) != 0]
+    if len(forms) > 1 and forms[0] != "maxLength":
+        return f"{forms[1]!r} beside {forms[0]!r}"
+    if "propertyNames" in schema and (named := schema.keys() & {"properties", "patternProperties"}):
+        return f"'propertyNames' beside {min(named)!r}"
     missing = set(schema.get("required", ())) - set(schema.get("properties", ()))
     return f"'required' names without 'properties' ({min(missing)!r})" if missing else None
+
+
+def _is_of(value: Any, types: Any) -> bool:
+    """Whether a value has the type, or one of the types, that a schema names."""
+    names = types if isinstance(types, list) else [types]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "number" in names or ("integer" in names and (isinstance(value, int) or value.is_integer()))
+    return any(isinstance(value, kind) for name, kind in _TYPES.items() if name in names)
