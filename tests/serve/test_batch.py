@@ -110,6 +110,8 @@ def test_engines_are_counted_once(tmp_path, capsys):
     ("line", "message"),
     [
         ("{", "line 2 is not valid JSON"),
+        ("[" * 100_000, "line 2 is nested too deep"),
+        (r'{"custom_id": "\ud800", "url": "/v1/completions", "body": {}}', "line 2 is not valid JSON"),
         ("[]", "must be an object"),
         ('{"custom_id": "a"}', "needs custom_id and url"),
         ('{"custom_id": "number-0", "url": "/v1/completions", "body": {}}', "is there twice"),
@@ -125,6 +127,18 @@ def test_a_bad_line_is_found_before_a_model_is_loaded(tmp_path, line, message, c
         main(command(tmp_path)[3:])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_lines_end_at_line_feeds_only(tmp_path):
+    """And the file may begin with a byte-order mark."""
+    text = "a\u2028b\u2029c\x85d"
+    lines = [{"custom_id": name, "url": "/v1/completions", "body": {"prompt": text}} for name in "xy"]
+    written = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + written.encode())
+    assert [(line.custom_id, line.body["prompt"]) for line in read_lines(tmp_path / "in.jsonl")] == [
+        ("x", text),
+        ("y", text),
+    ]
 
 
 def test_another_file_is_not_overwritten(tmp_path, capsys):

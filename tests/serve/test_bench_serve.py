@@ -43,7 +43,16 @@ def test_a_trace(tmp_path):
         '{"timestamp": 0, "input_length": 5, "output_length": 2}\n'
     )
     assert read_trace(path) == [Ask(0.0, 5, 2), Ask(1.5, 7, 3)]
-    for text, message in (("{}", "line 1 needs"), ("", "has no requests"), ("[", "line 1 needs")):
+    path.write_bytes(
+        b'\xef\xbb\xbf{"timestamp": 0, "input_length": 5, "output_length": 2, "who": "a\xe2\x80\xa8b"}\r\n'
+    )
+    assert read_trace(path) == [Ask(0.0, 5, 2)]
+    for text, message in (
+        ("{}", "line 1 needs"),
+        ("", "has no requests"),
+        ("[", "line 1 needs"),
+        ("[" * 100_000, "line 1 needs"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_trace(path)

@@ -179,13 +179,13 @@ def read_trace(path: Path) -> list[Ask]:
     ValueError: a line that is not as it should be; the message names it.
     """
     asks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # JSON may hold other breaks
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
             ask = Ask(entry["timestamp"] / 1e3, int(entry["input_length"]), int(entry["output_length"]))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             raise ValueError(f"--trace: line {number} needs timestamp, input_length and output_length") from error
         if min(ask.input_len, ask.output_len) < 1 or ask.at < 0:
             raise ValueError(f"--trace: line {number}: lengths must be at least 1, and timestamp not negative")

@@ -43,7 +43,7 @@ def read_lines(path: Path) -> list[Line]:
     OSError: the file cannot be read.
     """
     lines: dict[str, Line] = {}
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # JSON may hold other breaks
         if not text.strip():
             continue
         line = _read_line(f"{path}: line {number}", text)
@@ -58,6 +58,9 @@ def read_lines(path: Path) -> list[Line]:
 def _read_line(where: str, text: str) -> Line:
     try:
         entry = json.loads(text)
+        msgspec.json.encode(entry)  # as it will be asked
+    except RecursionError as error:
+        raise ValueError(f"{where} is nested too deep") from error
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(entry, dict):
