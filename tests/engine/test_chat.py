@@ -1,8 +1,12 @@
+import inspect
+
 import pytest
 from support.tiny_tokenizer import save_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tritonllm.engine.chat import ChatOptions, render
+from tritonllm.engine.tokenizer import render_template
 
 USER = {"role": "user", "content": "the cat"}
 DEEP: list = []
@@ -33,6 +37,30 @@ def test_variables_reach_the_template(tokenizer):
     assert text(tokenizer, USER, tools=tools, chat_template_kwargs={"enable_thinking": False}) == (
         "[user:the cat]<weather><think/>>"
     )
+
+
+@pytest.mark.parametrize("name", ["tools", "add_generation_prompt", "continue_final_message", "chat_template"])
+def test_a_variable_that_is_an_argument_is_refused(name):
+    """Its value would be overwritten."""
+    with pytest.raises(ValueError, match=f"^chat_template_kwargs has '{name}': give {name} beside it instead"):
+        ChatOptions(chat_template_kwargs={"enable_thinking": False, name: None})
+
+
+def test_variables_that_no_template_can_have_are_refused(tokenizer):
+    """All that gets in the way of what the tokenizer is told; whatever else a template may be given."""
+    told = {
+        *inspect.signature(render_template).parameters,
+        *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+        *inspect.signature(render_jinja_template).parameters,
+        "messages",
+    }
+    for name in told - {"kwargs", "options"}:
+        try:
+            options = ChatOptions(chat_template=SHOW, chat_template_kwargs={name: []})
+        except ValueError as error:
+            assert str(error).startswith(f"chat_template_kwargs has '{name}'")
+        else:
+            assert render(tokenizer, [USER], options)["prompt"] == "[user:the cat]>"
 
 
 def test_a_template_that_joins_texts_may_be_given_none(tokenizer):
@@ -85,6 +113,7 @@ def test_arguments_of_a_call_are_decoded(tokenizer):
         (USER, {"chat_template_content_format": "openai"}, "chat_template_content_format must be"),
         (USER, {"tools": "weather"}, "tools must be a list"),
         (USER, {"chat_template_kwargs": [1]}, "chat_template_kwargs must be a dict"),
+        (USER, {"chat_template_kwargs": {3: 4}}, "chat_template_kwargs must have strings as keys, got 3"),
         (USER, {"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ({"content": "a"}, {}, "messages must be dicts"),
         ({"role": "user", "content": "a", "more": DEEP}, {}, "nested too deep"),

@@ -11,6 +11,27 @@ from tritonllm.inputs import Prompt, check_text
 Message = Mapping[str, Any]
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # of OpenAI's two interfaces
 CONTENT_FORMATS = ("auto", "string")
+_OPTIONS = (
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+)  # that are arguments themselves
+# What the tokenizer's apply_chat_template and what it calls have other uses for, or set themselves.
+_TAKEN = {
+    *(
+        "self",
+        "tokenizer",
+        "conversation",
+        "conversations",
+        "messages",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+    ),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +44,8 @@ class ChatOptions:
         add_generation_prompt: end the prompt where the assistant's turn begins.
         continue_final_message: leave the last message open, to be continued.
         tools: functions that the template describes to the model, as JSON schemas.
-        chat_template_kwargs: more variables of the template, such as Qwen3's ``enable_thinking``.
+        chat_template_kwargs: more variables of the template, such as Qwen3's ``enable_thinking``; none of the arguments
+            above, and nothing that the tokenizer sets, such as ``messages``.
         mm_processor_kwargs: none; there are no images.
 
     Raises:
@@ -56,6 +78,13 @@ class ChatOptions:
             raise ValueError(f"tools must be a list of dicts, got {self.tools!r}")
         if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, Mapping):
             raise ValueError(f"chat_template_kwargs must be a dict, got {self.chat_template_kwargs!r}")
+        for name in self.chat_template_kwargs or ():
+            if not isinstance(name, str):
+                raise ValueError(f"chat_template_kwargs must have strings as keys, got {name!r}")
+            if name in _OPTIONS:
+                raise ValueError(f"chat_template_kwargs has {name!r}: give {name} beside it instead")
+            if name in _TAKEN:
+                raise ValueError(f"chat_template_kwargs has {name!r}, which no template can be given: leave it out")
 
     def variables(self) -> dict[str, Any]:
         """What the template and its caller are given."""
