@@ -8,6 +8,8 @@ import pytest
 from support.answers import TEXT
 from support.server import MODEL
 
+from tritonllm.serve.messages_protocol import CountRequest
+
 ASK = "What is 47 + 66?"
 MESSAGES = [{"role": "user", "content": ASK}]
 ADD = {
@@ -143,6 +145,31 @@ def test_blocks_become_messages(client, tools_server):
     expected = tools_server.client.post("/tokenize", json={"messages": messages, "tools": tools}).json()["count"]
     counted = client.messages.count_tokens(model=MODEL, system="Be brief.", messages=blocks, tools=TOOLS[1:])
     assert counted.input_tokens == expected
+
+
+@pytest.mark.parametrize("content", ["47 + 66 =", [{"type": "text", "text": "47 + 66 ="}]])
+def test_a_last_message_of_the_assistant_is_continued(client, tools_server, content):
+    """Its text is the beginning of the answer, which does not repeat it."""
+    plain = [*MESSAGES, {"role": "assistant", "content": "47 + 66 ="}]
+    goes_on = {"messages": plain, "continue_final_message": True, "add_generation_prompt": False}
+    expected = tools_server.client.post(
+        "/v1/chat/completions", json={"model": MODEL, "max_tokens": 12, "temperature": 0, **goes_on}
+    ).json()
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    reply = client.messages.create(model=MODEL, messages=messages, max_tokens=12, extra_body=GREEDY)
+    text = expected["choices"][0]["message"]["content"]
+    assert text and [block.text for block in reply.content] == [text]
+    counted = client.messages.count_tokens(model=MODEL, messages=messages).input_tokens
+    assert counted == expected["usage"]["prompt_tokens"]
+    turn = {"messages": plain, "add_generation_prompt": True}
+    assert counted < tools_server.client.post("/tokenize", json=turn).json()["count"]
+
+
+def test_what_is_no_beginning_of_an_answer_is_not_continued():
+    call = {"type": "tool_use", "id": "1", "name": "add", "input": {}}
+    for content in ("", [], [call], [{"type": "text", "text": "I add."}, call]):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        assert "continue_final_message" not in CountRequest(model="m", messages=messages).fields()
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,11 @@ class CountRequest(Body):
         Raises:
             ValueError: a block or a tool that there is not here.
         """
-        fields: dict[str, Any] = {"model": self.model, "messages": messages_of(self.system, self.messages)}
+        messages = messages_of(self.system, self.messages)
+        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        last = messages[-1] if messages else {}  # an assistant's text is the beginning of the answer
+        if last.get("role") == "assistant" and last["content"] and not last.get("tool_calls"):
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools:
             fields["tools"] = [_tool(index, tool) for index, tool in enumerate(self.tools)]
         if self.tool_choice is not None:
