@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import greedy, tiny_llm, token_ids
 from support.schemas import SCHEMAS, valid
+from support.server import eventually
 from xgrammar import BatchGrammarMatcher, GrammarMatcher
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
@@ -443,6 +444,34 @@ def test_a_grammar_can_be_parsed_before_its_request_comes(llm, monkeypatch):
     wait([grammars.parse(one) for one in wide])
     wait([grammars.parse(wish := StructuredOutputsParams(regex="z"))])
     assert len(grammars._parsed) == grammar_module.MOST_KEPT and wish.key in grammars._parsed
+
+
+def test_a_grammar_is_not_compiled_for_requests_that_are_gone(llm, monkeypatch):
+    """While slow ones compile, others wait in a queue; clients may leave it."""
+    engine, began, goes_on = llm.engine, [], threading.Event()
+    grammars = engine.inputs._grammars
+
+    class Slow:
+        def compile_grammar(self, grammar):
+            began.append(re.findall('"([0-9])"', str(grammar))[0])
+            assert goes_on.wait(60)
+            return compiler.compile_grammar(grammar)
+
+    compiler, slow = grammars._compiler.result(), Future()
+    slow.set_result(Slow())
+    monkeypatch.setattr(grammars, "_compiler", slow)
+    for name, number in zip("abcdef", "012344", strict=True):
+        engine.add_request(name, PROMPTS[0], structured(regex=f"gone{number}"))
+    eventually(lambda: sorted(began) == ["0", "1"])
+    engine.abort_request(["a", "c", "d", "e"])  # what compiles already goes on, and another one wants what the last did
+    goes_on.set()
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    ended = {output.request_id: output.outputs[0].text for output in outputs if output.finished}
+    assert ended == {"b": "gone1", "f": "gone4"}
+    assert sorted(began) == ["0", "1", "4"]
+    eventually(lambda: grammars.parse(StructuredOutputsParams(regex="gone0")) is None)  # what was compiled is kept
 
 
 def test_a_wrong_text_does_not_spoil_the_schema_that_it_looks_like(llm):

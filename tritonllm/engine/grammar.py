@@ -4,8 +4,8 @@ A grammar is parsed when its request is added, so that a wrong one is refused th
 for one of 60 patterns, and 0.35 s once to import xgrammar (two cores of an EPYC). A thread does it, and the loop of a
 server takes the request once that is done (:meth:`Grammars.parse`), so that steps do not wait. It is compiled for the
 model's vocabulary by threads, which can take seconds, while steps run; the request waits outside of the scheduler so
-long. Each text is compiled once (Dong et al., "XGrammar: flexible and efficient structured generation engine for large
-language models", 2024; the package ``xgrammar``).
+long. Each text is compiled once, and not at all if its requests are gone before its turn (Dong et al., "XGrammar:
+flexible and efficient structured generation engine for large language models", 2024; the package ``xgrammar``).
 """
 
 import json
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 
@@ -118,6 +119,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab, sorted(ends)
         self._kept: OrderedDict[Any, Future[Any]] = OrderedDict()  # compiled
+        self._wanted: WeakValueDictionary[Any, Future[Any]] = WeakValueDictionary()  # to be compiled, for who holds it
+        self._compiled: deque[tuple[Any, Future[Any]]] = deque()  # by the threads, and not kept yet
         self._parsed: OrderedDict[Any, Future[Any]] = OrderedDict()  # in a thread, and not compiled; or wrong
 
     @cached_property
@@ -151,7 +154,7 @@ class Grammars:
             key = wish.key
         except RecursionError:
             return None
-        if _usable(self._kept.get(key)):
+        if _usable(self._find(key)):
             return None
         found = self._parsed.get(key)
         if found is None:
@@ -163,7 +166,7 @@ class Grammars:
         return found
 
     def compile(self, wish: StructuredOutputsParams) -> "Future[Any]":
-        """A compiled grammar, perhaps later.
+        """A compiled grammar, perhaps later. If nobody holds the future when its turn comes, it is not compiled.
 
         Raises:
             ValueError: see :func:`parse`.
@@ -172,16 +175,46 @@ class Grammars:
             key = wish.key
         except RecursionError as error:
             raise ValueError("structured_outputs: json is not a JSON schema: it is nested too deep") from error
-        found = self._kept.get(key)
+        found = self._find(key)
         if found is None or not _usable(found):
             parsed = self._parsed.get(key)
             grammar, compiler = parse(wish) if parsed is None else _result(parsed), self._compiler
             self._parsed.pop(key, None)  # what is wrong stays, for others that ask for it
-            found = self._kept[key] = self._threads.submit(lambda: compiler.result().compile_grammar(grammar))
-        self._kept.move_to_end(key)
+            found = self._wanted[key] = Future()
+            wanted = ref(found)
+            task = self._threads.submit(_compile_for, wanted, compiler, grammar)
+            task.add_done_callback(lambda task: self._pass_on(key, wanted, task))
+        return found
+
+    def _find(self, key: Any) -> "Future[Any] | None":
+        """One that is compiled, or will be."""
+        while self._compiled:
+            done, future = self._compiled.popleft()
+            self._kept[done] = future
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
-        return found
+        return found or self._wanted.get(key)
+
+    def _pass_on(self, key: Any, wanted: "ref[Future[Any]]", task: "Future[Any]") -> None:
+        """In the thread that has compiled it."""
+        error = task.exception()
+        if error is not None:
+            future = wanted()
+            if future is not None:
+                future.set_exception(error)
+        elif task.result() is not None:
+            future, compiled = task.result()
+            self._compiled.append((key, future))
+            future.set_result(compiled)
+
+
+def _compile_for(wanted: "ref[Future[Any]]", compiler: "Future[Any]", grammar: Any) -> "tuple[Future[Any], Any] | None":
+    """What somebody holds, and its result; ``None`` if all requests that asked for it are gone."""
+    future = wanted()
+    return None if future is None else (future, compiler.result().compile_grammar(grammar))
 
 
 def _usable(found: "Future[Any] | None") -> bool:
