@@ -195,7 +195,7 @@ class SamplingParams(VllmSampling):
         min_tokens: no end of sequence or stop token before this many tokens.
         stop: strings that end the output, which ends before them; at most 256, of at most 1,024 characters each.
         stop_token_ids: tokens that end the output.
-        include_stop_str_in_output: leave the stop string in the text.
+        include_stop_str_in_output: leave the stop string in the text, and the text of a token that ends the output.
         ignore_eos: go on after the end-of-sequence token.
         logprobs: how many of the most likely tokens to report at each position (the chosen one is always reported);
             -1: all of the vocabulary.

@@ -248,6 +248,25 @@ def test_stop_string_across_tokens(llm, include):
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
 
 
+def test_the_text_keeps_a_token_that_ends_it_if_asked(llm):
+    (x,) = single_byte_tokens(llm, "x")
+    end = llm.get_tokenizer().decode([0])
+
+    def text(token, **more):
+        params = SamplingParams(**force([token], 9), **more)
+        completion = llm.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0]
+        assert (completion.finish_reason, list(completion.token_ids)) == ("stop", [token])
+        return completion.text, completion.stop_reason
+
+    kept = {"include_stop_str_in_output": True}
+    assert text(x, stop_token_ids=[x]) == ("", x)
+    assert text(x, stop_token_ids=[x], **kept) == ("x", x)
+    assert text(x, stop_token_ids=[x], stop="x", **kept) == ("x", "x")
+    assert text(0, skip_special_tokens=False) == ("", None)
+    assert text(0, skip_special_tokens=False, **kept) == (end, None) and end
+    assert text(0, **kept) == ("", None)
+
+
 def test_streamed_text_never_takes_back_a_character(llm):
     (x,) = single_byte_tokens(llm, "x")
     llm.engine.add_request("s", PROMPTS[1], SamplingParams(**force([x], 6), stop="xxxxx"))

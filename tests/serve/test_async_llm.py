@@ -76,6 +76,15 @@ def test_outputs_are_those_of_the_offline_engine(llm, loop):
     assert lengths[0] < 12, "the first output is not the last"
 
 
+def test_the_text_keeps_a_token_that_ends_it_if_asked(llm, loop):
+    (x,) = llm.inputs.encode("x", add_special_tokens=False)
+    for kind in RequestOutputKind:
+        for kept, text in ((False, ""), (True, "x")):
+            more = {"stop_token_ids": [x], "include_stop_str_in_output": kept, "output_kind": kind}
+            output = loop.run(collected(llm, f"{kind.name}-{kept}", allowed_token_ids=[x], **more))[-1].outputs[0]
+            assert (output.text, list(output.token_ids), output.stop_reason) == (text, [x], x)
+
+
 def test_a_prompt_is_truncated_before_its_length_is_checked(llm, loop):
     ids = list(range(5, 25)) * 100
     for most, kept in ((7, 7), (-1, llm.max_model_len - 1)):

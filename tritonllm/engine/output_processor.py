@@ -80,13 +80,13 @@ class SequenceOutput:
 
     def _append(self, token: int, scores: TokenLogprobs | None, row: int, length: int, ends: bool) -> str | None:
         """Take in one token, which makes the output ``length`` tokens long; returns the stop string that it completes.
-        One that ``ends`` the output is no part of its text."""
+        One that ``ends`` the output is a part of its text only with ``include_stop_str_in_output``."""
         params = self.request.params
         if scores is not None and params.logprobs is not None:
             entries = to_logprobs(scores, row, params.logprobs, self._tokenizer)
             self._logprobs.append(entries)
             self._cumulative += entries[token].logprob
-        if self._detokenizer is None or ends:
+        if self._detokenizer is None or (ends and not params.include_stop_str_in_output):
             return None
         new = self._detokenizer.append(token)
         if not new or not params.stop_strings or length < params.min_tokens:

@@ -42,19 +42,21 @@ class Texts:
 
     Args:
         new: makes a detokenizer for one continuation.
+        keep_end: a token that ends the output is a part of its text.
     """
 
-    def __init__(self, new: Callable[[], IncrementalDetokenizer]) -> None:
-        self._new = new
+    def __init__(self, new: Callable[[], IncrementalDetokenizer], *, keep_end: bool = False) -> None:
+        self._new, self._keep_end = new, keep_end
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
 
     def add(self, update: Update) -> None:
-        """Fill in what the new tokens say; one that ends the output is no part of its text."""
+        """Fill in what the new tokens say."""
         for completion in update.outputs:
             detokenizer = self._detokenizers.get(completion.index)
             if detokenizer is None:
                 detokenizer = self._detokenizers[completion.index] = self._new()
-            tokens = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+            drop_end = completion.finish_reason == "stop" and not self._keep_end
+            tokens = completion.token_ids[:-1] if drop_end else completion.token_ids
             completion.text = "".join([detokenizer.append(token) for token in tokens])
 
 

@@ -62,4 +62,5 @@ def _texts(prompt: TokenizedPrompt, params: SamplingParams, tokenizer: Any) -> T
         "skip_special_tokens": params.skip_special_tokens,
         "spaces_between_special_tokens": params.spaces_between_special_tokens,
     }
-    return Texts(lambda: IncrementalDetokenizer(tokenizer, token_ids, **options))
+    keep_end = params.include_stop_str_in_output
+    return Texts(lambda: IncrementalDetokenizer(tokenizer, token_ids, **options), keep_end=keep_end)
