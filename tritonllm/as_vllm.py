@@ -4,8 +4,8 @@
     python -m tritonllm.as_vllm -m lm_eval --model vllm --model_args pretrained=Qwen/Qwen3-0.6B --tasks hellaswag
 
 ``import vllm`` then finds the names below, and ``importlib.metadata.version("vllm")`` the version that they follow. A
-name that is not there is an ImportError that says so. In Python, :func:`install` does the same for what is imported
-after it.
+name that is not there is an ImportError that says what there is instead. In Python, :func:`install` does the same for
+what is imported after it.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import importlib.metadata
 import runpy
 import sys
 import types
+import uuid
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -22,12 +23,6 @@ from typing import Any
 
 VERSION = "0.24.0"  # of vLLM's names
 _ENGINE = "tritonllm"
-_POOLED = (
-    "PoolingRequestOutput",
-    "EmbeddingRequestOutput",
-    "ClassificationRequestOutput",
-    "ScoringRequestOutput",
-)
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -77,30 +72,78 @@ def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, tool
     return template
 
 
+def random_uuid() -> str:
+    """A name for a request that no other one has."""
+    return uuid.uuid4().hex
+
+
+def _in(module: str, *names: str, **others: str) -> dict[str, str]:
+    """Where these names are; ``others`` have another name there."""
+    places = {name: name for name in names} | others
+    return {name: f"{_ENGINE}{module}:{there}" for name, there in places.items()}
+
+
+_PROMPTS = _in(".inputs", "TextPrompt", "TokensPrompt", PromptType="Prompt")
+_OUTPUTS = _in(
+    ".engine.outputs",
+    *("RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput"),
+    *("EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput"),
+    *("ScoringOutput", "ScoringRequestOutput"),
+)
+_LOGPROBS = _in(".engine.outputs", "Logprob", "PromptLogprobs", "SampleLogprobs", LogprobsOnePosition="Logprobs")
+_SAMPLING = _in(
+    ".sampling_params",
+    *("SamplingParams", "StructuredOutputsParams", "GuidedDecodingParams", "RequestOutputKind"),
+    "RepetitionDetectionParams",
+)
+_ARGS = _in("", "EngineArgs", "AsyncEngineArgs")
+_LLM, _ENGINE_CLASS, _ASYNC = _in("", "LLM"), _in("", "LLMEngine"), _in("", "AsyncLLM", AsyncLLMEngine="AsyncLLM")
+_CONFIGS = {
+    "cache": _in(".config", "CacheConfig"),
+    "compilation": _in(".config", "CompilationConfig"),
+    "kv_transfer": _in(".kv_transfer_config", "KVTransferConfig"),
+    "model": _in(".config", "ModelConfig"),
+    "parallel": _in(".parallel_config", "ParallelConfig"),
+    "pooler": _in("", "PoolerConfig"),
+    "profiler": _in(".serve.profiling", "ProfilerConfig"),
+    "scheduler": _in(".config", "SchedulerConfig"),
+    "speculative": _in(".speculative_config", "SpeculativeConfig"),
+}
+
 # A module of vLLM: its names, each a value of this file or where it is.
 MODULES: dict[str, dict[str, Any]] = {
     "vllm": {
         "__version__": VERSION,
-        **{
-            name: f"{_ENGINE}:{name}"
-            for name in (
-                *("LLM", "LLMEngine", "EngineArgs", "SamplingParams", "TextPrompt", "TokensPrompt"),
-                *("RequestOutput", "CompletionOutput", "PoolingParams"),
-                *_POOLED,
-            )
-        },
+        **_LLM,
+        **_ENGINE_CLASS,
+        **_ARGS,
+        "AsyncLLMEngine": _ASYNC["AsyncLLMEngine"],
+        **_in("", "SamplingParams", "PoolingParams"),
+        **_PROMPTS,
+        **_OUTPUTS,
     },
-    "vllm.sampling_params": {name: f"{_ENGINE}:{name}" for name in ("SamplingParams", "BeamSearchParams")},
-    "vllm.beam_search": {name: f"{_ENGINE}:{name}" for name in ("BeamSearchOutput", "BeamSearchSequence")},
-    "vllm.pooling_params": {"PoolingParams": f"{_ENGINE}:PoolingParams"},
-    "vllm.config": {"PoolerConfig": f"{_ENGINE}:PoolerConfig"},
-    "vllm.outputs": {name: f"{_ENGINE}:{name}" for name in ("RequestOutput", "CompletionOutput", *_POOLED)},
-    "vllm.inputs": {name: f"{_ENGINE}:{name}" for name in ("TextPrompt", "TokensPrompt")},
+    "vllm.sampling_params": {**_SAMPLING, **_in("", "BeamSearchParams")},
+    "vllm.beam_search": _in("", "BeamSearchOutput", "BeamSearchSequence"),
+    "vllm.pooling_params": _in("", "PoolingParams"),
+    "vllm.tasks": _in(".pooling_params", "PoolingTask"),
+    "vllm.config": {name: place for config in _CONFIGS.values() for name, place in config.items()},
+    **{f"vllm.config.{module}": names for module, names in _CONFIGS.items()},
+    "vllm.outputs": _OUTPUTS,
+    "vllm.logprobs": _LOGPROBS,
+    "vllm.sequence": {"Logprob": _LOGPROBS["Logprob"], **_in(".engine.outputs", "RequestMetrics")},
+    "vllm.inputs": _PROMPTS,
+    "vllm.inputs.data": _PROMPTS,
     "vllm.engine": {},
-    "vllm.engine.arg_utils": {"EngineArgs": f"{_ENGINE}:EngineArgs"},
-    "vllm.engine.llm_engine": {"LLMEngine": f"{_ENGINE}:LLMEngine"},
+    "vllm.engine.arg_utils": _ARGS,
+    "vllm.engine.llm_engine": _ENGINE_CLASS,
+    "vllm.engine.async_llm_engine": {"AsyncLLMEngine": _ASYNC["AsyncLLMEngine"]},
+    "vllm.v1": {},
+    "vllm.v1.engine": {},
+    "vllm.v1.engine.async_llm": {"AsyncLLM": _ASYNC["AsyncLLM"]},
+    "vllm.v1.engine.llm_engine": _ENGINE_CLASS,
+    "vllm.v1.engine.exceptions": _in(".serve.engine_client", "EngineDeadError"),
     "vllm.entrypoints": {},
-    "vllm.entrypoints.llm": {"LLM": f"{_ENGINE}:LLM"},
+    "vllm.entrypoints.llm": _LLM,
     "vllm.entrypoints.chat_utils": {"resolve_hf_chat_template": resolve_chat_template},
     "vllm.renderers": {},
     "vllm.renderers.hf": {"resolve_chat_template": resolve_chat_template},
@@ -109,9 +152,24 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
     "vllm.transformers_utils": {},
     "vllm.transformers_utils.tokenizer": {"get_tokenizer": get_tokenizer},
-    "vllm.utils": {"FlexibleArgumentParser": FlexibleArgumentParser},
+    "vllm.utils": {"FlexibleArgumentParser": FlexibleArgumentParser, "random_uuid": random_uuid},
     "vllm.utils.argparse_utils": {"FlexibleArgumentParser": FlexibleArgumentParser},
 }
+
+
+def _missing(name: str) -> str:
+    """What to say of a module, or a module's name, that is not here: where else the name is, or what else there is."""
+    module, _, last = name.rpartition(".")
+    elsewhere = [other for other, names in MODULES.items() if last in names]
+    if elsewhere:
+        return f"tritonllm has no equivalent of {name}; {last} is in {', '.join(elsewhere)}"
+    while not MODULES.get(module):
+        module = module.rpartition(".")[0]
+    return f"tritonllm has no equivalent of {name}; of {module} it has {', '.join(_public(module))}"
+
+
+def _public(module: str) -> list[str]:
+    return [name for name in MODULES[module] if not name.startswith("_")]
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -127,10 +185,10 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name not in MODULES:
-            if name.startswith("vllm."):
-                raise ModuleNotFoundError(f"tritonllm has no equivalent of the module {name}", name=name)
+            if name.startswith("vllm."):  # without name=, or "from vllm import X" would have a message of its own
+                raise ModuleNotFoundError(_missing(name))
             return None
-        return ModuleSpec(name, self, is_package=any(other.startswith(f"{name}.") for other in MODULES))
+        return ModuleSpec(name, self, is_package=True)  # so that this is asked for "from vllm.outputs import X", too
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -140,14 +198,15 @@ class _Finder(MetaPathFinder, Loader):
 
         def find(name: str) -> Any:
             if name not in names:
-                raise AttributeError(f"tritonllm has no equivalent of {module.__name__}.{name}")
+                raise AttributeError(_missing(f"{module.__name__}.{name}"))
             value = names[name]
-            if isinstance(value, str) and value.startswith(f"{_ENGINE}:"):
-                value = getattr(importlib.import_module(_ENGINE), name)
+            if isinstance(value, str) and value.startswith(_ENGINE):
+                home, _, there = value.partition(":")
+                value = getattr(importlib.import_module(home), there)
             return value
 
         module.__getattr__ = find  # type: ignore[method-assign]
-        module.__all__ = [name for name in names if not name.startswith("_")]  # type: ignore[attr-defined]
+        module.__all__ = _public(module.__name__)  # type: ignore[attr-defined]
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         if context is None or context.name in (None, "vllm"):

@@ -1,5 +1,6 @@
 """Programs that import vLLM run with this package in its place."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tritonllm import as_vllm
+import tritonllm
+from tritonllm import as_vllm, inputs, pooling_params, sampling_params
 from tritonllm.demo import model_path
+from tritonllm.engine import outputs
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -47,9 +50,11 @@ def test_a_script_and_its_options(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("from vllm import AsyncLLMEngine", "AsyncLLMEngine"),
-        ("import vllm.multimodal", "tritonllm has no equivalent of the module vllm.multimodal"),
-        ("import vllm; vllm.nothing", "tritonllm has no equivalent of vllm.nothing"),
+        ("from vllm import ModelRegistry", "tritonllm has no equivalent of vllm.ModelRegistry; of vllm it has LLM, "),
+        ("import vllm.multimodal", "tritonllm has no equivalent of vllm.multimodal; of vllm it has LLM, LLMEngine, "),
+        ("import vllm; vllm.nothing", "tritonllm has no equivalent of vllm.nothing; of vllm it has LLM, "),
+        ("from vllm.outputs import SamplingParams", "SamplingParams is in vllm, vllm.sampling_params"),
+        ("import vllm.v1.worker.utils", "tritonllm has no equivalent of vllm.v1.worker; of vllm it has LLM, "),
         ("from vllm.lora.request import LoRARequest; LoRARequest('a', 1, 'b')", "adapters are not supported"),
     ],
 )
@@ -68,7 +73,27 @@ def test_modules_run_too_and_help(tmp_path):
 
 def test_every_name_is_there():
     for module, names in as_vllm.MODULES.items():
+        assert module == "vllm" or module.rpartition(".")[0] in as_vllm.MODULES, module
         for name, value in names.items():
             if isinstance(value, str) and ":" in value:
-                package, _, attribute = value.partition(":")
-                assert attribute == name and hasattr(__import__(package), name), (module, name)
+                home, _, attribute = value.partition(":")
+                assert hasattr(importlib.import_module(home), attribute), (module, name)
+
+
+def test_all_that_has_a_name_of_vllms_can_be_imported_by_it():
+    names = {name for module in as_vllm.MODULES.values() for name in module}
+    assert set(tritonllm.__all__) <= names
+    for module in (outputs, sampling_params, pooling_params, inputs):
+        classes = {value.__name__ for value in vars(module).values() if isinstance(value, type)}
+        own = {name for name in classes if getattr(module, name, None).__module__ == module.__name__}
+        assert own <= names, module.__name__
+
+
+def test_a_script_asks_whether_a_name_is_there(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import vllm\nfrom vllm import AsyncEngineArgs, AsyncLLMEngine\nfrom vllm.v1.engine.async_llm import AsyncLLM\n"
+        "try:\n    from vllm.sampling_params import Nothing\nexcept ImportError:\n    Nothing = None\n"
+        "print(hasattr(vllm, 'Nothing'), AsyncLLM is AsyncLLMEngine, Nothing, AsyncEngineArgs('m').model)"
+    )
+    done = run("script.py", cwd=tmp_path)
+    assert done.stdout.strip() == "False True None m", done.stderr

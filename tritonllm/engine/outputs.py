@@ -21,6 +21,8 @@ class Logprob:
 
 
 Logprobs = Mapping[int, Logprob]  # token id -> its log-probability, at one position
+SampleLogprobs = Sequence[Logprobs]  # of an output's tokens
+PromptLogprobs = Sequence[Logprobs | None]  # of a prompt's; the first has none
 
 
 @dataclass(slots=True)
