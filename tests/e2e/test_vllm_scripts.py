@@ -47,6 +47,17 @@ def test_basic(llm):
         assert output.outputs[0].text
 
 
+def test_fields_of_outputs(llm):
+    llm.engine.add_request("a", PROMPTS[0], greedy(max_tokens=2))
+    seen = []
+    while llm.engine.has_unfinished_requests():
+        seen += llm.engine.step()
+    assert [output.outputs[0].finished() for output in seen] == [output.finished for output in seen] == [False, True]
+    for name in ("lora_request", "encoder_prompt", "encoder_prompt_token_ids"):
+        assert getattr(seen[-1], name) is None
+    assert seen[-1].outputs[0].lora_request is None
+
+
 def test_chat(llm):
     conversation = [
         {"role": "system", "content": "You are a helpful assistant"},

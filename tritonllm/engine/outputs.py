@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class CompletionOutput:
         finish_reason: ``"stop"``, ``"length"``, ``"repetition"``, ``"abort"``, ``"error"``, or ``None`` while it runs.
         stop_reason: the stop string or stop token that ended it; ``"repetition_detected"``; ``None`` for end of
             sequence and otherwise.
+        lora_request: none; there are no adapters yet.
     """
 
     index: int
@@ -60,8 +61,8 @@ class CompletionOutput:
     logprobs: Sequence[Logprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: ClassVar[None] = None
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -79,6 +80,8 @@ class RequestOutput:
         error: what ended it, where a ``finish_reason`` is ``"error"``.
         kv_transfer_params: where another engine finds the prompt's blocks, if the request asked for that; with the
             last output.
+        lora_request, encoder_prompt, encoder_prompt_token_ids: none; there are no adapters, nor models with encoder and
+            decoder.
     """
 
     request_id: str
@@ -91,6 +94,9 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
 
 
 @dataclass(slots=True)

@@ -103,6 +103,6 @@ async def follow(
             usage.add(index, output)
             (completion,) = output.outputs
             changes = blocks.add(reader.feed(completion.text))
-            if completion.finished:
+            if completion.finished():
                 changes += [*blocks.add(reader.finish()), *blocks.close()]
             yield changes, completion

@@ -98,7 +98,7 @@ class _Deltas:
         index, body = completion.index, self._body
         reader = self._readers.get(index) or self._readers.setdefault(index, self._turn.new_reader())
         pieces = reader.feed(completion.text)
-        if completion.finished:
+        if completion.finished():
             pieces += reader.finish()
         elif not pieces and not (completion.token_ids and (body.logprobs or body.return_token_ids)):
             return None  # half a character, or the beginning of a stop string or of a call, perhaps
@@ -150,7 +150,7 @@ async def _chunks(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: 
             for completion in output.outputs:
                 if completion.index in ended:
                     continue
-                if completion.finished:
+                if completion.finished():
                     ended.add(completion.index)
                 if len(ended) == len(output.outputs):
                     last = transfer(body.kv_transfer_params, output)

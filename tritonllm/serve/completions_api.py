@@ -130,7 +130,7 @@ class _Choices:
         }
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
-            choice["prompt_token_ids"] = output.prompt_token_ids if completion.finished else None
+            choice["prompt_token_ids"] = output.prompt_token_ids if completion.finished() else None
         return choice
 
     def whole(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -170,7 +170,7 @@ async def _chunks(
                     continue
                 echo = bool(body.echo) and index not in begun
                 begun.add(index)
-                if completion.finished:
+                if completion.finished():
                     ended.add(index)
                     if len(ended) == build.count:
                         last = transfer(body.kv_transfer_params, output)

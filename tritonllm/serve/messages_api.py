@@ -96,7 +96,7 @@ async def _stream(head: dict[str, Any], turn: Turn, outputs: Outputs) -> AsyncGe
         for change in changes:
             for one in _events(change):
                 yield one
-        if completion.finished:
+        if completion.finished():
             yield _event("message_delta", delta=_ending(completion, blocks), usage=_usage(usage))
             yield _event("message_stop")
 

@@ -162,6 +162,6 @@ async def _stream(events: _Events, turn: Turn, outputs: Outputs) -> AsyncGenerat
         for change in changes:
             for one in events.of(change):
                 yield one
-        if completion.finished:
+        if completion.finished():
             response = _ended(events.head, blocks, completion, usage)
             yield events.make(f"response.{response['status']}", response=response)
