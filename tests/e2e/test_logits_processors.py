@@ -112,9 +112,13 @@ def test_a_function_that_fails_ends_its_own_request(ahead, bad):
             raise KeyError("no such token")
         return None if bad == "returns nothing" else logits[:5]
 
-    params = [greedy(), greedy(logits_processors=[fail]), greedy()]
+    params = [greedy(), greedy(logits_processors=[fail], logprobs=1), greedy()]
     outputs = generate(llm, PROMPTS[:3], params)
-    assert outputs[1].outputs[0].finish_reason == "error" and len(outputs[1].outputs[0].token_ids) == 3
+    (found,), (before,) = (o.outputs for o in (outputs[1], *generate(llm, [PROMPTS[1]], greedy(3, logprobs=1))))
+    assert found.finish_reason == "error" and len(found.token_ids) == 3
+    assert (found.token_ids, found.text) == (before.token_ids, before.text)
+    assert [list(entries) for entries in found.logprobs] == [list(entries) for entries in before.logprobs]
+    assert found.cumulative_logprob == pytest.approx(before.cumulative_logprob, abs=1e-4)
     assert "a logits processor failed: " in outputs[1].error
     for index in (0, 2):
         assert outputs[index].error is None

@@ -45,6 +45,7 @@ class SequenceOutput:
         self._cumulative = 0.0
         self._text_end: int | None = None  # where a stop string cut the text
         self._sent_chars = self._sent_tokens = 0
+        self._before = 0, 0, 0.0  # characters, log-probabilities and their sum, before the newest tokens
         params = request.params
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
@@ -69,6 +70,8 @@ class SequenceOutput:
         """
         if scores is None and self._detokenizer is None:  # asked of each request in each step
             return None
+        chars = 0 if self._detokenizer is None else len(self._detokenizer.text)
+        self._before = chars, len(self._logprobs), self._cumulative
         last = len(tokens) - 1
         before = len(self.request.output_token_ids) - len(tokens)
         for index, token in enumerate(tokens):
@@ -77,6 +80,11 @@ class SequenceOutput:
             if stop is not None:
                 return stop, last - index
         return None
+
+    def take_back(self) -> None:
+        """The tokens of the last :meth:`extend` are dropped, and the output ends before them."""
+        self._text_end, entries, self._cumulative = self._before
+        del self._logprobs[entries:]
 
     def _append(self, token: int, scores: TokenLogprobs | None, row: int, length: int, ends: bool) -> str | None:
         """Take in one token, which makes the output ``length`` tokens long; returns the stop string that it completes.
