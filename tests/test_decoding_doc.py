@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tritonllm.sampling_params import SamplingParams, StructuredOutputsParams
-from tritonllm.vllm_arguments import SAMPLING_DEFAULTS
+from tritonllm.vllm_arguments import SAMPLING_DEFAULTS, STRUCTURE_DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| `(\w+)` \| (.+) \| `(tests/[\w/]+\.py)`, `(\w+)` \|$", re.MULTILINE)
 ROWS = ROW.findall((ROOT / "docs" / "decoding.md").read_text(encoding="utf-8"))
-NEUTRAL = {name for name, _ in SAMPLING_DEFAULTS}
+NEUTRAL = {name for name, _ in (*SAMPLING_DEFAULTS, *STRUCTURE_DEFAULTS)}
 
 
 def names_of(kind):

@@ -8,7 +8,15 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
-from tritonllm.vllm_arguments import SAMPLING_DEFAULTS, VllmSampling, is_neutral, refuse
+from tritonllm.vllm_arguments import (
+    SAMPLING_DEFAULTS,
+    STRUCTURE_DEFAULTS,
+    VllmSampling,
+    VllmStructure,
+    is_neutral,
+    refuse,
+    require_neutral,
+)
 
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy: the division by it would overflow
 MAX_LOGPROBS = 1024
@@ -116,8 +124,9 @@ def _agreements(tokens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class StructuredOutputsParams:
-    """What an output must look like. Exactly one of the first five says it. Needs the extra ``structured``.
+class StructuredOutputsParams(VllmStructure):
+    """What an output must look like. Exactly one of the first five says it. Needs the extra ``structured``. The fields
+    that vLLM has beside these take their neutral values only.
 
     Args:
         json: a JSON schema, as text or as a dict.
@@ -144,6 +153,7 @@ class StructuredOutputsParams:
     after_thought: bool = False
 
     def __post_init__(self) -> None:
+        require_neutral({name: getattr(self, name) for name, _ in STRUCTURE_DEFAULTS}, STRUCTURE_DEFAULTS)
         given = [name for name in _WISHES if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(_WISHES)}, got {' and '.join(given) or 'none'}")

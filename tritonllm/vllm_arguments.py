@@ -34,6 +34,17 @@ class VllmSampling:
     skip_clone: Any = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class VllmStructure:
+    """Fields of vLLM's ``StructuredOutputsParams`` that have no effect here."""
+
+    backend: Any = None
+    disable_fallback: Any = False
+    disable_additional_properties: Any = False
+    whitespace_pattern: Any = None
+    structural_tag: Any = None
+
+
 @dataclass(kw_only=True, repr=False)
 class VllmEngine:
     """Engine arguments of vLLM that have no effect here."""
@@ -151,6 +162,8 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_chunked_prefill": (True,),
     "disable_hybrid_kv_cache_manager": (False,),
     "guided_decoding_backend": ("auto", "xgrammar"),
+    "backend": ("auto", "xgrammar"),
+    "disable_fallback": (True,),
     "preemption_mode": ("recompute",),
 }
 ANY_VALUE = {
@@ -176,6 +189,10 @@ ADVICE = {
     "lora_request": "merge the adapter into the checkpoint",
     "enable_lora": "merge the adapters into the checkpoint",
     "download_dir": "set HF_HOME",
+    "disable_additional_properties": "write additionalProperties: false into the schema",
+    "whitespace_pattern": "leave it out, or use disable_any_whitespace",
+    "tokenization_kwargs": "leave it out, use truncate_prompt_tokens, or pass token ids",
+    "reset_running_requests": "abort the requests first",
 }
 _EMPTY: tuple[Any, ...] = ({}, [], (), "")  # as good as None
 
@@ -206,6 +223,20 @@ def no_adapter(lora_request: Any) -> None:
             refuse("lora_request", request)
 
 
+def only_none(**arguments: Any) -> None:
+    """Of a method's arguments those that only vLLM has.
+
+    Raises:
+        ValueError: one is not at its neutral value, ``None``.
+    """
+    require_neutral(arguments, [(name, None) for name in arguments])
+
+
+def only_false(**arguments: Any) -> None:
+    """The same of those whose neutral value is ``False``."""
+    require_neutral(arguments, [(name, False) for name in arguments])
+
+
 def require_neutral(values: Mapping[str, Any], defaults: Iterable[tuple[str, Any]]) -> None:
     """Raises:
     ValueError: one of ``values`` asks for what is not here.
@@ -222,6 +253,7 @@ def defaults_of(kind: type) -> tuple[tuple[str, Any], ...]:
 
 ENGINE_DEFAULTS = defaults_of(VllmEngine)
 SAMPLING_DEFAULTS = defaults_of(VllmSampling)
+STRUCTURE_DEFAULTS = defaults_of(VllmStructure)
 
 
 def translate(kwargs: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import logging
 import shutil
 
 import numpy as np
@@ -56,6 +57,43 @@ def test_fields_of_outputs(llm):
     for name in ("lora_request", "encoder_prompt", "encoder_prompt_token_ids"):
         assert getattr(seen[-1], name) is None
     assert seen[-1].outputs[0].lora_request is None
+
+
+def test_arguments_of_vllms_methods(llm):
+    (one,) = llm.generate(PROMPTS[0], greedy(), use_tqdm=False, tokenization_kwargs=None)
+    message = [{"role": "user", "content": "What is 47 + 38?"}]
+    assert len(llm.chat(message, greedy(), use_tqdm=False, tokenization_kwargs=None)) == 1
+    assert len(llm.embed(PROMPTS[0], use_tqdm=False, tokenization_kwargs=None)) == len(one.outputs)
+    assert len(llm.score("a", ["b", "c"], use_tqdm=False, tokenization_kwargs=None)) == 2
+    kwargs = {"tokenization_kwargs": {"truncation": True}}
+    calls = [
+        lambda: llm.generate("a", **kwargs),
+        lambda: llm.chat(message, **kwargs),
+        lambda: llm.score("a", "b", **kwargs),
+    ]
+    calls += [
+        lambda method=method: method("a", **kwargs) for method in (llm.encode, llm.embed, llm.classify, llm.reward)
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="tokenization_kwargs="):
+            call()
+    assert llm.reset_prefix_cache(reset_running_requests=False, reset_connector=False)
+    with pytest.raises(ValueError, match="reset_running_requests=True"):
+        llm.reset_prefix_cache(reset_running_requests=True)
+    assert llm.model_config is llm.llm_engine.model_config and llm.model_config.max_model_len == 512
+
+
+def test_what_an_engine_says_of_itself(llm, caplog):
+    engine = llm.llm_engine
+    for name in "ab":
+        engine.add_request(name, PROMPTS[0], greedy(max_tokens=2))
+    assert engine.get_num_unfinished_requests() == 2
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.get_num_unfinished_requests() == 0
+    with caplog.at_level(logging.INFO, "tritonllm"):
+        engine.do_log_stats()
+    assert "generated_tokens=" in caplog.text
 
 
 def test_chat(llm):

@@ -13,6 +13,7 @@ from tritonllm.sampling_params import (
     StructuredOutputsParams,
 )
 from tritonllm.serve.messages import pack_params
+from tritonllm.serve.protocol import CompletionRequest
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -335,3 +336,37 @@ def test_numbers_of_numpy_become_pythons():
     for name in ("n", "max_tokens", "seed", "top_k"):
         with pytest.raises(ValueError, match=f"{name} must be an integer"):
             SamplingParams(**{name: np.float64(2.5)})
+
+
+NEUTRAL = {
+    "disable_fallback": False,
+    "disable_additional_properties": False,
+    "whitespace_pattern": None,
+    "structural_tag": None,
+}
+
+
+def test_fields_of_structure_that_only_vllm_has():
+    assert StructuredOutputsParams(regex="a", **NEUTRAL) == StructuredOutputsParams(regex="a")
+    StructuredOutputsParams(regex="a", backend="xgrammar", disable_fallback=True)
+    for name, value in (
+        ("disable_additional_properties", True),
+        ("whitespace_pattern", " "),
+        ("structural_tag", "{}"),
+        ("backend", "outlines"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}={value!r}: tritonllm does not have this"):
+            StructuredOutputsParams(regex="a", **{name: value})
+    with pytest.raises(ValueError, match=r"structured_outputs: structural_tag="):
+        SamplingParams(structured_outputs={"regex": "a", "structural_tag": "{}"})
+
+
+def test_fields_of_structure_in_a_body():
+    body = {"prompt": "x", "structured_outputs": {"regex": "a", **NEUTRAL}}
+    assert CompletionRequest(**body).form() == StructuredOutputsParams(regex="a")
+    body["structured_outputs"]["whitespace_pattern"] = " "
+    with pytest.raises(ValueError, match=r"structured_outputs: whitespace_pattern=' '.*disable_any_whitespace"):
+        CompletionRequest(**body).form()
+    body["structured_outputs"] = {"regexp": "a"}
+    with pytest.raises(ValueError, match=r"must have some of json, regex, .*, after_thought, got 'regexp'"):
+        CompletionRequest(**body).form()

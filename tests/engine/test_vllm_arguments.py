@@ -6,9 +6,19 @@ import torch
 
 from tritonllm import EngineArgs
 from tritonllm.config import EngineConfig, ModelConfig
-from tritonllm.vllm_arguments import ADVICE, ALIASES, ALSO_NEUTRAL, ANY_VALUE, VllmEngine, VllmSampling
+from tritonllm.vllm_arguments import (
+    ADVICE,
+    ALIASES,
+    ALSO_NEUTRAL,
+    ANY_VALUE,
+    VllmEngine,
+    VllmSampling,
+    VllmStructure,
+    only_false,
+    only_none,
+)
 
-NAMES = {field.name for kind in (VllmEngine, VllmSampling) for field in dataclasses.fields(kind)}
+NAMES = {field.name for kind in (VllmEngine, VllmSampling, VllmStructure) for field in dataclasses.fields(kind)}
 DEFAULT = EngineConfig(model=ModelConfig(model="m"))
 
 
@@ -18,7 +28,7 @@ def make(**kwargs):
 
 def test_tables_name_what_there_is():
     assert set(ALSO_NEUTRAL) | ANY_VALUE <= NAMES
-    assert set(ADVICE) - NAMES == {"lora_request"}
+    assert set(ADVICE) - NAMES == {"lora_request", "tokenization_kwargs", "reset_running_requests"}
     assert set(ALIASES.values()) <= set(EngineConfig.known_kwargs())
     assert not NAMES & {*EngineConfig.known_kwargs(), *ALIASES}
 
@@ -115,3 +125,13 @@ def test_engine_args_from_a_command_line():
     assert EngineArgs.from_cli_args(parser.parse_args(["--model", "m"])).create_engine_config() == DEFAULT
     with pytest.raises(ValueError, match="quantization='fp8'"):
         EngineArgs.from_cli_args(parser.parse_args(["--quantization", "fp8"])).create_engine_config()
+
+
+def test_arguments_of_methods():
+    only_none(tokenization_kwargs=None, trace_headers={})
+    only_false(reset_running_requests=False)
+    with pytest.raises(ValueError, match=r"tokenization_kwargs=.*truncate_prompt_tokens, or pass token ids"):
+        only_none(tokenization_kwargs={"truncation": True})
+    for value in (True, 1, None):
+        with pytest.raises(ValueError, match=f"reset_running_requests={value}.*abort the requests first"):
+            only_false(reset_running_requests=value)

@@ -75,6 +75,10 @@ def hand_over(engines, links, count):
     until(lambda: sum(map(len, added(links))) == count)
 
 
+def test_the_models_length_is_the_one_that_the_engines_found(engines):
+    assert (engines.model_config.model, engines.model_config.max_model_len) == ("none", 64)
+
+
 def test_as_many_are_handed_over_as_run_and_as_many_again(engines, links):
     for number in range(10):
         engines.add_request(str(number), [1, 2, 3], PARAMS)

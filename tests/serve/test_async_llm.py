@@ -76,6 +76,20 @@ def test_outputs_are_those_of_the_offline_engine(llm, loop):
     assert lengths[0] < 12, "the first output is not the last"
 
 
+def test_arguments_of_vllms_methods(llm, loop):
+    async def last(request_id, **more):
+        return [output async for output in llm.generate(PROMPT, params(max_tokens=1), request_id, **more)][-1]
+
+    none = {"tokenization_kwargs": None, "trace_headers": None, "data_parallel_rank": None}
+    assert loop.run(last("neutral", **none)).finished
+    for name, value in (("tokenization_kwargs", {"a": 1}), ("trace_headers", {"a": "b"}), ("data_parallel_rank", 1)):
+        with pytest.raises(ValueError, match=f"{name}=.*tritonllm does not have this"):
+            loop.run(last(name, **{name: value}))
+    assert loop.run(llm.reset_prefix_cache(reset_running_requests=False)) is True
+    with pytest.raises(ValueError, match="reset_running_requests=True"):
+        loop.run(llm.reset_prefix_cache(reset_running_requests=True))
+
+
 def test_the_text_keeps_a_token_that_ends_it_if_asked(llm, loop):
     (x,) = llm.inputs.encode("x", add_special_tokens=False)
     for kind in RequestOutputKind:

@@ -9,6 +9,7 @@ So nothing of it is kept: the next call ends all requests with an error and begi
 (:meth:`LLMEngine._recover`). An error that belongs to one request ends that request only.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -50,6 +51,7 @@ from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.vllm_arguments import refuse
 
+logger = logging.getLogger(__name__)
 STEP_FAILED = "the step failed"  # how the error begins of requests that were lost with a step
 
 
@@ -215,6 +217,15 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         """Whether :meth:`step` has something to run, or to report."""
         self._recover()
         return bool(self._unfinished)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests :meth:`step` has to run, or to report."""
+        self._recover()
+        return len(self._unfinished)
+
+    def do_log_stats(self) -> None:
+        """Write what the engine has counted to its log."""
+        logger.info("%s", self.stats)
 
     def step(self) -> list[EngineOutput]:
         """Launch a step, if there is one, and wait for the oldest one if that leaves too many in flight.

@@ -19,9 +19,9 @@ class Unfinished:
         self._states: dict[str, RequestState] = {}
         self._lost: dict[str, EngineOutput] = {}
 
-    def __bool__(self) -> bool:
-        """Whether there is something to run, or to report."""
-        return bool(self._states or self._lost)
+    def __len__(self) -> int:
+        """How many there are to run, or to report."""
+        return len(self._states) + len(self._lost)
 
     def get(self, request_id: str) -> RequestState | None:
         """The request, if it runs or waits."""

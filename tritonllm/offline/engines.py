@@ -9,6 +9,7 @@ should still find some to do. So as many are in the engines as run at the same t
 """
 
 import asyncio
+import dataclasses
 import heapq
 import multiprocessing.util
 import threading
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 
 from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.config import EngineConfig
+from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.engine.asleep import AsleepError
 from tritonllm.engine.engine import STEP_FAILED
 from tritonllm.engine.outputs import EngineOutput
@@ -75,6 +76,11 @@ class Engines:
     @property
     def tokenizer(self) -> Any:
         return self.inputs.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """As given, with the length that the engines found."""
+        return dataclasses.replace(self._llm.config.model, max_model_len=self.inputs.max_model_len)
 
     @property
     def stats(self) -> EngineStats:

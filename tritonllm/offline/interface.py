@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from tritonllm.beam_search_params import BeamSearchParams
+from tritonllm.config import ModelConfig
 from tritonllm.engine.input_processor import InputProcessor
 from tritonllm.engine.outputs import EngineOutput
 from tritonllm.engine.pooling import PoolingAbility
@@ -37,6 +38,9 @@ class OfflineEngine(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+
+    @property
+    def model_config(self) -> ModelConfig: ...
 
     @property
     def stats(self) -> EngineStats: ...

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from tritonllm.beam_search_params import BeamSearchParams
-from tritonllm.config import EngineConfig
+from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.engine.asleep import check_rpc
 from tritonllm.engine.beam_search import beam_search_output
 from tritonllm.engine.chat import ChatOptions, Message, render
@@ -22,7 +22,7 @@ from tritonllm.inputs import Prompt, as_list
 from tritonllm.offline.interface import OfflineEngine, RefusedError
 from tritonllm.offline.pooling import PoolingMethods, Progress
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
-from tritonllm.vllm_arguments import no_adapter
+from tritonllm.vllm_arguments import no_adapter, only_false, only_none
 
 if TYPE_CHECKING:
     from tritonllm.offline.engines import Engines
@@ -78,6 +78,11 @@ class LLM(PoolingMethods):
         return self.engine
 
     @property
+    def model_config(self) -> ModelConfig:
+        """Which weights, and how they are held."""
+        return self._engine.model_config
+
+    @property
     def stats(self) -> EngineStats:
         """Counters and load of the engine, or the sums over several."""
         return self._engine.stats
@@ -93,8 +98,13 @@ class LLM(PoolingMethods):
         if self._several is not None:
             self._several.shutdown()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts. ``False``: a request of the engine runs, and nothing was forgotten."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prompts. ``False``: a request of the engine runs, and nothing was forgotten.
+
+        Raises:
+            ValueError: one of the arguments, which only vLLM has, is not ``False``.
+        """
+        only_false(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
         return self._engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
@@ -157,6 +167,7 @@ class LLM(PoolingMethods):
         use_tqdm: Progress = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt.
 
@@ -167,6 +178,7 @@ class LLM(PoolingMethods):
             use_tqdm: show a progress bar with throughput; or what makes the bar, like tqdm.
             lora_request: none; there are no adapters yet.
             priority: one for each prompt (lower is earlier); needs ``policy="priority"``.
+            tokenization_kwargs: none; only vLLM has them.
 
         Returns:
             One output per prompt, in their order.
@@ -176,6 +188,7 @@ class LLM(PoolingMethods):
             EngineDeadError: one of several engines has died, and the others were ended.
         """
         no_adapter(lora_request)
+        only_none(tokenization_kwargs=tokenization_kwargs)
         params = self._engine.inputs.default_params if sampling_params is None else sampling_params
         return self._complete(SamplingParams, as_list(prompts), params, use_tqdm, priority)
 
@@ -288,12 +301,13 @@ class LLM(PoolingMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: None = None,
+        tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of ``{"role": ..., "content": ...}``.
 
         Args:
             messages: content is text, or parts ``{"type": "text", "text": ...}``, which are joined by line ends.
-            sampling_params, use_tqdm, lora_request: as for :meth:`generate`.
+            sampling_params, use_tqdm, lora_request, tokenization_kwargs: as for :meth:`generate`.
             chat_template, ...: see :class:`ChatOptions`.
 
         Raises:
@@ -309,6 +323,7 @@ class LLM(PoolingMethods):
             "mm_processor_kwargs": mm_processor_kwargs,
         }
         no_adapter(lora_request)
+        only_none(tokenization_kwargs=tokenization_kwargs)
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [self.render_chat(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)

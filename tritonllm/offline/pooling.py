@@ -17,7 +17,7 @@ from tritonllm.engine.outputs import (
 from tritonllm.inputs import Prompt, as_list
 from tritonllm.offline.interface import OfflineEngine
 from tritonllm.pooling_params import PoolingParams, PoolingTask
-from tritonllm.vllm_arguments import no_adapter
+from tritonllm.vllm_arguments import no_adapter, only_none
 
 Progress = bool | Callable[..., Any]  # whether to show a bar, or what makes one, like tqdm
 Prompts = Prompt | Sequence[Prompt]
@@ -43,6 +43,7 @@ class PoolingMethods(ABC):
         *,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        tokenization_kwargs: None = None,
         pooling_task: PoolingTask | None = None,
     ) -> list[PoolingRequestOutput]:
         """Pool each prompt.
@@ -52,6 +53,7 @@ class PoolingMethods(ABC):
             pooling_params: one for all, or one for each prompt.
             use_tqdm: show a progress bar; or what makes the bar, like tqdm.
             lora_request: none; there are no adapters yet.
+            tokenization_kwargs: none; only vLLM has them.
             pooling_task: ``embed`` or ``classify`` for a vector of each prompt, ``token_embed`` or ``token_classify``
                 for one of each of its tokens; may stand in the parameters instead.
 
@@ -63,6 +65,7 @@ class PoolingMethods(ABC):
             RuntimeError: a prompt could not be pooled.
         """
         no_adapter(lora_request)
+        only_none(tokenization_kwargs=tokenization_kwargs)
         batch = as_list(prompts)
         given = pooling_params if pooling_params is not None else PoolingParams()
         params: Any
@@ -83,8 +86,10 @@ class PoolingMethods(ABC):
         pooling_params: Params = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        tokenization_kwargs: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, in ``.outputs.embedding``; arguments and errors as for :meth:`encode`."""
+        only_none(tokenization_kwargs=tokenization_kwargs)
         more: Any = {"use_tqdm": use_tqdm, "lora_request": lora_request, "pooling_task": "embed"}
         return [EmbeddingRequestOutput.from_base(output) for output in self.encode(prompts, pooling_params, **more)]
 
@@ -95,8 +100,10 @@ class PoolingMethods(ABC):
         pooling_params: Params = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        tokenization_kwargs: None = None,
     ) -> list[ClassificationRequestOutput]:
         """A number for each class, in ``.outputs.probs``; arguments and errors as for :meth:`encode`."""
+        only_none(tokenization_kwargs=tokenization_kwargs)
         more: Any = {"use_tqdm": use_tqdm, "lora_request": lora_request, "pooling_task": "classify"}
         outputs = self.encode(prompts, pooling_params, **more)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
@@ -109,9 +116,11 @@ class PoolingMethods(ABC):
         pooling_params: Params = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        tokenization_kwargs: None = None,
     ) -> list[PoolingRequestOutput]:
         """What a reward model says of each token, ``[tokens, labels]`` in ``.outputs.data``: the last token's is the
         reward of the whole. Arguments and errors as for :meth:`encode`."""
+        only_none(tokenization_kwargs=tokenization_kwargs)
         more: Any = {"use_tqdm": use_tqdm, "lora_request": lora_request, "pooling_task": "token_classify"}
         return self.encode(prompts, pooling_params, **more)
 
@@ -124,13 +133,14 @@ class PoolingMethods(ABC):
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | None = None,
         lora_request: None = None,
+        tokenization_kwargs: None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit: a cross-encoder reads each pair, else it is the cosine of two embeddings.
 
         Args:
             data_1: one, which goes with all of ``data_2``, or as many. A cross-encoder wants texts.
             data_2: one or several.
-            use_tqdm, pooling_params, lora_request: as for :meth:`encode`.
+            use_tqdm, pooling_params, lora_request, tokenization_kwargs: as for :meth:`encode`.
 
         Returns:
             One output for each of ``data_2``; the number is in ``.outputs.score``.
@@ -139,6 +149,7 @@ class PoolingMethods(ABC):
             ValueError: bad input, or a classifier with more than one label.
             RuntimeError: a text could not be pooled.
         """
+        only_none(tokenization_kwargs=tokenization_kwargs)
         first, second = as_list(data_1), as_list(data_2)
         if len(first) not in (1, len(second)):
             raise ValueError(

@@ -30,7 +30,7 @@ from tritonllm.serve.replicas import Replicas, start_engines
 from tritonllm.serve.room import QueueFullError, Room, sequences_of
 from tritonllm.serve.shared_count import SharedCount
 from tritonllm.serve.tokenizing import Params, Tokenizing, numbered
-from tritonllm.vllm_arguments import no_adapter
+from tritonllm.vllm_arguments import no_adapter, only_none
 
 __all__ = ["AsyncEngineArgs", "AsyncLLM", "EngineDeadError", "Observer", "QueueFullError", "StoppedError"]
 
@@ -181,6 +181,9 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         *,
         lora_request: None = None,
         priority: int = 0,
+        tokenization_kwargs: None = None,
+        trace_headers: None = None,
+        data_parallel_rank: None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt.
 
@@ -190,6 +193,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             request_id: unique among the unfinished ones.
             lora_request: none; there are no adapters yet.
             priority: lower is earlier; needs ``policy="priority"``.
+            tokenization_kwargs, trace_headers, data_parallel_rank: none; only vLLM has them.
 
         Yields:
             An output whenever there is something new; the last one is ``finished``.
@@ -200,6 +204,9 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             EngineDeadError: the engine process has died.
         """
         no_adapter(lora_request)
+        only_none(
+            tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers, data_parallel_rank=data_parallel_rank
+        )
         request_id = _check_id(request_id)
         self.attach()
         params = self.inputs.take_params(sampling_params)
@@ -225,6 +232,9 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         *,
         lora_request: None = None,
         priority: int = 0,
+        tokenization_kwargs: None = None,
+        trace_headers: None = None,
+        data_parallel_rank: None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Pool a prompt.
 
@@ -234,6 +244,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             request_id: unique among the unfinished ones.
             lora_request: none; there are no adapters yet.
             priority: lower is earlier; needs ``policy="priority"``.
+            tokenization_kwargs, trace_headers, data_parallel_rank: none; only vLLM has them.
 
         Yields:
             One output; its ``error`` says what ended the request before it was pooled.
@@ -244,6 +255,9 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
             EngineDeadError: the engine process has died.
         """
         no_adapter(lora_request)
+        only_none(
+            tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers, data_parallel_rank=data_parallel_rank
+        )
         request_id = _check_id(request_id)
         if not isinstance(pooling_params, PoolingParams):
             raise ValueError(f"pooling_params must be PoolingParams, got {type(pooling_params).__name__}")

@@ -12,6 +12,7 @@ from tritonllm.experts.load import ExpertLoad
 from tritonllm.serve.engine_client import EngineDeadError, EngineLink
 from tritonllm.serve.messages import Answer, Call, Stats
 from tritonllm.serve.replicas import Replicas
+from tritonllm.vllm_arguments import only_false
 
 
 class CallFailedError(RuntimeError):
@@ -70,8 +71,13 @@ class EngineCalls:
         """
         await self._call("reload_weights", model=model)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts. ``False``: a request runs, and nothing was forgotten."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prompts. ``False``: a request runs, and nothing was forgotten.
+
+        Raises:
+            ValueError: one of the arguments, which only vLLM has, is not ``False``.
+        """
+        only_false(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
         return await self._call("reset_prefix_cache")
 
     async def expert_load(self) -> ExpertLoad:

@@ -22,6 +22,7 @@ from tritonllm.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from tritonllm.vllm_arguments import STRUCTURE_DEFAULTS
 
 MAX_N = 128  # as at OpenAI
 MAX_TOP_LOGPROBS = 20
@@ -94,8 +95,9 @@ class Body(BaseModel):
 
 
 def _structured(given: dict[str, Any]) -> StructuredOutputsParams:
-    known = [field.name for field in fields(StructuredOutputsParams)]
-    if unknown := sorted(given.keys() - known):
+    neutral = {name for name, _ in STRUCTURE_DEFAULTS}
+    known = [field.name for field in fields(StructuredOutputsParams) if field.name not in neutral]
+    if unknown := sorted(given.keys() - known - neutral):
         raise ValueError(f"structured_outputs must have some of {', '.join(known)}, got {unknown[0]!r}")
     try:
         return StructuredOutputsParams(**given)
