@@ -251,3 +251,17 @@ def test_the_tokenizers_eos_token_ends_an_output(tmp_path):
         assert output.outputs[0].finish_reason == "stop"
     (output,) = llm.generate("Once", SamplingParams(allowed_token_ids=[8], max_tokens=3), use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_nothing_to_score(llm):
+    assert llm.score([], [], use_tqdm=False) == llm.score("a", [], use_tqdm=False) == []
+    with pytest.raises(ValueError, match="data_1 has 0 entries and data_2 has 1"):
+        llm.score([], ["a"])
+
+
+def test_priorities_in_an_array():
+    llm = LLM(model=MODEL, max_model_len=64, num_gpu_blocks_override=16, scheduling_policy="priority")
+    for kind in (np.array, torch.tensor, list, lambda values: list(np.array(values))):
+        assert len(llm.generate(PROMPTS[:2], greedy(max_tokens=1), use_tqdm=False, priority=kind([1, 2]))) == 2
+    with pytest.raises(ValueError, match=r"prompts\[0\]: priority must be an integer, got 1.5"):
+        llm.generate(PROMPTS[:2], greedy(max_tokens=1), use_tqdm=False, priority=np.array([1.5, 2]))

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,7 +7,7 @@ from support.tiny_tokenizer import save_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tritonllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, Words, backend_of, find_stop
+from tritonllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, Words, backend_of, bytes_of, find_stop
 from tritonllm.engine.tokenizer import bad_word_ids, load_tokenizer
 
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters=[REPLACEMENT]), max_size=30)
@@ -31,6 +33,21 @@ def test_a_character_appears_with_its_last_token(tokenizer):
     assert len(ids) == 4
     detokenizer = IncrementalDetokenizer(tokenizer, [])
     assert [detokenizer.append(i) for i in ids] == ["", "", "", "🦊"]
+
+
+@given(output=text)
+def test_bytes_of_tokens_add_up_to_the_text(tokenizer, output):
+    found = [bytes_of(tokenizer, token, tokenizer.decode([token])) for token in tokenizer.encode(output)]
+    assert b"".join(found) == output.encode()
+
+
+def test_bytes_of_tokens_that_are_named_by_their_byte():
+    names = {1: "<0xF0>", 2: "\u2581\ufffd"}
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=names.get)
+    assert bytes_of(tokenizer, 1, REPLACEMENT) == b"\xf0"
+    assert bytes_of(tokenizer, 2, f" {REPLACEMENT}") == f" {REPLACEMENT}".encode()  # it is this character
+    assert bytes_of(tokenizer, 1, "<0xF0>") == b"<0xF0>"
+    assert bytes_of(None, 7, "token_id:7") == b"token_id:7"
 
 
 @pytest.mark.parametrize("cleans", [False, True])

@@ -81,6 +81,46 @@ def test_logprobs_and_echo_of_a_completion(client, llm):
     assert all(len(top) >= 2 for top in scores.top_logprobs[1:])
 
 
+def test_tokens_that_are_part_of_a_character(client, llm):
+    text = "a \u00e9\U0001f389x"
+    ask = {"model": MODEL, "temperature": 0, "max_tokens": 20}
+    more = {"extra_body": {"structured_outputs": {"choice": [text]}}}
+    scores = client.completions.create(**ask, **more, prompt=STORY, logprobs=1, echo=True).choices[0].logprobs
+    tokens = [token for token in llm.get_tokenizer().encode(text) if token != 0]
+    begins = [len(bytes_so_far.decode(errors="ignore")) for bytes_so_far in _beginnings(text, tokens, llm)]
+    assert len(tokens) > len(text) - 1 and scores.text_offset[-1] == len(STORY + text)  # of the end of sequence
+    assert scores.text_offset[-1 - len(tokens) : -1] == [len(STORY) + begin for begin in begins]
+    streamed = client.completions.create(**ask, **more, prompt=STORY, logprobs=1, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in streamed]
+    assert [offset for part in parts for offset in part.text_offset] == [*begins, len(text)]
+    choice = client.chat.completions.create(**ask, **more, messages=CONVERSATION, logprobs=True).choices[0]
+    entries = choice.logprobs.content[: len(tokens)]
+    assert b"".join(bytes(entry.bytes) for entry in entries) == text.encode() == choice.message.content.encode()
+
+
+def _beginnings(text, tokens, llm):
+    """The bytes before each token of a text that a byte-level tokenizer has made them of."""
+    lengths = [len(name) for name in llm.get_tokenizer().convert_ids_to_tokens(tokens)]
+    return [text.encode()[: sum(lengths[:index])] for index in range(len(tokens))]
+
+
+def test_prompt_ids_come_with_the_first_chunk_of_a_stream(client, llm):
+    ask = {"model": MODEL, "temperature": 0, "max_tokens": 4, "n": 2, "stream": True}
+    ids = llm.get_tokenizer().encode(STORY)
+    for echo in (False, True):
+        chunks = client.completions.create(**ask, prompt=STORY, echo=echo, extra_body={"return_token_ids": True})
+        seen = {0: [], 1: []}
+        for chunk in chunks:
+            (choice,) = chunk.choices
+            seen[choice.index].append(choice.prompt_token_ids)
+        for first, *others in seen.values():
+            assert first == ids and others and not any(others)
+    first, *others = client.chat.completions.create(**ask, messages=CONVERSATION, extra_body={"return_token_ids": True})
+    (output,) = llm.chat(CONVERSATION, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert first.prompt_token_ids == list(output.prompt_token_ids)
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in others)
+
+
 def test_the_prompt_alone_can_be_scored(client):
     """With max_tokens=0, as programs that evaluate models ask."""
     longer = client.completions.create(model=MODEL, prompt=STORY, max_tokens=2, temperature=0, logprobs=2, echo=True)

@@ -1,5 +1,6 @@
 """Token ids to text, one token at a time, never half a character and never part of a stop string."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -18,6 +19,34 @@ def backend_of(tokenizer: Any) -> Any:
     kind = type(tokenizer)
     plain = isinstance(tokenizer, PreTrainedTokenizerFast) and kind.decode is PreTrainedTokenizerBase.decode
     return tokenizer.backend_tokenizer if plain and kind._decode is PreTrainedTokenizerFast._decode else None
+
+
+def _shown_as() -> dict[str, int]:
+    """The byte behind each character of a byte-level vocabulary's names. Printable characters of Latin-1 stand for their
+    own bytes, and those from 256 on for the others (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+SHOWN_AS = _shown_as()
+ONE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # how SentencePiece names a token of a byte
+
+
+def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
+    """What a token stands for. Part of a character has no text, so that its name has to tell.
+
+    Args:
+        tokenizer: a transformers tokenizer; ``None``: there is none.
+        text: of the token by itself.
+    """
+    if tokenizer is not None and REPLACEMENT in text:
+        name = str(tokenizer.convert_ids_to_tokens(token))
+        if byte := ONE_BYTE.fullmatch(name):
+            return bytes.fromhex(byte[1])
+        if SHOWN_AS.keys() >= set(name):
+            return bytes(SHOWN_AS[character] for character in name)
+    return text.encode()
 
 
 class Words:

@@ -18,7 +18,7 @@ from tritonllm.engine.engine import LLMEngine
 from tritonllm.engine.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from tritonllm.engine.stats import EngineStats
 from tritonllm.experts.load import ExpertLoad
-from tritonllm.inputs import Prompt, as_list
+from tritonllm.inputs import Prompt, as_list, is_array
 from tritonllm.offline.interface import OfflineEngine, RefusedError
 from tritonllm.offline.pooling import PoolingMethods, Progress
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
@@ -244,7 +244,11 @@ class LLM(PoolingMethods):
         batch = prompts
         name = {SamplingParams: "sampling_params", BeamSearchParams: "params"}.get(kind, "pooling_params")
         params = _one_each(name, params, len(batch))
-        priorities = [0] * len(batch) if priority is None else _one_each("priority", list(priority), len(batch))
+        priorities = [0] * len(batch)
+        if priority is not None:
+            given: Sequence[Any] = priority  # an array's are NumPy's own
+            plain = [one.tolist() if is_array(one) else one for one in given]
+            priorities = _one_each("priority", plain, len(batch))
         ids = [str(next(self._ids)) for _ in batch]
         try:
             for index, (request_id, prompt, wish, order) in enumerate(zip(ids, batch, params, priorities, strict=True)):

@@ -155,6 +155,8 @@ class PoolingMethods(ABC):
             raise ValueError(
                 f"data_1 has {len(first)} entries and data_2 has {len(second)}: give one for all, or as many"
             )
+        if not second:
+            return []
         more: Any = {"use_tqdm": use_tqdm, "lora_request": lora_request}
         pooling = self._engine.pooling
         if "classify" not in pooling.tasks:

@@ -57,12 +57,16 @@ def _choice(body: ChatRequest, turn: Turn, completion: CompletionOutput) -> dict
     choice = {
         "index": completion.index,
         "message": {"role": _role(body), **_message(answer, turn)},
-        "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0),
+        "logprobs": _logprobs(body, turn, completion),
         **_ending(completion, turn, bool(answer.calls)),
     }
     if body.return_token_ids:
         choice["token_ids"] = completion.token_ids
     return choice
+
+
+def _logprobs(body: ChatRequest, turn: Turn, completion: CompletionOutput) -> dict[str, Any] | None:
+    return chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0, turn.tokenizer)
 
 
 def _message(answer: Answer, turn: Turn) -> dict[str, Any]:
@@ -107,7 +111,7 @@ class _Deltas:
         choice = {
             "index": index,
             "delta": delta(pieces, self._turn.new_call_id),
-            "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0),
+            "logprobs": _logprobs(body, self._turn, completion),
             **_ending(completion, self._turn, index in self._calls),
         }
         if body.return_token_ids:
@@ -146,7 +150,8 @@ async def _chunks(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: 
             extra: dict[str, Any] = {"usage": usage.as_dict()} if always else {}
             if not begun:
                 begun = True
-                yield event({**head, "choices": _first(body, output), **extra})
+                ids = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
+                yield event({**head, "choices": _first(body, output), **ids, **extra})
             for completion in output.outputs:
                 if completion.index in ended:
                     continue

@@ -15,7 +15,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream, unless_disconnected
 from tritonllm.serve.beam_search import search_params, with_logprobs
 from tritonllm.serve.protocol import CompletionRequest
-from tritonllm.serve.replies import Usage, completion_logprobs, ending, event, now, prompt_logprobs, transfer
+from tritonllm.serve.replies import Offsets, Usage, completion_logprobs, ending, event, now, prompt_logprobs, transfer
 from tritonllm.serve.tokenizing import about, numbered
 
 
@@ -103,7 +103,7 @@ class _Choices:
         self._body = body
         self._n = n
         self.count = n * len(body.prompts())
-        self._offsets: dict[int, int] = {}  # choice: characters of its tokens so far
+        self._offsets: dict[int, Offsets] = {}  # of each choice
 
     def index(self, prompt: int, completion: CompletionOutput) -> int:
         return prompt * self._n + completion.index
@@ -113,15 +113,15 @@ class _Choices:
             return output.prompt or ""
         return self._tokenizer.decode(output.prompt_token_ids)
 
-    def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput, echo: bool) -> dict[str, Any]:
-        """One entry; with ``echo`` it begins with the prompt."""
+    def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput, first: bool) -> dict[str, Any]:
+        """One entry; the ``first`` of a choice begins with the prompt, if that is asked for."""
         index, body = self.index(prompt, completion), self._body
+        echo = first and bool(body.echo)
         tokens, positions = completion.token_ids, completion.logprobs
         if echo and positions is not None and output.prompt_logprobs is not None:
             tokens, positions = [*output.prompt_token_ids, *tokens], [*output.prompt_logprobs, *positions]  # type: ignore[list-item]
-        logprobs = completion_logprobs(tokens, positions, self._offsets.get(index, 0), self._decode)
-        if logprobs is not None:
-            self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, logprobs["tokens"]))
+        offsets = self._offsets.setdefault(index, Offsets())
+        logprobs = completion_logprobs(tokens, positions, offsets, self._tokenizer)
         choice = {
             "index": index,
             "text": (self.prompt_text(output) if echo else "") + completion.text,
@@ -130,18 +130,15 @@ class _Choices:
         }
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
-            choice["prompt_token_ids"] = output.prompt_token_ids if completion.finished() else None
+            choice["prompt_token_ids"] = output.prompt_token_ids if first else None
         return choice
 
     def whole(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
-        choices = [self.choice(prompt, output, part, bool(self._body.echo)) for part in output.outputs]
+        choices = [self.choice(prompt, output, part, first=True) for part in output.outputs]
         if self._body.prompt_logprobs is not None:
             for choice in choices:
                 choice["prompt_logprobs"] = prompt_logprobs(output)
         return choices
-
-    def _decode(self, token: int) -> str:
-        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.decode([token])
 
 
 async def _whole(head: dict[str, Any], body: CompletionRequest, build: _Choices, outputs: Outputs) -> dict[str, Any]:
@@ -168,16 +165,17 @@ async def _chunks(
                 index = build.index(prompt, completion)
                 if index in ended:
                     continue
-                echo = bool(body.echo) and index not in begun
-                begun.add(index)
+                first = index not in begun
                 if completion.finished():
                     ended.add(index)
                     if len(ended) == build.count:
                         last = transfer(body.kv_transfer_params, output)
-                elif not (echo or completion.text) and not (
+                elif not ((body.echo and first) or completion.text) and not (
                     completion.token_ids and (body.logprobs is not None or body.return_token_ids)
                 ):
                     continue  # half a character, or what may be the beginning of a stop string
-                yield event({**head, "choices": [build.choice(prompt, output, completion, echo)], **extra, **last})
+                begun.add(index)
+                choice = build.choice(prompt, output, completion, first)
+                yield event({**head, "choices": [choice], **extra, **last})
     if asked is not None and asked.include_usage:
         yield event({**head, "choices": [], "usage": usage.as_dict(), **last})

@@ -1,5 +1,6 @@
 """The parts that answers are made of: usage, log-probabilities, events. Plain dictionaries, written as JSON."""
 
+import codecs
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tritonllm.engine.detokenizer import bytes_of
 from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 
 LEAST_LOGPROB = -9999.0  # JSON has no word for minus infinity
@@ -61,9 +63,29 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else LEAST_LOGPROB
 
 
-def _entry(token: int, logprob: Logprob) -> dict[str, Any]:
-    text = logprob.decoded_token if logprob.decoded_token is not None else f"token_id:{token}"
-    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode())}
+class Offsets:
+    """Where a text's tokens begin in it, in characters: those that share a character begin where it does."""
+
+    def __init__(self) -> None:
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._end = 0
+
+    def add(self, token: bytes) -> int:
+        """Where the next token begins."""
+        begin = self._end
+        self._end += len(self._characters.decode(token))
+        return begin
+
+
+def _text(token: int, logprob: Logprob | None, tokenizer: Any) -> str:
+    if logprob is not None and logprob.decoded_token is not None:
+        return logprob.decoded_token
+    return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
+
+
+def _entry(token: int, logprob: Logprob, tokenizer: Any) -> dict[str, Any]:
+    text = _text(token, logprob, tokenizer)
+    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(bytes_of(tokenizer, token, text))}
 
 
 def _most_likely(position: Logprobs, count: int) -> list[tuple[int, Logprob]]:
@@ -72,15 +94,21 @@ def _most_likely(position: Logprobs, count: int) -> list[tuple[int, Logprob]]:
     return sorted(ranked, key=lambda item: item[1].rank or 0)
 
 
-def chat_logprobs(tokens: Sequence[int], positions: Sequence[Logprobs] | None, top: int) -> dict[str, Any] | None:
-    """``choices[].logprobs`` of a chat completion; ``None`` if none were asked for."""
+def chat_logprobs(
+    tokens: Sequence[int], positions: Sequence[Logprobs] | None, top: int, tokenizer: Any
+) -> dict[str, Any] | None:
+    """``choices[].logprobs`` of a chat completion; ``None`` if none were asked for.
+
+    Args:
+        tokenizer: of the model; ``None`` if there is none.
+    """
     if positions is None:
         return None
     return {
         "content": [
             {
-                **_entry(token, position[token]),
-                "top_logprobs": [_entry(*item) for item in _most_likely(position, top)],
+                **_entry(token, position[token], tokenizer),
+                "top_logprobs": [_entry(*item, tokenizer) for item in _most_likely(position, top)],
             }
             for token, position in zip(tokens, positions, strict=True)
         ],
@@ -88,33 +116,31 @@ def chat_logprobs(tokens: Sequence[int], positions: Sequence[Logprobs] | None, t
 
 
 def completion_logprobs(
-    tokens: Sequence[int], positions: Sequence[Logprobs | None] | None, offset: int, decode: Any = None
+    tokens: Sequence[int], positions: Sequence[Logprobs | None] | None, offsets: Offsets, tokenizer: Any
 ) -> dict[str, Any] | None:
     """``choices[].logprobs`` of a completion; ``None`` if none were asked for.
 
     Args:
-        offset: characters of the tokens before these.
-        decode: text of a token without log-probabilities, the first one of a prompt.
+        offsets: have counted the tokens before these.
+        tokenizer: of the model; ``None`` if there is none.
     """
     if positions is None:
         return None
     result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, position in zip(tokens, positions, strict=True):
-        text = decode(token) if position is None else _entry(token, position[token])["token"]
+        text = _text(token, None if position is None else position[token], tokenizer)
         result["tokens"].append(text)
         result["token_logprobs"].append(None if position is None else _finite(position[token].logprob))
-        result["top_logprobs"].append(None if position is None else _by_text(position))
-        result["text_offset"].append(offset)
-        offset += len(text)
+        result["top_logprobs"].append(None if position is None else _by_text(position, tokenizer))
+        result["text_offset"].append(offsets.add(bytes_of(tokenizer, token, text)))
     return result
 
 
-def _by_text(position: Logprobs) -> Mapping[str, float]:
+def _by_text(position: Logprobs, tokenizer: Any) -> Mapping[str, float]:
     """Of tokens with the same text, the first counts."""
     texts: dict[str, float] = {}
     for token, logprob in position.items():
-        entry = _entry(token, logprob)
-        texts.setdefault(entry["token"], entry["logprob"])
+        texts.setdefault(_text(token, logprob, tokenizer), _finite(logprob.logprob))
     return texts
 
 

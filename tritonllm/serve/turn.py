@@ -29,6 +29,7 @@ class Turn:
     new_reader: makes a reader for one answer.
     new_call_id: makes an id for a call, in the form that the model's template takes.
     ends_with_calls: ``finish_reason`` is ``tool_calls`` if there are any.
+    tokenizer: knows the bytes of tokens; ``None`` if there is none.
     """
 
     prompt: Prompt
@@ -36,6 +37,7 @@ class Turn:
     new_reader: Callable[[], Reader]
     new_call_id: Callable[[], str]
     ends_with_calls: bool
+    tokenizer: Any = None
 
 
 async def prepare(
@@ -86,7 +88,8 @@ async def prepare(
         return Kept(reader, _wanted(body))
 
     ids = _nine_characters if formats.tools == "mistral" else _call_id
-    return Turn(prompt, params, new_reader, ids, ends_with_calls=not isinstance(body.tool_choice, dict))
+    ends_with_calls = not isinstance(body.tool_choice, dict)
+    return Turn(prompt, params, new_reader, ids, ends_with_calls, service.llm.inputs.tokenizer)
 
 
 def _wanted(body: ChatRequest) -> Callable[[Piece], bool]:
