@@ -8,7 +8,7 @@ RUN := .venv/.run-ready
 DEV := .venv/.dev-ready
 endif
 
-TESTS := lint types test-e2e test-serve test-engine test-kernels test-aot test-newest test-real  # the longest first
+TESTS := lint types test-e2e test-serve test-engine test-aot test-kernels test-teach test-newest test-real  # the longest first
 # So many parts at a time. Half of what test-serve does is waiting, so there is one more than processors.
 JOBS := $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
@@ -46,11 +46,15 @@ test-e2e: $(DEV) ## the engine as users have it, in one process and in several, 
 	$(PY) -m pytest tests/e2e
 
 SERVED := tests/serve tests/teach tests/route  # what stands on the engine
+TAUGHT := $(filter-out tests/serve,$(SERVED))
 test-engine: $(DEV) ## models, the engine's parts, documents and all other tests
 	$(PY) -m pytest $(addprefix --ignore=,tests/real tests/e2e $(SERVED))
 
-test-serve: $(DEV) ## the server, the router and the teaching modes
-	$(PY) -m pytest $(wildcard $(SERVED))
+test-serve: $(DEV) ## the server
+	$(PY) -m pytest tests/serve
+
+test-teach: $(DEV) ## the teaching modes and the router
+	$(PY) -m pytest $(TAUGHT)
 
 chromium: ## bring a browser for the tests of the status page, if this machine has none (Debian, as root)
 	scripts/chromium.sh
@@ -79,11 +83,11 @@ test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled fo
 	TRITONLLM_CPU_BACKEND=compile $(NEWEST_PY) -m pytest tests/aot -k "$(EACH_KERNEL)"
 
 # The same on every machine: these run without a GPU.
-test-kernels test-e2e test-engine test-serve test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
+test-kernels test-e2e test-engine test-serve test-teach test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
 # On the CPU a second thread costs more than it brings to tensors as small as these: on a busy machine, 20 times more.
-demo test-kernels test-e2e test-engine test-serve test-aot test-newest test-real: export OMP_NUM_THREADS = 1
+demo test-kernels test-e2e test-engine test-serve test-teach test-aot test-newest test-real: export OMP_NUM_THREADS = 1
 # Tests start hundreds of processes; where bytecode is not written, each compiles the package anew, 0.35 s.
-test-kernels test-e2e test-engine test-serve test-aot test-newest test-real: export PYTHONDONTWRITEBYTECODE =
+test-kernels test-e2e test-engine test-serve test-teach test-aot test-newest test-real: export PYTHONDONTWRITEBYTECODE =
 
 gpu-test: $(DEV) ## the tests that need an NVIDIA GPU: kernels at real shapes, parity of models
 	$(PY) -m pytest -m gpu

@@ -52,7 +52,7 @@ def _left_out() -> dict[str, str]:
     if env.CPU_BACKEND not in env.IN_TORCH:
         for path in HERE.iterdir():
             if path.is_dir() and path.name not in ("kernels", "aot"):
-                out[path.name] = "needs the torch backend (make test-engine, test-e2e and test-serve)"
+                out[path.name] = "needs the torch backend (make test-engine, test-e2e, test-serve and test-teach)"
     return out
 
 

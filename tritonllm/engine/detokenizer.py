@@ -22,8 +22,11 @@ def backend_of(tokenizer: Any) -> Any:
 
 
 def _shown_as() -> dict[str, int]:
-    """The byte behind each character of a byte-level vocabulary's names. Printable characters of Latin-1 stand for their
-    own bytes, and those from 256 on for the others (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019)."""
+    """The byte behind each character of a byte-level vocabulary's names.
+
+    Printable characters of Latin-1 stand for their own bytes, and those from 256 on for the others (Radford et al.,
+    "Language Models are Unsupervised Multitask Learners", 2019).
+    """
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

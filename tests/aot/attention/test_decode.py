@@ -54,7 +54,8 @@ def test_hopper_kernel(cache_dtype):
     scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)}
     with compile_kernels(90, every=1) as few:
         for head_size in (64, 128):
-            launch(64, 32, 8, head_size, 16, BF16, cache_dtype, apart=True)
+            for kv_heads in (4, 8, 16, 32):
+                launch(64, 32, kv_heads, head_size, 16, BF16, cache_dtype, apart=True)
             launch(1, 32, 4, head_size, 16, BF16, cache_dtype, apart=True)  # one program a processor
         launch(2, 16, 8, 128, 16, BF16, cache_dtype, apart=True)
         launch(64, 32, 8, 128, 16, BF16, cache_dtype, apart=True, return_lse=True, **everything, **scales)

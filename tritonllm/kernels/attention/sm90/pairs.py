@@ -173,23 +173,21 @@ def count_part(place, part_tiles, tiles, out_scale, tensors, strides, parts, len
     p_count = count_ptr + first
     gl.thread_barrier()  # every thread has stored its share of the part before one counts it
     counted = gl.atomic_add(p_count, part_tiles) + part_tiles
-    many = False
+    alone = counted == tiles
     if MERGES > 1:
         others = (place[2] + tiles - 1) // share - first
-        many = (unit == 1) & (others >= gl.maximum(MERGES, parts_at_once(ROWS, HEAD_SIZE)))
-    if many:
-        merge = gl.program_id(0) - first
-        if merge < MERGES:
-            while counted % SEEN != tiles:
-                counted = gl.atomic_add(p_count, 0)
-            merge_rows(
-                place, tiles, merge * (ROWS // MERGES), out_scale, tensors, strides, parts, lengths, plan, GROUP,
-                ROWS // MERGES, HEAD_SIZE, BLOCK_M,
-            )  # fmt: skip
-            if gl.atomic_add(p_count, SEEN) == tiles + (MERGES - 1) * SEEN:
-                gl.store(p_count, 0)
-    elif counted == tiles:
+        if (unit == 1) & (others >= gl.maximum(MERGES, parts_at_once(ROWS, HEAD_SIZE))):
+            alone = counted < 0
+            merge = gl.program_id(0) - first
+            if merge < MERGES:
+                while counted % SEEN != tiles:
+                    counted = gl.atomic_add(p_count, 0)
+                merge_rows(
+                    place, tiles, merge * (ROWS // MERGES), out_scale, tensors, strides, parts, lengths, plan, GROUP,
+                    ROWS // MERGES, HEAD_SIZE, BLOCK_M,
+                )  # fmt: skip
+                if gl.atomic_add(p_count, SEEN) == tiles + (MERGES - 1) * SEEN:
+                    gl.store(p_count, 0)
+    if alone:
         gl.store(p_count, 0)
-        merge_rows(
-            place, tiles, 0, out_scale, tensors, strides, parts, lengths, plan, GROUP, ROWS, HEAD_SIZE, BLOCK_M
-        )
+        merge_rows(place, tiles, 0, out_scale, tensors, strides, parts, lengths, plan, GROUP, ROWS, HEAD_SIZE, BLOCK_M)
