@@ -30,6 +30,7 @@ LAYER = {
     "pooling_params": 0,
     "beam_search_params": 0,
     "sampling_params": 0,
+    "repetition": 0,
     "http_guard": 0,
     "http_server": 0,
     "lost_hosts": 0,

@@ -2,12 +2,13 @@
 
 import enum
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
+from tritonllm.repetition import ends_in_repetition
 from tritonllm.vllm_arguments import (
     SAMPLING_DEFAULTS,
     STRUCTURE_DEFAULTS,
@@ -92,35 +93,10 @@ class RepetitionDetectionParams:
 
     def found(self, tokens: Sequence[int], length: int) -> bool:
         """Whether the first ``length`` tokens end with such a repetition."""
-        if not self.max_pattern_size:
-            return False
-        least, most = max(self.min_pattern_size, 1), min(self.max_pattern_size, length // self.min_count)
-        if most < least:
-            return False
-        last = tokens[length - most * self.min_count : length][::-1]
-        return any(size >= least and agree >= size * (self.min_count - 1) for size, agree in _agreements(last, most))
-
-
-def _agreements(tokens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """For shifts from 1 to ``most``: how many tokens are in a row, from the first on, what they are so many places on.
-
-    Those of no token are left out. In linear time: within a run that is known to agree, numbers come again (the
-    Z algorithm of Gusfield, "Algorithms on strings, trees and sequences", 1997).
-    """
-    known = dict[int, int]()
-    shift = start = end = 0  # tokens[start:end] are the first ones
-    while shift < most:
-        try:
-            shift = tokens.index(tokens[0], shift + 1, most + 1)
-        except ValueError:
-            return
-        agree = min(known[shift - start], end - shift) if shift < end else 0
-        if shift + agree >= end:
-            while shift + agree < len(tokens) and tokens[agree] == tokens[shift + agree]:
-                agree += 1
-            start, end = shift, shift + agree
-        known[shift] = agree
-        yield shift, agree
+        least = max(self.min_pattern_size, 1)
+        return bool(self.max_pattern_size) and ends_in_repetition(
+            tokens, length, least, self.max_pattern_size, self.min_count
+        )
 
 
 @dataclass(frozen=True, slots=True)

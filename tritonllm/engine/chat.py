@@ -11,27 +11,15 @@ from tritonllm.inputs import Prompt, check_text
 Message = Mapping[str, Any]
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # of OpenAI's two interfaces
 CONTENT_FORMATS = ("auto", "string")
-_OPTIONS = (
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-)  # that are arguments themselves
-# What the tokenizer's apply_chat_template and what it calls have other uses for, or set themselves.
-_TAKEN = {
-    *(
-        "self",
-        "tokenizer",
-        "conversation",
-        "conversations",
-        "messages",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-    ),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-}
+# arguments themselves
+_OPTIONS = frozenset({"chat_template", "add_generation_prompt", "continue_final_message", "tools"})
+# what the tokenizer's apply_chat_template and what it calls have other uses for, or set themselves
+_TAKEN = frozenset(
+    (
+        *("self", "tokenizer", "conversation", "conversations", "messages", "tokenize", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 MOST_LETTERS = 100_000  # of a regex, a grammar, or all choices together
 MOST_CHOICES = 10_000
 MOST_RULES = 1000  # of a grammar
-MOST_REPEATS = 128  # parts of a regex, or of one rule, with "*" or "?" behind them or "{0" as in "{0,3}"
+MOST_REPEATS = 256  # parts of a regex, or of one rule, with "*" or "?" behind them or "{0" as in "{0,3}"
 MOST_REPEATS_IN_ALL = 1000  # of all rules
 
 _KNOWN_ESCAPES = frozenset("bBcdDefnprPsStuvwWx")  # letters; of these xgrammar itself refuses what it cannot follow
