@@ -1,5 +1,7 @@
 """The collectives, between ranks that are threads here."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.ranks import run_ranks
@@ -72,3 +74,21 @@ def test_a_group_of_one_gives_back_what_it_gets():
 def test_bad_ranks(rank, size):
     with pytest.raises(ValueError, match="rank must be from 0 to size - 1"):
         Group(rank, size)
+
+
+def threads_of_this_process() -> int:
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_no_thread_of_a_group_that_was_left_remains():
+    """One that lets go of a tensor when Python has begun to end aborts the process."""
+    before = threads_of_this_process()
+    groups = run_ranks(2, lambda group: (group.broadcast(torch.ones(1000)), group)[1])
+    assert threads_of_this_process() > before
+    for group in groups:
+        group.shut()
+        group.shut()
+    assert threads_of_this_process() == before
+    with pytest.raises(RuntimeError, match="has left its group"):
+        groups[0].broadcast(torch.ones(1))

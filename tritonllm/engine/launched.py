@@ -136,6 +136,7 @@ class LaunchedRanks(Ranks):
             following.run(message)
         watching_ends()
         team.shut()
+        self.wire.group.shut()
 
     def _watch_the_first(self) -> Callable[[], None]:
         """End this process when the host of the store is lost, which is that of rank 0: no step would ever come."""
@@ -160,6 +161,7 @@ def _end(wire: Wire, team: Team, owner: int) -> None:
     except RuntimeError as error:  # they have ended
         logger.debug("the other ranks could not be told to end: %s", error)
     team.shut()
+    wire.group.shut()
 
 
 def launched_ranks(config: EngineConfig) -> LaunchedRanks:
