@@ -141,6 +141,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.engine": {},
     "vllm.v1.engine.async_llm": {"AsyncLLM": _ASYNC["AsyncLLM"]},
     "vllm.v1.engine.llm_engine": _ENGINE_CLASS,
+    "vllm.v1.metrics": {},
+    "vllm.v1.metrics.reader": _in(".engine.metrics", "Counter", "Gauge", "Histogram", "Metric", "Vector"),
     "vllm.v1.engine.exceptions": _in(".serve.engine_client", "EngineDeadError"),
     "vllm.entrypoints": {},
     "vllm.entrypoints.llm": _LLM,

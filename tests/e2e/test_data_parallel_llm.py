@@ -83,6 +83,9 @@ def test_outputs_are_those_of_one_engine_in_the_order_of_the_prompts(one, two):
     pairs = list(zip(two.replica_stats, before, strict=True))
     assert len(pairs) == 2 and all(now.prompt_tokens > then.prompt_tokens for now, then in pairs)
     assert two.stats.generated_tokens == sum(now.generated_tokens for now, _ in pairs)
+    metrics = [m for m in two.get_metrics() if m.name == "vllm:generation_tokens"]
+    numbers = [str(now.generated_tokens) for now, _ in pairs]
+    assert [(m.labels["engine"], f"{m.value}") for m in metrics] == list(zip("01", numbers, strict=True))
     assert one.replica_stats == [one.stats] and one.stats.generated_tokens == two.stats.generated_tokens
 
 

@@ -22,8 +22,10 @@ from tritonllm import (
     inputs,
 )
 from tritonllm.demo import model_path
+from tritonllm.engine.metrics import Counter, Gauge, Histogram, Vector
 
 MODEL = str(model_path())
+SPECULATION = ("drafts", "accepted_tokens", "accepted_tokens_per_pos")
 PROMPTS = ["Once upon a time", "The capital of France is", "One day, a little"]
 
 
@@ -94,6 +96,53 @@ def test_what_an_engine_says_of_itself(llm, caplog):
     with caplog.at_level(logging.INFO, "tritonllm"):
         engine.do_log_stats()
     assert "generated_tokens=" in caplog.text
+
+
+def test_traces_as_scripts_ask_for_them(llm, tmp_path):
+    """vLLM's example simple_profiling.py."""
+    with pytest.raises(ValueError, match="torch_profiler_dir"):
+        llm.start_profile()
+    with pytest.raises(ValueError, match="torch_profiler_dir"):
+        llm.stop_profile()
+    settings = {"max_model_len": 256, "num_gpu_blocks_override": 64}
+    with pytest.raises(ValueError, match="unknown key 'folder'"):
+        LLM(model=MODEL, profiler_config={"folder": "a"}, **settings)
+    folder = tmp_path / "profile"
+    where = {"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_use_gzip": False}
+    with pytest.raises(ValueError, match="leave out data_parallel_size"):
+        LLM(model=MODEL, profiler_config=where, data_parallel_size=2, **settings)
+    traced = LLM(model=MODEL, profiler_config=where, **settings)
+    with pytest.raises(RuntimeError, match="no trace is written: call start_profile first"):
+        traced.stop_profile()
+    file = traced.start_profile("mine")
+    with pytest.raises(RuntimeError, match=r"a trace is written already.*: call stop_profile first"):
+        traced.start_profile()
+    outputs = traced.generate(PROMPTS, greedy(), use_tqdm=False)
+    assert traced.stop_profile() == file and [str(path) for path in folder.iterdir()] == [file]
+    names = [event.get("name", "") for event in json.loads((folder / file).read_text())]
+    assert sum(name.startswith("step") for name in names) >= 6, set(names)
+    assert ids(outputs) == ids(llm.generate(PROMPTS, greedy(), use_tqdm=False))
+    assert traced.start_profile() != file
+
+
+def test_metrics_as_scripts_read_them():
+    """vLLM's examples metrics.py and spec_decode.py."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    llm = LLM(model=MODEL, max_model_len=256, num_gpu_blocks_override=64, speculative_config=drafts)
+    before = {metric.name: metric for metric in llm.get_metrics()}
+    outputs = llm.generate(["one two one two one two"] * 2, greedy(max_tokens=20), use_tqdm=False)
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    assert all(metric.labels == {"model_name": MODEL, "engine": "0"} for metric in found.values())
+    assert before.keys() == found.keys()
+    made, taken, places = (found[f"vllm:spec_decode_num_{name}"] for name in SPECULATION)
+    assert isinstance(made, Counter) and isinstance(taken, Counter) and isinstance(places, Vector)
+    assert made.value > 0 and sum(places.values) == taken.value and len(places.values) == 3
+    produced = found["vllm:generation_tokens"]
+    assert isinstance(produced, Counter) and before["vllm:generation_tokens"].value == 0
+    assert produced.value == sum(len(output.outputs[0].token_ids) for output in outputs)
+    running = found["vllm:num_requests_running"]
+    assert isinstance(running, Gauge) and running.value == 0
+    assert not any(isinstance(metric, Histogram) for metric in found.values())
 
 
 def test_chat(llm):

@@ -15,12 +15,14 @@ from tritonllm.engine.asleep import check_rpc
 from tritonllm.engine.beam_search import beam_search_output
 from tritonllm.engine.chat import ChatOptions, Message, render
 from tritonllm.engine.engine import LLMEngine
+from tritonllm.engine.metrics import Metric, metrics_of
 from tritonllm.engine.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from tritonllm.engine.stats import EngineStats
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.inputs import Prompt, as_list, is_array
 from tritonllm.offline.interface import OfflineEngine, RefusedError
 from tritonllm.offline.pooling import PoolingMethods, Progress
+from tritonllm.offline.profiles import ProfileMethods
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 from tritonllm.vllm_arguments import no_adapter, only_false, only_none
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 EXTRA = "data_parallel_size needs more packages ({}): pip install 'tritonllm[serve]', or leave it out"
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, ProfileMethods):
     """A model ready to generate, to embed or to classify: in this process, or with ``data_parallel_size`` above 1 in
     several others, among which requests are dealt out.
 
@@ -39,6 +41,7 @@ class LLM(PoolingMethods):
         kwargs: the fields of :class:`ModelConfig`, :class:`CacheConfig`, :class:`SchedulerConfig`,
             :class:`ParallelConfig` and :class:`EngineConfig`, or vLLM's names for them (:class:`EngineArgs`). Arguments
             that only vLLM has take their neutral values (:mod:`tritonllm.vllm_arguments`).
+        profiler_config: where and how :meth:`start_profile` writes traces, with vLLM's keys (docs/serving.md).
 
     Raises:
         ValueError: an unknown argument, a bad value, or a model that cannot be loaded; says which and what to do.
@@ -46,10 +49,16 @@ class LLM(PoolingMethods):
         RuntimeError: one of several engines failed to start; none is left.
     """
 
-    def __init__(self, model: str, **kwargs: Any) -> None:
+    def __init__(self, model: str, *, profiler_config: Any = None, **kwargs: Any) -> None:
         config = EngineConfig.from_kwargs(model=model, **kwargs)
+        if profiler_config is not None:
+            if config.parallel.data_parallel_size > 1:
+                raise ValueError("profiler_config writes traces of one engine: leave out data_parallel_size")
+            self._may_profile(profiler_config)
         self._several = start_several(config) if config.parallel.data_parallel_size > 1 else None
         self._only = LLMEngine.from_config(config) if self._several is None else None
+        if profiler_config is not None:
+            self._profile(self.engine)
         self._ids = itertools.count()
 
     @property
@@ -91,6 +100,12 @@ class LLM(PoolingMethods):
     def replica_stats(self) -> list[EngineStats]:
         """The same of each engine."""
         return [self.stats] if self._several is None else self._several.replica_stats
+
+    def get_metrics(self) -> list[Metric]:
+        """The same as metrics with the names that the server's have: :class:`~tritonllm.engine.metrics.Counter`,
+        ``Gauge`` and ``Vector``, one of each name for each engine."""
+        model = self.model_config.model
+        return [metric for place, stats in enumerate(self.replica_stats) for metric in metrics_of(stats, model, place)]
 
     def shutdown(self) -> None:
         """End the processes of several engines, which otherwise end with this object, or with this process. An engine

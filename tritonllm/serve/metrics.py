@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from tritonllm.engine.metrics import ACCEPTED_PER_POS, counters, gauges
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.messages import Stats, Update
@@ -46,34 +47,8 @@ LENGTHS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in
 
 def _gauges(stats: Stats, lives: bool) -> Iterator[tuple[str, str, float]]:
     """Name, description and value of what an engine is now."""
-    host = stats.num_used_host_blocks / max(stats.num_host_blocks, 1)
-    used = 1 - stats.num_free_blocks / max(stats.num_blocks, 1) if stats.num_blocks else 0.0
-    yield "vllm:num_requests_running", "Sequences in execution.", stats.num_running
-    yield "vllm:num_requests_waiting", "Sequences that wait for a seat.", stats.num_waiting
-    yield "vllm:kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", used
-    yield "tritonllm:host_cache_usage_perc", "Used part of the cache in the host's memory.", host
+    yield from gauges(stats)
     yield "tritonllm:engine_up", "1 while the engine's process lives.", float(lives)
-
-
-def _counters(stats: Stats) -> Iterator[tuple[str, str, float]]:
-    """The same of what it has counted."""
-    yield "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_query_tokens
-    yield "vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hit_tokens
-    yield "vllm:num_preemptions", "Preemptions by the engine.", stats.preemptions
-    yield "vllm:prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens
-    yield "vllm:generation_tokens", "Generated tokens.", stats.generated_tokens
-    yield "tritonllm:forced_tokens", "Generated tokens that grammars left no choice of.", stats.forced_tokens
-    yield "vllm:spec_decode_num_drafts", "Sequences of steps that had drafts.", stats.num_drafts
-    yield "vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", stats.num_draft_tokens
-    yield "vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", stats.num_accepted_tokens
-    yield "tritonllm:spec_decode_draft_seconds", "Time on the device of making drafts.", stats.draft_seconds
-    yield "tritonllm:host_cache_stored_bytes", "Copied to the cache in the host's memory.", stats.stored_bytes
-    yield "tritonllm:host_cache_loaded_bytes", "Copied back from there.", stats.loaded_bytes
-    yield "tritonllm:kv_transfer_saved_blocks", "Blocks handed to the KV connector.", stats.kv_saved_blocks
-    yield "tritonllm:kv_transfer_fetched_blocks", "Blocks that the KV connector brought.", stats.kv_fetched_blocks
-    yield "tritonllm:kv_transfer_missed_blocks", "Blocks that it should have brought.", stats.kv_missed_blocks
-    yield "tritonllm:steps", "Steps that were launched.", stats.steps
-    yield "tritonllm:compilations_after_ready", "Kernels compiled in service.", stats.compilations_after_ready
 
 
 RESTARTS = "tritonllm:engine_restarts", "Times that the engine was started anew."
@@ -91,13 +66,13 @@ class EngineStatsCollector(Collector):
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for number, (stats, lives) in enumerate(zip(replicas, self._llm.replicas_living, strict=True)):
             labels = self._model_name, str(number)
-            counters = *_counters(stats), (*RESTARTS, self._llm.replica_restarts[number])
-            for kind, values in ((GaugeMetricFamily, _gauges(stats, lives)), (CounterMetricFamily, counters)):
+            counted = *counters(stats), (*RESTARTS, self._llm.replica_restarts[number])
+            for kind, values in ((GaugeMetricFamily, _gauges(stats, lives)), (CounterMetricFamily, counted)):
                 for name, text, value in values:
                     families.setdefault(name, kind(name, text, labels=LABELS)).add_metric(labels, value)
         yield from families.values()
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        counter = CounterMetricFamily(name, "Accepted drafts by their place.", labels=(*LABELS, "position"))
+        labels_of_places = (*LABELS, "position")
+        counter = CounterMetricFamily(ACCEPTED_PER_POS, "Accepted drafts by their place.", labels=labels_of_places)
         for number, stats in enumerate(replicas):
             for place, value in enumerate(stats.num_accepted_tokens_per_pos):
                 counter.add_metric((self._model_name, str(number), str(place)), value)
