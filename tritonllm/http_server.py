@@ -1,12 +1,63 @@
-"""How a process that speaks HTTP ends, a server or a router: its requests may end first; the others get an error."""
+"""How a process that speaks HTTP, a server or a router, gets its port, and how it ends: its requests may end first; the
+others get an error."""
 
 import asyncio
+import errno
 import logging
 import socket
 
 import uvicorn
 
+from tritonllm.lost_hosts import end_when_clients_are_silent
+
+BACKLOG = 2048  # connections that nobody has accepted yet; uvicorn's default
+PORT_IS_TAKEN = ": give another --port, or 0 for a free one"
 LAST_WORDS = 1.0  # seconds in which clients read that their requests are cut off
+
+
+def bind_port(host: str, port: int) -> socket.socket:
+    """A socket for :func:`listen`, whose port is this process's from now on.
+
+    Two sockets with SO_REUSEADDR may have one port on Linux while neither listens, which a server does once its model
+    is loaded. So this one has it only where connections of a server that has ended still stand in the way.
+
+    Raises:
+        OSError: the port is taken, or the address is not ours; says what to do.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for reuse in (0, 1):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE and not reuse:
+                continue
+            raise _cannot_listen(f"{host}:{port}", error) from error
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end_when_clients_are_silent(sock)
+        break
+    return sock
+
+
+def listen(sock: socket.socket) -> None:
+    """Begin to take connections. Those that are left at the end do not keep the port from the next server.
+
+    Raises:
+        OSError: another process listens there since.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        name = sock.getsockname()
+        raise _cannot_listen(f"unix:{name}" if isinstance(name, str) else f"{name[0]}:{name[1]}", error) from error
+
+
+def _cannot_listen(where: str, error: OSError) -> OSError:
+    fix = PORT_IS_TAKEN if error.errno == errno.EADDRINUSE else ""
+    return OSError(f"cannot listen on {where}: {error.strerror or error}{fix}")
 
 
 class DrainingServer(uvicorn.Server):

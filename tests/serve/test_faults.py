@@ -1,5 +1,6 @@
 """Processes that die and clients that leave: nobody waits for ever, and nothing is left behind."""
 
+import dataclasses
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import pytest
 from support.server import MODEL, ROOT, eventually, refuses, running_server, socket_folders
 from support.streams import LONG, Stream, all_gone
 
+from tritonllm.http_server import listen
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.run import bind
 
@@ -263,6 +265,40 @@ def test_a_port_that_is_taken(server):
     port = server.url.rpartition(":")[2]
     with pytest.raises(AssertionError, match=r"error: cannot listen on .*: give another --port, or 0 for a free one"):
         running_server("--port", port).__enter__()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_that_a_server_has_before_it_listens(host):
+    """It loads its model meanwhile. Connections that are left of a server that has ended do not keep its port."""
+    config = ServerConfig(model_names=("m",), host=host, port=0)
+    first = bind(config)
+    config = dataclasses.replace(config, port=first.getsockname()[1])
+    with pytest.raises(OSError, match=r"cannot listen on .*: give another --port"):
+        bind(config)
+    listen(first)
+    with pytest.raises(OSError, match=r"cannot listen on .*: give another --port"):
+        bind(config)
+    with socket.create_connection(first.getsockname()[:2]) as client:
+        first.accept()[0].close()
+        assert client.recv(1) == b""
+    first.close()
+    with bind(config) as second:
+        listen(second)
+
+
+def test_two_that_got_one_port():
+    """As on a system that lets them, or beside connections that are left of a third: the second says so."""
+    with socket.socket() as first, socket.socket() as second:
+        for sock in (first, second):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        try:
+            second.bind(first.getsockname())
+        except OSError:
+            pytest.skip("this system lets nobody have a port that is bound")
+        listen(first)
+        with pytest.raises(OSError, match=r"cannot listen on 127.0.0.1:\d+: .*: give another --port"):
+            listen(second)
 
 
 @pytest.mark.parametrize("kind", ["file", "socket"])

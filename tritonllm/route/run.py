@@ -1,7 +1,6 @@
 """Run the router until it is told to stop."""
 
 import asyncio
-import errno
 import logging
 import signal
 import socket
@@ -13,8 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from tritonllm.http_server import DrainingServer
-from tritonllm.lost_hosts import end_when_clients_are_silent
+from tritonllm.http_server import DrainingServer, bind_port, listen
 from tritonllm.route.app import Router
 from tritonllm.route.config import RouterConfig
 from tritonllm.route.reload import ConfigFile
@@ -65,25 +63,6 @@ class Server(DrainingServer):
         await super().shutdown(sockets)
 
 
-def bind(config: RouterConfig) -> socket.socket:
-    """The socket to listen on.
-
-    Raises:
-        OSError: the address is taken or not ours.
-    """
-    sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end_when_clients_are_silent(sock)
-    try:
-        sock.bind((config.host, config.port))
-    except OSError as error:
-        sock.close()
-        fix = ": give another --port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
-        raise OSError(f"cannot listen on {config.host}:{config.port}: {error.strerror}{fix}") from error
-    return sock
-
-
 def settings_of(router: Router, config: RouterConfig) -> uvicorn.Config:
     return uvicorn.Config(
         router,
@@ -111,7 +90,8 @@ def route(config: RouterConfig, path: Path | None = None, overrides: Mapping[str
     Raises:
         OSError: the address is taken.
     """
-    with bind(config) as sock:
+    with bind_port(config.host, config.port) as sock:
+        listen(sock)
         router = Router(config)
         file = None if path is None else ConfigFile(path, overrides or {}, router.apply, router.metrics.reloaded)
         host = f"[{config.host}]" if ":" in config.host else config.host

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.kv_settings import check_connector
-from tritonllm.lost_hosts import end_when_clients_are_silent
+from tritonllm.http_server import bind_port, listen
 from tritonllm.serve.api_process import NEWS_OF_DEATH, StoppableServer, settings_of
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
@@ -63,32 +62,22 @@ def bind(config: ServerConfig) -> socket.socket:
         OSError: the address is taken or not ours.
     """
     if config.uds is None:
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end_when_clients_are_silent(sock)
-        address: Any = (config.host, config.port)
-    else:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        address = config.uds
-        _remove_stale(config.uds)
+        return bind_port(config.host, config.port)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    _remove_stale(config.uds)
     try:
-        sock.bind(address)
+        sock.bind(config.uds)
     except OSError as error:
         sock.close()
-        fix = _fix(config) if error.errno == errno.EADDRINUSE else ""
+        fix = _fix(config.uds) if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"cannot listen on {address_of(config)}: {error.strerror or error}{fix}") from error
-    if config.uds is not None:
-        os.chmod(config.uds, 0o660)  # this user and group
+    os.chmod(config.uds, 0o660)  # this user and group
     return sock
 
 
-def _fix(config: ServerConfig) -> str:
-    """What to do about an address that is taken."""
-    if config.uds is None:
-        return ": give another --port, or 0 for a free one"
-    if not Path(config.uds).is_socket():
+def _fix(path: str) -> str:
+    """What to do about a path that is taken."""
+    if not Path(path).is_socket():
         return ": the file exists and is no socket: give another --uds"
     return ": another server listens there: give another --uds"
 
@@ -192,6 +181,7 @@ def _serve(llm: AsyncLLM, config: ServerConfig, sock: socket.socket) -> int:
     llm.on_death = died
     gc.collect()
     leave_out_of_searches()  # what lives as long as the server is not searched for garbage while streams wait
+    listen(sock)
     logger.info("serving %s on %s", ", ".join(config.model_names), address_of(config, sock))
     server.run(sockets=[sock])
     if llm.errored:

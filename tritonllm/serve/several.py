@@ -17,6 +17,7 @@ import msgspec
 
 from tritonllm import env
 from tritonllm.config import EngineConfig
+from tritonllm.http_server import listen
 from tritonllm.serve.api_process import STOP, STOP_NOW
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineClient
@@ -24,7 +25,6 @@ from tritonllm.starting import run_spawned
 
 logger = logging.getLogger(__name__)
 DONE, FAILED = 0, 1
-BACKLOG = 2048  # connections that nobody has accepted yet; uvicorn's default
 EXTRA_SECONDS = 5.0  # beyond --drain-seconds, until a process that does not end is killed
 
 
@@ -117,13 +117,16 @@ def run_several(
 
     Returns:
         The exit status: 0 if it was told to stop, 1 if a process died.
+
+    Raises:
+        OSError: another process listens at the socket's address.
     """
-    sock.listen(BACKLOG)
     env.share_metrics(client.folder)
     apis, spawn = Apis(), multiprocessing.get_context("spawn")
     ready = msgspec.msgpack.encode(client.ready)
     counts = [spawn.RawArray("q", config.api_server_count) for _ in range(2)]  # of requests, of sequences
     try:
+        listen(sock)
         with _signals_stop(apis) as signalled:
             for number in range(config.api_server_count):
                 mine, theirs = spawn.Pipe()
