@@ -1,6 +1,7 @@
 """Ranks that torchrun has started: one script, one answer, and nobody left when a rank dies or stops."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.server import eventually
 
@@ -28,6 +30,9 @@ if sys.argv[3:] == [os.environ["RANK"]]:
     from support.traps import draw_otherwise
     draw_otherwise()
 sizes = {os.environ.get("SIZES", "tensor_parallel_size"): 2}
+if "DRAFTS" in os.environ:
+    drafts = {"method": "draft_model", "model": os.environ["DRAFTS"], "num_speculative_tokens": 2}
+    arguments["speculative_config"] = drafts
 llm = LLM(sys.argv[1], **sizes, distributed_executor_backend="external_launcher", **arguments)
 params = SamplingParams(temperature=0, max_tokens=int(sys.argv[2]), ignore_eos=True)
 while True:
@@ -88,6 +93,22 @@ def test_a_rank_that_goes_on_from_other_tokens_ends_all(tmp_path):
     errors = process.communicate(timeout=120)[1]
     assert process.returncode != 0
     assert f"DivergedError: in step {1 + EVERY} it had other " in errors and "tokens than rank 0" in errors
+
+
+def test_a_first_rank_that_fails_alone_while_it_loads_ends_all(tmp_path, monkeypatch):
+    """Only the first stage loads the drafts' model. The others do not listen yet, so a farewell would wait for them."""
+    drafts = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "drafts"))
+    tensors = load_file(drafts / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, drafts / "model.safetensors")
+    monkeypatch.setenv("SIZES", "pipeline_parallel_size")
+    monkeypatch.setenv("DRAFTS", str(drafts))
+    process = launch(tmp_path, 12)
+    try:
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode != 0 and "ValueError: " in errors and "model.norm.weight" in errors, errors
 
 
 def test_another_number_of_ranks_is_refused(tmp_path):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,22 @@ def test_a_rank_that_does_not_start():
     with pytest.raises(ValueError, match="only the first rank is made"):
         start(speculative_config=drafter)
     assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_cannot_be_started_leaves_none(monkeypatch):
+    """Python's end waits for those that have begun."""
+    start_process = SpawnProcess.start
+
+    def start_or_fail(process):
+        if process.name == "tritonllm-rank-2":
+            raise OSError(24, "Too many open files")
+        start_process(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start_or_fail)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(OSError, match="Too many open files"):
+        tiny_llm(tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_step_that_fails_on_the_first_rank(monkeypatch):

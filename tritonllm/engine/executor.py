@@ -59,21 +59,28 @@ class SpawnedRanks(Ranks):
         self._store, port = local_store()
         mailbox, processes, reports = Mailbox(self._size - 1), dict[int, BaseProcess](), {}
         self._mailbox, met = mailbox, self._met
-        for rank in range(1, self._size):
-            reports[rank], theirs = spawn.Pipe(duplex=False)
-            target = "tritonllm.engine.worker", "run_worker"
-            arguments = (*target, self._config, rank, port, mailbox, theirs)
-            processes[rank] = spawn.Process(target=run_spawned, args=arguments, name=f"tritonllm-rank-{rank}")
-            processes[rank].start()
-            theirs.close()
-        self.watch = Watch(
-            processes,
-            reports,
-            mailbox,
-            patience=self._config.parallel.worker_timeout,
-            step_patience=self._config.step_timeout,
-            on_failure=partial(_leave, met),  # without this object: its end ends the watch
-        )
+        try:
+            for rank in range(1, self._size):
+                reports[rank], theirs = spawn.Pipe(duplex=False)
+                target = "tritonllm.engine.worker", "run_worker"
+                arguments = (*target, self._config, rank, port, mailbox, theirs)
+                process = spawn.Process(target=run_spawned, args=arguments, name=f"tritonllm-rank-{rank}")
+                process.start()
+                processes[rank] = process
+                theirs.close()
+            self.watch = Watch(
+                processes,
+                reports,
+                mailbox,
+                patience=self._config.parallel.worker_timeout,
+                step_patience=self._config.step_timeout,
+                on_failure=partial(_leave, met),  # without this object: its end ends the watch
+            )
+        except BaseException:  # Python's end would wait for those that have begun
+            for begun in processes.values():
+                kill(begun)
+                begun.join()
+            raise
         # At exit before multiprocessing joins its children: it would wait for ranks that nobody has stopped.
         self._finalizer = multiprocessing.util.Finalize(
             self, _end, args=(self.watch, mailbox, processes, met, os.getpid()), exitpriority=100

@@ -14,6 +14,7 @@ import multiprocessing.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,34 @@ class Wire:
         return self.group.broadcast(torch.empty(size, dtype=torch.uint8)).numpy().tobytes() if size else b""
 
 
+@dataclass
+class Leaving:
+    """How a rank leaves the others, once.
+
+    Attributes:
+        wire, team: what it is in.
+        owner: the process that is to leave; a fork of it is not.
+        farewell: the others wait for steps, and are told that no more will come. Those that still load do not listen.
+    """
+
+    wire: Wire
+    team: Team
+    owner: int
+    farewell: bool = False
+
+    def __call__(self) -> None:
+        if os.getpid() != self.owner:
+            return
+        if self.farewell:
+            self.farewell = False
+            try:
+                self.wire.send(b"")
+            except RuntimeError as error:  # they have ended
+                logger.debug("the other ranks could not be told to end: %s", error)
+        self.team.shut()
+        self.wire.group.shut()
+
+
 class LaunchedRanks(Ranks):
     """The ranks of a launcher, seen from one of them.
 
@@ -77,6 +106,7 @@ class LaunchedRanks(Ranks):
                 f"the same, as in torchrun --nproc-per-node {size}"
             )
         self._place, self._patience, self._parallel = place, config.step_timeout, config.parallel
+        self._leaving: Leaving | None = None
         self._finalizer: multiprocessing.util.Finalize | None = None
 
     def rendezvous(self) -> Any:
@@ -90,16 +120,15 @@ class LaunchedRanks(Ranks):
         team = meet(
             *(dist.PrefixStore("model", store), rank, self._parallel, device), timeout=START_PATIENCE, local=False
         )
-        self._team = team
-        if rank == 0:
-            self._finalizer = multiprocessing.util.Finalize(
-                self, _end, args=(self.wire, team, os.getpid()), exitpriority=100
-            )
+        self._team, self._leaving = team, Leaving(self.wire, team, os.getpid())
+        self._finalizer = multiprocessing.util.Finalize(self, self._leaving, exitpriority=100)
         return team
 
     def lead(self, runner: ModelRunner) -> Executor:
         for ranks in (self._team, self.wire.group):  # a message is sent when the others have begun to receive it
             ranks.limit(self._patience)
+        assert self._leaving is not None  # they have met
+        self._leaving.farewell = True
         return GroupExecutor(runner, self)
 
     def end(self) -> None:
@@ -122,21 +151,22 @@ class LaunchedRanks(Ranks):
 
     def _no_farewell(self) -> None:
         """A rank that has stopped would not take it."""
-        if self._finalizer is not None:
-            self._finalizer.cancel()
+        if self._leaving is not None:
+            self._leaving.farewell = False
 
     def follow(self, config: EngineConfig, started: Callable[[], object] = lambda: None) -> None:
         """What a rank other than 0 does; ``started`` is called when it is ready."""
-        runner, _, team = load_rank(config, self.join, self._place.local_rank)
-        team.limit(self._patience)
-        MONITOR.serving = True
-        started()
-        following, watching_ends = Following(runner), self._watch_the_first()
-        while message := self.wire.receive():
-            following.run(message)
-        watching_ends()
-        team.shut()
-        self.wire.group.shut()
+        try:
+            runner, _, team = load_rank(config, self.join, self._place.local_rank)
+            team.limit(self._patience)
+            MONITOR.serving = True
+            started()
+            following, watching_ends = Following(runner), self._watch_the_first()
+            while message := self.wire.receive():
+                following.run(message)
+            watching_ends()
+        finally:
+            self.end()
 
     def _watch_the_first(self) -> Callable[[], None]:
         """End this process when the host of the store is lost, which is that of rank 0: no step would ever come."""
@@ -151,17 +181,6 @@ def _end_alone(host: str, error: OSError) -> None:
     lost = WorkerError(f"the host of rank 0, {host}, is lost ({error}): this rank ends")
     sys.excepthook(WorkerError, lost, None)
     os._exit(1)
-
-
-def _end(wire: Wire, team: Team, owner: int) -> None:
-    if os.getpid() != owner:
-        return
-    try:
-        wire.send(b"")
-    except RuntimeError as error:  # they have ended
-        logger.debug("the other ranks could not be told to end: %s", error)
-    team.shut()
-    wire.group.shut()
 
 
 def launched_ranks(config: EngineConfig) -> LaunchedRanks:

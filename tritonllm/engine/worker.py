@@ -11,6 +11,7 @@ import pickle
 import signal
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -80,7 +81,8 @@ def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, rep
         team.shut()
     except BaseException as error:
         logger.debug("rank %d failed", place.rank, exc_info=True)
-        reports.send(report_of(error, ready))
+        with suppress(OSError):  # rank 0 has ended
+            reports.send(report_of(error, ready))
         os._exit(1)  # without waiting for collectives that nobody will join
 
 
