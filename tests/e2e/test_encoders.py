@@ -150,6 +150,12 @@ def test_wrong_kinds_of_tokens(types, message):
         tiny_llm().generate(prompt)
 
 
+def test_no_kinds_of_tokens():
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    one, two = encoder_llm("bert").embed([prompt, {**prompt, "token_type_ids": None}])
+    assert one.outputs.embedding == two.outputs.embedding
+
+
 def test_generation_is_refused_by_name():
     llm = encoder_llm("bert")
     with pytest.raises(ValueError, match="BertModel is an encoder and does not generate: use "):

@@ -155,6 +155,12 @@ def test_chat(llm):
     assert ids(two) == ids([one]) * 2
 
 
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "hi"}, None, "hi"])
+def test_a_conversation_that_is_no_list(llm, messages):
+    with pytest.raises(ValueError, match="messages must be a list of dicts"):
+        llm.chat(messages)
+
+
 def test_chat_with_tools(llm):
     tools = [{"type": "function", "function": {"name": "weather", "description": "now", "parameters": {}}}]
     template = (

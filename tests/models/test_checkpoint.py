@@ -173,3 +173,30 @@ def test_read_generation_config(tmp_path):
     assert checkpoint.read_generation_config(tmp_path) == {}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert checkpoint.read_generation_config(tmp_path) == {"eos_token_id": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("load_format", "expected"),
+    [("auto", "model.safetensors"), ("safetensors", "model.safetensors"), ("pt", "pytorch_model.bin"), ("dummy", None)],
+)
+def test_the_weights_that_are_read_are_downloaded(hub, tmp_path, load_format, expected):
+    hub[1]["is"] = ["config.json", "model.safetensors", "pytorch_model.bin"]
+    checkpoint.resolve("owner/name", load_format=load_format)
+    files = {path.name for path in (tmp_path / "downloaded").iterdir()}
+    assert files == {"config.json", expected} - {None}
+
+
+def test_an_adapters_weights_are_not_the_models(hub, tmp_path):
+    hub[1]["is"] = ["adapter_model.safetensors", "pytorch_model.bin"]
+    checkpoint.resolve("owner/name")
+    assert (tmp_path / "downloaded" / "pytorch_model.bin").exists()
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config.json cannot be read: Is a directory"):
+        checkpoint.read_config(tmp_path)
+    deep = tmp_path / "generation_config.json"
+    deep.write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match="nested too deep"):
+        checkpoint.read_generation_config(tmp_path)

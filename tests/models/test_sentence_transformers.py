@@ -75,3 +75,16 @@ def test_dense_layers(tmp_path):
     save_file({"linear.weight": weight.T.contiguous()}, folder / "0_Dense" / "model.safetensors")
     with pytest.raises(ValueError, match=r"linear\.weight has shape \[4, 3\]; config.json asks for \[3, 4\]"):
         read_modules(folder).projection(dtype=torch.float32, device=CPU)
+
+
+def test_a_folder_that_was_not_downloaded(tmp_path):
+    with pytest.raises(ValueError, match=r"1_Pooling/config.json, which modules.json names, is not there"):
+        read_modules(write(tmp_path, ["Transformer", "Pooling"]))
+
+
+def test_dense_layers_that_do_not_fit_each_other(tmp_path):
+    dense = {"in_features": 8, "out_features": 4}
+    found = read_modules(write(tmp_path, ["Transformer", "models.Dense"], **{"models.Dense": dense}))
+    found.check_sizes(8)
+    with pytest.raises(ValueError, match="1_Dense: in_features is 8, but the vectors before it have 16"):
+        found.check_sizes(16)

@@ -133,7 +133,8 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     from tritonllm.models.loading import read_spec
 
     trusted = options.get("trust_remote_code", False)
-    folder = checkpoint.resolve(args.model, options.pop("revision", None), trust_remote_code=trusted)
+    form = options.get("load_format", "auto")
+    folder = checkpoint.resolve(args.model, options.pop("revision", None), trust_remote_code=trusted, load_format=form)
     spec = read_spec(folder, trust_remote_code=trusted)
     begin = time.perf_counter()
     llm = make_llm(str(folder), **options)

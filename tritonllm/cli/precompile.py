@@ -79,7 +79,8 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         args.wrong_usage(str(error))
     arch, name = target_of(args.target, args.gpu)
     trusted = config.model.trust_remote_code
-    folder = checkpoint.resolve(config.model.model, config.model.revision, trust_remote_code=trusted)
+    how: dict[str, Any] = {"trust_remote_code": trusted, "load_format": "dummy"}  # no weights are read
+    folder = checkpoint.resolve(config.model.model, config.model.revision, **how)
     spec = read_spec(folder, trust_remote_code=trusted)
     if not isinstance(spec, ModelSpec):
         raise ValueError(f"{spec.architecture} runs through transformers: only families of docs/models.md have a list")

@@ -1,5 +1,6 @@
 """What a model's own files say of how to continue a prompt: what ends an output, and the default parameters."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,15 @@ DEFAULTED = {  # entry of generation_config.json: field of SamplingParams
 
 
 def end_tokens(spec: ModelFacts, generation_config: dict[str, Any], tokenizer: Any = None) -> frozenset[int]:
-    """What ends an output: the ids of config.json and generation_config.json, and the tokenizer's ``eos_token``."""
+    """What ends an output: the ids of config.json and generation_config.json, and the tokenizer's ``eos_token``.
+
+    Raises:
+        ValueError: generation_config.json has something else than ids.
+    """
     ids = generation_config.get("eos_token_id")
-    more = [ids] if isinstance(ids, int) else list(ids or [])
+    more = ids if isinstance(ids, list) else [ids]
+    if not all(token is None or (isinstance(token, int) and not isinstance(token, bool)) for token in more):
+        raise ValueError(f"generation_config.json: eos_token_id must be a token id or a list of them, got {ids!r}")
     own = getattr(tokenizer, "eos_token_id", None)
     return frozenset(
         token
@@ -33,11 +40,12 @@ def read_generation_config(source: str, model: Path) -> dict[str, Any]:
     """
     if source in ("auto", "vllm"):
         return checkpoint.read_generation_config(model)
-    if not (Path(source) / "generation_config.json").is_file():
+    folder = Path(os.path.expanduser(source))
+    if not (folder / "generation_config.json").is_file():
         raise ValueError(
             f"generation_config={source!r} must be auto, vllm, or a folder that holds generation_config.json"
         )
-    return checkpoint.read_generation_config(Path(source))
+    return checkpoint.read_generation_config(folder)
 
 
 def default_params(source: str, generation_config: dict[str, Any]) -> SamplingParams:

@@ -222,9 +222,10 @@ class InputProcessor:
         return packed
 
     @staticmethod
-    def _split_types(prompt: Mapping[str, Any]) -> tuple[Prompt, list[int]]:
-        types, ids = to_list(prompt["token_type_ids"]), prompt.get("prompt_token_ids")
-        if ids is None or len(types) != len(ids):
+    def _split_types(prompt: Mapping[str, Any]) -> tuple[Prompt, list[int] | None]:
+        given, ids = prompt["token_type_ids"], prompt.get("prompt_token_ids")
+        types = None if given is None else to_list(given)
+        if types is not None and (ids is None or len(types) != len(ids)):
             raise ValueError("prompt['token_type_ids'] must have one entry for each of prompt['prompt_token_ids']")
         return {key: value for key, value in prompt.items() if key != "token_type_ids"}, types  # type: ignore[return-value]
 

@@ -95,6 +95,8 @@ class PoolingAbility:
             raise ValueError(f"convert='classify': {spec.architecture} has no classifier: use convert='embed'")
         if config.runner == "generate" or config.convert == "none":
             tasks = ()
+        if modules is not None:
+            modules.check_sizes(spec.hidden_size)
         given = config.pooler_config.seq_pooling_type
         of_files = None if modules is None else modules.pooling
         embeds = _HOW[given or of_files or ("LAST" if spec.causal else "CLS")]

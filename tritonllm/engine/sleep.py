@@ -175,14 +175,14 @@ class EngineMemory:
             dummy_weights(self._model, config.seed)  # a seed gives other values on the host
         else:
             name, revision = (config.model, config.revision) if model is None else (model, None)
-            self._replace(checkpoint.resolve(name, revision), own=model is None)
+            form = "auto" if config.load_format == "dummy" and model is not None else config.load_format
+            self._replace(checkpoint.resolve(name, revision, load_format=form), form)
         self.weights_lost = False
 
-    def _replace(self, folder: Path, own: bool) -> None:
+    def _replace(self, folder: Path, load_format: str) -> None:
         config, current = self._config, self._model
         spec = read_spec(folder, as_classifier=config.convert == "classify")
         _check_same(current.spec, spec, folder)
-        load_format = "auto" if config.load_format == "dummy" and not own else config.load_format
         staged = stage_model(folder, current, load_format=load_format, seed=config.seed, allow_nan=config.allow_nan)
         for module, new in zip(current.modules(), staged.modules(), strict=True):
             _take(module, new)

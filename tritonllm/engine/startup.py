@@ -176,7 +176,8 @@ def read_origin(config: EngineConfig) -> Origin:
     ValueError: no checkpoint, a bad configuration, or a model that cannot be cut for so many ranks.
     """
     model, parallel, size = config.model, config.parallel, config.parallel.tensor_parallel_size
-    folder = checkpoint.resolve(model.model, model.revision, trust_remote_code=model.trust_remote_code)
+    how: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "load_format": model.load_format}
+    folder = checkpoint.resolve(model.model, model.revision, **how)
     classifies = model.convert == "classify"
     spec = read_spec(folder, trust_remote_code=model.trust_remote_code, as_classifier=classifies)
     if parallel.world_size > 1 and not isinstance(spec, ModelSpec):

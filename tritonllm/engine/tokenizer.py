@@ -1,5 +1,6 @@
 """Loading a tokenizer, with errors that say what to do."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,14 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     Raises:
         ValueError: no tokenizer there, or one that cannot be read.
     """
-    folder = Path(name)
+    folder = Path(os.path.expanduser(name))
+    name = str(folder) if folder.is_dir() else name
     if folder.is_dir() and not trust_remote_code and not any((folder / file).exists() for file in VOCABULARY_FILES):
         raise ValueError(f"tokenizer: {name!r} has none of {', '.join(VOCABULARY_FILES)}. {WAY_OUT}")
+    from huggingface_hub.errors import (
+        StrictDataclassError,  # of a config.json with a null or a number where none may be
+    )
+
     with no_searches():
         from transformers import AutoTokenizer  # a second of import time that token-id mode does not need
 
@@ -29,7 +35,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
-        if type(error) is not Exception and not isinstance(error, DAMAGED):
+        if type(error) is not Exception and not isinstance(error, (*DAMAGED, StrictDataclassError)):
             raise
         raise ValueError(
             f"tokenizer: none could be loaded from {name!r} ({type(error).__name__}: {error}). {WAY_OUT}"

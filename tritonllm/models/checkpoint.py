@@ -5,20 +5,25 @@ from pathlib import Path
 from typing import Any
 
 # Top-level files only: some repositories hold a second copy of the weights in a folder or under another name.
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_WANTED = ["*.json", "*.model", "*.txt", "*.jinja"]
+_SAFETENSORS = ["*.safetensors"]
 _UNWANTED = ["*/*", "consolidated*"]
-_PYTORCH = ["pytorch_model*.bin"]  # only where there are no safetensors: many repositories have both
+_PYTORCH = ["pytorch_model*.bin"]  # by default only where there are no safetensors: many repositories have both
+_WEIGHTS = {"auto": _SAFETENSORS, "safetensors": _SAFETENSORS, "pt": _PYTORCH, "dummy": []}  # by load_format
 _MODULES = ["*_Pooling/config.json", "*_Dense/*"]  # folders that modules.json names
 _CODE = ["*.py", "*.tiktoken"]  # and the vocabulary that only such tokenizers read
 
 
-def resolve(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
+def resolve(
+    model: str, revision: str | None = None, *, trust_remote_code: bool = False, load_format: str = "auto"
+) -> Path:
     """The folder of a checkpoint, downloaded if ``model`` is a hub id.
 
     Args:
         model: a folder, or the id of a repository on the Hugging Face hub (``owner/name``).
         revision: branch, tag or commit of a hub id.
         trust_remote_code: download the repository's Python files too.
+        load_format: download the weights that it reads.
 
     Raises:
         ValueError: no such folder or repository, no access, or no connection and nothing in the local cache.
@@ -30,9 +35,9 @@ def resolve(model: str, revision: str | None = None, *, trust_remote_code: bool 
         raise ValueError(f"model {model!r} is a file; give the folder that holds config.json")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ValueError(f"model {model!r}: there is no such folder")
-    wanted = _WANTED + _CODE if trust_remote_code else _WANTED
+    wanted = _WANTED + _WEIGHTS[load_format] + (_CODE if trust_remote_code else [])
     folder = _download(model, revision, wanted)
-    if not any(folder.glob("*.safetensors")):
+    if load_format == "auto" and not any(folder.glob("model*.safetensors")):  # an adapter's are not the model's
         folder = _download(model, revision, wanted + _PYTORCH)
     if (folder / "modules.json").exists():
         folder = _download(model, revision, _MODULES, [])
@@ -93,10 +98,14 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ValueError: the content is not JSON, or not an object.
+        ValueError: the file cannot be read, or its content is not JSON, or not an object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise ValueError(f"{file} is not valid JSON: it is nested too deep") from error
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -41,6 +41,16 @@ class SentenceModules:
     normalize: bool = False
     max_seq_length: int | None = None
 
+    def check_sizes(self, hidden_size: int) -> None:
+        """Raises:
+        ValueError: a dense layer takes vectors of another size than it gets.
+        """
+        size = hidden_size
+        for folder, layer in self.dense:
+            if layer.in_features != size:
+                raise ValueError(f"{folder}: in_features is {layer.in_features}, but the vectors before it have {size}")
+            size = layer.out_features
+
     def projection(self, *, dtype: torch.dtype, device: torch.device) -> Head | None:
         """The dense layers with their weights; ``None`` without any.
 
@@ -73,7 +83,7 @@ def read_modules(folder: Path) -> SentenceModules | None:
     pooling: Literal["LAST", "CLS", "MEAN"] | None = None
     dense, normalize = [], False
     for module in modules:
-        kind, place = str(module["type"]).rpartition(".")[2], folder / str(module.get("path", ""))
+        kind, place = str(module["type"]).rpartition(".")[2], folder / str(module.get("path") or "")
         if kind == "Pooling":
             pooling = _pooling(place / "config.json")
         elif kind == "Dense":
@@ -88,8 +98,14 @@ def read_modules(folder: Path) -> SentenceModules | None:
     return SentenceModules(pooling=pooling, dense=tuple(dense), normalize=normalize, max_seq_length=length)
 
 
+def _of_module(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        raise ValueError(f"{file}, which modules.json names, is not there: download the model's folders too")
+    return read_json(file)
+
+
 def _pooling(file: Path) -> Literal["LAST", "CLS", "MEAN"]:
-    config = read_json(file)
+    config = _of_module(file)
     modes = [
         name.removeprefix("pooling_mode_") for name, on in config.items() if on is True and "pooling_mode_" in name
     ]
@@ -104,7 +120,7 @@ def _pooling(file: Path) -> Literal["LAST", "CLS", "MEAN"]:
 
 
 def _dense(file: Path) -> DenseSpec:
-    config = read_json(file)
+    config = _of_module(file)
     name = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
     if name not in _ACTIVATIONS:
         raise ValueError(f"{file}: activation_function {name} is not one of {', '.join(_ACTIVATIONS)}")

@@ -343,6 +343,8 @@ class LLM(PoolingMethods, ProfileMethods):
         }
         no_adapter(lora_request)
         only_none(tokenization_kwargs=tokenization_kwargs)
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {messages!r:.100}")
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [self.render_chat(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
