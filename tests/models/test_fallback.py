@@ -1,6 +1,8 @@
 """Transformers models with our attention: the same logits as on their own, or an error that says why not."""
 
 import json
+import pickle
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from support.tiny_models import (
     tiny_config,
     write_checkpoint,
 )
-from transformers import AutoConfig, LlamaForCausalLM, OlmoForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, OlmoForCausalLM
 from transformers.masking_utils import (
     causal_mask_function,
     chunked_causal_mask_function,
@@ -359,15 +361,153 @@ def test_tensor_of_another_shape(olmo):
 
 def test_no_weights(olmo):
     (olmo / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="weights cannot be loaded"):
+    with pytest.raises(ValueError, match="has no weights for load_format='auto': expected"):
         load(olmo)
 
 
 def test_truncated_weights(olmo):
     content = (olmo / "model.safetensors").read_bytes()
     (olmo / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="weights cannot be loaded"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file .* download it again"):
         load(olmo)
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 5\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (LFS_POINTER, "is damaged or holds more than tensors, .* download it again"),
+        (b"", r"is not a complete PyTorch file \(EOFError\); download it again"),
+        ([1, 2], "must hold a dictionary of tensors, got list"),
+        ({"state_dict": {"a": torch.ones(1)}}, "must hold tensors by name, but 'state_dict' is dict"),
+        ({"a": Path("x")}, "is damaged or holds more than tensors, .* download it again"),
+    ],
+    ids=["pointer", "empty", "list", "nested", "objects"],
+)
+def test_pytorch_file_that_is_none(olmo, content, reason):
+    (olmo / "model.safetensors").unlink()
+    file = olmo / "pytorch_model.bin"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(ValueError, match=rf"pytorch_model\.bin {reason}") as caught:
+        load(olmo)
+    assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [pickle.UnpicklingError("weights_only"), EOFError(), TypeError("x"), KeyError("x")])
+def test_errors_of_what_transformers_reads_with(olmo, monkeypatch, error):
+    """Files change while they are read, and releases of transformers read more than we check."""
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fails)
+    with pytest.raises(ValueError, match=f"{olmo.name}: .*again") as caught:
+        load(olmo)
+    assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "does not say where the tensors are; download it again"),
+        ('{"metadata": {}, "weight_map": null}', "does not say where the tensors are; download it again"),
+        ('{"weight_map": {"a": "part.safetensors"}}', 'has no metadata, .* add "metadata": {} to it'),
+        ('{"metadata": null, "weight_map": {"a": "part.safetensors"}}', 'has no metadata, .* add "metadata": {} to it'),
+    ],
+)
+def test_bad_index(olmo, index, reason):
+    (olmo / "model.safetensors").rename(olmo / "part.safetensors")
+    (olmo / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json {reason}"):
+        load(olmo)
+
+
+def test_index_beside_the_single_file(olmo):
+    """Transformers reads the file, so what the index says does not matter."""
+    (olmo / "model.safetensors.index.json").write_text('{"weight_map": {"a": "absent.safetensors"}}')
+    load(olmo)
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, **edit(tensors)}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.int64, "I64")]
+)
+def test_quantized_weights_that_the_configuration_does_not_mention(olmo, dtype, code):
+    """Transformers would cast them as they are."""
+    edit_tensors(olmo, lambda tensors: {Q: tensors[Q].to(dtype)})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {Q} is {code}, not one of F64, F32, F16, BF16;"):
+        load(olmo)
+
+
+def test_mxfp4_is_not_unpacked(olmo):
+    blocks = {"x_blocks": torch.zeros(1, 2, 3, 16, dtype=torch.uint8), "x_scales": torch.zeros(1, 2, 3).byte()}
+    edit_tensors(olmo, lambda tensors: blocks)
+    with pytest.raises(ValueError, match=r"tensor x is MXFP4, not one of F64, F32, F16, BF16;"):
+        load(olmo)
+
+
+def test_integers_that_are_no_weights(olmo, monkeypatch):
+    """Buffers of the model, buffers that it ignores, and those that follow from the configuration."""
+    init = OlmoForCausalLM.__init__
+
+    def with_buffers(self, config):
+        init(self, config)
+        self.model.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
+        self.model.register_buffer("position_ids", torch.zeros(4, dtype=torch.int64), persistent=False)
+
+    monkeypatch.setattr(OlmoForCausalLM, "__init__", with_buffers)
+    monkeypatch.setattr(OlmoForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"self_attn\.seen$"])
+    integers = {
+        "model.num_batches_tracked": torch.tensor(7),
+        "model.position_ids": torch.arange(4),
+        "model.layers.0.self_attn.seen": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8, dtype=torch.int32),
+    }
+    edit_tensors(olmo, lambda tensors: integers)
+    ours = load(olmo)
+    assert int(ours.base.num_batches_tracked) == 7
+    monkeypatch.setattr(OlmoForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"self_attn\."])
+    edit_tensors(olmo, lambda tensors: {Q: tensors[Q].char()})
+    with pytest.raises(ValueError, match=rf"tensor {Q} is I8"):  # what the model has is not ignored
+        load(olmo)
+
+
+def test_projection_that_is_not_the_embeddings_it_is_tied_to(tmp_path):
+    write_checkpoint(tmp_path, config_of("olmo", tie_word_embeddings=True), config_style=5)
+    edit_tensors(tmp_path, lambda tensors: {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, .* to false there"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hidden_act": "foo"}, "hidden_act"),
+        ({"rope_scaling": {"type": "foo"}}, "rope_scaling.type"),
+        ({"rope_parameters": {"rope_type": "foo", "rope_theta": 10000.0}}, "rope_parameters.rope_type"),
+    ],
+    ids=["activation", "scaling", "rotation"],
+)
+def test_name_that_transformers_does_not_know(olmo, change, field, load_format):
+    config = json.loads((olmo / "config.json").read_text())
+    if "rope_scaling" in change:
+        del config["rope_parameters"]
+    write_config(olmo, {**config, **change})
+    with pytest.raises(ValueError, match=rf"config\.json: transformers does not know {field}='foo'"):
+        load(olmo, load_format=load_format)
 
 
 def test_tied_projection_and_rotary_frequencies_may_be_stored(tmp_path):
@@ -417,6 +557,33 @@ def test_remote_code_runs_only_when_asked(tmp_path, monkeypatch):
     assert_same_logits(PagedRunner(ours).prefill(PagedSequence(), tokens), reference_logits(theirs, tokens))
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import no_such_package", "install the packages that it needs: .*no_such_package"),
+        ("from transformers import NoSuchName", "install the packages that it needs: .*NoSuchName"),
+        ("class TinyConfig(:", r"is not Python that can run here \(.*download it again"),
+        ("class Other: pass", "has no attribute"),
+        (None, "modeling_tiny"),
+    ],
+    ids=["package", "name", "syntax", "class", "file"],
+)
+@pytest.mark.parametrize("kind", ["AutoConfig", "AutoModelForCausalLM"])
+def test_remote_code_that_cannot_be_imported(tmp_path, monkeypatch, kind, code, reason):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    model_type = "tiny_remote" if kind == "AutoConfig" else "olmo"
+    write_config(
+        folder, {**config_of("olmo"), "model_type": model_type, "auto_map": {kind: "modeling_tiny.TinyConfig"}}
+    )
+    if code is not None:
+        (folder / "modeling_tiny.py").write_text(code)
+    with pytest.raises(ValueError, match=f"checkpoint.*{reason}"):
+        fallback_spec(folder, trust_remote_code=True)
+
+
 # Refusals that the configuration is enough for
 
 VISION = {"vision_config": {"model_type": "clip_vision_model"}, "text_config": {"model_type": "llama"}}
@@ -438,6 +605,7 @@ VISION = {"vision_config": {"model_type": "clip_vision_model"}, "text_config": {
         ({"model_type": "no_such", "architectures": ["NoSuch"]}, "does not know model_type='no_such'"),
         ({"architectures": ["NoSuch"]}, "does not know model_type=None"),
         ({**config_of("olmo"), "quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({**config_of("olmo"), "auto_map": "x"}, r"config\.json: auto_map must be an object, got 'x'"),
     ],
     ids=lambda x: x.get("model_type", "none") if isinstance(x, dict) else None,
 )

@@ -7,8 +7,12 @@ engine's. A model is refused unless a probe at loading shows that it can be serv
 Loading is transformers' too: the whole model passes through host memory.
 """
 
+import copy
 import inspect
+import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from tritonllm.models import checkpoint
 from tritonllm.models.config_reader import ConfigReader
 from tritonllm.models.fallback_attention import PAGED, register
 from tritonllm.models.fallback_decoder import FallbackSpec, TransformersDecoder, refused
+from tritonllm.models.fallback_files import check_files, check_tied
 from tritonllm.models.families import OTHER_FILES
 from tritonllm.models.finite import not_finite, refuse
 
@@ -31,8 +36,8 @@ def fallback_spec(folder: Path, trust_remote_code: bool = False) -> FallbackSpec
 
     Raises:
         ValueError: an encoder, encoder-decoder or multimodal model, a quantized checkpoint, an architecture unknown to
-            transformers (or known only to code in the checkpoint, which runs only with ``trust_remote_code``), one
-            whose attention cannot be replaced, or a bad field.
+            transformers (or known only to code in the checkpoint, which runs only with ``trust_remote_code``), code
+            that cannot be imported, an architecture whose attention cannot be replaced, or a bad field.
     """
     raw = checkpoint.read_config(folder)
     config = _read_config(folder, raw, trust_remote_code)
@@ -67,25 +72,44 @@ def _architecture(raw: dict[str, Any]) -> str:
     return (raw.get("architectures") or [str(raw.get("model_type"))])[0]
 
 
-def _read_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
-    import transformers
+@contextmanager
+def _explained(folder: Path, otherwise: str) -> Iterator[None]:
+    """Errors of transformers, or of the checkpoint's code that it imports, as a ValueError that names the folder."""
     from huggingface_hub.errors import StrictDataclassError
 
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"{folder}: the checkpoint's code cannot be imported; install the packages that it needs: {error}"
+        ) from error
+    except SyntaxError as error:
+        raise ValueError(
+            f"{folder}: the checkpoint's code is not Python that can run here ({error}); download it again"
+        ) from error
+    except (ValueError, TypeError, LookupError, AttributeError, NameError, OSError, StrictDataclassError) as error:
+        raise ValueError(f"{otherwise}: {error}") from error
+
+
+def _read_config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
+    import transformers
+
     name = _architecture(raw)
+    auto_map = raw.get("auto_map")
+    if auto_map is not None and not isinstance(auto_map, dict):
+        raise ValueError(f"{folder / 'config.json'}: auto_map must be an object, got {auto_map!r}")
     if int(transformers.__version__.split(".")[0]) < 5:  # before, masks depended on how positions were packed
         raise refused(name, f"that needs transformers 5, this is {transformers.__version__}")
     if raw.get("model_type") not in transformers.CONFIG_MAPPING and not trust_remote_code:
-        if raw.get("auto_map"):
+        if auto_map:
             raise refused(name, "its code is in the checkpoint; trust_remote_code=True would run it")
         raise refused(
             name, f"transformers {transformers.__version__} does not know model_type={raw.get('model_type')!r}"
         )
-    try:
+    with _explained(folder, f"{folder / 'config.json'} is not a configuration of {name}"):
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError) as error:
-        raise ValueError(f"{folder / 'config.json'} is not a configuration of {name}: {error}") from error
 
 
 def _check_kind(name: str, raw: dict[str, Any], config: Any) -> None:
@@ -104,7 +128,9 @@ def _model_class(name: str, raw: dict[str, Any], config: Any, trust_remote_code:
 
     remote = (raw.get("auto_map") or {}).get("AutoModelForCausalLM")
     if remote is not None and trust_remote_code:
-        return get_class_from_dynamic_module(remote, config.name_or_path, local_files_only=True)
+        folder = Path(config.name_or_path)
+        with _explained(folder, f"{folder}: the checkpoint has no {remote!r}, which its auto_map names"):
+            return get_class_from_dynamic_module(remote, config.name_or_path, local_files_only=True)
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if found is None or (raw.get("architectures") and found.__name__ not in raw["architectures"]):
         raise refused(name, "it is not a causal language model")
@@ -174,11 +200,10 @@ def load_fallback(
         allow_nan: take weights that are NaN or infinite.
 
     Raises:
-        ValueError: weights that do not match the configuration (the message names a tensor), or a model that the
+        ValueError: files that are absent, damaged or quantized, weights that do not match the configuration (the
+            message names a tensor), a value in ``config.json`` that transformers does not know, or a model that the
             probe refuses.
     """
-    from transformers import AutoModelForCausalLM
-
     register()
     config = _read_config(folder, checkpoint.read_config(folder), trust_remote_code)
     check_rope(config, max_model_len)
@@ -189,9 +214,9 @@ def load_fallback(
     if load_format == "dummy":
         with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
             torch.manual_seed(seed)
-            lm = AutoModelForCausalLM.from_config(config, **settings).eval()
+            lm = _build(folder, config, settings).eval()
     else:
-        lm = _load(folder, config, {**settings, "use_safetensors": _SAFETENSORS[load_format]}).to(device)
+        lm = _load(folder, config, settings, load_format).to(device)
         parameters = dict(lm.named_parameters())
         if not allow_nan and (bad := not_finite(parameters)):
             refuse(f"{folder}: ", ((name, parameters[name]) for name in parameters if name in bad))
@@ -206,10 +231,46 @@ def load_fallback(
     return decoder
 
 
-def _load(folder: Path, config: Any, settings: dict[str, Any]) -> Any:
+def _build(folder: Path, config: Any, settings: dict[str, Any]) -> Any:
+    """The model with the weights that transformers initialises, on the device of the context."""
+    from transformers import AutoModelForCausalLM
+
+    try:  # with a copy, because the model writes into its configuration
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
+    except (ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise _unbuilt(folder, error) from error
+
+
+def _unbuilt(folder: Path, error: Exception) -> ValueError:
+    """What to say where transformers stops: the field of ``config.json``, if its value is what a table lacks."""
+    if isinstance(error, KeyError) and error.args:
+        for field, value in _fields(checkpoint.read_config(folder)):
+            if value == error.args[0]:
+                return ValueError(f"{folder / 'config.json'}: transformers does not know {field}={value!r}")
+    return ValueError(
+        f"{folder}: transformers cannot load the model that config.json describes ({type(error).__name__}: {error}); "
+        "check config.json, or download the checkpoint again"
+    )
+
+
+def _fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration and of the objects in it, which come with a dot in their names."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", part) for inner, part in _fields(value))
+        else:
+            yield name, value
+
+
+def _load(folder: Path, config: Any, settings: dict[str, Any], load_format: str) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    def empty_model() -> Any:
+        with torch.device("meta"):
+            return _build(folder, config, settings)
+
+    check_files(folder, load_format, empty_model)
     auto: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
     try:
         lm, info = auto.from_pretrained(
@@ -218,10 +279,17 @@ def _load(folder: Path, config: Any, settings: dict[str, Any]) -> Any:
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported, and by name
+            use_safetensors=_SAFETENSORS[load_format],
             **settings,
         )
+    except (pickle.UnpicklingError, EOFError) as error:  # without its message, which advises to run what is in a file
+        raise ValueError(
+            f"{folder}: a file of weights is damaged or holds more than tensors: download it again"
+        ) from error
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise ValueError(f"{folder}: the weights cannot be loaded: {error}") from error
+    except (LookupError, TypeError, AttributeError, ImportError) as error:
+        raise _unbuilt(folder, error) from error
     for what, keys in (
         ("is missing", sorted(info["missing_keys"])),
         ("has no place in the model that config.json describes", sorted(info["unexpected_keys"])),
@@ -232,4 +300,5 @@ def _load(folder: Path, config: Any, settings: dict[str, Any]) -> Any:
             raise ValueError(f"{folder}: tensor {keys[0]}{others} {what}")
     if info["error_msgs"]:
         raise ValueError(f"{folder}: the weights cannot be loaded: {'; '.join(info['error_msgs'])}")
+    check_tied(folder, lm)
     return lm

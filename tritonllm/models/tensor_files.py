@@ -183,20 +183,22 @@ def _load_pytorch(path: Path) -> dict[str, torch.Tensor]:
     return content
 
 
-def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
+def weight_files(folder: Path, load_format: str = "auto", *, single_first: bool = False) -> list[Path]:
     """The files that make up the checkpoint: those an index names, or the single one.
 
     Args:
         load_format: ``safetensors``, ``pt``, or ``auto`` for the first of them that is there.
+        single_first: where there are both, the single file counts and the index is not read, as in transformers.
 
     Raises:
         ValueError: there are none, one is absent, or the index cannot be read.
     """
     wanted = list(FILES.values()) if load_format == "auto" else [FILES[load_format]]
     for index, single in wanted:
-        if (folder / index).exists():
+        has_single = (folder / single).exists()
+        if (folder / index).exists() and not (single_first and has_single):
             return _indexed(folder / index)
-        if (folder / single).exists():
+        if has_single:
             return [folder / single]
     expected = ", or ".join(f"{single}, or {index} with the files it names" for index, single in wanted)
     raise ValueError(f"{folder} has no weights for load_format={load_format!r}: expected {expected}")
@@ -213,16 +215,16 @@ def _indexed(index: Path) -> list[Path]:
     return files
 
 
-def stored_tensors(folder: Path, load_format: str = "auto") -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, load_format: str = "auto", *, single_first: bool = False) -> dict[str, StoredTensor]:
     """What the files' headers say: file after file, each in its own order.
 
-    ``X_blocks`` and ``X_scales`` of type U8 are one tensor ``X``.
+    ``X_blocks`` and ``X_scales`` of type U8 are one tensor ``X``. Arguments are those of :func:`weight_files`.
 
     Raises:
         ValueError: as :func:`weight_files` and :func:`open_tensors`; a tensor in two files; blocks without scales.
     """
     stored: dict[str, StoredTensor] = {}
-    for path in weight_files(folder, load_format):
+    for path in weight_files(folder, load_format, single_first=single_first):
         with open_tensors(path) as file:
             for name, tensor in file.headers().items():
                 if name in stored:

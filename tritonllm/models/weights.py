@@ -224,7 +224,7 @@ def _plan(model: Decoder, stored: Mapping[str, StoredTensor], where: str) -> _Pl
     accepted = _accepted_names(slots)
     home: dict[str, str] = {}  # name of the slot -> name in the checkpoint
     for name, tensor in stored.items():
-        if name not in accepted and (_is_derived(name, tensor) or is_extra(model.spec, name)):
+        if name not in accepted and (is_derived(name, tensor) or is_extra(model.spec, name)):
             continue
         _check_tensor(name, tensor, slots.get(accepted.get(name, "")))
         if accepted[name] in home:
@@ -268,7 +268,8 @@ def _accepted_names(slots: Mapping[str, Slot]) -> dict[str, str]:
     return accepted
 
 
-def _is_derived(name: str, tensor: StoredTensor) -> bool:
+def is_derived(name: str, tensor: StoredTensor) -> bool:
+    """Whether it is a buffer that follows from the configuration, which nobody reads."""
     return bool(_DERIVED.search(name)) or (bool(_MASK.search(name)) and len(tensor.shape) == 4)
 
 
