@@ -271,7 +271,12 @@ def test_a_port_that_is_taken(server):
 def test_a_port_that_a_server_has_before_it_listens(host):
     """It loads its model meanwhile. Connections that are left of a server that has ended do not keep its port."""
     config = ServerConfig(model_names=("m",), host=host, port=0)
-    first = bind(config)
+    try:
+        first = bind(config)
+    except OSError:
+        if host == "::1":
+            pytest.skip("this machine has no IPv6")
+        raise
     config = dataclasses.replace(config, port=first.getsockname()[1])
     with pytest.raises(OSError, match=r"cannot listen on .*: give another --port"):
         bind(config)
