@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
+from tritonllm.http_server import bind_port
 from tritonllm.lost_hosts import CLIENT_SECONDS, MOST_SECONDS, PROBES, end_when_clients_are_silent, end_when_silent
-from tritonllm.route.config import BackendConfig, RouterConfig
-from tritonllm.route.run import bind as bind_router
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.run import bind as bind_server
 
@@ -38,6 +37,8 @@ def test_a_connection_that_is_taken():
 
 
 def test_servers_and_routers_look_after_their_clients():
-    router = RouterConfig(backends=(BackendConfig(url="http://127.0.0.1:1"),), port=0)
-    with bind_router(router) as one, bind_server(ServerConfig(model_names=("demo",), port=0)) as other:
-        assert options_of(one) == options_of(other)
+    """A router has a socket of :func:`bind_port`, as a server has."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        end_when_clients_are_silent(listening)
+        with bind_port("127.0.0.1", 0) as one, bind_server(ServerConfig(model_names=("demo",), port=0)) as other:
+            assert options_of(one) == options_of(other) == options_of(listening)
