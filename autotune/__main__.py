@@ -147,8 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.compile_only:
         return 1 if compile_ops(names, args.compile_only, int(args.target.removeprefix("sm_")), args.jobs) else 0
     try:
+        table.check_folder(args.gpu_table_dir)
         failures = tune_ops(names, args.gpu_table_dir, args.limit_seconds, args.jobs, args.compiled)
-    except ValueError as reason:
+    except (ValueError, OSError) as reason:
         print(reason, file=sys.stderr)
         return 1
     except Failed as reason:

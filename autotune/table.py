@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -70,6 +71,15 @@ def write(table: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
+def check_folder(folder: Path) -> None:
+    """Raises:
+    OSError: no table can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def tuned(folder: Path, gpu: str, op: str) -> list[tuple[tuning.Key, tuning.Config]]:
     """What a GPU's table names for each key, to be measured first when the operation is tuned again."""
     path = folder / tuning.gpu_slug(gpu) / f"{op}.json"
@@ -99,9 +109,19 @@ def problems(table: Mapping[str, Any], tunable: Tunable) -> list[str]:
 
 
 def check(folder: Path, load: Callable[[str], Tunable]) -> list[str]:
-    """Everything wrong with the tables under a folder, each with the table's path."""
-    found = []
-    for path in sorted(folder.glob("*/*.json")):
+    """Everything wrong with the tables under a folder, each with the table's path.
+
+    Args:
+        load: an operation by its name; raises :class:`KeyError` if there is none.
+    """
+    paths = sorted(folder.glob("*/*.json"))
+    found = [] if paths else [f"{folder}: there is no table in a folder of it"]
+    for path in paths:
         table = json.loads(path.read_text())
-        found += [f"{path.relative_to(folder)}: {what}" for what in problems(table, load(table["op"]))]
+        try:
+            tunable = load(table["op"])
+        except KeyError:
+            found.append(f"{path.relative_to(folder)}: there is no operation {table['op']}: remove the table")
+            continue
+        found += [f"{path.relative_to(folder)}: {what}" for what in problems(table, tunable)]
     return found

@@ -128,6 +128,16 @@ def test_a_prompt_that_does_not_fit_is_an_error_in_one_line(started, capsys):
     assert errors[-1].startswith("error: ") and "max_model_len" in errors[-1]
 
 
+def test_an_output_that_is_cut_off_is_an_error_in_one_line(started, tmp_path, capsys):
+    """Its time would be that of fewer tokens than the report says."""
+    out = tmp_path / "result.json"
+    length = ["--input-len", "2040", "--output-len", "500", "--num-iters", "1", "--batch-size", "1"]
+    assert main(["bench", "latency", *length, *ENGINE, "--num-blocks", "300", "--output-json", str(out)]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1].startswith("error: an output has 8 tokens instead of 500, behind a prompt of 2040: raise --max-m")
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("kind", SMALL)
 def test_help_explains_every_option_and_number(kind, capsys):
     with pytest.raises(SystemExit):

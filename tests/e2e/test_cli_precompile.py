@@ -57,6 +57,7 @@ def test_other_gpus_and_options_have_other_kernels(found, tmp_path, capsys):
     assert "with built-in launch configurations" in capsys.readouterr().out
     assert a100.isdisjoint(signatures("--target", "sm_90", *SMALL))
     assert a100 != signatures("--target", "sm_80", "--dtype", "float16", *SMALL)
+    assert a100 != signatures("--target", "sm_80", "--deterministic", *SMALL)
     assert a100 <= signatures("--target", "sm_80", "--max-num-seqs", "4", "--max-num-batched-tokens", "2048")
 
 

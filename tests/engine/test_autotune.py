@@ -385,10 +385,24 @@ def test_command_line(capsys, argv, code, says):
 
 
 def test_command_line_check(capsys, tmp_path):
+    assert cli.main(["--check", "--gpu-table-dir", str(tmp_path)]) == 1
+    assert f"{tmp_path}: there is no table" in capsys.readouterr().out
+    table.write(table.build(ops.load("act_and_mul"), MACHINE, []), tmp_path)
     assert cli.main(["--check", "--gpu-table-dir", str(tmp_path)]) == 0
+    other = table.build(ops.load("act_and_mul"), MACHINE, []) | {"op": "gone"}
+    gone = table.write(other, tmp_path)
+    assert cli.main(["--check", "--gpu-table-dir", str(tmp_path)]) == 1
+    assert "nvidia_test/gone.json: there is no operation gone: remove the table" in capsys.readouterr().out
+    gone.unlink()
     table.write(table.build(ops.load("act_and_mul"), MACHINE, []) | {"kernel_hash": "old"}, tmp_path)
     assert cli.main(["--check", "--gpu-table-dir", str(tmp_path)]) == 1
     assert "nvidia_test/act_and_mul.json: the kernels changed" in capsys.readouterr().out
+
+
+def test_a_folder_for_tables_that_cannot_be_written_ends_it_at_once(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["--op", "act_and_mul", "--gpu-table-dir", str(tmp_path / "file" / "tables")]) == 1
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_command_line_tunes_and_writes(capsys, monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from tritonllm.cli import info
 from tritonllm.models import checkpoint
 
 
@@ -184,6 +185,13 @@ def test_the_weights_that_are_read_are_downloaded(hub, tmp_path, load_format, ex
     checkpoint.resolve("owner/name", load_format=load_format)
     files = {path.name for path in (tmp_path / "downloaded").iterdir()}
     assert files == {"config.json", expected} - {None}
+
+
+def test_what_a_model_is_made_of_is_told_without_its_weights(hub, tmp_path):
+    hub[1]["is"] = ["config.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="is not valid JSON"):  # the fake hub's is empty
+        info.model_rows("owner/name")
+    assert [path.name for path in (tmp_path / "downloaded").iterdir()] == ["config.json"]
 
 
 def test_an_adapters_weights_are_not_the_models(hub, tmp_path):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tritonllm import kernels
-from tritonllm.teach.xray.costs import Cost, cost_of, nbytes, norm_flops, rope_flops, visible
+from tritonllm.teach.xray.costs import FORMULAS, Cost, cost_of, nbytes, norm_flops, rope_flops, visible
 
 
 class Costs(TorchDispatchMode):
@@ -190,6 +190,32 @@ def test_prefill_attention(sequences, window):
     assert found.flops == multiplied
     assert found.read == q.nbytes + len(read) * 2 * kv_heads * size * 4 + small
     assert found.written == q.nbytes
+
+
+def test_kernels_whose_rows_do_not_depend_on_others_cost_what_the_others_cost():
+    heads, kv_heads, size = 4, 2, 16
+    k_cache, v_cache = cache_of(64, 4, kv_heads, size)
+    tables, lens = torch.arange(8, dtype=torch.int32).view(2, 4), torch.tensor([3, 9], dtype=torch.int32)
+    q, starts = torch.randn(3, heads, size), torch.tensor([0, 1, 3], dtype=torch.int32)
+    batch = q, k_cache, v_cache, tables, starts, lens
+    other = cost(lambda: kernels.varlen_prefill_attention(*batch, max_seqlen_q=2), "tritonllm.varlen_prefill_attention")
+    name = "tritonllm.batch_invariant_attention"
+    assert cost(lambda: kernels.batch_invariant_attention(*batch, max_seqlen_q=2), name) == other
+    x, weight, bias = torch.randn(3, 16), torch.randn(8, 16), torch.randn(8)
+    found = cost(lambda: kernels.batch_invariant_linear(x, weight, bias), "tritonllm.batch_invariant_linear")
+    assert found == (2 * 3 * 16 * 8, nbytes(x, weight, bias), 3 * 8 * 4)
+    name = "tritonllm.batch_invariant_gated_linear"
+    found = cost(lambda: kernels.batch_invariant_linear(x, weight, activation="silu"), name)
+    assert found == (2 * 3 * 16 * 8, nbytes(x, weight), 3 * 4 * 4)
+
+
+def test_every_operation_with_a_cache_or_weights_has_a_formula():
+    """Without one the whole pool of blocks would count as read."""
+    ours = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("tritonllm::")]
+    assert len(ours) > 20
+    for schema in ours:
+        if {"k_cache", "weight"} & {argument.name for argument in schema.arguments}:
+            assert schema.name.replace("::", ".") in FORMULAS, schema.name
 
 
 def test_decode_attention_and_what_comes_before_it():

@@ -73,6 +73,11 @@ class Bench:
         return [Request([*beginning, *self.tokens(prompt)], output) for _ in range(count)]
 
     def run(self, requests: Iterable[Request]) -> Timed:
+        """Time some requests.
+
+        Raises:
+            ValueError: an output did not get the length that was asked for, so its time says nothing.
+        """
         from tritonllm.sampling_params import SamplingParams
 
         batch = list(requests)
@@ -81,7 +86,15 @@ class Bench:
         prompts = [{"prompt_token_ids": request.prompt} for request in batch]
         begin = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return Timed(time.perf_counter() - begin, outputs)
+        done = Timed(time.perf_counter() - begin, outputs)
+        for request, output in zip(batch, outputs, strict=True):
+            came = len(output.outputs[0].token_ids)
+            if output.error is not None or came != request.output_len:
+                raise ValueError(
+                    f"an output has {came} tokens instead of {request.output_len}, behind a prompt of "
+                    f"{len(request.prompt)}: {output.error or 'raise --max-model-len, or ask for less'}"
+                )
+        return done
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -59,7 +59,7 @@ def model_rows(model: str) -> dict[str, Any]:
     from tritonllm.models.loading import read_spec
     from tritonllm.models.spec import ModelSpec
 
-    folder = checkpoint.resolve(model)
+    folder = checkpoint.resolve(model, load_format="dummy")  # no weights are read
     spec = read_spec(folder)
     cache_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
     rows: dict[str, Any] = {"model": folder, "kv cache": f"{cache_bytes:,} bytes a token"}

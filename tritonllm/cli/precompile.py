@@ -32,6 +32,7 @@ OPTIONS = (
     "expert-placement",
     "decode-context-parallel-size",
     "count-expert-load",
+    "deterministic",
     "no-prefix-caching",
     "speculative",
     "draft",
