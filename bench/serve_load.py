@@ -125,11 +125,11 @@ async def _send_share(url: str, asks: Sequence[Ask], begin: float, seed: int, vo
     body = {"model": NAME, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
     body |= {"stream_options": {"include_usage": True}}
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=60)
-    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def one(ask: Ask, prompt: list[int]) -> Told:
             await asyncio.sleep(begin + ask.at - time.perf_counter())
-            return await send(session, {**body, "prompt": prompt, "max_tokens": ask.output_len}, ask)
+            return await send(session, url, {**body, "prompt": prompt, "max_tokens": ask.output_len}, ask)
 
         return list(await asyncio.gather(*map(one, asks, prompts)))
 

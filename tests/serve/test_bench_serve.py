@@ -1,16 +1,19 @@
 """``tritonllm bench serve``: when requests are sent, what is counted, and a run against a server."""
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
 import sys
 
 import pytest
+from support.fake_server import fake_server
 from support.server import MODEL, eventually
 
 from tritonllm.cli import bench_serve_plot, main
 from tritonllm.cli.bench_serve import Ask, Told, arrivals, read_trace, results
+from tritonllm.cli.bench_serve_client import lines
 
 
 def arguments(**more):
@@ -104,6 +107,8 @@ def test_a_server_that_refuses(server, capsys):
         (["--goodput", "ttft"], "--goodput must be one of"),
         (["--goodput", "itl:5"], "--goodput must be one of"),
         (["--plot", "picture.txt"], "--plot must end with one of"),
+        (["--base-url", "127.0.0.1:8000"], "--base-url must begin with http:// or https://, as http://127.0.0.1:8000"),
+        (["--base-url", "http://127.0.0.1:80a0"], "--base-url must begin with"),
     ],
 )
 def test_a_mistake_is_wrong_usage(options, message, capsys):
@@ -134,3 +139,92 @@ def test_a_plot_without_matplotlib(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["bench", "serve", "--plot", str(tmp_path / "x.svg")]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+MODELS = [(200, [b'{"data": [{"id": "m"}]}'])]
+
+
+def streamed(tokens, *, first=(), usage=True, end=b"data: [DONE]\n\n"):
+    """An answer's status and pieces, an event for each token."""
+    events = [{"choices": [{"text": "a", "token_ids": [1]}]}] * tokens
+    if usage:
+        events.append({"choices": [], "usage": {"completion_tokens": tokens}})
+    return 200, [*first, *(b"data: %s\n\n" % json.dumps(event).encode() for event in events), end]
+
+
+def bench_fake(answers, *options, path="", base_path="", models=MODELS):
+    """Exit status; ``answers`` are those after the first request, which only warms up, with two tokens."""
+    routes = {f"{path}/v1/models": models, f"{path}/v1/completions": [streamed(2), *answers]}
+    with fake_server(routes) as url:
+        options = ["--num-prompts", "3", "--output-len", "4", "--max-concurrency", "1", *options]
+        return main(["bench", "serve", "--base-url", url + base_path, *options])
+
+
+def test_lines_are_read_wherever_they_are_cut():
+    class Content:
+        def __init__(self, *pieces):
+            self.pieces = pieces
+
+        async def iter_any(self):
+            for piece in self.pieces:
+                yield piece
+
+    async def read(*pieces):
+        return [line async for line in lines(Content(*pieces))]
+
+    text = b"data: one\r\n\ndata: two\nlast"
+    for size in (1, 2, 5, 100):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert asyncio.run(read(*pieces)) == [b"data: one\r", b"", b"data: two", b"last"]
+    assert asyncio.run(read(b"a\n", b"", b"b\n")) == [b"a", b"b"] and asyncio.run(read()) == []
+
+
+def test_an_event_with_a_long_prompt(capsys):
+    """aiohttp refuses to read such a line."""
+    prompt = {"choices": [{"text": "", "prompt_token_ids": [123456] * 100_000}]}
+    long = [b"data: ", json.dumps(prompt).encode(), b"\n\n"]
+    assert bench_fake([streamed(4, first=long, end=b"data: [DONE]")]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((200, [b'data: {"error": "overloaded"}\n\n']), "overloaded"),
+        ((200, [b'data: {"error": {"message": "no room"}}\n\n']), "no room"),
+        ((200, [b'data: {"error": {"code": 7}}\n\n']), '{"code": 7}'),
+        ((200, [b'data: {"usage": null}\n\n']), "cannot be read (KeyError: 'choices'): {\"usage\": null}"),
+        ((200, [b"data: {broken\n\n"]), "cannot be read (JSONDecodeError"),
+        ((200, [b"data: [1]\n\n"]), "cannot be read (AttributeError"),
+        ((200, [b'data: {"choices": [], "usage": {"completion_tokens": 4}}\n\n']), "no event with tokens"),
+        ((200, [b"<html>"]), "0 tokens came instead of 4"),
+        (streamed(3), "3 tokens came instead of 4"),
+        ((503, [b'{"error": "busy"}']), "status 503: busy"),
+    ],
+)
+def test_an_answer_that_nobody_expects_is_one_failed_request(answer, message, capsys, tmp_path):
+    path = tmp_path / "result.json"
+    assert bench_fake([streamed(4), answer, streamed(4)], "--output-json", str(path)) == 1
+    report = json.loads(path.read_text())
+    assert (report["num_requests"], report["failed_requests"], report["output_tokens"]) == (2, 1, 8)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: 1 of 3 requests failed, the first with: ") and message in line
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((401, [b'{"error": {"message": "give an API key"}}']), "give an API key (status 401)"),
+        ((500, [b"<html>"]), "<html> (status 500)"),
+        ((200, [b'{"data": []}']), "brought no list of models, but: {"),
+        ((200, [b"[]"]), "brought no list of models, but: []"),
+    ],
+)
+def test_a_server_that_does_not_tell_its_models(answer, message, capsys):
+    assert bench_fake([], models=[answer]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --base-url: the server does not tell its models: ") and message in line
+
+
+@pytest.mark.parametrize(("path", "more"), [("", ""), ("", "/v1"), ("/pre", "/v1"), ("/pre", ""), ("/pre", "/v1/")])
+def test_an_address_may_have_a_path_and_v1(path, more, capsys):
+    assert bench_fake([streamed(4)], path=path, base_path=path + more) == 0, capsys.readouterr().err

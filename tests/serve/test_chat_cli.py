@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from support.fake_server import fake_server
 
 from tritonllm import SamplingParams
 from tritonllm.cli import main
@@ -107,3 +108,30 @@ def test_a_mistake_is_wrong_usage(options, message, capsys):
 def test_no_server(capsys):
     assert main(["chat", "--url", "http://127.0.0.1:9", "-q", "Hi"]) == 1
     assert "does not answer" in capsys.readouterr().err
+    assert main(["chat", "--url", "http://127.0.0.1:80a0", "-q", "Hi"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --url: ") and "80a0" in line
+
+
+MODELS = (200, [b'{"data": [{"id": "m"}]}'])
+
+
+@pytest.mark.parametrize(
+    ("models", "answer", "message"),
+    [
+        ((200, [b'{"models": ["m"]}']), None, 'brought no list of models, but: {"models": ["m"]}'),
+        ((200, [b'{"error": "asleep"}']), None, "brought no list of models, but: asleep"),
+        ((401, [b'{"error": {"message": "give an API key"}}']), None, "the server: give an API key (status 401)"),
+        (MODELS, (503, [b'{"error": "busy"}']), "the server: busy (status 503)"),
+        (MODELS, (200, [b'data: {"error": "overloaded"}\n\n']), "the server: overloaded"),
+        (MODELS, (200, [b'data: {"error": {"message": "no room"}}\n\n']), "the server: no room"),
+        (MODELS, (200, [b"data: {broken\n\n"]), "the server's answer cannot be read: JSONDecodeError"),
+        (MODELS, (200, [b'data: {"choices": [{}]}\n\n']), "the server's answer cannot be read: KeyError: 'delta'"),
+        (MODELS, (200, [b"data: [1]\n\n"]), "the server's answer cannot be read: AttributeError"),
+    ],
+)
+def test_an_answer_that_nobody_expects_is_an_error_in_one_line(models, answer, message, capsys):
+    with fake_server({"/v1/models": [models], "/v1/chat/completions": [answer]}) as url:
+        assert main(["chat", "--url", url, "-q", "Hi"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line

@@ -11,15 +11,16 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from tritonllm import env
 from tritonllm.cli.bench_runs import spread
+from tritonllm.cli.bench_serve_client import Ask, Told, model_of, send
 from tritonllm.cli.bench_serve_plot import check_drawing, draw
+from tritonllm.cli.remote import base_of
 from tritonllm.version import __version__
 
 DESCRIPTION = """\
@@ -54,7 +55,9 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run, wrong_usage=parser.error, names_of_servers=True)
     group = parser.add_argument_group("server", "MODEL is a name that it serves (default: its first)")
-    group.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="default: %(default)s")
+    group.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="with or without /v1 (default: %(default)s)"
+    )
     group.add_argument("--api-key", metavar="KEY", help="default: TRITONLLM_API_KEY")
     group = parser.add_argument_group("requests")
     for name, (default, _, what) in NUMBERS.items():
@@ -90,42 +93,6 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A request: when to send it (seconds after the beginning), and how long it is."""
-
-    at: float
-    input_len: int
-    output_len: int
-
-
-@dataclass
-class Told:
-    """What came of a request; times are the client's, in seconds."""
-
-    ask: Ask
-    sent: float = 0.0
-    arrivals: list[float] = field(default_factory=list)  # of events with tokens
-    output_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def ttft_ms(self) -> float:
-        return 1e3 * (self.arrivals[0] - self.sent)
-
-    @property
-    def e2el_ms(self) -> float:
-        return 1e3 * (self.arrivals[-1] - self.sent)
-
-    @property
-    def tpot_ms(self) -> float:
-        """0 of one token."""
-        return (self.e2el_ms - self.ttft_ms) / max(self.output_tokens - 1, 1)
-
-    def gaps_ms(self) -> Iterator[float]:
-        return (1e3 * (b - a) for a, b in zip(self.arrivals, self.arrivals[1:], strict=False))
-
-
 def check(args: argparse.Namespace) -> tuple[list[Ask], dict[str, float]]:
     """The requests, and the limits of goodput.
 
@@ -143,6 +110,7 @@ def check(args: argparse.Namespace) -> tuple[list[Ask], dict[str, float]]:
             raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {getattr(args, name)}")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ValueError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
+    base_of("--base-url", args.base_url)
     limits = dict(_limit(text) for text in args.goodput)
     chance = random.Random(args.seed)
     return read_trace(args.trace) if args.trace is not None else arrivals(args, chance), limits
@@ -229,16 +197,16 @@ async def _measure(args: argparse.Namespace, asks: Sequence[Ask]) -> tuple[str, 
     prompts = [chance.choices(range(args.vocab_size), k=ask.input_len) for ask in asks]
     key = args.api_key or env.API_KEY
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    base = args.base_url.rstrip("/").removesuffix("/v1")
+    base = base_of("--base-url", args.base_url)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=60)
     room = asyncio.Semaphore(args.max_concurrency or len(asks))
     async with aiohttp.ClientSession(
-        base, headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
     ) as session:
-        model = args.model or await _first_model(session)
+        model = args.model or await model_of(session, base)
         body = {"model": model, "temperature": args.temperature, "ignore_eos": True, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}  # an event for every token
-        first = await send(session, {**body, "prompt": prompts[0], "max_tokens": 2}, Ask(0, len(prompts[0]), 2))
+        first = await send(session, base, {**body, "prompt": prompts[0], "max_tokens": 2}, Ask(0, len(prompts[0]), 2))
         if first.error is not None:  # and whatever happens only once has happened
             raise RuntimeError(f"the server does not answer: {first.error}")
         begin = time.perf_counter()
@@ -246,50 +214,11 @@ async def _measure(args: argparse.Namespace, asks: Sequence[Ask]) -> tuple[str, 
         async def one(ask: Ask, prompt: list[int]) -> Told:
             await asyncio.sleep(begin + ask.at - time.perf_counter())
             async with room:
-                return await send(session, {**body, "prompt": prompt, "max_tokens": ask.output_len}, ask)
+                return await send(session, base, {**body, "prompt": prompt, "max_tokens": ask.output_len}, ask)
 
         told = await asyncio.gather(*(one(*pair) for pair in zip(asks, prompts, strict=True)))
     ends = [one.arrivals[-1] for one in told if one.arrivals]
     return model, list(told), max(ends, default=begin) - begin
-
-
-async def _first_model(session: Any) -> str:
-    import aiohttp
-
-    try:
-        async with session.get("/v1/models") as response:
-            answer = await response.json()
-            return answer["data"][0]["id"]
-    except (aiohttp.ClientError, ValueError, KeyError, IndexError) as error:
-        raise RuntimeError(f"--base-url: the server does not tell its models: {error}") from error
-
-
-async def send(session: Any, body: dict[str, Any], ask: Ask) -> Told:
-    """Stream one completion, and note when each of its events came."""
-    import aiohttp
-
-    told = Told(ask, sent=time.perf_counter())
-    try:
-        async with session.post("/v1/completions", json=body) as response:
-            if response.status != 200:
-                told.error = f"status {response.status}: {(await response.text())[:300]}"
-                return told
-            async for line in response.content:
-                arrived = time.perf_counter()
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    told.error = str(event["error"].get("message"))
-                elif event["choices"]:
-                    told.arrivals.append(arrived)
-                if event.get("usage"):
-                    told.output_tokens = event["usage"]["completion_tokens"]
-    except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
-        told.error = f"{type(error).__name__}: {error}"
-    if told.error is None and told.output_tokens != ask.output_len:
-        told.error = f"{told.output_tokens} tokens came instead of {ask.output_len}"
-    return told
 
 
 def results(told: Sequence[Told], seconds: float, limits: dict[str, float]) -> dict[str, Any]:

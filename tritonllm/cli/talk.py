@@ -1,11 +1,13 @@
 """Who answers ``tritonllm chat`` and ``tritonllm complete``: an engine in this process, or a server."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from tritonllm.cli.remote import UNREADABLE, error_text, first_model, message_of
 from tritonllm.sampling_params import RequestOutputKind, SamplingParams
 
 Message = Mapping[str, str]
@@ -61,7 +63,7 @@ class RemoteTalker:
         fields: of all requests.
 
     Raises:
-        RuntimeError: it does not answer.
+        RuntimeError: it does not answer, or not as such a server does.
     """
 
     def __init__(self, url: str, model: str | None, key: str | None, fields: Mapping[str, Any]) -> None:
@@ -69,27 +71,36 @@ class RemoteTalker:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         if model is None:
             with self._open("/models") as response:
-                model = json.load(response)["data"][0]["id"]
+                try:
+                    model = first_model(response.read())
+                except (ValueError, http.client.HTTPException) as error:
+                    raise RuntimeError(f"--url: the server does not tell its models: {error}") from error
         self._fields = {"model": model, "stream": True, **fields}
 
     def chat(self, messages: Sequence[Message]) -> Iterator[str]:
-        for choice in self._choices("/chat/completions", {"messages": list(messages)}):
-            yield choice["delta"].get("content") or ""
+        body = {"messages": list(messages)}
+        return self._texts("/chat/completions", body, lambda choice: choice["delta"].get("content"))
 
     def complete(self, prompt: str) -> Iterator[str]:
-        for choice in self._choices("/completions", {"prompt": prompt}):
-            yield choice["text"]
+        return self._texts("/completions", {"prompt": prompt}, lambda choice: choice["text"])
 
-    def _choices(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+    def _texts(self, path: str, body: Mapping[str, Any], text_of: Callable[[Any], str | None]) -> Iterator[str]:
+        """Raises:
+        RuntimeError: an answer that is an error, or that cannot be read.
+        """
         with self._open(path, {**self._fields, **body}) as response:
-            for line in response:
-                data = line.removeprefix(b"data: ").strip()
-                if not line.startswith(b"data: ") or data == b"[DONE]":
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise RuntimeError(f"the server: {event['error'].get('message')}")
-                yield from event["choices"]
+            try:
+                for line in response:
+                    data = line.removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:") or data == b"[DONE]":
+                        continue
+                    event = json.loads(data)
+                    if event.get("error") is not None:
+                        raise RuntimeError(f"the server: {error_text(event['error'])}")
+                    for choice in event["choices"]:
+                        yield str(text_of(choice) or "")
+            except (http.client.HTTPException, *UNREADABLE) as error:
+                raise RuntimeError(f"the server's answer cannot be read: {type(error).__name__}: {error}") from error
 
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Raises:
@@ -100,13 +111,6 @@ class RemoteTalker:
         try:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
-            raise RuntimeError(f"the server: {_message(error.read())} (status {error.code})") from error
-        except (urllib.error.URLError, ValueError) as error:
+            raise RuntimeError(f"the server: {message_of(error.read())} (status {error.code})") from error
+        except (urllib.error.URLError, http.client.HTTPException, ValueError) as error:
             raise RuntimeError(f"--url: {self._base} does not answer: {getattr(error, 'reason', error)}") from error
-
-
-def _message(body: bytes) -> str:
-    try:
-        return json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
