@@ -46,6 +46,11 @@ def test_a_trace(tmp_path):
         '{"timestamp": 0, "input_length": 5, "output_length": 2}\n'
     )
     assert read_trace(path) == [Ask(0.0, 5, 2), Ask(1.5, 7, 3)]
+    path.write_text(
+        '{"timestamp": 1700000001500, "input_length": 7, "output_length": 3}\n'
+        '{"timestamp": 1700000000000, "input_length": 5, "output_length": 2}\n'
+    )
+    assert read_trace(path) == [Ask(0.0, 5, 2), Ask(1.5, 7, 3)], "from the first request on"
     path.write_bytes(
         b'\xef\xbb\xbf{"timestamp": 0, "input_length": 5, "output_length": 2, "who": "a\xe2\x80\xa8b"}\r\n'
     )
@@ -55,6 +60,11 @@ def test_a_trace(tmp_path):
         ("", "has no requests"),
         ("[", "line 1 needs"),
         ("[" * 100_000, "line 1 needs"),
+        ('\n{"timestamp": NaN, "input_length": 5, "output_length": 2}', "line 2: .* timestamp finite"),
+        ('{"timestamp": 1e999, "input_length": 5, "output_length": 2}', "line 1: .* timestamp finite"),
+        ('{"timestamp": -1, "input_length": 5, "output_length": 2}', "line 1: .* not negative"),
+        ('{"timestamp": 0, "input_length": Infinity, "output_length": 2}', "line 1 needs"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": NaN}', "line 1 needs"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -108,6 +118,15 @@ def test_a_server_that_refuses(server, capsys):
         (["--goodput", "itl:5"], "--goodput must be one of"),
         (["--plot", "picture.txt"], "--plot must end with one of"),
         (["--base-url", "127.0.0.1:8000"], "--base-url must begin with http:// or https://, as http://127.0.0.1:8000"),
+        (["--trace", "x", "--request-rate", "5"], "--request-rate does not go with --trace"),
+        (["--trace", "x", "--burstiness", "1"], "--burstiness does not go with --trace"),
+        (["--trace", "x", "--num-prompts", "100"], "--num-prompts does not go with --trace"),
+        (["--trace", "x", "--input-len", "128"], "--input-len does not go with --trace"),
+        (["--trace", "x", "--output-len", "64"], "--output-len does not go with --trace"),
+        (["--trace", "x", "--random-range-ratio", "0"], "--random-range-ratio does not go with --trace"),
+        (["--temperature", "nan"], "--temperature must be at least 0"),
+        (["--burstiness", "inf"], "--burstiness must be greater than 0 and finite"),
+        (["--goodput", "ttft:inf"], "--goodput must be one of"),
         (["--base-url", "http://127.0.0.1:80a0"], "--base-url must begin with"),
     ],
 )
@@ -228,3 +247,25 @@ def test_a_server_that_does_not_tell_its_models(answer, message, capsys):
 @pytest.mark.parametrize(("path", "more"), [("", ""), ("", "/v1"), ("/pre", "/v1"), ("/pre", ""), ("/pre", "/v1/")])
 def test_an_address_may_have_a_path_and_v1(path, more, capsys):
     assert bench_fake([streamed(4)], path=path, base_path=path + more) == 0, capsys.readouterr().err
+
+
+def test_a_run_of_a_trace_does_not_record_what_it_replaces(tmp_path, capsys):
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    entries = [{"timestamp": at, "input_length": 7, "output_length": 4} for at in (500, 501)]
+    trace.write_text("\n".join(map(json.dumps, entries)))
+    with fake_server({"/v1/models": MODELS, "/v1/completions": [streamed(2), streamed(4)]}) as url:
+        options = ["--trace", str(trace), "--output-json", str(path)]
+        assert main(["bench", "serve", "--base-url", url, *options]) == 0, capsys.readouterr().err
+    report = json.loads(path.read_text())
+    assert (report["num_requests"], report["prompt_tokens"]) == (2, 14)
+    replaced = ("num_prompts", "input_len", "output_len", "random_range_ratio", "request_rate", "burstiness")
+    assert {report["arguments"][name] for name in replaced} == {None}
+    assert report["arguments"]["seed"] == 0 and report["arguments"]["trace"] == str(trace)
+
+
+def test_what_holds_without_a_trace(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    assert bench_fake([streamed(4)], "--output-json", str(path)) == 0, capsys.readouterr().err
+    written = json.loads(path.read_text())["arguments"]
+    assert (written["num_prompts"], written["input_len"], written["random_range_ratio"]) == (3, 128, 0.0)
+    assert (written["burstiness"], written["request_rate"], written["trace"]) == (1.0, None, None)

@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,13 @@ NUMBERS: dict[str, tuple[Any, float, str]] = {  # option: default, least value, 
     "vocab-size": (1000, 1, "prompts are of the ids below this"),
     "seed": (0, 0, "of prompts, lengths and arrivals"),
 }
+# What --trace says instead, and what holds without it. The parser leaves None, which tells that it was not given.
+WITHOUT_TRACE: dict[str, float] = {
+    **{name: NUMBERS[name.replace("_", "-")][0] for name in ("num_prompts", "input_len", "output_len")},
+    "random_range_ratio": 0.0,
+    "request_rate": math.inf,
+    "burstiness": 1.0,
+}
 
 
 def add_parser(kinds: Any) -> argparse.ArgumentParser:
@@ -61,19 +69,15 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
     group.add_argument("--api-key", metavar="KEY", help="default: TRITONLLM_API_KEY")
     group = parser.add_argument_group("requests")
     for name, (default, _, what) in NUMBERS.items():
-        group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} ({default})")
-    group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary by this share (0)"
-    )
+        at_first = None if name.replace("-", "_") in WITHOUT_TRACE else default
+        group.add_argument(f"--{name}", type=int, default=at_first, metavar="N", help=f"{what} ({default})")
+    group.add_argument("--random-range-ratio", type=float, metavar="X", help="lengths vary by this share (0)")
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: the most likely token (0.0)")
     group = parser.add_argument_group("arrivals")
-    group.add_argument(
-        "--request-rate", type=float, default=math.inf, metavar="X", help="requests/s (default: all at once)"
-    )
+    group.add_argument("--request-rate", type=float, metavar="X", help="requests/s (default: all at once)")
     group.add_argument(
         "--burstiness",
         type=float,
-        default=1.0,
         metavar="X",
         help="shape of the gamma distribution between arrivals: 1 is Poisson (default), less comes in bursts",
     )
@@ -81,7 +85,7 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="JSON lines with timestamp (ms), input_length and output_length say when to send what",
+        help="instead: JSON lines with timestamp (ms), input_length and output_length say when to send what",
     )
     group.add_argument("--max-concurrency", type=int, metavar="N", help="most requests at once; others wait")
     group = parser.add_argument_group("results")
@@ -100,14 +104,19 @@ def check(args: argparse.Namespace) -> tuple[list[Ask], dict[str, float]]:
         ValueError: a bad value.
         OSError: the trace cannot be read.
     """
+    for name, default in WITHOUT_TRACE.items():
+        if args.trace is not None and getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} does not go with --trace, which says when to send what")
+        if args.trace is None and getattr(args, name) is None:
+            setattr(args, name, default)
     for name, (_, least, _) in NUMBERS.items():
-        if getattr(args, name.replace("-", "_")) < least:
-            raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name.replace('-', '_'))}")
-    if not 0 <= args.random_range_ratio <= 1:
-        raise ValueError(f"--random-range-ratio must be from 0 to 1, got {args.random_range_ratio}")
-    for name in ("request_rate", "burstiness"):
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {getattr(args, name)}")
+        value = getattr(args, name.replace("-", "_"))
+        if value is not None and value < least:
+            raise ValueError(f"--{name} must be at least {least}, got {value}")
+    if args.trace is None:
+        _check_arrivals(args)
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature must be at least 0, got {args.temperature}")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ValueError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
     base_of("--base-url", args.base_url)
@@ -116,13 +125,22 @@ def check(args: argparse.Namespace) -> tuple[list[Ask], dict[str, float]]:
     return read_trace(args.trace) if args.trace is not None else arrivals(args, chance), limits
 
 
+def _check_arrivals(args: argparse.Namespace) -> None:
+    if not 0 <= args.random_range_ratio <= 1:
+        raise ValueError(f"--random-range-ratio must be from 0 to 1, got {args.random_range_ratio}")
+    if not args.request_rate > 0:
+        raise ValueError(f"--request-rate must be greater than 0, got {args.request_rate}")
+    if not 0 < args.burstiness < math.inf:
+        raise ValueError(f"--burstiness must be greater than 0 and finite, got {args.burstiness}")
+
+
 def _limit(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
     try:
         limit = float(value)
     except ValueError:
         limit = -1.0
-    if name not in LIMITS or not limit > 0:
+    if name not in LIMITS or not 0 < limit < math.inf:
         raise ValueError(f"--goodput must be one of {', '.join(LIMITS)} with milliseconds, as ttft:200, got {text!r}")
     return name, limit
 
@@ -143,8 +161,11 @@ def arrivals(args: argparse.Namespace, chance: random.Random) -> list[Ask]:
 
 
 def read_trace(path: Path) -> list[Ask]:
-    """Raises:
-    ValueError: a line that is not as it should be; the message names it.
+    """The requests by their time; the first one is at 0, whenever the trace began.
+
+    Raises:
+        ValueError: a line that is not as it should be; the message names it.
+        OSError: it cannot be read.
     """
     asks = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # JSON may hold other breaks
@@ -155,12 +176,15 @@ def read_trace(path: Path) -> list[Ask]:
             ask = Ask(entry["timestamp"] / 1e3, int(entry["input_length"]), int(entry["output_length"]))
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             raise ValueError(f"--trace: line {number} needs timestamp, input_length and output_length") from error
-        if min(ask.input_len, ask.output_len) < 1 or ask.at < 0:
-            raise ValueError(f"--trace: line {number}: lengths must be at least 1, and timestamp not negative")
+        if min(ask.input_len, ask.output_len) < 1 or not 0 <= ask.at < math.inf:
+            raise ValueError(
+                f"--trace: line {number}: lengths must be at least 1, and timestamp finite and not negative"
+            )
         asks.append(ask)
     if not asks:
         raise ValueError(f"--trace: {path} has no requests")
-    return sorted(asks, key=lambda ask: ask.at)
+    begin = min(ask.at for ask in asks)
+    return sorted((replace(ask, at=ask.at - begin) for ask in asks), key=lambda ask: ask.at)
 
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
@@ -248,7 +272,7 @@ def results(told: Sequence[Told], seconds: float, limits: dict[str, float]) -> d
 def _about(args: argparse.Namespace, model: str) -> dict[str, Any]:
     names = [*(name.replace("-", "_") for name in NUMBERS), "random_range_ratio", "temperature", "burstiness"]
     arguments = {name: getattr(args, name) for name in [*names, "max_concurrency", "base_url", "goodput"]}
-    arguments["request_rate"] = args.request_rate if math.isfinite(args.request_rate) else None
+    arguments["request_rate"] = None if args.request_rate == math.inf else args.request_rate
     arguments["trace"] = None if args.trace is None else str(args.trace)
     return {
         "benchmark": "serve",
