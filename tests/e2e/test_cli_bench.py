@@ -1,10 +1,12 @@
 """``tritonllm bench`` with the model of the package, on the CPU path."""
 
+import io
 import json
+import sys
 
 import pytest
 
-from tritonllm.cli import bench, bench_runs, build_parser, main
+from tritonllm.cli import bench, bench_files, bench_runs, build_parser, main
 from tritonllm.offline.llm import LLM
 
 SMALL = {
@@ -120,6 +122,51 @@ def test_wrong_usage_is_found_before_a_model_is_loaded(kind, argv, says, started
         main(["bench", kind, *argv], make_llm=started[1])
     assert stopped.value.code == 2 and says in capsys.readouterr().err
     assert started[0] == []
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_where_results_go_is_looked_at_before_a_model_is_loaded(kind, tmp_path, started, capsys):
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "file" / "x", "cannot be written")):
+        with pytest.raises(SystemExit) as stopped:
+            main(["bench", kind, *ENGINE, "--output-json", str(path)], make_llm=started[1])
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and f"--output-json: {path}" in error and message in error
+    assert started[0] == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_looking_at_a_file_leaves_it_as_it_is(there, tmp_path):
+    path = tmp_path / "new" / "result.json"
+    if there:
+        path.parent.mkdir()
+        path.write_text("before")
+    bench_files.check_file("--output-json", path)
+    assert [file.read_text() for file in path.parent.iterdir()] == ["before"] * there
+
+
+def test_a_file_that_may_not_be_written(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    path.touch()
+    monkeypatch.setattr("os.access", lambda *_: False)  # as root may write everything
+    with pytest.raises(ValueError, match=r"--output-json: .* cannot be written"):
+        bench_files.check_file("--output-json", path)
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has gone away."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_the_file_is_written_though_nobody_reads_the_table(tmp_path, started, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr("tritonllm.cli.drop_unwritable", lambda: None)
+    path = tmp_path / "result.json"
+    argv = ["bench", "prefill", *SMALL["prefill"], *ENGINE, "--output-json", str(path)]
+    assert main(argv, make_llm=started[1]) == 141
+    assert json.loads(path.read_text())["prompt_tokens"] == 80
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_in_one_line(started, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import io
 import json
 import random
 import statistics
@@ -269,3 +270,32 @@ def test_what_holds_without_a_trace(tmp_path, capsys):
     written = json.loads(path.read_text())["arguments"]
     assert (written["num_prompts"], written["input_len"], written["random_range_ratio"]) == (3, 128, 0.0)
     assert (written["burstiness"], written["request_rate"], written["trace"]) == (1.0, None, None)
+
+
+@pytest.mark.parametrize("option", ["--output-json", "--plot"])
+def test_where_results_go_is_looked_at_before_anything_is_sent(option, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.svg").mkdir()
+    for path, message in (
+        (tmp_path / "folder.svg", "is a folder; name a file in it"),
+        (tmp_path / "file" / "x.svg", "cannot be written"),
+    ):
+        with pytest.raises(SystemExit) as caught:  # nobody listens there
+            main(["bench", "serve", "--base-url", "http://127.0.0.1:9", option, str(path)])
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and f"{option}: {path}" in error and message in error
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has gone away."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_files_are_written_though_nobody_reads_the_table(tmp_path, monkeypatch):
+    path, plot = tmp_path / "new" / "result.json", tmp_path / "plots" / "run.svg"
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr("tritonllm.cli.drop_unwritable", lambda: None)
+    assert bench_fake([streamed(4)], "--output-json", str(path), "--plot", str(plot)) == 141
+    assert json.loads(path.read_text())["num_requests"] == 3 and plot.read_text().startswith("<?xml")

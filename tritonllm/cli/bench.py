@@ -5,7 +5,6 @@ conditions play no part.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm.cli import bench_serve
+from tritonllm.cli.bench_files import check_file, write_report
 from tritonllm.cli.bench_runs import KINDS, Bench
 from tritonllm.cli.options import ENGINE, add_options, given
 from tritonllm.config import EngineConfig
@@ -106,7 +106,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's options, after everything that can be checked without a model.
 
     Raises:
-        ValueError: a value out of range, or options that do not go together.
+        ValueError: a value out of range, options that do not go together, or a file that cannot be written.
     """
     for name, (default, _) in LENGTHS[args.kind].items():
         value = getattr(args, name.replace("-", "_"))
@@ -121,6 +121,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--temperature must be at least 0, got {args.temperature}")
     options = given(args, OPTIONS)
     EngineConfig.from_kwargs(model=args.model, **options)
+    check_file("--output-json", args.output_json)
     return options | {"skip_tokenizer_init": True}
 
 
@@ -144,10 +145,10 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     bench.run(bench.batch(1, 8, 4))  # whatever happens only once happens here
     results = KINDS[args.kind](bench, args)
     report = {**about(args, start), **results}
-    print(table(report))
-    if args.output_json is not None:
-        args.output_json.parent.mkdir(parents=True, exist_ok=True)
-        args.output_json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    try:
+        write_report(report, args.output_json)
+    finally:  # the file comes first, as whoever reads stdout may go away; and the results are shown without it, too
+        print(table(report))
     return 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm import env
+from tritonllm.cli.bench_files import check_file, write_report
 from tritonllm.cli.bench_runs import spread
 from tritonllm.cli.bench_serve_client import Ask, Told, model_of, send
 from tritonllm.cli.bench_serve_plot import check_drawing, draw
@@ -103,6 +104,7 @@ def check(args: argparse.Namespace) -> tuple[list[Ask], dict[str, float]]:
     Raises:
         ValueError: a bad value.
         OSError: the trace cannot be read.
+        ImportError: there is no matplotlib, and a plot is asked for.
     """
     for name, default in WITHOUT_TRACE.items():
         if args.trace is not None and getattr(args, name) is not None:
@@ -122,7 +124,12 @@ def check(args: argparse.Namespace) -> tuple[list[Ask], dict[str, float]]:
     base_of("--base-url", args.base_url)
     limits = dict(_limit(text) for text in args.goodput)
     chance = random.Random(args.seed)
-    return read_trace(args.trace) if args.trace is not None else arrivals(args, chance), limits
+    asks = read_trace(args.trace) if args.trace is not None else arrivals(args, chance)
+    if args.plot is not None:
+        check_drawing(args.plot)
+    check_file("--output-json", args.output_json)  # last: these may make folders
+    check_file("--plot", args.plot)
+    return asks, limits
 
 
 def _check_arrivals(args: argparse.Namespace) -> None:
@@ -190,8 +197,6 @@ def read_trace(path: Path) -> list[Ask]:
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     try:
         asks, limits = check(args)
-        if args.plot is not None:
-            check_drawing(args.plot)
     except ValueError as error:
         args.wrong_usage(str(error))
     try:
@@ -200,12 +205,12 @@ def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         raise ImportError(EXTRA.format(error)) from error
     model, told, seconds = asyncio.run(_measure(args, asks))
     report = {**_about(args, model), **results(told, seconds, limits)}
-    print(table(report))
-    if args.output_json is not None:
-        args.output_json.parent.mkdir(parents=True, exist_ok=True)
-        args.output_json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-    if args.plot is not None:
-        draw(told, seconds, f"{model} at {args.base_url}", args.plot)
+    try:
+        write_report(report, args.output_json)
+        if args.plot is not None:
+            draw(told, seconds, f"{model} at {args.base_url}", args.plot)
+    finally:  # the files come first, as whoever reads stdout may go away; and the results are shown without files, too
+        print(table(report))
     failed = [one for one in told if one.error is not None]
     if failed:
         print(
