@@ -132,6 +132,12 @@ class LaunchedRanks(Ranks):
         return GroupExecutor(runner, self)
 
     def end(self) -> None:
+        """Ranks that do not wait for steps are left when this process has told its error, at its end: as soon as it
+        leaves them they fail, and the launcher ends it for that."""
+        if self._leaving is not None and self._leaving.farewell:
+            self._leave()
+
+    def _leave(self) -> None:
         if self._finalizer is not None:
             self._finalizer()
 
@@ -156,17 +162,15 @@ class LaunchedRanks(Ranks):
 
     def follow(self, config: EngineConfig, started: Callable[[], object] = lambda: None) -> None:
         """What a rank other than 0 does; ``started`` is called when it is ready."""
-        try:
-            runner, _, team = load_rank(config, self.join, self._place.local_rank)
-            team.limit(self._patience)
-            MONITOR.serving = True
-            started()
-            following, watching_ends = Following(runner), self._watch_the_first()
-            while message := self.wire.receive():
-                following.run(message)
-            watching_ends()
-        finally:
-            self.end()
+        runner, _, team = load_rank(config, self.join, self._place.local_rank)
+        team.limit(self._patience)
+        MONITOR.serving = True
+        started()
+        following, watching_ends = Following(runner), self._watch_the_first()
+        while message := self.wire.receive():
+            following.run(message)
+        watching_ends()
+        self._leave()
 
     def _watch_the_first(self) -> Callable[[], None]:
         """End this process when the host of the store is lost, which is that of rank 0: no step would ever come."""
