@@ -5,6 +5,7 @@ import asyncio
 import errno
 import logging
 import socket
+from typing import Any
 
 import uvicorn
 
@@ -34,7 +35,7 @@ def bind_port(host: str, port: int) -> socket.socket:
             sock.close()
             if error.errno == errno.EADDRINUSE and not reuse:
                 continue
-            raise _cannot_listen(f"{host}:{port}", error) from error
+            raise _cannot_listen((host, port), error) from error
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end_when_clients_are_silent(sock)
         break
@@ -51,11 +52,15 @@ def listen(sock: socket.socket) -> None:
     try:
         sock.listen(BACKLOG)
     except OSError as error:
-        name = sock.getsockname()
-        raise _cannot_listen(f"unix:{name}" if isinstance(name, str) else f"{name[0]}:{name[1]}", error) from error
+        raise _cannot_listen(sock.getsockname(), error) from error
 
 
-def _cannot_listen(where: str, error: OSError) -> OSError:
+def _cannot_listen(address: Any, error: OSError) -> OSError:
+    if isinstance(address, str):
+        where = f"unix:{address}"
+    else:
+        host, port, *_ = address
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     fix = PORT_IS_TAKEN if error.errno == errno.EADDRINUSE else ""
     return OSError(f"cannot listen on {where}: {error.strerror or error}{fix}")
 

@@ -278,7 +278,8 @@ def test_a_port_that_a_server_has_before_it_listens(host):
             pytest.skip("this machine has no IPv6")
         raise
     config = dataclasses.replace(config, port=first.getsockname()[1])
-    with pytest.raises(OSError, match=r"cannot listen on .*: give another --port"):
+    where = re.escape(f"[{host}]" if ":" in host else host)
+    with pytest.raises(OSError, match=rf"cannot listen on {where}:{config.port}: .*: give another --port"):
         bind(config)
     listen(first)
     with pytest.raises(OSError, match=r"cannot listen on .*: give another --port"):

@@ -24,14 +24,13 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     name = str(folder) if folder.is_dir() else name
     if folder.is_dir() and not trust_remote_code and not any((folder / file).exists() for file in VOCABULARY_FILES):
         raise ValueError(f"tokenizer: {name!r} has none of {', '.join(VOCABULARY_FILES)}. {WAY_OUT}")
-    from huggingface_hub.errors import (
-        StrictDataclassError,  # of a config.json with a null or a number where none may be
-    )
+    from huggingface_hub.errors import StrictDataclassError
 
     with no_searches():
         from transformers import AutoTokenizer  # a second of import time that token-id mode does not need
 
-    # of a damaged file transformers may ask for anything, and the package tokenizers has no class of errors of its own
+    # of a damaged file transformers may ask for anything, and the package tokenizers has no class of errors of its own;
+    # that of a config.json with a null where none may be is of no kind in DAMAGED
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
