@@ -8,11 +8,16 @@ RUN := .venv/.run-ready
 DEV := .venv/.dev-ready
 endif
 
-TESTS := lint types test-e2e test-serve test-engine test-aot test-kernels test-teach test-newest test-real  # the longest first
+PARTS := test-e2e test-serve test-engine test-aot test-kernels test-teach test-real  # the longest first
 # So many parts at a time. Half of what test-serve does is waiting, so there is one more than processors.
 JOBS := $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
-.PHONY: help demo test setup gpu-test bench docs format clean chromium $(TESTS)
+TOGETHER := $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) $(SYNC)
+# The fifth of the rest that `make test-fifth` runs: CI takes it from HEAD, so that every test runs every few landings.
+FIFTH := 0
+# What pytest is told of which tests to run (tests/support/selection.py): nothing is all.
+CHOICE :=
+.PHONY: help demo test test-all test-fifth setup gpu-test bench docs format clean chromium lint types $(PARTS) test-newest
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -28,9 +33,16 @@ demo: $(RUN) ## generate text with the model inside the package
 	@echo
 	@echo "Next: .venv/bin/tritonllm generate --help, examples/, README.md"
 
-test: ## all of what CI runs: the targets below, one process each, some at a time, no GPU needed
+test: ## what a change must pass, in 15 minutes of two cores, no GPU needed: the parts below, one process each
 	@echo "$(JOBS) parts at a time (JOBS=1: one after the other); what a part prints comes when it has ended"
-	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) $(SYNC) $(TESTS)
+	@$(TOGETHER) CHOICE=--quick types $(PARTS) lint
+
+test-fifth: ## a fifth of what `make test` leaves out (FIFTH=0 to 4)
+	@echo "fifth $(FIFTH) of what make test leaves out"
+	@$(TOGETHER) CHOICE=--fifth=$(FIFTH) $(if $(filter 0,$(FIFTH)),test-newest) $(PARTS)
+
+test-all: ## all tests that need no GPU: an hour of two cores
+	@$(TOGETHER) types test-newest $(PARTS) lint
 
 lint: $(DEV) ## ruff: rules and formatting
 	$(PY) -m ruff check
@@ -40,30 +52,30 @@ types: $(DEV) ## mypy
 	$(PY) -m mypy
 
 test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpreter
-	TRITON_INTERPRET=1 $(PY) -m pytest tests/kernels
+	TRITON_INTERPRET=1 $(PY) -m pytest $(CHOICE) tests/kernels
 
 test-e2e: $(DEV) ## the engine as users have it, in one process and in several, and the command line, on the CPU path
-	$(PY) -m pytest tests/e2e
+	$(PY) -m pytest $(CHOICE) tests/e2e
 
 SERVED := tests/serve tests/teach tests/route  # what stands on the engine
 TAUGHT := $(filter-out tests/serve,$(SERVED))
 test-engine: $(DEV) ## models, the engine's parts, documents and all other tests
-	$(PY) -m pytest $(addprefix --ignore=,tests/real tests/e2e $(SERVED))
+	$(PY) -m pytest $(CHOICE) $(addprefix --ignore=,tests/real tests/e2e $(SERVED))
 
 test-serve: $(DEV) ## the server
-	$(PY) -m pytest tests/serve
+	$(PY) -m pytest $(CHOICE) tests/serve
 
 test-teach: $(DEV) ## the teaching modes and the router
-	$(PY) -m pytest $(TAUGHT)
+	$(PY) -m pytest $(CHOICE) $(TAUGHT)
 
 chromium: ## bring a browser for the tests of the status page, if this machine has none (Debian, as root)
 	scripts/chromium.sh
 
 test-real: $(DEV) ## a published model against transformers (`make gpu-test` does it on a GPU)
-	$(PY) -m pytest tests/real
+	$(PY) -m pytest $(CHOICE) tests/real
 
-test-aot: $(DEV) ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942
-	TRITONLLM_CPU_BACKEND=compile $(PY) -m pytest tests/aot
+test-aot: $(DEV) ## every kernel compiled for sm_90, and in `make test-all` for sm_80, sm_100 and gfx942
+	TRITONLLM_CPU_BACKEND=compile $(PY) -m pytest $(CHOICE) tests/aot
 
 NEWEST := .venv-newest
 ifeq ($(PY),.venv/bin/python)

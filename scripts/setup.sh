@@ -3,7 +3,8 @@
 #
 #   scripts/setup.sh VENV [EXTRAS]    EXTRAS: of pyproject.toml, such as dev, or dev,serve,real
 #
-# It uses uv if there is one ($UV), else pip. With an NVIDIA GPU it takes the newest CUDA build of torch; without one
+# It uses uv if there is one ($UV), else the one that pip brings into VENV, and pip alone if there is none (UV= asks for
+# that): uv takes 20 s of processor time for all extras, pip 120. With an NVIDIA GPU it takes the newest CUDA build of torch; without one
 # the CPU build that constraints-cpu.txt names ($CONSTRAINTS: another such file): from the indexes this machine is set
 # up with if they have it, else from PyTorch's own, which uv knows. It never falls back to the CUDA build.
 set -eu
@@ -33,14 +34,21 @@ else
         "Name another with 'make PYTHON=python3.12 ...', or install uv, which brings its own."
 fi
 
+with_pip() { "$venv/bin/python" -m pip --disable-pip-version-check install "$@"; }
+with_uv() { "$uv" pip install --python "$venv/bin/python" "$@"; }
 if [ -n "$uv" ]; then
     "$uv" venv --quiet --allow-existing --python "$python" "$venv"
-    install() { "$uv" pip install --python "$venv/bin/python" "$@"; }
+    install() { with_uv "$@"; }
 else
     "$python" -m venv "$venv" ||
         die "$python cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install" \
             "python3-venv) or uv."
-    install() { "$venv/bin/python" -m pip --disable-pip-version-check install "$@"; }
+    if [ "${UV-unset}" = unset ] && with_pip --quiet uv; then
+        uv=$venv/bin/uv
+        install() { with_uv "$@" || with_pip "$@"; } # pip may be set up to find what uv does not
+    else
+        install() { with_pip "$@"; }
+    fi
 fi
 
 package=".${extra:+[$extra]}"
@@ -65,7 +73,7 @@ fi
 echo "setup: no NVIDIA GPU: CPU build of torch into $venv with ${uv:-pip}"
 unset UV_TORCH_BACKEND # would take triton from PyTorch's index too
 if ! install --quiet --dry-run --no-deps -c "$constraints" torch >/dev/null 2>&1; then
-    [ -n "$uv" ] || { install --quiet uv && uv="$venv/bin/uv"; }
+    [ -n "$uv" ] || { with_pip --quiet uv && uv="$venv/bin/uv"; }
     "$uv" pip install --python "$venv/bin/python" --torch-backend cpu --no-deps -c "$constraints" torch ||
         die "torch's CPU build was not found, and the CUDA build would be gigabytes for nothing." "$hint"
 fi

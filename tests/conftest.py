@@ -18,6 +18,8 @@ gc.disable()  # until all tests are collected: of half a million objects that im
 
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from support import selection  # noqa: E402
+from support.examples import NORMAL  # noqa: E402
 
 from tritonllm import env  # noqa: E402
 from tritonllm.starting import leave_out_of_searches  # noqa: E402
@@ -36,8 +38,9 @@ HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()
 
 settings.register_profile(
-    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=25
+    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=NORMAL
 )
+settings.register_profile("quick", settings.get_profile("default"), max_examples=8)
 settings.register_profile("thorough", deadline=None, max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -60,11 +63,16 @@ LEFT_OUT = _left_out()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parts = parser.getgroup("parts of the tests (tests/support/selection.py)")
+    parts.addoption("--quick", action="store_true", help="those of `make test`")
+    parts.addoption("--fifth", type=int, choices=range(selection.FIFTHS), help="a fifth of what --quick leaves out")
     parser.addoption("--results", type=Path, metavar="FILE", help="write outcomes and measured numbers to FILE as JSON")
     parser.addoption("--update-screenshots", action="store_true", help="put those that tests take into docs/img/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        settings.load_profile("quick")
     path = config.getoption("--results")
     if path is not None and not hasattr(config, "workerinput"):  # the workers of pytest-xdist report to their parent
         from support.results import ResultsWriter
@@ -83,16 +91,28 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On a GPU every kernel test and every test marked `also_gpu` is a GPU test; without one, tests marked `gpu` are
-    deselected."""
+    deselected. Then ``--quick`` and ``--fifth`` choose among what is left."""
+    chosen = set(items)
     if HAS_GPU:
         for item in items:
             if HERE / "kernels" in item.path.parents or item.get_closest_marker("also_gpu"):
                 item.add_marker(pytest.mark.gpu)
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=gpu)
+    else:
+        chosen = {item for item in items if not item.get_closest_marker("gpu")}
+    within = [item for item in items if item in chosen]
+    if config.getoption("--quick"):
+        chosen = selection.quick(within)
+    elif (fifth := config.getoption("--fifth")) is not None:
+        chosen = selection.rest(within, fifth)
+    if left := [item for item in items if item not in chosen]:
+        items[:] = [item for item in items if item in chosen]
+        config.hook.pytest_deselected(items=left)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A part that has nothing of this fifth has passed."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--fifth") is not None:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_collection_finish() -> None:

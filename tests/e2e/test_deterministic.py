@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import shallow_checkpoint, similar_checkpoint, tiny_checkpoint, tiny_llm
+from support.examples import examples
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -105,7 +106,7 @@ def test_without_it_bits_differ():
     assert together != [run(one, [prompt], params)[0] for prompt, params in jobs()]
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(seed=st.integers(0, 1000), budget=st.integers(9, 120), seqs=st.integers(1, 8), blocks=st.integers(27, 70))
 def test_any_schedule_gives_the_same_bits(seed, budget, seqs, blocks):
     luck = random.Random(seed)

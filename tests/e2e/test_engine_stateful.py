@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.engines import always_load, shallow_checkpoint, tiny_llm
+from support.examples import examples
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -190,4 +191,6 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, report_multiple_bugs=False)
+TestEngine.settings = settings(
+    max_examples=examples(25), stateful_step_count=25, deadline=None, report_multiple_bugs=False
+)

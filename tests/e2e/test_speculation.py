@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
+from support.examples import examples
 from support.tiny_configs import ALL_FAMILIES
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
@@ -141,7 +142,7 @@ WISHES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     method=st.sampled_from(["ngram", "suffix", "draft_model", "tree"]),
     kinds=st.lists(st.tuples(KINDS, WISHES, st.integers(9, 30)), min_size=1, max_size=6),

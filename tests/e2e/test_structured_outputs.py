@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import greedy, tiny_llm, token_ids
+from support.examples import examples
 from support.schemas import SCHEMAS, valid
 from support.server import eventually
 from xgrammar import BatchGrammarMatcher, GrammarMatcher
@@ -148,7 +149,7 @@ def test_a_step_is_launched_before_the_tokens_that_its_masks_depend_on_are_known
         assert events[at : at + 3] == rest
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(SCHEMAS, min_size=1, max_size=3), st.sampled_from([0.0, 1.0]), st.booleans())
 def test_json_parses_and_validates(llm, schemas, temperature, as_text):
     """Several schemas in one batch."""
@@ -180,14 +181,14 @@ REGEXES = (
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.sampled_from(REGEXES), st.sampled_from([0.0, 1.0]), st.integers(0, 99))
 def test_a_regex_matches_all_of_the_output(llm, regex, temperature, seed):
     (text,) = texts(generate(llm, PROMPTS[0], structured(temperature, seed=seed, regex=regex)))
     assert re.fullmatch(regex, text)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8), min_size=1, max_size=4))
 def test_the_output_is_a_choice(llm, choices):
     """Quotes, control characters and all."""
@@ -255,7 +256,7 @@ KEYS = {name: {"type": "boolean"} for name in ("xylophone", "question_mark_1234"
 ALL_KEYS = {"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False}
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.lists(st.one_of(SCHEMAS, st.just(ALL_KEYS)), min_size=1, max_size=3),
     st.sampled_from([0.0, 1.0]),

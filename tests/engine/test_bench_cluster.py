@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.rendezvous import placed_slowly, ranked
 
 from bench import tables
@@ -70,7 +71,7 @@ class Watched(cache.BlockCache):
         return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(clusters(), st.sampled_from([0.5, 3.0, 9.0]), st.integers(0, 99))
 def test_every_request_ends_once_and_no_replica_holds_more_than_it_has(cluster, rate, seed):
     with pytest.MonkeyPatch.context() as patch:
@@ -223,7 +224,7 @@ def asked(number, tokens):
     return ours, Ask("POST", "/v1/completions", "", (), b"", "id", None, key, tokens + ANSWER_TOKENS)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.sampled_from(["round-robin", "least-tokens", "session"]), st.integers(1, 9), st.integers(0, 1000))
 def test_choices_are_those_of_the_router(policy, count, seed):
     names, chance = Names(count), random.Random(seed)

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.examples import examples
 
 from tritonllm.engine.block_pool import BlockPool
 
@@ -95,7 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=4 * settings.default.max_examples)
+TestPoolMachine.settings = settings(max_examples=examples(100))
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1])

@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.scheduling import make, make_scheduler
 
 from tritonllm.engine.builder import StepBuilder
@@ -81,7 +82,7 @@ def assert_same_decodes(step, other, n):
     assert step.samples[:n].all() and other.samples[:n].all()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(REQUESTS, st.sampled_from([0, 0, 2]), st.booleans(), st.integers(12, 40))
 def test_a_fresh_builder_builds_the_same_steps(requests, drafts, ahead, num_blocks):
     scheduler = make_scheduler(num_blocks, block_size=BLOCK, seats=SEATS, tokens=16, max_model_len=60, drafts=drafts)

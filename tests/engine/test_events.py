@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import greedy, similar_checkpoint, tiny_llm, token_ids
+from support.examples import examples
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
@@ -89,7 +90,7 @@ def owned(tables):
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_the_events_add_up_to_the_counters(data):
     """Over random loads in a small pool: tokens, cached tokens, preemptions, and who has which block."""
     llm = data.draw(st.sampled_from([True, False]).map(lambda ahead: engines[ahead]))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.examples import examples
 
 from tritonllm.engine import kv_files
 from tritonllm.engine.kv_files import HEADER, BlockFiles
@@ -55,7 +56,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
         BlockFiles(tmp_path / "file", 100)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_damage_of_any_kind_is_a_miss(data):
     with TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ipc_engines import ipc_engines, once
 from support.ipc_memory import Host, device_slots
 from support.nixl_agents import Network
@@ -256,7 +257,7 @@ def test_a_place_that_is_none_is_refused(engines, monkeypatch, caplog, place):
     assert "there is no such place" in caplog.text
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(["cut", "drop", "flip", "double"]), place=st.integers(0, FIRST_BYTES))
 def test_harm_on_the_way_never_gives_a_wrong_block(engines, kind, place):
     check_harm(engines, 2.0, kind, place)

@@ -9,6 +9,7 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.nixl_agents import Network
 from support.server import eventually
 from support.small_slots import ALL, KEYS, SLOTS, check_harm, loaded, memory, saved
@@ -191,7 +192,7 @@ def test_an_engine_with_peer_can_have_its_blocks_but_not_the_other_way(engines):
     assert engines("kv_consumer", nothing).load(KEYS, ALL, offers[1]).result(30) == [False] * SLOTS
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(["cut", "drop", "flip", "double"]), place=st.integers(0, AGENT + SLOTS * PLACE - 1))
 def test_harm_on_the_way_never_gives_a_wrong_block(engines, kind, place):
     check_harm(engines, 6.0, kind, place)

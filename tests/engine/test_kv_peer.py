@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.fault_proxy import fault_proxy
 from support.server import eventually
 
@@ -236,7 +237,7 @@ def test_a_peer_that_comes_back_is_connected_to_again(peers):
     assert consumer.lookup(KEYS[:2], at(port)).result(5) == 2  # by the first attempt
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(["cut", "drop", "flip", "double"]), place=st.integers(0, SLOTS * FRAME - 1))
 @example(kind="cut", place=0)
 @example(kind="flip", place=FRAME + 32 + 16)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
+from support.examples import examples
 from support.host_machine import MachineWithHost
 from support.kv_connectors import AskedConnector
 
@@ -120,4 +121,4 @@ class MachineWithConnector(MachineWithHost):
 
 
 TestMachineWithConnector = MachineWithConnector.TestCase
-TestMachineWithConnector.settings = settings(max_examples=2 * settings.default.max_examples)
+TestMachineWithConnector.settings = settings(max_examples=examples(50))

@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from tritonllm.engine import kv_wire
 from tritonllm.engine.kv_wire import (
@@ -76,14 +77,14 @@ def test_blocks_and_misses_arrive_in_order():
     assert read_all(BLOCKS[0] + missing + BLOCKS[2] + BLOCKS[3]) == ([CONTENTS[0], None, *CONTENTS[2:]], None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cut=st.integers(0, 4 * FRAME - 1))
 def test_cut_bytes_give_the_blocks_before_the_cut(cut):
     got, error = read_all(b"".join(BLOCKS)[:cut])
     assert got == CONTENTS[: cut // FRAME] and isinstance(error, ConnectionError)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(at=st.integers(0, 4 * FRAME - 1), change=st.integers(1, 255))
 def test_a_changed_byte_never_gives_a_wrong_block(at, change):
     data = bytearray(b"".join(BLOCKS))
@@ -92,7 +93,7 @@ def test_a_changed_byte_never_gives_a_wrong_block(at, change):
     assert got == CONTENTS[: at // FRAME] and error is not None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_pieces_in_another_order_never_give_a_wrong_block(data):
     whole = b"".join(BLOCKS)
@@ -102,7 +103,7 @@ def test_pieces_in_another_order_never_give_a_wrong_block(data):
     assert all(block == expected for block, expected in zip(got, CONTENTS, strict=False))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=400))
 def test_other_bytes_are_no_frame(data):
     got, error = read_all(data)
@@ -111,7 +112,7 @@ def test_other_bytes_are_no_frame(data):
         channel.read_question(KINDS, soon(), 5.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.sampled_from(KINDS),
     st.lists(st.binary(min_size=16, max_size=16), min_size=1),
@@ -123,7 +124,7 @@ def test_questions_arrive(kind, keys, wait):
     assert (asked.kind, asked.keys) == (kind, keys) and abs(asked.wait - wait) <= 1e-3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(at=st.integers(0, 3 * 16 + 4 + 31), change=st.integers(1, 255))
 def test_a_changed_question_is_refused(at, change):
     data = bytearray(question(Kind.LOAD, KEYS[:3], 1.0))
@@ -166,7 +167,7 @@ def test_a_question_that_is_not_answered_here_is_refused():
         channel.read_question((Kind.LOOKUP, Kind.LOAD), soon(), 5.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(address=st.integers(0, 2**64 - 1), at=st.none() | st.integers(0, 2 * (32 + 16 + 32 + 8) - 1))
 def test_places_arrive_as_they_were_sent_or_not_at_all(address, at):
     places = [Place(head_of(Kind.BLOCK, (key,)), address) for key in KEYS[:2]]
@@ -254,7 +255,7 @@ def test_places_that_cannot_be_are_refused(data, read):
         read(channel)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(at=st.integers(0, 100), change=st.integers(1, 255))
 def test_a_changed_byte_never_gives_wrong_places(at, change):
     data = bytearray(places_frame([3, 4, -1]) + frame(Kind.STILL, b"\1\1\0"))

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.examples import examples
 
 from tritonllm.engine import prefix_cache
 from tritonllm.engine.block_pool import BlockPool
@@ -111,7 +112,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=4 * settings.default.max_examples)
+TestCacheMachine.settings = settings(max_examples=examples(100))
 
 
 @pytest.fixture

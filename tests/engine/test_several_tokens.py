@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import tiny_checkpoint
+from support.examples import examples
 from support.scheduling import add, has_unfinished, make_scheduler
 from support.tiny_tokenizer import VOCAB_SIZE
 from transformers import AutoTokenizer
@@ -109,7 +110,7 @@ WISHES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     wishes=st.lists(WISHES, min_size=1, max_size=6),
     drafts=st.integers(1, 5),

@@ -7,6 +7,7 @@ import pytest
 import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.schemas import SCHEMAS
 
 from tritonllm.engine.grammar import parse
@@ -54,7 +55,7 @@ def test_masks_are_those_of_repetitions(compiler, schema, blanks, data):
     assert_same_masks(compiler, (plain(schema, blanks), ours(schema, blanks)), data)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.tuples(st.integers(0, 12), st.integers(2, 12)).map(sorted), st.data())
 def test_masks_of_strings(compiler, bounds, data):
     """Among others of the same kind, and of names."""

@@ -7,6 +7,7 @@ of loads. Here are loads of which much is preempted.
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.host_machine import MachineWithHost
 from support.scheduling import make, make_scheduler
 
@@ -37,7 +38,7 @@ GANGS = st.fixed_dictionaries(
     more_tokens=st.sampled_from([2, 8, 30]),
     luck=st.randoms(use_true_random=False),
 )
-@settings(max_examples=4 * settings.default.max_examples)
+@settings(max_examples=examples(100))
 def test_all_sequences_of_a_request_are_swapped_or_none(gangs, **load):
     machine = MachineWithHost()
     machine.start(policy="fcfs", caching=False, seats=8, drafts=0, beside=prompt_budget.BESIDE, **load)

@@ -8,6 +8,7 @@ from array import array
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -75,7 +76,7 @@ def test_which_kinds_work(both, request):
     assert both[0].works == (request.node.callspec.params["both"] != "one word")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.booleans())
 def test_the_tokens_are_those_of_the_whole(both, texts, special):
     """Of texts that begin as earlier ones did, too."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.mechanism_configs import MECHANISMS
 from support.real_configs import LLAMA_3_1_8B, QWEN3_0_6B
 from support.specializations import described
@@ -56,12 +57,18 @@ def short_prompts(tokens, longest, width):
     return dummy_step(0, lengths, rows=len(lengths), width=max(width, -(-longest // 16)))
 
 
+SIZES = [
+    *((model, 256, "NVIDIA H200") for model in MODELS),
+    *((model, seats, gpu) for model in VARIED for seats, gpu in ((16, "NVIDIA H200"), (256, None))),
+]
+# In `make test`: layers of equal and of several kinds, and experts, each with one number of seats.
+OF_MAKE_TEST = {"qwen3-0.6b": (16, "NVIDIA H200"), "gpt-oss-20b": (256, "NVIDIA H200"), "gemma-3-1b": (256, None)}
+SIZES_FIRST = [(name, *how) for begin, how in OF_MAKE_TEST.items() for name in MODELS if name.startswith(begin)]
+
+
 @pytest.mark.parametrize(
     ("model", "seats", "gpu"),
-    [
-        *((model, 256, "NVIDIA H200") for model in MODELS),
-        *((model, seats, gpu) for model in VARIED for seats, gpu in ((16, "NVIDIA H200"), (256, None))),
-    ],
+    [*SIZES_FIRST, *(pytest.param(*size, marks=pytest.mark.long) for size in SIZES if size not in SIZES_FIRST)],
 )
 def test_sizes_between_launch_the_same_kernels(model, seats, gpu):
     check_sizes(MODELS[model], seats, gpu)
@@ -161,6 +168,8 @@ def steps(draw, seats, budget, longest, may_share, block=16):
     ("gpu", "length"), [("NVIDIA H200", 600), ("NVIDIA H200", 6144), ("NVIDIA H200", 131072), (None, 6144)]
 )
 @pytest.mark.parametrize("model", VARIED)
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
 def test_no_step_launches_what_the_start_has_not(model, length, gpu):
     check_launches(model, length, gpu)
 
@@ -169,6 +178,8 @@ def test_no_step_launches_what_the_start_has_not(model, length, gpu):
 @pytest.mark.parametrize(
     "model", ["llama-3.1-8b", *(name for name in MODELS if name.startswith(("qwen3-", "gpt-oss")))]
 )
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
 def test_no_step_of_few_seats_launches_what_the_start_has_not(model, dtype):
     """Many tokens, of which few are sampled from, but sometimes all wanted."""
     check_launches(model, 6144, "NVIDIA H200", seats=8, budget=5000, dtype=dtype)
@@ -176,11 +187,15 @@ def test_no_step_of_few_seats_launches_what_the_start_has_not(model, dtype):
 
 @pytest.mark.parametrize("length", [3000, 4096, 131072])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", *(name for name in VARIED if name.startswith("gpt-oss"))])
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
 def test_no_batch_invariant_step_launches_what_the_start_has_not(model, length):
     check_launches(model, length, "NVIDIA H200", deterministic=True, seats=256, budget=3000)
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name.startswith(("qwen3-30b", "gpt-oss"))])
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
 def test_no_step_of_placed_experts_launches_what_the_start_has_not(model):
     """With copies, whose tokens take turns, and with experts that are counted."""
     check_launches(model, 6144, "NVIDIA H200", ranks=4)
@@ -219,6 +234,8 @@ def needs(draw, seats, budget):
 )
 @pytest.mark.parametrize("engines", [2, 4])
 @pytest.mark.parametrize("model", [name for name in MODELS if name.startswith(("qwen3-30b", "gpt-oss", "glm-4.5"))])
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
 def test_no_step_of_shared_experts_launches_what_the_start_has_not(model, engines, sizes, dtype, eager):
     """However many rows come from the others, also where this one has nothing to compute."""
     seats, budget = sizes
@@ -242,7 +259,7 @@ def test_no_step_of_shared_experts_launches_what_the_start_has_not(model, engine
 
             planned = steps(seats, budget, 6144, runner._may_share, config.block_tokens)
 
-            @settings(max_examples=40, deadline=None)
+            @settings(max_examples=examples(40), deadline=None)
             @given(
                 step=st.one_of(st.none(), planned, planned),
                 elsewhere=st.lists(needs(seats, budget), min_size=engines - 1, max_size=engines - 1),
@@ -263,11 +280,15 @@ def placed(spec, ranks):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", *(name for name in VARIED if name.startswith("gpt-oss"))])
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
 def test_no_step_of_a_stage_launches_what_the_start_has_not(model, stage):
     check_launches(model, 6144, "NVIDIA H200", pipe=Pipeline(stage, 3))
 
 
 @pytest.mark.parametrize(("size", "length"), [(2, 6144), (8, 131072)])
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
 def test_no_step_with_split_keys_launches_what_the_start_has_not(size, length):
     check_launches("llama, 2 key heads", length, "NVIDIA H200", ranks=2 * size, context=Group(size - 1, size))
 
@@ -311,7 +332,7 @@ def check_launches(
             names = {kernel.name for kernel in found}
             assert ("_count_experts_kernel" in names, "_shard_kernel" in names) == (counts, ranks > 1)
 
-            @settings(max_examples=50, deadline=None)
+            @settings(max_examples=examples(50), deadline=None)
             @given(step=steps(seats, budget, length, runner._may_share, config.block_tokens))
             def launches_nothing_else(step):
                 found.clear()
@@ -352,12 +373,16 @@ def few_layers(model):
     ],
 )
 @pytest.mark.parametrize("model", VARIED)
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
 def test_no_step_with_drafts_launches_what_the_start_has_not(tmp_path, model, length, drafts, gpu, draft):
     """Any number of sequences with drafts (or a tree of them), of n-grams, a draft model or a head, and plain steps of
     an engine that has some."""
     check_drafts(tmp_path, model, length, drafts, gpu, draft)
 
 
+@pytest.mark.long
+@pytest.mark.smoke  # with fewer examples
 def test_no_step_with_drafts_and_split_keys_launches_what_the_start_has_not(tmp_path):
     model, ranks = "llama, 2 key heads", {"ranks": 4, "context": Group(1, 2)}
     check_drafts(tmp_path, model, 600, 3, "NVIDIA H200", "draft_model", **ranks)
@@ -394,7 +419,7 @@ def check_drafts(folder, model, length, drafts, gpu, draft, ranks=1, context=ALO
             assert {"_chain_kernel" if tree is None else "_tree_kernel", "_advance_seats_kernel"} < names
             assert ("_ngram_kernel" in names) == (draft is None)
 
-            @settings(max_examples=30, deadline=None)
+            @settings(max_examples=examples(30), deadline=None)
             @given(
                 n=st.integers(1, seats),
                 keys=st.integers(1, length),

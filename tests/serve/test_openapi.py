@@ -3,6 +3,7 @@
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from support.examples import examples
 from support.server import MODEL, eventually, running_server
 
 ASK = [{"role": "user", "content": "Hi"}]
@@ -20,7 +21,7 @@ BODIES = {
 
 # Without shrinking: each of its attempts is a dozen requests.
 SETTINGS = settings(
-    max_examples=30,
+    max_examples=examples(30),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from tritonllm.serve.parsing.choose import Formats, check_names, choose, reasoning_parser_of, tool_parser_of
 from tritonllm.serve.parsing.pieces import Answer, ToolCall, read
@@ -118,7 +119,7 @@ def test_calls_of_each_format(parser, writer):
     assert answer == Answer(calls=[ToolCall(*call) for call in CALLS])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     calls=st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3),
     places=st.lists(st.integers(0, 5000)),
@@ -138,7 +139,7 @@ READERS = [(parser, None) for parser in WRITERS] + [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=NOISE, places=st.lists(st.integers(0, 5000), max_size=12))
 @pytest.mark.parametrize(("parser", "reasoning"), READERS)
 def test_any_text_reads_the_same_however_it_is_cut(parser, reasoning, text, places):
@@ -147,7 +148,7 @@ def test_any_text_reads_the_same_however_it_is_cut(parser, reasoning, text, plac
     assert read(reader(parser, reasoning), *text) == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=NOISE, places=st.lists(st.integers(0, 500), max_size=5))
 def test_forced_calls_read_the_same_however_they_are_cut(text, places):
     for body, *args in ((required,), (named, "add")):

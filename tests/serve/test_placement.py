@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.examples import examples
 
 from tritonllm.serve.placement import FIRST_GUESS, PIECE, Placement
 
@@ -140,12 +141,12 @@ class Placements(RuleBasedStateMachine):
             assert 0 <= load <= most
 
 
-Placements.TestCase.settings = settings(max_examples=60, deadline=None)
+Placements.TestCase.settings = settings(max_examples=examples(60), deadline=None)
 TestPlacements = Placements.TestCase
 
 
 @given(st.lists(st.integers(0, (1 << 32) - 1), max_size=3 * PIECE), st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_any_prompt_can_be_placed(prompt, replicas):
     placement = Placement([1] * replicas)
     placement.place("a", prompt, 1)

@@ -1,7 +1,10 @@
 """What every kernel must satisfy after compilation for a chip: checked without one."""
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+
+import pytest
 
 from tritonllm.kernels.compile import aot
 from tritonllm.kernels.compile.aot import SHARED_MEMORY_LIMIT, Arch, CompiledKernel
@@ -21,9 +24,19 @@ EVERY = {90: 1, 80: 3, 100: 3, "gfx942": FIRST} if releases.TRITON == (3, 6) els
 SPILLS_FROM = {"balanced_kernel": (3, 7), "_segments_kernel": (3, 6)}
 
 
+def each_arch(which: Callable[[Arch], bool] = lambda arch: True) -> pytest.MarkDecorator:
+    """A case for each chip, of which only Hopper's runs in `make test`."""
+    cases = [pytest.param(arch, marks=() if arch == 90 else pytest.mark.long) for arch in ARCHS if which(arch)]
+    return pytest.mark.parametrize("arch", cases)
+
+
 def compile_kernels(arch: Arch, every: int | None = None) -> AbstractContextManager[list[CompiledKernel]]:
     """As :func:`tritonllm.kernels.compile.aot.compile_kernels`, for as many launches as ``EVERY`` says."""
     return aot.compile_kernels(arch, every=every or EVERY[arch])
+
+
+def is_nvidia(arch: Arch) -> bool:
+    return isinstance(arch, int)
 
 
 def has_float8(arch: Arch) -> bool:

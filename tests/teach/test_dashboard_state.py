@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import fake_events
 from support.engines import always_load, greedy, similar_checkpoint, tiny_llm
+from support.examples import examples
 
 from tritonllm import BeamSearchParams, PoolingParams, SamplingParams
 from tritonllm.teach.dashboard import recorder as recorder_module
@@ -61,7 +62,7 @@ def check_pool(snapshot, engine):
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_what_is_shown_is_what_the_engine_counts(data):
     kind = data.draw(st.sampled_from(["plain", "ahead", "drafts", "host"]))
     sizes = data.draw(st.sampled_from([[1], [1, 1, 3]]))

@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from support.engines import always_load, greedy, similar_checkpoint, thinking_checkpoint, tiny_llm, token_ids
+from support.examples import examples
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
 from tritonllm.demo import model_path
@@ -106,7 +107,7 @@ LOADS = st.tuples(
 
 
 @given(load=LOADS)
-@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
+@settings(max_examples=examples(15), deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
 def test_the_numbers_are_the_counters(load):
     """In small pools with preemption, several continuations, prefix hits, drafts and blocks on the host."""
     compare(*load)

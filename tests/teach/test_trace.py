@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import greedy, similar_checkpoint, tiny_llm
+from support.examples import examples
 from support.fake_events import FakeEngine, added, one_step
 from support.server import eventually
 from support.trace_rules import check_trace, load
@@ -100,7 +101,7 @@ actions = st.lists(st.sampled_from(["step", "step", "add", "abort"]), max_size=3
 
 
 @given(loads=requests, script=actions, ahead=st.booleans(), packed=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_a_trace_adds_up_to_counters_and_metrics(engines, tmp_path_factory, loads, script, ahead, packed):
     """Over random loads in a small pool, with preemptions, aborts and several sequences a request."""
     llm = engines[ahead]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import greedy, tiny_llm
+from support.examples import examples
 from support.fake_events import FakeEngine, added, ended, finished, launched, one_step, part, planned
 
 from tritonllm.events import EngineReset
@@ -146,7 +147,7 @@ def test_an_empty_trace(tmp_path):
 
 
 @given(share=st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_what_breaks_off_is_read_as_far_as_it_goes(run, tmp_path_factory, share):
     """Cut anywhere, compressed or not: no error, no event that was not there, and more of a longer piece."""
     path = run[3]

@@ -1,6 +1,5 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import cascade_decode_attention, plan_cascade
 from tritonllm.kernels.attention.cascade import cascade_parts
@@ -16,7 +15,7 @@ def launch(batch, width, *, heads=32, kv_heads=8, head_size=128, block_size=16, 
     cascade_decode_attention(q, pool[:, 0], pool[:, 1], plan, **options)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         launch(256, 512, softcap=5.0)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels, has_float8
+from support.aot import assert_resources, assert_sass, compile_kernels, each_arch, has_float8
 
 from tritonllm.kernels import paged_decode_attention
 
@@ -32,7 +32,7 @@ def launch(batch, heads, kv_heads, head_size, block_size, dtype, cache_dtype, ap
     paged_decode_attention(q, pool[:, 0], pool[:, 1], tables, lens, **options)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for case in CASES:

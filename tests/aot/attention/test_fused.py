@@ -1,6 +1,5 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels, has_float8
+from support.aot import assert_resources, compile_kernels, each_arch, has_float8
 
 from tritonllm.kernels import fused_decode_attention
 from tritonllm.kernels.attention.portable.few import few_config
@@ -39,7 +38,7 @@ def small(head_size, group, programs, cache_dtype, **_):
     return few_config(head_size, group, programs) | ({"num_warps": 2} if cache_dtype.startswith("float8") else {})
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     everything = {"sinks": torch.empty(16), "alibi_slopes": torch.empty(16), "window": 100, "softcap": 5.0}
     with compile_kernels(arch) as kernels, tuning.override("paged_decode_attention", small):

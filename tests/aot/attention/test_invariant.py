@@ -1,6 +1,5 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import batch_invariant_attention
 
@@ -14,7 +13,7 @@ def launch(heads, kv_heads, head_size, dtype, **options):
     batch_invariant_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, **options)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         launch(32, 8, 128, BF16)

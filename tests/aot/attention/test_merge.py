@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import merge_attention_states
 
@@ -13,7 +13,7 @@ def launch(parts, tokens, heads, head_size, dtype, **options):
     merge_attention_states(states[:-1], lses[:-1], states[-1], lses[-1], **options)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for parts in (1, 2, 4, 8, 16):

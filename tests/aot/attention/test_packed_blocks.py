@@ -1,11 +1,10 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import pack_blocks, unpack_blocks
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for dtype, elements in ((torch.bfloat16, 16 * 8 * 128), (torch.float8_e4m3fn, 16 * 3 * 72)):

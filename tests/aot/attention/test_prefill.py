@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 import triton
-from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels, has_float8
+from support.aot import assert_resources, assert_sass, compile_kernels, each_arch, has_float8
 
 from tritonllm.kernels import varlen_prefill_attention
 from tritonllm.kernels.attention.prefill import shared_config
@@ -33,7 +33,7 @@ def launch(
     varlen_prefill_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, max_seqlen_q=longest, **options)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for case in CASES:
@@ -60,7 +60,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_keys_shared_out_compile(arch):
     """Few rows, whose keys are shared out by the portable kernel; parts are counted by one atomic."""
 

@@ -1,13 +1,12 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels, has_float8
+from support.aot import assert_resources, compile_kernels, each_arch, has_float8
 
 from tritonllm.kernels import qk_norm_rope_store
 
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for tokens, heads, kv_heads, head_size, rotary, norm, interleaved, cache_dtype in (

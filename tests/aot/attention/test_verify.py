@@ -1,6 +1,5 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels, has_float8
+from support.aot import assert_resources, compile_kernels, each_arch, has_float8
 
 from tritonllm.kernels import paged_verify_attention
 
@@ -25,7 +24,7 @@ def launch(new, heads, kv_heads, head_size, block_size, dtype, cache_dtype, **op
     paged_verify_attention(q, pool[:, 0], pool[:, 1], tables, cu, lens, max_seqlen_q=new, **options)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for case in CASES:

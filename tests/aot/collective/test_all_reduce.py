@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 from support.inboxes import local_inboxes
 
 from tritonllm.kernels.collective import AddedNorm, all_reduce, layout_for
@@ -20,7 +20,7 @@ def call(columns, size, dtype):
     return layout
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for columns, size, dtype in ((4096, 2, BF16), (100, 3, FP32)):

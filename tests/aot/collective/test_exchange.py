@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch, is_nvidia
 from support.inboxes import local_memories
 
 from tritonllm.kernels.collective import AddedNorm, combine_rows, dispatch_rows, exchange_layout
@@ -24,7 +24,7 @@ def call(columns, size, dtype, top_k=8):
     return layout
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch, every=1 if isinstance(arch, int) else None) as kernels:
         for columns, size, dtype, top_k in ((2048, 4, BF16, 8), (100, 3, FP32, 3)):
@@ -55,7 +55,7 @@ def places(kernel, pattern):
     return [place for place, line in enumerate(kernel.asm["ptx"].splitlines()) if re.search(pattern, line)]
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHS if isinstance(arch, int)])
+@each_arch(is_nvidia)
 def test_flags_show_to_all_ranks_what_was_written_before(arch):
     """All threads meet, then one releases to the whole system; one acquires of it, then all meet."""
     with compile_kernels(arch, every=1) as kernels:

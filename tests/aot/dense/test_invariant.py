@@ -1,11 +1,10 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels
+from support.aot import assert_resources, assert_sass, compile_kernels, each_arch
 
 from tritonllm.kernels import batch_invariant_linear
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for m in (1, 64, 128, 256, 4096):

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels
+from support.aot import assert_resources, assert_sass, compile_kernels, each_arch
 
 from tritonllm.kernels import linear
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 @pytest.mark.parametrize("m", [1, 2, 3, 64])
 def test_compiles(arch, m):
     """Llama-3.1-8B's gate and up, Qwen3-0.6B's down and logits, odd sizes."""
@@ -22,7 +22,7 @@ def test_compiles(arch, m):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_float32(arch):
     with compile_kernels(arch) as kernels:
         for m in (1, 2):

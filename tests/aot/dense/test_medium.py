@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels
+from support.aot import assert_resources, assert_sass, compile_kernels, each_arch
 
 from tritonllm.kernels.dense.medium import Unnormed, add_linear, linear_unnormed
 
@@ -62,7 +62,7 @@ def test_what_is_read_before_the_kernel_before_has_ended(constant):
     assert "ld.global" not in before and "st.global" not in before
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_what_others_compute(arch):
     """Other chips, other sizes and float32."""
     with compile_kernels(arch) as kernels:

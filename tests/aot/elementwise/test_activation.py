@@ -1,11 +1,11 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import apply_activation, gelu_and_mul, silu_and_mul
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_compiles(arch, dtype):
     with compile_kernels(arch) as kernels:

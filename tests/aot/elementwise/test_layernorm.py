@@ -1,6 +1,5 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import fused_add_layer_norm, layer_norm
 
@@ -12,7 +11,7 @@ def call(rows, n, dtype=torch.bfloat16):
     fused_add_layer_norm(x, residual, weight, bias)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for rows, n in ((1, 768), (512, 4096), (512, 8192), (512, 16384), (512, 20000), (2048, 8192), (3, 100)):

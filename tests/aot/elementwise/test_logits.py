@@ -1,11 +1,10 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import cap_logits
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for rows, vocab in ((4, 256000), (4, 50257), (1, 100)):

@@ -1,6 +1,5 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import fused_add_rms_norm, rms_norm
 
@@ -11,7 +10,7 @@ def call(rows, n, dtype=torch.bfloat16):
     fused_add_rms_norm(x, residual, weight, weight_offset=1.0, x_scale=0.22)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for rows, n in (

@@ -1,11 +1,10 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels, has_float8
+from support.aot import assert_resources, compile_kernels, each_arch, has_float8
 
 from tritonllm.kernels import fused_add_rms_norm_quantize, silu_and_mul_quantize
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHS if has_float8(arch)])
+@each_arch(has_float8)
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for tokens in (1, 4096):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, EVERY, assert_resources, assert_sass, compile_kernels
+from support.aot import EVERY, assert_resources, assert_sass, compile_kernels, each_arch
 
 from tritonllm.kernels import fused_moe, moe_from_logits
 from tritonllm.kernels.moe import tiles
@@ -24,7 +24,7 @@ def portable():
     return tuning.override("fused_moe", lambda **key: tiles.default_config(**key | {"arch": "any"}))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels, portable():
         for tokens in (1, 256, 640):
@@ -38,7 +38,7 @@ def test_compiles(arch):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_a_few_tokens_compile(arch):
     """Without grouping, in both kernels' own dtypes, sizes and options."""
     with compile_kernels(arch) as kernels:
@@ -53,7 +53,7 @@ def test_a_few_tokens_compile(arch):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_one_token_from_logits_compiles(arch):
     correction = {"scoring": "sigmoid", "correction_bias": torch.empty(256)}
     biases = {"gate_up_bias": torch.empty(4, 120), "down_bias": torch.empty(4, 100)}
@@ -71,7 +71,7 @@ def test_one_token_from_logits_compiles(arch):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_sum_and_norm_compile(arch):
     """Of rows as long as one program may have them, and of a length that is no power of two."""
     with compile_kernels(arch) as kernels:
@@ -84,7 +84,7 @@ def test_sum_and_norm_compile(arch):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_gpt_oss_compiles(arch):
     """Every tile, with biases in the dtype of the weights and in float32."""
     experts, _, n, i = GPT_OSS_20B

@@ -1,11 +1,10 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels.moe.grouping import group_by_expert
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for tokens, experts, top_k in ((1, 1, 1), (16, 128, 8), (1024, 128, 8), (1024, 8, 2), (64, 512, 10)):

@@ -1,11 +1,10 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import moe_logits
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     shapes = ((1, 128, 2048), (2, 8, 4096), (1, 32, 2880), (1, 256, 7168), (1, 512, 2048), (1, 1, 1))
     with compile_kernels(arch) as kernels:

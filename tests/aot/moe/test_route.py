@@ -1,11 +1,10 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import moe_route
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         for tokens, experts, top_k in ((1, 8, 2), (64, 60, 4), (64, 128, 8), (4096, 128, 8), (64, 512, 10), (1, 1, 1)):

@@ -1,11 +1,10 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import token_logprobs
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         token_logprobs(torch.empty(64, 151936), torch.empty(64, dtype=torch.int64), 20)

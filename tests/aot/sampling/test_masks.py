@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import TokenMasks, sample
 from tritonllm.kernels.sampling.edits import make_logit_edits
@@ -19,7 +19,7 @@ def masks(rows, vocab, count=2):
     return TokenMasks(torch.empty(rows, dtype=torch.int32), bitmask)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 @pytest.mark.parametrize(("vocab", "dtype"), [(151936, torch.float32), (128256, torch.float32), (260, torch.bfloat16)])
 def test_compiles(arch, vocab, dtype):
     with compile_kernels(arch) as kernels:
@@ -29,7 +29,7 @@ def test_compiles(arch, vocab, dtype):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles_with_edits(arch):
     vocab = 151936
     edits, seats = make_logit_edits(3, vocab, device="cpu"), torch.empty(4, dtype=torch.int32)

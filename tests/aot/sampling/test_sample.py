@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_uniform_sums, compile_kernels
+from support.aot import assert_resources, assert_uniform_sums, compile_kernels, each_arch
 
 from tritonllm.kernels import sample
 from tritonllm.kernels.runtime import tuning
@@ -16,7 +16,7 @@ def parameters(rows, *, limits=True):
     return torch.empty(rows), *of_all, number, number
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 @pytest.mark.parametrize(("vocab", "dtype"), [(151936, torch.float32), (50257, torch.bfloat16), (260, torch.float16)])
 def test_compiles(arch, vocab, dtype):
     with compile_kernels(arch) as kernels:
@@ -25,7 +25,7 @@ def test_compiles(arch, vocab, dtype):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles_with_edits(arch):
     vocab = 151936
     edits, seats = make_logit_edits(3, vocab, device="cpu"), torch.empty(4, dtype=torch.int32)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import advance_seats
 from tritonllm.kernels.sampling.seats import Decodes, SamplingRows, SeatState, StepRows, Verdict
@@ -17,7 +17,7 @@ def rows_of(count):
 
 
 @pytest.mark.parametrize("seats", [1, 256, 2048])
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles_once_for_all_sizes_of_steps(arch, seats):
     state, parameters = SeatState(*zeros(seats, *[torch.int32] * 3)), rows_of(seats)
     with compile_kernels(arch) as kernels:

@@ -2,13 +2,13 @@ import re
 
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.dist.group import share_of
 from tritonllm.kernels import best_of_shards, sample, sample_limited_shards, sample_shard
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 @pytest.mark.parametrize(
     ("first", "vocab", "dtype"), [(0, 76032, torch.float32), (64128, 64128, torch.float32), (256, 44, torch.bfloat16)]
 )
@@ -21,7 +21,7 @@ def test_compiles(arch, first, vocab, dtype):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 @pytest.mark.parametrize(("vocab", "ranks"), [(151936, 2), (128256, 4), (912, 2)])
 def test_draws_from_what_other_ranks_have_compile(arch, vocab, ranks):
     each = share_of(vocab, ranks)

@@ -1,11 +1,10 @@
-import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels
+from support.aot import assert_resources, assert_sass, compile_kernels, each_arch, is_nvidia
 
 from tritonllm.kernels.speculative.clock import note_time
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHS if isinstance(arch, int)])
+@each_arch(is_nvidia)
 def test_reads_the_clock_each_time(arch):
     with compile_kernels(arch, every=1) as kernels:
         for end in (False, True):

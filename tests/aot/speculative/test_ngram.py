@@ -1,12 +1,12 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, compile_kernels
+from support.aot import assert_resources, compile_kernels, each_arch
 
 from tritonllm.kernels import propose_ngrams
 
 
 @pytest.mark.parametrize("past", [None, torch.empty(65536, dtype=torch.int32)], ids=["own", "past"])
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles_once_for_all_lengths(arch, past):
     with compile_kernels(arch) as kernels:
         for rows, length in ((1, 100), (7, 131072), (256, 40960)):

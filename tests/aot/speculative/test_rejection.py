@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_uniform_sums, compile_kernels
+from support.aot import assert_resources, assert_uniform_sums, compile_kernels, each_arch
 
 from tritonllm.kernels import rejection_sample, rejection_sample_tree
 
@@ -18,7 +18,7 @@ def tree_arguments(batch, drafts, vocab, dtype, **options):
     return ids, ids, *rest
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_compiles(arch):
     with compile_kernels(arch) as kernels:
         rejection_sample(*arguments(4, 4, 151936, torch.bfloat16, with_probs=True))

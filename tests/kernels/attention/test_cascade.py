@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, make_problem
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
+from support.examples import examples
 
 from tritonllm.kernels import (
     cascade_decode_attention,
@@ -74,7 +75,7 @@ def cases(**more):
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @cases(dtype=st.sampled_from(FLOATS))
 def test_equals_decode_over_the_whole(device, lens, who, shared, parts, shape, options, dtype):
     """Any of the sequences may share; lengths 0 stand for the padding of a captured batch."""
@@ -85,7 +86,7 @@ def test_equals_decode_over_the_whole(device, lens, who, shared, parts, shape, o
     check(p, shares, shared, parts)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @cases()
 def test_the_reference_equals_decode_over_the_whole(device, lens, who, shared, parts, shape, options):
     p = make_problem(device, [1] * len(lens), lens, **shape, **options)

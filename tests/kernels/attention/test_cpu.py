@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from support.attention import LAYOUTS, make_problem, tree_masks
 from support.compare import FLOATS, assert_close, poisoned
 from support.cpu_path import on_cpu
+from support.examples import examples
 
 from tritonllm.kernels import (
     fused_decode_attention,
@@ -43,7 +44,7 @@ LEFT = [{"softcap": 4.0}, {"sinks": True}, {"alibi_slopes": True}, {"k_scale": "
 
 
 # lengths apart and close together: padded batches, and sequences one by one
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     seq_lens=st.lists(st.integers(0, 100), max_size=4) | st.lists(st.integers(60, 70), min_size=2, max_size=4),
     shape=SHAPES,
@@ -57,7 +58,7 @@ def test_decode(seq_lens, shape, options):
     assert_close(out, paged_decode_attention_ref(*p.exact().decode, **p.options), p.q.dtype)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), max_size=3),
     shape=SHAPES,
@@ -83,7 +84,7 @@ def test_prefill(lens, shape, options, causal, mask_elements):
     assert out[tokens:].isnan().all()  # padding stays as it is
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 60)), max_size=3),
     shape=SHAPES,
@@ -136,7 +137,7 @@ def make_heads(tokens, head_size, *, rotary, interleaved, norm, weight_offset, w
     return rope, {**weights, "weight_offset": weight_offset, "interleaved": interleaved}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tokens=st.integers(0, 5), kv_heads=st.integers(1, 2), group=st.sampled_from([1, 3]), **HEADS)
 def test_qk_norm_rope_store(tokens, kv_heads, group, dtype, **heads):
     rope, keywords = make_heads(tokens, 40, **heads)
@@ -157,7 +158,7 @@ def test_tokens_that_are_not_stored_are_left_to_the_reference():
     on_cpu(qk_norm_rope_store, torch.randn(2, 120), *caches, torch.tensor([5, -1]), takes=False)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(lens=st.lists(st.integers(1, 40), min_size=1, max_size=3), dtype=st.sampled_from(FLOATS), rotary=st.booleans())
 def test_fused_decode(lens, dtype, rotary):
     p = make_problem(CPU, [1] * len(lens), lens, dtype=dtype)

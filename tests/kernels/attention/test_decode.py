@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import LAYOUTS, Problem, make_problem, options, shapes
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
+from support.examples import examples
 
 from tritonllm.kernels import paged_decode_attention, paged_decode_attention_ref
 from tritonllm.kernels.attention.arguments import Hints
@@ -41,7 +42,7 @@ def check(p: Problem) -> None:
     assert_logs_close(lse, want_lse, p.q.dtype)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     seq_lens=st.lists(st.integers(0, 100), max_size=3),
     shape=shapes(),
@@ -56,7 +57,7 @@ def test_matches_reference(device, seq_lens, shape, options, dtype, programs, mi
         check(p)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seq_lens=st.lists(st.integers(0, 100), max_size=3),
     shape=shapes(),
@@ -70,7 +71,7 @@ def test_split_kernel_matches_reference(device, seq_lens, shape, options, dtype,
         check(p)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seq_lens=st.lists(st.integers(0, 100), max_size=3),
     shape=shapes(),

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import FP8, make_problem, options, shapes
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
+from support.examples import examples
 
 from tritonllm.kernels import (
     WORKSPACE_SIZE,
@@ -82,7 +83,7 @@ def check(arguments, keywords, settled) -> None:
         assert_close(cache.float().nan_to_num(), expected.float().nan_to_num(), qkv.dtype)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seq_lens=st.lists(st.integers(0, 100), max_size=3),
     shape=shapes(),

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import make_problem, options, shapes
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
+from support.examples import examples
 
 from tritonllm.kernels import (
     batch_invariant_attention,
@@ -15,7 +16,7 @@ from tritonllm.kernels import (
 from tritonllm.kernels.attention.portable import segments
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50)), max_size=3),
     shape=shapes(),
@@ -53,7 +54,7 @@ def cut(p, seq, first, end):
 
 
 @pytest.mark.gpu  # the interpreter multiplies with numpy, whose rows depend on their place
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     new=st.integers(2, 90),
     cached=st.integers(0, 40),
@@ -94,7 +95,7 @@ def test_no_cut_changes_a_bit(device, heads, head_size, more, dtype):
         assert torch.equal(part, whole[first:end]), (first, end)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300)), min_size=1, max_size=4),
     heads=st.sampled_from([(1, 1), (2, 3), (1, 5)]),

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned, with_row_padding
+from support.examples import examples
 
 from tritonllm.kernels import merge_attention_states, merge_attention_states_ref
 
@@ -18,7 +19,7 @@ def random_states(parts, tokens, heads, head_size, dtype, device, empty=0.0):
     return out[:-1], lse[:-1], out[-1], lse[-1]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     parts=st.sampled_from([1, 2, 3, 16]),
     tokens=st.integers(0, 5),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import Problem, make_problem, options, shapes
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
+from support.examples import examples
 
 from tritonllm.kernels import paged_decode_attention, varlen_prefill_attention, varlen_prefill_attention_ref
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
@@ -35,7 +36,7 @@ def check(p: Problem, *, causal: bool = True, padding: int = 0) -> None:
     assert out[tokens:].isnan().all(), "padding tokens were written"
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50)), max_size=3),
     shape=shapes(),
@@ -113,7 +114,7 @@ def test_many_sequences(device):
     check(make_problem(device, [i % 2 for i in range(140)], [i % 2 for i in range(140)], kv_heads=1, head_size=16))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     seq_lens=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     options=options(),

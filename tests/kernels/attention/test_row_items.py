@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from tritonllm.kernels.attention.schedule import count_row_items, find_row_item
 
@@ -46,7 +47,7 @@ def listed(device, new, cached, group, kv_heads, programs, window):
     return cut, whole, [tuple(item) for item in items[: (cut + whole) * kv_heads].tolist()]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     sequences=st.lists(st.tuples(st.just(0) | st.integers(0, 40), st.integers(0, 300)), min_size=1, max_size=20),
     group=st.sampled_from([1, 3, 4]),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import DECODES, PREFILL, Problem, make_problem
 from support.compare import assert_close
+from support.examples import examples
 from support.marks import hopper
 
 from tritonllm.kernels import (
@@ -110,7 +111,7 @@ SHARES = torch.cat((SHARES, -SHARES))[None]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(cap=st.floats(0, 8), scale=st.sampled_from([1.0, 0.3]))
 def test_each_capped_logit(device, operation, cap, scale):
     """Caps from 1 to 1e8."""
@@ -119,7 +120,7 @@ def test_each_capped_logit(device, operation, cap, scale):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(cap=st.floats(0, 8), scale=st.sampled_from([None, 0.01, 3.0]))
 def test_matches_float64(device, operation, cap, scale):
     """Outputs and log-sum-exps over several keys."""

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention import make_problem, options, shapes, tree_masks
 from support.compare import FLOATS, assert_close, assert_logs_close, poisoned
+from support.examples import examples
 
 from tritonllm.kernels import paged_verify_attention, paged_verify_attention_ref, varlen_prefill_attention_ref
 from tritonllm.kernels.attention.arguments import AttentionArgs, Hints, Pages, Queries
@@ -31,7 +32,7 @@ def check(p, max_seqlen_q, **more):
     assert_logs_close(lse, want_lse, p.q.dtype)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=1, max_size=3),
     shape=shapes(),

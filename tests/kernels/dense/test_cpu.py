@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import assert_close
+from support.examples import examples
 
 from tritonllm.kernels.dense.cpu import can_pack, pack_weight, product
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     rows=st.integers(0, 9) | st.just(70),
     n=st.integers(1, 70),

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close
 from support.cpu_path import on_cpu
+from support.examples import examples
 
 from tritonllm.kernels import (
     fused_add_layer_norm,
@@ -25,7 +26,7 @@ SIZES = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(offset=st.sampled_from([0.0, 1.0]), scale=st.sampled_from([1.0, 0.22]), **SIZES)
 def test_rms_norm(rows, n, dtype, weight_dtype, offset, scale):
     x, residual = torch.randn(rows, n).to(dtype), torch.randn(rows, n).to(dtype)
@@ -42,7 +43,7 @@ def test_rms_norm(rows, n, dtype, weight_dtype, offset, scale):
         assert_close(mine, theirs)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(weighted=st.booleans(), biased=st.booleans(), **SIZES)
 def test_layer_norm(rows, n, dtype, weight_dtype, weighted, biased):
     x, residual = torch.randn(rows, n).to(dtype), torch.randn(rows, n).to(dtype)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, poisoned, with_row_padding
+from support.examples import examples
 from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -225,7 +226,7 @@ def test_nan_stays_in_its_row(device, activation):
     assert_close(out[others], expected[others])
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(tokens=st.integers(1, 6), experts=st.integers(2, 6), ranks=st.integers(1, 3))
 def test_expert_maps_split_the_sum(device, tokens, experts, ranks):
     """Expert parallelism: what the ranks compute with their own experts adds up to the whole."""
@@ -251,7 +252,7 @@ def copied(copies, rows):
     return ranks
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(tokens=st.integers(0, 9), copies=st.lists(st.integers(1, 3), min_size=2, max_size=5), rows=st.integers(1, 6))
 def test_copies_of_experts_share_the_tokens(device, tokens, copies, rows):
     """Each pair is computed once, by the copy whose turn it is."""

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, with_row_padding
+from support.examples import examples
 
 from tritonllm.kernels import fused_moe, moe_from_logits, moe_from_logits_ref, moe_route
 from tritonllm.kernels.elementwise import GATED_ACTIVATIONS
@@ -106,7 +107,7 @@ def test_an_expert_map_is_of_the_logits(device):
             moe_from_logits(x, logits, w_gate_up[:2], w_down[:2], 2, expert_map=places)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     tokens=st.sampled_from([0, 1, 2, 5]),
     n=st.integers(8, 40),  # a norm magnifies the error of a row that cancels out

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS, with_row_padding
+from support.examples import examples
 
 from tritonllm.kernels import token_logprobs, token_logprobs_ref
 from tritonllm.kernels.sampling.logprobs import MOST_SELECTED
@@ -17,7 +18,7 @@ def assert_same(got, wanted, *, ordered=True):
     assert torch.equal(got[2], wanted[2])
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     rows=st.integers(0, 3),
     vocab=st.sampled_from([1, 5, 130, 300]),

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS
+from support.examples import examples
 from support.limits import check_limits
 
 from tritonllm.kernels.runtime import tuning
@@ -45,7 +46,7 @@ def make_case(batch, positions, vocab, dtype, seed, device):
     return logits.to(device, dtype), temperature, *limits
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     batch=st.integers(1, 3),
     positions=st.integers(1, 2),

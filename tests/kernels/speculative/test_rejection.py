@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import FLOATS, with_row_padding
+from support.examples import examples
 from support.statistics import assert_drawn_from
 from support.verdicts import TARGETS, parameters, target_probs
 
@@ -38,7 +39,7 @@ def assert_same_verdicts(got, wanted, *, most_different=0):
     assert int(different.sum()) <= most_different, f"sequences {different.nonzero()[:, 0].tolist()} differ"
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     batch=st.integers(0, 3),
     drafts=st.integers(0, 3),

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.aot import ARCHS, assert_resources, assert_sass, compile_kernels
+from support.aot import assert_resources, assert_sass, compile_kernels, each_arch
 
 from tritonllm.kernels import linear
 from tritonllm.kernels.dense.linear import GATED
@@ -59,7 +59,7 @@ def test_what_comes_before_the_kernel_before_has_ended():
     assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.bulk.tensor")
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@each_arch()
 def test_what_others_compute(arch):
     """Other chips, fewer rows, other sizes, float32."""
     with compile_kernels(arch) as kernels:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.captured_chain import assert_waits_for_what_it_reads
 from support.compare import assert_close, poisoned, with_row_padding
+from support.examples import examples
 
 from tritonllm.kernels import linear, linear_ref
 from tritonllm.kernels.dense import linear as dense_linear
@@ -108,7 +109,7 @@ def test_configurations(n, k, gated):
 
 
 @pytest.mark.gpu
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     m=st.integers(2, 16),
     n=st.integers(1, 300),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.captured_chain import assert_waits_for_what_it_reads
 from support.compare import assert_close, poisoned, with_row_padding
+from support.examples import examples
 
 from tritonllm.kernels import linear, linear_ref
 from tritonllm.kernels.dense import linear as dense_linear
@@ -90,7 +91,7 @@ def test_when_it_is_taken(device, m, gated, hopper, taken, add):
 
 
 @pytest.mark.gpu
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     m=st.integers(1, 1500),
     i=st.integers(1, 90).map(lambda i: 8 * i),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import assert_close, poisoned, with_row_padding
+from support.examples import examples
 
 from tritonllm.kernels.dense import medium
 from tritonllm.kernels.dense.linear import GATED
@@ -83,7 +84,7 @@ def check(device, m, n, k, rows, dtype, tiles, *, padding=0, bias=False, activat
 
 
 @pytest.mark.gpu
-@settings(max_examples=8)  # each is two kernels to compile
+@settings(max_examples=examples(8))  # each is two kernels to compile
 @given(
     first=st.sampled_from(SUMS),
     second=st.sampled_from(SECONDS),
