@@ -570,7 +570,10 @@ SHELL = {  # what a shell does with the streams -> exit status and what is said
 }
 
 
-@pytest.mark.parametrize("line", SHELL)
+@pytest.mark.parametrize(
+    "line",
+    [line if "--help" in line or "info" in line else pytest.param(line, marks=pytest.mark.long) for line in SHELL],
+)
 def test_odd_terminals(line, tmp_path):
     """No traceback, and a status that scripts can tell apart."""
     status, says = SHELL[line]

@@ -9,6 +9,8 @@ import pytest
 from tritonllm.cli import bench, bench_files, bench_runs, build_parser, main
 from tritonllm.offline.llm import LLM
 
+pytestmark = pytest.mark.long
+
 SMALL = {
     "throughput": ["--num-prompts", "3", "--input-len", "10", "--output-len", "4", "--random-range-ratio", "0.5"],
     "latency": ["--batch-size", "2", "--input-len", "5", "--output-len", "3", "--num-iters", "4"],
@@ -52,6 +54,7 @@ def test_results_say_what_they_are_of(kind, tmp_path, started, capsys):
     assert captured.err.startswith("ready after ")
 
 
+@pytest.mark.smoke
 def test_throughput(tmp_path, started, capsys):
     result = run("throughput", tmp_path, started[1])
     assert result["num_requests"] == 3 and 15 <= result["prompt_tokens"] <= 45 and 6 <= result["output_tokens"] <= 18

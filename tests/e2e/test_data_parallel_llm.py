@@ -171,6 +171,7 @@ def test_all_sleep_and_wake_up(one, two):
     assert token_ids(two.generate("1 + 1 =", WISHES[0])) == token_ids(one.generate("1 + 1 =", WISHES[0]))
 
 
+@pytest.mark.long
 def test_two_engines_of_two_ranks_and_the_death_of_one():
     """The others end with it, and the error says which one died, and of what."""
     tiny = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -223,6 +224,7 @@ def script(tmp_path):
     process.communicate()
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all(script):
     before = socket_folders()
     assert script.stdout.readline() == "ready\n"
@@ -238,6 +240,7 @@ def test_ctrl_c_ends_all(script):
     assert all_gone(engines) and socket_folders() <= before
 
 
+@pytest.mark.long
 def test_a_script_without_a_guard_is_told(tmp_path):
     before, file = socket_folders(), tmp_path / "script.py"
     file.write_text(SCRIPT.replace('if __name__ == "__main__":', "if True:"))

@@ -80,6 +80,7 @@ def check_clean(llm, expected, where):
 
 
 @pytest.mark.parametrize(("ahead", "error"), [(False, RuntimeError), (True, KeyboardInterrupt)])
+@pytest.mark.long
 def test_at_every_line_of_a_call(ahead, error):
     settings = {"async_scheduling": ahead, "max_num_batched_tokens": 16, "num_blocks": 20, "max_model_len": 40}
     llm = tiny_llm(tiny_checkpoint(num_hidden_layers=1), **settings)  # called thousands of times

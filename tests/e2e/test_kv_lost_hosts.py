@@ -11,6 +11,8 @@ from support.server import eventually
 
 from tritonllm.engine.kv_peer_client import FRESH
 
+pytestmark = pytest.mark.long
+
 PORT = 9000
 
 
@@ -78,6 +80,7 @@ def test_a_slow_link_and_then_a_split(hosts, alone, prefilling, decoding):
     brings_all_again(consumer, offers, alone)
 
 
+@pytest.mark.smoke
 def test_a_split_while_blocks_come(hosts, alone, prefilling, decoding):
     first, second = hosts.hosts
     offers, _ = prefilling()

@@ -182,6 +182,7 @@ for seed in range(10**6):
 """
 
 
+@pytest.mark.long
 def test_an_engine_that_is_killed_while_it_saves(alone, tmp_path):
     where = [path for path in sys.path if path]
     wanted = repr(PROMPTS[3]), str(FULL[3] // 4)

@@ -16,6 +16,8 @@ from support.server import eventually
 
 from tritonllm.engine.agreement import EVERY
 
+pytestmark = pytest.mark.long
+
 # The launcher ends all ranks as soon as one has died, in the middle of what they write: rank 0 says to the end what
 # it has seen, and ends by itself.
 SCRIPT = """
@@ -59,7 +61,9 @@ def launch(folder, tokens, ranks=2, otherwise=()):
     return subprocess.Popen(command, env=environment, **pipes)
 
 
-@pytest.mark.parametrize("sizes", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param("tensor_parallel_size", marks=pytest.mark.smoke), "pipeline_parallel_size"]
+)
 def test_one_rank_answers(tmp_path, monkeypatch, sizes):
     monkeypatch.setenv("SIZES", sizes)
     expected = tiny_llm().generate([[1, 2, 3]], greedy(12), use_tqdm=False)[0].outputs[0].token_ids

@@ -9,6 +9,8 @@ import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.namespaces import network
 
+pytestmark = pytest.mark.long
+
 PATIENCE = 5.0  # seconds
 SCRIPT = f"""
 import sys

@@ -22,6 +22,8 @@ from tritonllm.dist.watch import WorkerError
 from tritonllm.engine.agreement import EVERY
 from tritonllm.engine.step import FREE
 
+pytestmark = pytest.mark.long
+
 PATIENCE = 1.5  # seconds of silence
 LIMIT = 30.0  # seconds after which a test would have waited for ever
 
@@ -123,6 +125,7 @@ def test_a_signal_while_nothing_runs(number):
     ("trap", "reason"),
     [("Raises", "ValueError: 7 is no lucky number"), ("Hangs", r"it has not finished a step for 2 s \(step_timeout\)")],
 )
+@pytest.mark.smoke
 def test_code_that_fails_on_one_rank(trap, reason):
     """A drafter runs on every rank; this one fails on all but the first."""
     drafter = {"method": f"support.traps:{trap}", "num_speculative_tokens": 2}

@@ -14,6 +14,8 @@ from tritonllm.demo import model_path
 from tritonllm.dist.watch import WorkerError
 from tritonllm.engine.ray_ranks import RayRanks
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("ray")
 SETTINGS = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "step_timeout": 30.0}
 PROMPTS = [[1, 2, 3], list(range(5, 25)), [7] * 9]
@@ -29,6 +31,7 @@ def followers():
     return actors("Follower")
 
 
+@pytest.mark.smoke
 def test_tokens_are_those_of_one_process(cluster):
     llm = tiny_llm(**SETTINGS)
     assert not all_free() and len(followers()) == 1

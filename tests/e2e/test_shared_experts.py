@@ -96,6 +96,7 @@ def test_mechanisms(family, size, options):
     assert all_gone(processes)
 
 
+@pytest.mark.long
 def test_a_server():
     options = ["--data-parallel-size", "2", "--enable-expert-parallel", "--num-blocks", "64", "--block-size", "4"]
     prompt, body = prompts_of([12])[0], {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
@@ -146,6 +147,7 @@ def test_stored_blocks_are_those_of_all_experts(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.long
 def test_what_happens_to_one_ends_all(number):
     """Also of an engine that only joins the steps of the other."""
     before = socket_folders()

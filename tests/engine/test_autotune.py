@@ -211,6 +211,7 @@ def test_what_a_folder_lists_is_not_compiled_again(monkeypatch, tmp_path):
     assert tried(90, 8, 128) == (3, spills, [8, 64, 128])
 
 
+@pytest.mark.long
 def test_command_line_compiles_without_a_gpu(capsys, tmp_path):
     """The real compiler, for a GPU that is not there; the folder is one that the engine's workers read, too."""
     assert cli.main(["--op", "copy_blocks", "--compile-only", str(tmp_path), "--jobs", "2"]) == 0

@@ -20,6 +20,8 @@ from bench.attention_runner import AttentionRunner, peer_timed
 from tritonllm.kernels import varlen_prefill_attention_ref
 from tritonllm.testing import relative_error
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 TINY = [
     *(Attention(2, 1, 40, 4, 2, 16, precision=precision) for precision in PRECISIONS),
@@ -268,6 +270,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(attention, "Worker", Gpu)
 
 
+@pytest.mark.smoke
 def test_results_and_table(tiny, fakes, capsys, tmp_path):
     out = tmp_path / "new" / "results.json"
     assert attention.main(["--out", str(out)]) == 0

@@ -6,7 +6,10 @@ import pytest
 
 from bench import chat_turn, report, reports, tables
 
+pytestmark = pytest.mark.long
 
+
+@pytest.mark.smoke
 def test_writes_results(tmp_path, capsys):
     out = tmp_path / "turns.json"
     assert chat_turn.main(["--tokens", "300,900", "--out", str(out)]) == 0

@@ -27,6 +27,8 @@ from tritonllm.route.ask import ANSWER_TOKENS, Ask
 from tritonllm.route.config import BackendConfig, RouterConfig
 from tritonllm.route.pool import Pool
 
+pytestmark = pytest.mark.long
+
 TIMES = measured()
 SHORT = 10.0  # seconds
 
@@ -183,6 +185,7 @@ def test_requests_of_lost_replicas_go_elsewhere_or_fail():
 
 
 @given(decodes=st.integers(1, 256), keys=st.integers(0, 2000), chunk=st.integers(0, 8192))
+@pytest.mark.smoke
 def test_no_step_is_faster_than_the_floor(decodes, keys, chunk):
     ceilings = json.loads((RESULTS / "engine-h200.json").read_text())["ceilings"]
     shape = Shape.of(MODELS[MODEL])

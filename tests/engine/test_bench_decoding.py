@@ -13,6 +13,8 @@ from bench import decoding, engine_workloads, tables
 from bench.synthetic_vocabulary import vocabulary, write_tokenizer
 from tritonllm.sampling_params import StructuredOutputsParams
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def tiny(monkeypatch):
@@ -32,6 +34,7 @@ def bench(tmp_path, *more):
     return code, json.loads(out.read_text())
 
 
+@pytest.mark.smoke
 def test_a_whole_run(tiny, tmp_path, capsys):
     code, report = bench(tmp_path)
     grammar, beams = report["comparisons"]

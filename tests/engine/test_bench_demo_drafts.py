@@ -6,6 +6,8 @@ import pytest
 
 from bench import demo_drafts
 
+pytestmark = pytest.mark.long
+
 
 def test_a_row_of_each_kind_of_text(capsys):
     assert demo_drafts.main(["--method", "draft_model", "--tokens", "24", "--device", "cpu"]) == 0
@@ -24,6 +26,7 @@ def test_no_row_where_drafts_change_a_token(monkeypatch):
         demo_drafts.measure("copy", "ngram", 2, "cpu")
 
 
+@pytest.mark.smoke
 def test_a_tie_is_no_change():
     """What two processors with other instructions may decide differently; there is such a place in the demo model."""
 

@@ -18,6 +18,8 @@ from bench.engine_floors import Shape, floor
 from bench.engine_workloads import MODELS, WORKLOADS, Request, Workload, checksum, requests, truncated, write_model
 from bench.joining import joined
 
+pytestmark = pytest.mark.long
+
 H200 = {"copy_gb_per_s": 4257, "matmul_tflop_per_s": 690}
 # name: checksum, requests, tokens of prompts, tokens of outputs, longest, floor: of the run that measured vLLM
 LISTED = {
@@ -235,6 +237,7 @@ def bench(tmp_path, *more):
     return code, json.loads(out.read_text()) if out.exists() else None
 
 
+@pytest.mark.smoke
 def test_whole_run(tiny, tmp_path, capsys):
     code, report = bench(tmp_path)
     assert code == 0

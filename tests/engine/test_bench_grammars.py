@@ -8,6 +8,8 @@ from bench import grammar_backends
 from bench.synthetic_vocabulary import write_tokenizer
 from bench.tables import table
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -19,6 +21,7 @@ def run(folder, *more):
     return grammar_backends.main(["--model", str(folder), "--out", str(folder / "g.json"), *more])
 
 
+@pytest.mark.smoke
 def test_a_whole_run(folder, monkeypatch, capsys):
     monkeypatch.setattr(grammar_backends, "REPEATS", 2)
     cases = {name: grammar_backends.CASES[name] for name in ("person", "range", "forty fields")}

@@ -7,6 +7,8 @@ import pytest
 from bench import host
 from tritonllm.sampling_params import RequestOutputKind
 
+pytestmark = pytest.mark.long
+
 
 def test_every_request_decodes_in_every_step():
     engine = host.make_engine(6, host.Clock())
@@ -39,6 +41,7 @@ def test_somebody_listens_in_a_stretch_only(watch):
     assert not engine._events.heard
 
 
+@pytest.mark.smoke
 def test_writes_results(tmp_path, capsys):
     assert host.main(["--running", "2,3", "--steps", "2", "--out", str(tmp_path / "host.json")]) == 0
     written = json.loads((tmp_path / "host.json").read_text())

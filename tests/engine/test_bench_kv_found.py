@@ -10,6 +10,8 @@ from support.imported_processes import imported_processes
 from bench import kv_found, kv_found_engine, reports, tables
 from bench.kv_found_engine import NEW, Answer, Computed, Side
 
+pytestmark = pytest.mark.long
+
 SIZES = ["--rehearsal", "--tokens", "32,64", "--repeats", "1"]
 
 
@@ -28,6 +30,7 @@ def sides(tmp_path):
         one._transfer.connector.close()
 
 
+@pytest.mark.smoke
 def test_writes_results(tmp_path):
     out = tmp_path / "kv-found.json"
     settings = '{"Peer": {"threads": 2}, "FileStore": {"threads": 1}}'

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
 from support.engines import tiny_checkpoint
 
 from bench import kv_layers, reports, tables
 from tritonllm.engine.host_copies import HostCopies
+
+pytestmark = pytest.mark.long
 
 SIZES = ["--models", "tiny", "--prompts", "64,96", "--repeats", "1"]
 
@@ -15,6 +18,7 @@ def arguments(out):
     return [*SIZES, "--folder", str(tiny_checkpoint()), "--options", options, "--out", str(out)]
 
 
+@pytest.mark.smoke
 def test_writes_results(tmp_path, capsys):
     out = tmp_path / "kv-layers.json"
     assert kv_layers.main(arguments(out)) == 0

@@ -12,9 +12,12 @@ from bench import kv_link, tables
 from bench.kv_link import Job
 from tritonllm.engine.kv_peer import Peer
 
+pytestmark = pytest.mark.long
+
 SIZES = ["--layout", "tiny", "--layers", "2", "--link-bytes", "4096", "--repeats", "2", "--gpus", "cpu,cpu"]
 
 
+@pytest.mark.smoke
 def test_writes_results(tmp_path):
     out = tmp_path / "kv-link.json"
     with imported_processes():

@@ -11,6 +11,8 @@ from support.tiny_models import tiny_config
 from bench import engine_workloads, nano, tables
 from bench.engine_workloads import Workload
 
+pytestmark = pytest.mark.long
+
 TINY = {"W1": Workload("W1", "tiny", "throughput", 5, (4, 9), (3, 6), 0.6, max_model_len=64)}
 OPTIONS = {"nano": {"num_blocks": 64}, "tritonllm": {"num_blocks": 64, "dtype": "float32"}}
 
@@ -35,6 +37,7 @@ def bench(tmp_path):
     return nano.main(["--options", json.dumps(OPTIONS), "--repeats", "2", "--out", str(out)]), out
 
 
+@pytest.mark.smoke
 def test_writes_results(tiny, tmp_path, capsys):
     code, out = bench(tmp_path)
     assert code == 0

@@ -10,6 +10,8 @@ from bench.cases import CASES
 from bench.drawing import Bar, Row
 from bench.reports import GROUPS, LISTED, RESULTS, kind_of
 
+pytestmark = pytest.mark.long
+
 WHERE = {
     "machine": {"gpu": "NVIDIA Test"},
     "commit": "abc",
@@ -104,6 +106,7 @@ def test_only_some_groups(capsys):
     assert "got K9" in capsys.readouterr().err
 
 
+@pytest.mark.smoke
 def test_bars_of_the_engine():
     drawn = figure(ENGINE)
     (axes,) = drawn.axes

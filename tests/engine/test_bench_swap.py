@@ -8,7 +8,10 @@ from support.engines import tiny_checkpoint
 from bench import swap, tables
 from tritonllm.engine.host_copies import HostCopies
 
+pytestmark = pytest.mark.long
 
+
+@pytest.mark.smoke
 def test_writes_results(tmp_path):
     out = tmp_path / "swap.json"
     sizes = ["--layouts", "tiny", "--blocks", "3,8", "--prompts", "64", "--link-bytes", "4096", "--repeats", "1"]

@@ -57,6 +57,7 @@ def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+@pytest.mark.long
 def test_no_growth_on_the_host():
     engine = tiny_llm(device="cpu", num_blocks=14, max_num_seqs=4).engine
     runner = engine._runner

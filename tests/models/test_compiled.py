@@ -76,9 +76,12 @@ def paged(model):
 
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", "falcon", "cohere", "opt", "qwen2_moe", "gpt_oss"]
+OF_MAKE_TEST = ["qwen3", "gpt2", "gpt_oss"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in OF_MAKE_TEST else pytest.mark.long) for name in FAMILIES]
+)
 def test_greedy_tokens_are_the_same(must_fit, family):
     """Prompts in chunks, beside decodes, alone; nothing is compiled for any of these steps."""
     folder = str(shallow_checkpoint(family, layers=2))  # each layer is traced; families have two kinds at most
@@ -213,6 +216,7 @@ def test_the_graph_has_no_pool():
         assert not any("store" in str(node.target) for node in graph.graph.nodes)
 
 
+@pytest.mark.long
 def test_inductor(must_fit, tmp_path):
     """The default backend: the same tokens, and code that calls attention on the product itself, not on a copy."""
     settings = {"block_size": 4, "num_blocks": 64, "skip_tokenizer_init": True}

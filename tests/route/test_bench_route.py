@@ -8,7 +8,10 @@ from bench import route
 from bench.reports import kind_of
 from bench.tables import routing
 
+pytestmark = pytest.mark.long
 
+
+@pytest.mark.smoke
 def test_writes_results(tmp_path, capsys):
     out = tmp_path / "route.json"
     assert route.main(["--turns", "1", "--count", "10", "--gap", "0.01", "--out", str(out)]) == 0

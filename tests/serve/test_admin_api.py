@@ -138,6 +138,7 @@ def test_pages_of_browsers_are_refused(admin):
     assert reply.status_code == 403 and not sleeping(admin)
 
 
+@pytest.mark.long
 def test_what_experts_do_is_counted_over_all_engines():
     options = {**ENGINE, "count_expert_load": True, "enable_prefix_caching": False, "data_parallel_size": 2}
     one = tiny_llm(tiny_checkpoint("qwen3_moe"), count_expert_load=True, enable_prefix_caching=False)

@@ -46,6 +46,7 @@ def answers(folder):
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_killed_and_started_again(tmp_path, llm):
     write_requests(tmp_path / "in.jsonl")
     out = tmp_path / "out.jsonl"

@@ -14,10 +14,13 @@ from bench.reports import kind_of
 from bench.tables import table
 from tritonllm.cli.bench_serve import Ask, Told
 
+pytestmark = pytest.mark.long
+
 TRAFFIC = Traffic(short_rate=40.0, long_rate=4.0, short=(128, 256), long=(8192, 128), warm_up=5.0, window=45.0)
 SETUP = Setup(("0", "1", "2", "3"), "CudaIpc", 8.0, 4.0, 256, 512)
 
 
+@pytest.mark.smoke
 def test_each_group_gets_the_same_requests():
     asks = TRAFFIC.asks()
     assert asks == TRAFFIC.asks() and asks == sorted(asks, key=lambda ask: ask.at) and asks[-1].at < 50

@@ -16,6 +16,8 @@ from tritonllm.cli import bench_serve_plot, main
 from tritonllm.cli.bench_serve import Ask, Told, arrivals, read_trace, results
 from tritonllm.cli.bench_serve_client import lines
 
+pytestmark = pytest.mark.long
+
 
 def arguments(**more):
     given = {"num_prompts": 4000, "input_len": 100, "output_len": 10, "random_range_ratio": 0.0}
@@ -87,6 +89,7 @@ def test_what_is_counted():
     assert report["end_to_end_latency_ms"]["mean"] == pytest.approx((400 + 2000) / 2)
 
 
+@pytest.mark.smoke
 def test_a_run(server, tmp_path, capsys):
     path = tmp_path / "result.json"
     options = ["--num-prompts", "12", "--input-len", "20", "--output-len", "8", "--request-rate", "200"]

@@ -97,6 +97,7 @@ def test_parts_of_the_job_fit():
     assert POD["volumes"][0]["configMap"]["name"] == JOB_PARTS["ConfigMap"]["metadata"]["name"]
 
 
+@pytest.mark.long
 def test_the_job_answers(tmp_path, llm, free_port):
     """Its command, once for each pod, here both on this machine."""
     script = JOB_PARTS["ConfigMap"]["data"]["answer.py"].replace("Qwen/Qwen3-0.6B", str(model_path()))

@@ -120,6 +120,7 @@ def test_a_killed_server_ends_the_engine():
     eventually(lambda: socket_folders() <= before)
 
 
+@pytest.mark.long
 def test_sigterm_lets_requests_end_and_aborts_what_takes_too_long():
     before = socket_folders()
     with running_server("--drain-seconds", "5") as server:
@@ -144,6 +145,7 @@ def is_cut_off(stream):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.long
 def test_a_second_sigterm_does_not_wait_and_tells_clients(processes):
     """Nor does it wait for one who does not read; and it is no error."""
     with running_server("--api-server-count", str(processes), "--drain-seconds", "10000") as server:
@@ -184,6 +186,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.long
 def test_a_long_text_does_not_delay_the_end(processes, tmp_path):
     """A tokenizer cannot be broken off. Here it never ends, in its thread, for which Python waits."""
     (tmp_path / "stuck.py").write_text(STUCK)

@@ -11,6 +11,8 @@ import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.server import ROOT, eventually
 
+pytestmark = pytest.mark.long
+
 PROMPT = list(range(5, 25))
 ENGINE = {"num_blocks": 64, "max_num_seqs": 4}
 

@@ -19,6 +19,8 @@ from tritonllm import SamplingParams
 from tritonllm.serve.batch import Line
 from tritonllm.serve.ray_batch import RESTARTS, TRIES, Fleet
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("ray")
 COUNT = 40
 GREEDY = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}

@@ -313,6 +313,7 @@ def test_what_cannot_be_is_said():
     assert socket_folders() <= before, "none of them is left"
 
 
+@pytest.mark.long
 def test_a_server_with_two_loses_one_and_ends_with_the_last(llm):
     """Streams of the other one go on to their ends."""
     before = socket_folders()

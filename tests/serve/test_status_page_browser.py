@@ -14,7 +14,10 @@ FOUND = browsers.find()
 SEATS = 8
 PREFIX = "There was a fox who lived in a wood by a river, and each day she went to the market to buy a fish. "
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
-pytestmark = pytest.mark.skipif(FOUND is None, reason="no Chromium: scripts/chromium.sh installs one")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(FOUND is None, reason="no Chromium: scripts/chromium.sh installs one"),
+]
 # The lowest contrast between a text and what is behind it, by WCAG 2, and the smallest text, of what can be seen.
 READABLE = """(() => {
   const channels = colour => colour.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255)
@@ -79,6 +82,7 @@ def load(server, count):
     ]
 
 
+@pytest.mark.smoke
 def test_what_it_shows_is_what_the_server_does(watched, page, tmp_path, request):
     page.open(watched.url)
     eventually(lambda: page.text("state").startswith("serving"))
