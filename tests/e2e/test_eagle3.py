@@ -40,6 +40,7 @@ from tritonllm import LLM, SamplingParams
 from tritonllm.config import EngineConfig
 from tritonllm.layers.fusion import Limits
 from tritonllm.models.checkpoint import read_config
+from tritonllm.testing import relative_error
 
 
 def eagle3(model, head, drafts=3, most=None, **kwargs):
@@ -152,7 +153,8 @@ def test_logits_and_drafts_of_every_layout(layout, kv_heads):
         first = token_ids(llm.generate([prompt], greedy(6)))[0][0]
         drafts, logits = reference(model, head, [*prompt, first], 4, reads)
         for (mine, *_), draft, want in zip(found, drafts, logits, strict=False):
-            torch.testing.assert_close(mine[some_tokens()], want, rtol=1e-3, atol=1e-3)
+            # Each draft is computed from the one before: 9e-5 on one processor where another has 5e-5.
+            assert relative_error(mine[some_tokens()], want) < 5e-4
             assert mine.dtype == torch.float32 and (mine[others] == -torch.inf).all()
             assert int(mine.argmax()) == draft
 
