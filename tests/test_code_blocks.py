@@ -128,7 +128,9 @@ def test_python_was_found():
     assert {"README.md", "docs/pooling.md", "docs/serving.md", "docs/speculation.md"} <= set(PYTHON)
 
 
-@pytest.mark.parametrize("page", PYTHON)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=() if page == "README.md" else pytest.mark.long) for page in PYTHON]
+)
 def test_python_runs(page, workplace):
     names: dict[str, object] = {"__name__": "__page__"}
     for block in RUNNABLE:

@@ -35,6 +35,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model", "draft"])
+@pytest.mark.long
 def test_a_folder_loads_through_the_auto_classes(out, name):
     model = AutoModelForCausalLM.from_pretrained(out / name)
     tokenizer = AutoTokenizer.from_pretrained(out / name)

@@ -35,6 +35,7 @@ def run_here(options):
 @pytest.mark.parametrize(
     ("method", "run", "layer", "others"), [("eagle", run_apart, "layers.0.", 1), ("eagle3", run_here, "midlayer.", 4)]
 )
+@pytest.mark.long
 def test_a_head_that_was_trained_for_some_steps(tmp_path, method, run, layer, others):
     said = run(["--out", str(tmp_path / "head"), "--steps", "24", "--documents", "30", "--method", method])
     losses = [float(text) for text in re.findall(r"cross-entropy ([\d.]+)", said)]

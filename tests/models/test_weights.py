@@ -275,7 +275,10 @@ def test_progress_bar(shards, monkeypatch, terminal, progress, shown):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("kind", "zipped"), [("safetensors", True), ("bin", True), ("bin", False)])
+@pytest.mark.parametrize(
+    ("kind", "zipped"),
+    [("safetensors", True), *(pytest.param("bin", zipped, marks=pytest.mark.long) for zipped in (True, False))],
+)
 def test_host_memory(tmp_path, kind, zipped):
     """Beside the model, loading holds what it has touched of one file: here 64 MiB of 384."""
     config = tiny_config("llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_key_value_heads=4)

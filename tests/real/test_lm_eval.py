@@ -45,6 +45,7 @@ def evaluate(model, tasks, **arguments):
     return {task["task"]: [sample["filtered_resps"] for sample in done["samples"][task["task"]]] for task in tasks}
 
 
+@pytest.mark.long
 def test_the_adapter_for_vllm_gives_what_transformers_gives(tasks, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

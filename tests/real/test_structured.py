@@ -30,6 +30,7 @@ def structured(**wish):
     return SamplingParams(temperature=0, max_tokens=80, structured_outputs=StructuredOutputsParams(**wish))
 
 
+@pytest.mark.long
 def test_answers_follow_a_schema(llm):
     """Three at once, beside one that answers freely; each alone says the same."""
     params = structured(json=CITY, disable_any_whitespace=True)

@@ -265,6 +265,7 @@ def test_bad_numbers_are_refused():
             AsyncLLM(config, max_restarts=wrong)
 
 
+@pytest.mark.long
 def test_a_server_heals_and_gives_up_in_the_end(llm):
     before = socket_folders()
     with running_server("--restart", "1") as server:
@@ -290,6 +291,7 @@ def test_a_server_heals_and_gives_up_in_the_end(llm):
     assert socket_folders() <= before
 
 
+@pytest.mark.long
 def test_a_server_can_be_stopped_while_an_engine_starts():
     before = socket_folders()
     with running_server("--restart", "5") as server:

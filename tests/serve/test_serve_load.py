@@ -61,6 +61,7 @@ def test_processes_are_watched():
         assert not is_alive(child.pid)
 
 
+@pytest.mark.long
 def test_a_rehearsal(tmp_path, capsys):
     out = tmp_path / "load.json"
     options = ["--rehearsal", "--only", "qwen", "replicas", "faults", "--rounds", "2", "--out", str(out)]

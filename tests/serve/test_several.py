@@ -56,6 +56,7 @@ def test_streams_of_several_processes_are_not_mixed_up(several, llm):
 
 
 @pytest.mark.parametrize("who", ["engine", "api"])
+@pytest.mark.long
 def test_one_process_that_is_killed_ends_all(who):
     before = socket_folders()
     with running_server("--api-server-count", "2") as server:
@@ -70,6 +71,7 @@ def test_one_process_that_is_killed_ends_all(who):
     assert socket_folders() <= before
 
 
+@pytest.mark.long
 def test_sigterm_lets_requests_end():
     with running_server("--api-server-count", "2") as server:
         streams = [Stream(server, max_tokens=150) for _ in range(4)]

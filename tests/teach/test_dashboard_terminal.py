@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pexpect
+import pytest
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.demo import model_path
@@ -59,6 +60,7 @@ def test_a_session():
     assert child.exitstatus == 0
 
 
+@pytest.mark.long
 def test_a_signal_leaves_the_terminal_as_it_was():
     child = spawn(*ASK, "--max-tokens", "500", "--dashboard-speed", "5")
     child.expect_exact("decode")

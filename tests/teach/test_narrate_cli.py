@@ -52,6 +52,7 @@ def test_a_session_in_english():
     assert child.exitstatus == 0
 
 
+@pytest.mark.long
 def test_a_session_in_chinese_is_broken_off():
     """At reading pace, with colours; Ctrl-C ends it at once and leaves the terminal as it was."""
     child = session("--lang", "zh", "--max-tokens", "200")

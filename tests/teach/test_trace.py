@@ -364,6 +364,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(tmp_path, monkeypatch, ca
     assert not llm.engine._events.heard
 
 
+@pytest.mark.long
 def test_memory_is_flat_over_100_000_steps(tmp_path):
     engine, resident = FakeEngine(), []
     process = psutil.Process()
@@ -396,6 +397,7 @@ while True:
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+@pytest.mark.long
 def test_a_writer_that_is_killed_leaves_whole_events(tmp_path, name):
     """Between any two writes: Perfetto forgives the missing bracket, but not half a gzip member."""
     path = tmp_path / name
