@@ -1,12 +1,13 @@
 """The collectives, between ranks that are threads here."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from support.ranks import run_ranks
 
-from tritonllm.dist.group import ALONE, Group, share_of
+from tritonllm.dist.group import ALONE, ConnectedGroup, Group, share_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -92,3 +93,27 @@ def test_no_thread_of_a_group_that_was_left_remains():
     assert threads_of_this_process() == before
     with pytest.raises(RuntimeError, match="has left its group"):
         groups[0].broadcast(torch.ones(1))
+
+
+def test_whoever_leaves_a_second_time_waits_for_the_first():
+    """Else Python ends while a thread still ends those of gloo, and the process with signal 6."""
+    leaving, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        rank = size = staticmethod(lambda: 0)
+
+        def __del__(self):
+            leaving.set()
+            assert go_on.wait(60)
+
+    group = ConnectedGroup(Slow(), torch.device("cpu"))
+    first, second = (threading.Thread(target=group.shut) for _ in range(2))
+    first.start()
+    assert leaving.wait(60)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    go_on.set()
+    for thread in (first, second):
+        thread.join(60)
+        assert not thread.is_alive()

@@ -10,6 +10,7 @@ memory have our own kernels for the sums of a decoder (:mod:`tritonllm.dist.symm
 ranks.
 """
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ from torch.nn import functional as F
 if TYPE_CHECKING:  # kernels are imported where there is a GPU
     from tritonllm.dist.shared_rows import SharedRows
     from tritonllm.kernels.collective import AddedNorm
+
+
+PATIENCE = 10.0  # seconds that leaving a group may take
 
 
 class Group:
@@ -109,7 +113,7 @@ class Group:
         """A collective on the CPU that takes longer breaks from here on. (On a GPU the host does not wait for it.)"""
 
     def shut(self) -> None:
-        """Leave the group; idempotent.
+        """Leave the group; idempotent, from several threads, too: each returns when it has been left.
 
         On the CPU, a collective that another thread has begun ends first (it breaks when the rank that it waits for
         ends), and what the group is asked later raises a :class:`RuntimeError`.
@@ -132,6 +136,7 @@ class ConnectedGroup(Group):
         self._backend = backend
         self._device = device
         self._is_shut = False
+        self._leaving = threading.Lock()
         self._options = dist.AllreduceOptions(), AllgatherOptions(), dist.BroadcastOptions(), AllToAllOptions()
         for options in self._options:
             options.asyncOp = False  # NCCL then launches on the current stream, and no event is waited for
@@ -207,17 +212,20 @@ class ConnectedGroup(Group):
             self._backend._set_default_timeout(timedelta(seconds=seconds))
 
     def shut(self) -> None:
-        if self._is_shut:
-            return
-        self._is_shut = True
         if self._device.type == "cuda":
             abort = getattr(self._backend, "abort", None)  # NCCL's: a collective that waits for a dead rank never ends
-            if abort is not None:
+            if abort is not None and not self._is_shut:
+                self._is_shut = True
                 abort()
-        else:
-            # gloo's threads end with it. One that still lets go of a tensor when Python has begun to end aborts the
-            # process: 6 of 45 runs under torchrun on two busy cores ended with signal 6, behind their answer.
-            self._backend = _Left()
+            return
+        # gloo's threads end with it. One that still lets go of a tensor when Python has begun to end aborts the
+        # process: 6 of 45 runs under torchrun on two busy cores ended with signal 6, behind their answer. So does the
+        # thread that ends them, if Python ends meanwhile: whoever leaves a second time waits for the first.
+        if self._leaving.acquire(timeout=PATIENCE):
+            try:
+                self._backend = _Left()
+            finally:
+                self._leaving.release()
 
 
 class _Left:

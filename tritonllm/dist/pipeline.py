@@ -16,13 +16,12 @@ import torch.distributed as dist
 from tritonllm.dist.connect import connect
 from tritonllm.dist.exchange import NO_EXCHANGE, Exchange
 from tritonllm.dist.group import ALONE as ONE_RANK
-from tritonllm.dist.group import ConnectedGroup, Group
+from tritonllm.dist.group import PATIENCE, ConnectedGroup, Group
 from tritonllm.dist.lockstep import Lockstep
 from tritonllm.parallel_config import ParallelConfig
 
 CPU = torch.device("cpu")
 SENDER, RECEIVER = 0, 1  # ranks of a way
-PATIENCE = 10.0  # seconds that leaving the groups may take
 
 
 class Pipeline:
