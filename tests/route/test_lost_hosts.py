@@ -11,6 +11,8 @@ from support.routed_streams import Streams, count_whole
 from support.router import RouterProcess
 from support.server import MODEL, RunningServer, eventually
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [f"{name} was a fox who" for name in ("Anna", "Bert", "Carl", "Dora", "Emil", "Fay", "Gus", "Hal")]
 TOKENS = 800  # of a stream: on a busy machine those of one server may begin seconds before those of the other
 PORT = "8000"
@@ -113,6 +115,7 @@ def test_a_short_split_and_a_slow_link_change_nothing(hosts, router, servers, ex
     assert count_whole(ends, expected) == len(ends)
 
 
+@pytest.mark.smoke
 def test_a_split_under_streams(hosts, router, servers, expected):
     """What runs beyond it ends with one error each, sooner than an answer that stands still; nothing else fails."""
     second = hosts.hosts[2]

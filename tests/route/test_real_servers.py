@@ -119,6 +119,7 @@ def test_a_client_that_leaves_frees_the_engine(router, servers):
     assert all(backend["in_flight"] == 0 for backend in statuses(router))
 
 
+@pytest.mark.long
 def test_a_server_is_killed_under_100_streams(router, servers, tokens):
     """The last test of this file: afterwards there is one server."""
     streams = Streams(router.client, PROMPTS * 10, TOKENS)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from support.examples import is_quick
 from tritonllm.kernels.compile import aot
 from tritonllm.kernels.compile.aot import SHARED_MEMORY_LIMIT, Arch, CompiledKernel
 from tritonllm.kernels.runtime import releases
@@ -31,8 +32,9 @@ def each_arch(which: Callable[[Arch], bool] = lambda arch: True) -> pytest.MarkD
 
 
 def compile_kernels(arch: Arch, every: int | None = None) -> AbstractContextManager[list[CompiledKernel]]:
-    """As :func:`tritonllm.kernels.compile.aot.compile_kernels`, for as many launches as ``EVERY`` says."""
-    return aot.compile_kernels(arch, every=every or EVERY[arch])
+    """As :func:`tritonllm.kernels.compile.aot.compile_kernels`, for as many launches as ``EVERY`` says, and in `make
+    test` for each kernel's first one and every third one."""
+    return aot.compile_kernels(arch, every=every or max(EVERY[arch], 3 if is_quick() else 1))
 
 
 def is_nvidia(arch: Arch) -> bool:

@@ -64,7 +64,9 @@ def quick(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _does_more(item: pytest.Item) -> bool:
-    """Whether a test has more examples where all of it runs."""
+    """Whether a test has more examples, or compiles more launches, where all of it runs."""
+    if "aot" in item.path.parts:
+        return True
     return item.get_closest_marker("long") is not None or is_hypothesis_test(getattr(item, "obj", None))
 
 

@@ -296,6 +296,7 @@ def test_a_dumb_terminal_gets_no_colours(home, monkeypatch):
     learner.expect(pexpect.EOF)
 
 
+@pytest.mark.long
 def test_on_a_terminal(home, monkeypatch):
     """Lesson 3 is left in the middle and continued in another process."""
     monkeypatch.setenv("TERM", "xterm")

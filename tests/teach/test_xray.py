@@ -284,6 +284,7 @@ def test_nobody_reads():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.long
 def test_a_session_at_a_terminal(tmp_path):
     command = ["-m", "tritonllm", "generate", "--xray", "--prompt", "There was a fox", "--max-tokens", "6"]
     files = ["--xray-attention", "0", f"{tmp_path}/a.png", "--xray-logit-lens", "-1", f"{tmp_path}/l.png"]
