@@ -47,7 +47,7 @@ def test_compiles(arch):
     assert {kernel.name for kernel in kernels} == {"balanced_kernel", "few_kernel", "_decode_kernel", "_merge_kernel"}
 
 
-@pytest.mark.parametrize("cache_dtype", [BF16, FP8], ids=str)
+@pytest.mark.parametrize("cache_dtype", [BF16, pytest.param(FP8, marks=pytest.mark.long)], ids=str)
 def test_hopper_kernel(cache_dtype):
     """Bulk copies (UTMALDG) into shared memory, products of warps (HMMA) or of four (HGMMA), no register spilled."""
     everything = {"sinks": torch.empty(32), "alibi_slopes": torch.empty(32), "window": 100, "softcap": 5.0}
