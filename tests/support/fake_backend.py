@@ -17,6 +17,8 @@ from typing import Any
 
 import uvicorn
 
+from support.waiting import PATIENCE
+
 
 class FakeApp:
     """An ASGI application. A test changes its attributes while it runs.
@@ -173,13 +175,13 @@ class ThreadServer:
 
     def run(self, coroutine: Any) -> Any:
         """Run a coroutine where the application runs."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE)
 
     def close(self, wait: bool = True) -> None:
         """Without ``wait``, only begin to."""
         self.server.should_exit = True
         if wait:
-            self._thread.join(20)
+            self._thread.join(PATIENCE)
             self.sock.close()
 
 
@@ -208,10 +210,8 @@ class FakeProcess:
 
     def __init__(self, name: str, delay: float = 0.0) -> None:
         self.name = name
-        here = Path(__file__)
-        self.process = subprocess.Popen(
-            [sys.executable, str(here), name, str(delay)], stdout=subprocess.PIPE, text=True, cwd=here.parents[1]
-        )
+        command = [sys.executable, "-m", "support.fake_backend", name, str(delay)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
 
     @cached_property
     def url(self) -> str:
@@ -223,7 +223,7 @@ class FakeProcess:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(PATIENCE)
         self.process.stdout.close()
 
 

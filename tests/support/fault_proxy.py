@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from support.waiting import PATIENCE
+
 
 class FaultProxy:
     """In front of ``127.0.0.1:port``; listens at ``self.port`` of the same address.
@@ -30,11 +32,11 @@ class FaultProxy:
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
-        self._threads[0].join(10)
+        self._threads[0].join(PATIENCE)
         for end in self._ends:
             _hang_up(end)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
         for end in self._ends:
             end.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 from support.ipc_memory import Host, device_slots
 from support.small_slots import memory
+from support.waiting import PATIENCE
 from tritonllm.engine.kv_ipc import DeviceReads
 from tritonllm.engine.kv_peer import Peer, PeerSettings
 from tritonllm.engine.kv_plane import Plane
@@ -19,7 +20,9 @@ def ipc_engines(host: Host) -> Iterator[Callable[..., Peer]]:
     memory of theirs is left."""
     before, opened = set(threading.enumerate()), []
 
-    def start(role: str, slots: Any = None, timeout: float = 200.0, plane: Plane | None = None, **extra: Any) -> Peer:
+    def start(
+        role: str, slots: Any = None, timeout: float = PATIENCE, plane: Plane | None = None, **extra: Any
+    ) -> Peer:
         config = KVTransferConfig(kv_connector="CudaIpc", kv_role=role, kv_connector_extra_config={"timeout": timeout})
         settings = PeerSettings(**{"peers": ["127.0.0.1"], **extra})
         opened.append(Peer(config, settings, plane or DeviceReads(host.device)))
@@ -31,7 +34,7 @@ def ipc_engines(host: Host) -> Iterator[Callable[..., Peer]]:
     for connector in opened:
         connector.close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), thread
     assert not host.owned and not host.opened and not host.running
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from support.engines import always_load, greedy
 from support.ipc_memory import Host
-
-SECONDS = 300.0  # for what never comes
+from support.waiting import PATIENCE
 
 
 class Engine:
@@ -39,7 +38,7 @@ class Engine:
             AssertionError: it has failed, or hangs.
         """
         self._pipe.send((name, arguments))
-        assert self._pipe.poll(SECONDS), "it hangs"
+        assert self._pipe.poll(PATIENCE), "it hangs"
         kind, value = self._pipe.recv()
         assert kind == "done", value
         return value
@@ -56,7 +55,7 @@ class Engine:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(60)
+        self.process.join(PATIENCE)
         self._pipe.close()
 
 

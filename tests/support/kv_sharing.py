@@ -10,6 +10,7 @@ from typing import Any
 from support.engines import always_load, greedy, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
+from support.waiting import PATIENCE
 from tritonllm import LLM, SamplingParams
 
 ROOM = 0.001  # GiB: some hundred tiny blocks
@@ -54,11 +55,11 @@ def peer_engines() -> Iterator[Callable[..., LLM]]:
     def start(
         role: str,
         checkpoint: Path | None = None,
-        timeout: float = 20.0,
+        timeout: float = PATIENCE,
         engine: dict[str, Any] | None = None,
         **extra: Any,
     ) -> LLM:
-        settings = {"peers": ["127.0.0.1"], "timeout": timeout, "wait": 5.0, **extra}
+        settings = {"peers": ["127.0.0.1"], "timeout": timeout, "wait": PATIENCE, **extra}
         made.append(connected_llm("Peer", role, settings, checkpoint, **(engine or {})))
         return made[-1]
 
@@ -71,7 +72,7 @@ def peer_engines() -> Iterator[Callable[..., LLM]]:
         assert stats.num_free_blocks == stats.num_blocks
     for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("kv-peer"):
-            thread.join(10)
+            thread.join(PATIENCE)
             assert not thread.is_alive(), thread
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from support.waiting import PATIENCE
 from tritonllm.engine.kv_settings import make_connector
 from tritonllm.kv_transfer_config import KVTransferConfig
 
@@ -32,12 +33,12 @@ class Engine:
         return self.answer() if name != "begin" else None
 
     def answer(self) -> Any:
-        assert self._pipe.poll(120), "it hangs"
+        assert self._pipe.poll(PATIENCE), "it hangs"
         return self._pipe.recv()
 
     def close(self) -> None:
         self.process.kill()
-        self.process.join(60)
+        self.process.join(PATIENCE)
         self._pipe.close()
 
 
@@ -79,9 +80,9 @@ def _run(role: str, fill: int, timeout: float, pipe: Connection) -> None:
         if name == "begin":  # a load
             begun = connector.load(KEYS, ALL, *arguments)
         elif name == "end":
-            pipe.send(begun.result(100))
+            pipe.send(begun.result(PATIENCE))
         elif name == "save":
-            pipe.send(connector.save(KEYS, ALL, lambda: True).result(100))
+            pipe.send(connector.save(KEYS, ALL, lambda: True).result(PATIENCE))
         elif name == "offer":
             pipe.send(connector.offer())
         elif name == "place":  # what a reader is told

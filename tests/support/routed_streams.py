@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from support.server import MODEL
-
-END_SECONDS = 240.0  # for what never ends
+from support.waiting import PATIENCE
 
 
 class Ended(NamedTuple):
@@ -60,7 +59,7 @@ class Streams:
 
     def end(self) -> list[Ended]:
         for thread in self._threads:
-            thread.join(END_SECONDS)
+            thread.join(PATIENCE)
             assert not thread.is_alive(), "a stream hangs"
         return self.ends
 

@@ -8,12 +8,13 @@ import threading
 
 import httpx
 
-from support.server import ROOT, START_SECONDS, eventually
+from support.server import ROOT
+from support.waiting import PATIENCE, eventually
 
 
 def make_client(url: str) -> httpx.Client:
     """One that many threads can use, and that does not read the machine's certificates, which takes 50 ms."""
-    return httpx.Client(base_url=url, timeout=60, verify=False, limits=httpx.Limits(max_connections=None))
+    return httpx.Client(base_url=url, timeout=PATIENCE, verify=False, limits=httpx.Limits(max_connections=None))
 
 
 class RouterProcess:
@@ -28,7 +29,7 @@ class RouterProcess:
         self._listens = threading.Event()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
-        self._listens.wait(START_SECONDS)
+        self._listens.wait(PATIENCE)
         addresses = re.findall(r"routing to .* on (\S+)", self.text)
         assert addresses, f"the router did not start:\n{self.text}"
         self.url = addresses[0]
@@ -55,10 +56,10 @@ class RouterProcess:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """The exit status."""
         status = self.process.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(PATIENCE)
         return status
 
     def close(self) -> None:

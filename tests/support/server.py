@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
@@ -16,8 +15,9 @@ from typing import Any
 import httpx
 import psutil
 
+from support.waiting import PATIENCE, eventually
+
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 120.0  # of a machine that does much else
 MODEL = "demo"
 
 
@@ -46,10 +46,10 @@ class RunningServer:
         self._listens = threading.Event()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
-        self._listens.wait(START_SECONDS)
+        self._listens.wait(PATIENCE)
         (address,) = re.findall(r"serving .* on (\S+)", self.text) or [self._did_not_start()]
         self.url = address
-        self.client = httpx.Client(base_url=address, timeout=60) if address.startswith("http") else None
+        self.client = httpx.Client(base_url=address, timeout=PATIENCE) if address.startswith("http") else None
         if self.client is not None:
             eventually(self._answers)
 
@@ -81,10 +81,10 @@ class RunningServer:
         """The engine process: the only child that holds a model (the other one tracks resources)."""
         return max(self.children(), key=lambda child: child.memory_info().rss)
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """The exit status."""
         status = self.process.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(PATIENCE)
         return status
 
     def metric(self, name: str) -> float:
@@ -112,14 +112,6 @@ def running_server(*options: str, **settings: Any) -> Iterator[RunningServer]:
         yield server
     finally:
         server.close()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for the condition. The limit is for what never comes true; it says nothing about speed."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.02)
 
 
 def refuses(server: RunningServer) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from support.fault_proxy import fault_proxy
+from support.waiting import PATIENCE
 from tritonllm.engine.kv_peer import Peer
 
 SLOTS = 7
@@ -28,7 +29,7 @@ def loaded(slots: Sequence[np.ndarray]) -> list[int]:
 
 def saved(engine: Peer, numbers: Sequence[int] = ALL) -> dict[str, Any]:
     """Where its blocks are, once these slots are kept."""
-    assert engine.save([KEYS[n] for n in numbers], numbers, lambda: True).result(30) == len(numbers)
+    assert engine.save([KEYS[n] for n in numbers], numbers, lambda: True).result(PATIENCE) == len(numbers)
     return dict(engine.offer())
 
 
@@ -38,7 +39,7 @@ def check_harm(engines: Callable[..., Peer], timeout: float, kind: str, place: i
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there, timeout=timeout)
     with fault_proxy(saved(producer)["remote_port"], kind, place) as proxy:
         params = {"remote_host": "127.0.0.1", "remote_port": proxy.port}
-        came = consumer.load(KEYS, ALL, params).result(30)
+        came = consumer.load(KEYS, ALL, params).result(PATIENCE)
         for number in ALL:
             if came[number]:
                 assert all((part[number] == number).all() for part in there)

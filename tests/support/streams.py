@@ -1,5 +1,6 @@
-"""Streamed completions that threads read."""
+"""Streamed completions that threads read, and clients that leave."""
 
+import http.client
 import json
 import threading
 
@@ -7,6 +8,7 @@ import httpx
 import psutil
 
 from support.server import MODEL
+from support.waiting import PATIENCE, eventually
 
 LONG = {"model": MODEL, "prompt": "There was a fox named", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 
@@ -26,11 +28,11 @@ class Stream:
         self.begun = threading.Event()
         self.thread = threading.Thread(target=self._read, args=(server.url, {**LONG, **more, "stream": True}))
         self.thread.start()
-        assert not wait or self.begun.wait(60)
+        assert not wait or self.begun.wait(PATIENCE)
 
     def _read(self, url, body):
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
                 for line in response.iter_lines():
                     if line:
                         self.events.append(line.removeprefix("data: "))
@@ -46,9 +48,19 @@ class Stream:
         return [token for event in events for token in json.loads(event)["choices"][0]["token_ids"]]
 
     def end(self):
-        self.thread.join(60)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive(), "the stream hangs"
         return self.events
+
+
+def leave(url, body, when, path="/v1/completions", headers=None):
+    """Ask, and close the connection as soon as ``when()`` is true."""
+    asking = http.client.HTTPConnection(url.removeprefix("http://"))
+    try:
+        asking.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
+        eventually(when)
+    finally:
+        asking.close()
 
 
 def all_gone(processes):
