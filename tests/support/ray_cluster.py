@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -37,10 +37,11 @@ def all_free() -> bool:
 
 
 def actors(name: str) -> list[psutil.Process]:
-    """Processes of actors of a class."""
+    """Processes of actors of a class, of the nodes that this process has started."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = " ".join(process.info["cmdline"] or [])
-        if words.startswith("ray::") and name in words:
-            found.append(process)
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            words = " ".join(process.cmdline())
+            if words.startswith("ray::") and name in words:
+                found.append(process)
     return found
