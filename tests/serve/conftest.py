@@ -1,6 +1,5 @@
-import socket
-
 import pytest
+from support.ports import reserved_port
 from support.server import running_server
 
 from tritonllm import LLM
@@ -44,6 +43,5 @@ def llm():
 @pytest.fixture(scope="module")
 def free_port():
     """Of this machine, where nobody listens yet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with reserved_port() as port:
+        yield port

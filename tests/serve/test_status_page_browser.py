@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import socket
 from signal import SIGCONT, SIGSTOP
 
 import pytest
@@ -191,14 +190,8 @@ def enter(page, key):
     field.send_keys(key, "\n")
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def test_a_server_that_goes_and_comes_back(page):
-    port, gone = free_port(), "the server has not answered for"
+def test_a_server_that_goes_and_comes_back(page, free_port):
+    port, gone = str(free_port), "the server has not answered for"
     with running_server("--port", port) as server:
         assert Stream(server, max_tokens=20).end()[-1] == "[DONE]"
         page.open(server.url)
