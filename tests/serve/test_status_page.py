@@ -9,6 +9,7 @@ import subprocess
 import pytest
 from support.server import MODEL, ROOT, eventually
 from support.streams import Stream
+from support.waiting import PATIENCE
 
 from tritonllm.serve import status_api
 from tritonllm.serve.errors import APIError
@@ -49,14 +50,21 @@ def test_what_it_asks_says_what_runs_and_who_holds_which_block(server):
     def told():
         return server.client.get(f"/{ACTIVITY}").json()
 
+    eventually(server.is_idle)
     before = told()
     assert [before["counters"][name] for name in ("running", "waiting", "used_blocks")] == [0, 0, 0]
     cells, blocks = before["cells"], before["counters"]["num_blocks"]
     assert len(cells["kinds"]) == -(-blocks // cells["blocks_per_cell"]) <= 1024
     assert set(cells["kinds"]) <= {".", "c"} and set(cells["owners"]) == {-1}
     stream = Stream(server, max_tokens=1500)
-    eventually(lambda: [one for one in told()["requests"] if one["state"] == "decode" and one["output_tokens"]])
-    now = told()
+    looks = []
+
+    def decodes():
+        looks.append(told())
+        return any(one["state"] == "decode" and one["output_tokens"] for one in looks[-1]["requests"])
+
+    eventually(decodes)
+    now = looks[-1]
     (one,) = [one for one in now["requests"] if one["state"] == "decode"]
     assert one["prompt_tokens"] == len(server.client.post("/tokenize", json={"prompt": ASK["prompt"]}).json()["tokens"])
     assert 0 < one["output_tokens"] <= 1500 and one["blocks"] >= one["computed_tokens"] / 16
@@ -77,7 +85,8 @@ class Engine:
         return {"number": len(self.asked)}
 
 
-def test_many_who_look_cost_the_engine_one_answer():
+def test_many_who_look_cost_the_engine_one_answer(monkeypatch):
+    monkeypatch.setattr(status_api, "ANSWERS_WITHIN", PATIENCE)
     engine = Engine(0.05)
 
     async def look():
@@ -102,6 +111,7 @@ def test_an_engine_that_hangs_is_an_error_and_not_a_wait(monkeypatch):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_what_it_shows_of_a_request(server):
+    eventually(server.is_idle)
     before = server.client.get("/metrics").text
     assert server.client.post("/v1/completions", json=ASK).status_code == 200
     eventually(server.is_idle)
