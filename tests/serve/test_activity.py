@@ -5,11 +5,11 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import httpx
 import pytest
 from support.engines import greedy, tiny_llm
 from support.server import MODEL, eventually, running_server
 from support.streams import Stream
+from support.waiting import PATIENCE
 
 from tritonllm.cli import main
 from tritonllm.serve import activity
@@ -57,7 +57,7 @@ def get(server, query=""):
 
 
 def test_what_a_server_tells(server):
-    streams = [Stream(server, max_tokens=200) for _ in range(3)]
+    streams = [Stream(server, max_tokens=600) for _ in range(3)]
     seen = []
     while any(stream.thread.is_alive() for stream in streams):
         seen.append(from_json(get(server, "?rows=50&cells=64&steps=8").json()))
@@ -92,7 +92,7 @@ def look_at(source, script, size=(80, 24)):
 
 
 async def until(pilot, condition):
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it never came true"
         await pilot.pause(0.05)
@@ -124,7 +124,7 @@ def test_keys():
     with running_server("--api-key", "secret") as server:
         assert get(server).status_code == 401
         headers = {"Authorization": "Bearer secret"}
-        assert httpx.get(f"{server.url}/activity", headers=headers).json()["num_requests"] == 0
+        assert server.client.get("/activity", headers=headers).json()["num_requests"] == 0
         with ServerSource(server.url, every=0.05) as source:
             eventually(lambda: source.look(View()).note == NO_KEY)
             assert source.status().kind == "running" and source.look(View()).requests is None

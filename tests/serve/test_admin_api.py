@@ -10,6 +10,7 @@ from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.imported_processes import imported_processes
 from support.server import MODEL, eventually, running_server
 from support.streams import Stream
+from support.waiting import PATIENCE
 
 from tritonllm import LLM, AsyncEngineArgs, AsyncLLM
 from tritonllm.demo import model_path
@@ -30,7 +31,7 @@ def admin():
 
 
 def ask(server, **more):
-    with httpx.Client(base_url=server.url, timeout=60) as client:  # a connection of its own: either process answers
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:  # a new connection: either process answers
         return client.post("/v1/completions", json={**BODY, **more})
 
 

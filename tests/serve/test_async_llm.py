@@ -11,6 +11,7 @@ import pytest
 from support.engines import tiny_checkpoint, tiny_llm
 from support.imported_processes import imported_processes
 from support.server import eventually
+from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from tritonllm.engine.outputs import CompletionOutput, RequestOutput
@@ -447,8 +448,8 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(llm, loop, monkeyp
     async def run():
         good = asyncio.create_task(collected(llm, "good"))
         with pytest.raises(RuntimeError, match=r"cannot be made \(IndexError: piece id is out of range\)"):
-            await asyncio.wait_for(collected(llm, "bad"), 60)
-        outputs = await asyncio.wait_for(good, 60)
+            await asyncio.wait_for(collected(llm, "bad"), PATIENCE)
+        outputs = await asyncio.wait_for(good, PATIENCE)
         await idle(llm)
         return outputs
 
@@ -459,7 +460,7 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(llm, loop, monkeyp
 
 class UnwatchedLink(EngineLink):
     async def _watch(self, on_death):
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
         on_death("it has ended")
 
 
@@ -473,7 +474,7 @@ def test_news_that_cannot_be_taken_in_are_the_engines_death():
             asyncio.create_task(work) for work in (link._receive({}.pop, told.append), link._watch(told.append))
         ]
         news.put_nowait("no key")
-        done, _ = await asyncio.wait(link._tasks, timeout=30)
+        done, _ = await asyncio.wait(link._tasks, timeout=PATIENCE)
         return told, link.failure, len(done), link._tasks[1].cancelled()
 
     why = "what the engine tells cannot be taken in (KeyError: 'no key')"

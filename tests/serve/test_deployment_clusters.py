@@ -10,6 +10,7 @@ import tomllib
 import pytest
 import yaml
 from support.server import ROOT
+from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
 from tritonllm.demo import model_path
@@ -119,7 +120,7 @@ def test_the_job_answers(tmp_path, llm, free_port):
         return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words], env=environment, **pipes)
 
     pods = [pod(index) for index in range(JOB["completions"])]
-    (first, errors), (second, _) = (one.communicate(timeout=180) for one in pods)
+    (first, errors), (second, _) = (one.communicate(timeout=PATIENCE) for one in pods)
     assert [one.returncode for one in pods] == [0, 0], errors
     prompts = re.findall(r'"([^"]+)"', re.findall(r"PROMPTS = \[(.*)\]", script)[0])
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)

@@ -1,6 +1,7 @@
 """The loop of the engine process, with a socket that is a list."""
 
 import threading
+import time
 from array import array
 from collections import deque
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 from support.engines import greedy, tiny_llm
+from support.waiting import eventually
 
 from tritonllm.engine.request import PACKED
 from tritonllm.engine.results import StepTimeoutError
@@ -115,13 +117,24 @@ def slowly_parsed(engine, monkeypatch, grammar):
     monkeypatch.setattr(engine.inputs, "parse", lambda params: grammar if params.max_tokens == 3 else None)
 
 
+def once(condition, action, *arguments):
+    """In a thread."""
+
+    def wait():
+        eventually(condition)
+        time.sleep(0.1)  # whoever waits for the action does so by then
+        action(*arguments)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def test_steps_do_not_wait_for_a_grammar_that_is_parsed(monkeypatch):
     """And a request does, also when nothing else is left to do."""
     engine, grammar = tiny_llm().engine, Future()
     slowly_parsed(engine, monkeypatch, grammar)
     socket = Socket((MINE, add("slow", 3)), (MINE, add("a", 5)), None, (MINE, add("b", 4)))
-    timer = threading.Timer(0.5, grammar.set_result, [None])
-    timer.start()
+    ended = lambda: {update.request_id for update in socket.updates() if update.finished}  # noqa: E731
+    once(lambda: ended() == {"a", "b"}, grammar.set_result, None)
     EngineLoop(engine, socket).run()
     order = [update.request_id for update in socket.updates()]
     assert order.index("slow") > max(place for place, one in enumerate(order) if one in "ab")
@@ -136,7 +149,7 @@ def test_a_request_that_waits_for_its_grammar_can_be_aborted(monkeypatch):
     socket = Socket(
         (MINE, add("slow", 3)), (THEIRS, Abort(["slow"])), None, (MINE, Abort(["slow"])), (MINE, add("a", 2))
     )
-    threading.Timer(0.3, grammar.set_result, [None]).start()
+    once(lambda: not socket.coming, grammar.set_result, None)
     EngineLoop(engine, socket).run()
     (slow,) = [update for update in socket.updates() if update.request_id == "slow"]
     assert slow.finished and slow.outputs[0].finish_reason == "abort" and not slow.outputs[0].token_ids
@@ -149,7 +162,7 @@ def test_an_id_that_comes_again_waits_for_the_one_before(monkeypatch):
     engine, grammar = tiny_llm().engine, Future()
     slowly_parsed(engine, monkeypatch, grammar)
     socket = Socket((MINE, add("x", 3)), (MINE, Abort(["x"])), (MINE, add("x", 2)), None, (MINE, add("a", 2)))
-    threading.Timer(0.3, grammar.set_result, [None]).start()
+    once(lambda: not socket.coming, grammar.set_result, None)
     EngineLoop(engine, socket).run()
     first, *more = [update for update in socket.updates() if update.request_id == "x"]
     assert first.finished and first.outputs[0].finish_reason == "abort"
@@ -165,7 +178,7 @@ def test_a_call_that_waits_for_requests_waits_for_those_that_are_parsed(abort, m
     monkeypatch.setattr(engine, "reload_weights", lambda: ended.append(len(socket.updates())))
     call = Call(1, "reload_weights", {}, abort)
     socket = Socket((MINE, add("slow", 3)), (MINE, call), (MINE, add("late", 2)), None)
-    threading.Timer(0.3, grammar.set_result, [None]).start()
+    once(lambda: not socket.coming, grammar.set_result, None)
     EngineLoop(engine, socket).run()
     slow, late = last_of(socket.updates(), "slow"), last_of(socket.updates(), "late")
     assert slow.outputs[0].finish_reason == ("abort" if abort else "length")
@@ -179,7 +192,7 @@ def test_what_is_wrong_with_a_grammar_is_said_once_it_is_parsed(monkeypatch):
     slowly_parsed(engine, monkeypatch, grammar)
     monkeypatch.setattr(engine.inputs, "grammar", lambda params: grammar.result() if params.max_tokens == 3 else None)
     socket = Socket((MINE, add("slow", 3)), (MINE, add("a", 5)))
-    threading.Timer(0.2, grammar.set_exception, [ValueError("structured_outputs: wrong")]).start()
+    once(lambda: not socket.coming, grammar.set_exception, ValueError("structured_outputs: wrong"))
     EngineLoop(engine, socket).run()
     assert last_of(socket.updates(), "slow").refused == "structured_outputs: wrong"
     assert last_of(socket.updates(), "a").outputs[0].finish_reason == "length"

@@ -18,7 +18,8 @@ import httpx
 import psutil
 import pytest
 from support.server import MODEL, ROOT, eventually, refuses, running_server, socket_folders
-from support.streams import LONG, Stream, all_gone
+from support.streams import LONG, Stream, all_gone, leave
+from support.waiting import PATIENCE
 
 from tritonllm.http_server import listen
 from tritonllm.serve.config import ServerConfig
@@ -28,15 +29,15 @@ from tritonllm.serve.run import bind
 def test_a_client_that_leaves_is_aborted(server):
     """Streams that are cut at random places, and whole answers that nobody waits for."""
     chance = random.Random(1)
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         for _ in range(12):
             with client.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 2}) as response:
                 lines = response.iter_lines()
                 for _ in range(chance.randrange(1, 8)):
                     next(lines)
-        for _ in range(4):
-            with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=LONG, timeout=0.2)
+    for _ in range(4):
+        eventually(server.is_idle)
+        leave(server.url, LONG, lambda: server.metric("vllm:num_requests_running") > 0)
     eventually(server.is_idle)
     assert server.metric("vllm:request_success_total") > 0
 
@@ -48,12 +49,16 @@ def test_many_short_requests_leave_no_files_open(server):
         for _ in range(count):
             assert server.client.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
 
+    def needs_no_more():
+        """As many requests again. A thread that is not quite free yet gets a fellow, in a pool that has its end."""
+        before = process.num_fds(), len(process.threads())
+        ask(60)
+        eventually(lambda: process.num_fds() <= before[0])
+        return len(process.threads()) <= before[1]
+
     ask(10)
     eventually(server.is_idle)
-    before = process.num_fds(), len(process.threads())
-    ask(60)
-    eventually(lambda: process.num_fds() <= before[0])
-    assert len(process.threads()) <= before[1]
+    eventually(needs_no_more)
 
 
 def test_a_stopped_server_loses_nothing(server):
@@ -123,7 +128,7 @@ def test_a_killed_server_ends_the_engine():
 @pytest.mark.long
 def test_sigterm_lets_requests_end_and_aborts_what_takes_too_long():
     before = socket_folders()
-    with running_server("--drain-seconds", "5") as server:
+    with running_server("--drain-seconds", "10") as server:
         children = server.children()
         short = Stream(server, max_tokens=30)
         long = [Stream(server, n=8) for _ in range(3)]
@@ -152,7 +157,7 @@ def test_a_second_sigterm_does_not_wait_and_tells_clients(processes):
         children = server.children()
         streams = [Stream(server, n=8) for _ in range(2)]
         with ThreadPoolExecutor() as threads, unread_stream(server, n=8, logprobs=5):
-            whole = threads.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=60)
+            whole = threads.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=PATIENCE)
             eventually(lambda: server.metric("vllm:num_requests_running") == 4 * 8)
             server.process.terminate()
             eventually(lambda: refuses(server))
@@ -194,7 +199,7 @@ def test_a_long_text_does_not_delay_the_end(processes, tmp_path):
     with running_server(*options, program=[str(tmp_path / "stuck.py")]) as server, ThreadPoolExecutor() as threads:
         children = server.children()
         body = {"prompt": "long " * 20_000}
-        answer = threads.submit(httpx.post, f"{server.url}/tokenize", json=body, timeout=60)
+        answer = threads.submit(httpx.post, f"{server.url}/tokenize", json=body, timeout=PATIENCE)
         eventually(lambda: "a long text" in server.text)
         server.process.terminate()
         assert server.wait() == 0
@@ -247,7 +252,7 @@ def test_long_texts_of_clients_that_have_left_are_not_tokenized(tmp_path):
     with running_server(program=[str(tmp_path / "slow.py")]) as server, ThreadPoolExecutor() as threads:
 
         def tokenize():
-            return httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60)
+            return httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=PATIENCE)
 
         first = threads.submit(tokenize)
         eventually(lambda: "begins a long text" in server.text)
@@ -334,7 +339,7 @@ def test_sigterm_while_the_model_is_loaded():
     eventually(lambda: socket_folders() != before and len(parent.children(recursive=True)) >= 2)
     children = parent.children(recursive=True)
     process.terminate()
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, log
     assert "stopped while the model was loaded" in log and "interrupted" not in log
     eventually(lambda: all_gone(children))

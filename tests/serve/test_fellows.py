@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 from support.engines import greedy, tiny_llm
+from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams, StructuredOutputsParams
 from tritonllm.dist.lockstep import Board, LeftError, Lockstep
@@ -29,7 +30,7 @@ class Other:
     """Another engine, in a thread: it wants so many steps, and joins all others until it leaves."""
 
     def __init__(self, board, wants):
-        self._lockstep, self._left = Lockstep(board, 1, 30.0), wants
+        self._lockstep, self._left = Lockstep(board, 1, PATIENCE), wants
         self.taken, self._over = 0, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -50,7 +51,7 @@ class Other:
 
     def end(self):
         self._over.set()
-        self._thread.join(30)
+        self._thread.join(PATIENCE)
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def joined_engine(board):
     """An engine on the CPU, without experts, that takes its steps with others."""
     engine = tiny_llm().engine
     runner = engine._runner
-    runner._team = runner._team._replace(lockstep=Lockstep(board, 0, 30.0, spin=0.01))
+    runner._team = runner._team._replace(lockstep=Lockstep(board, 0, PATIENCE, spin=0.01))
     return engine
 
 
@@ -86,7 +87,7 @@ def run_loop(engine, router):
 
 
 def eventually(condition):
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(1e-3)
@@ -95,7 +96,7 @@ def eventually(condition):
 def last_update(client):
     """Of the only request; what else comes before is dropped."""
     while True:
-        assert client.poll(60_000)
+        assert client.poll(1000 * PATIENCE)
         updates = msgspec.msgpack.decode(client.recv(), type=News).updates
         if updates and updates[-1].finished:
             return updates[-1]
@@ -112,7 +113,7 @@ def test_an_engine_without_requests_joins_and_then_answers(sockets):
     assert last_update(client).outputs[0].finish_reason == "length"
     assert other.taken == 20 + engine.stats.steps and engine.stats.steps >= 6
     send(client, Stop())
-    loop.join(30)
+    loop.join(PATIENCE)
     other.end()
     assert not loop.is_alive()
 
@@ -134,7 +135,7 @@ def test_a_request_that_waits_for_its_grammar_holds_nobody_up(sockets, monkeypat
     grammar.set_exception(ValueError("no such grammar"))
     assert last_update(client).finished
     send(client, Stop())
-    loop.join(30)
+    loop.join(PATIENCE)
     other.end()
     assert not loop.is_alive()
 
@@ -149,7 +150,7 @@ def test_it_does_not_wait_for_ever_if_there_is_something_else(sockets):
 def test_the_loop_ends_when_another_has_left(sockets):
     board = Board(2)
     engine, (router, client) = joined_engine(board), sockets
-    Lockstep(board, 1, 30.0).leave()
+    Lockstep(board, 1, PATIENCE).leave()
     send(client, request(greedy(6)))
     with pytest.raises(LeftError):
         EngineLoop(engine, router).run()
@@ -157,7 +158,7 @@ def test_the_loop_ends_when_another_has_left(sockets):
 
 def test_a_silent_engine_ends_this_one(monkeypatch):
     board, ended, told = Board(2), [], []
-    here, there = Lockstep(board, 0, 30.0), Lockstep(board, 1, 30.0)
+    here, there = Lockstep(board, 0, 30.0), Lockstep(board, 1, PATIENCE)
 
     def end(status):
         ended.append(status)
@@ -173,7 +174,7 @@ def test_a_silent_engine_ends_this_one(monkeypatch):
 
 def test_who_beats_or_has_left_or_has_not_begun_is_not_silent():
     board = Board(3)
-    first, second = Lockstep(board, 0, 30.0), Lockstep(board, 1, 30.0)
+    first, second = Lockstep(board, 0, 30.0), Lockstep(board, 1, PATIENCE)
     second.beat(1.0)
     assert [first.beat(1.0), first.beat(1.0)] == [{1: 0.0, 2: 0.0}, {1: 1.0, 2: 0.0}]
     second.beat(1.0)

@@ -9,6 +9,7 @@ import httpx
 import psutil
 import pytest
 from support.server import MODEL, ROOT, eventually, running_server
+from support.waiting import PATIENCE
 
 from tritonllm.serve.messages_protocol import MessagesRequest
 from tritonllm.serve.pooling_protocol import EmbeddingRequest, RerankRequest
@@ -324,7 +325,7 @@ def test_other_statuses(server):
 def test_bytes_that_are_no_http(server):
     host, _, port = server.url.removeprefix("http://").partition(":")
     for data in (b"\x16\x03\x01\x00\xa5\x01", b"GET / HTTP/9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Le"):
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
             connection.sendall(data)
     assert server.client.post("/v1/completions", json=STORY).status_code == 200
 
@@ -340,7 +341,7 @@ def test_request_ids_go_in_and_out(server):
 
 
 def test_one_id_may_be_used_by_two_requests_at_once(server):
-    with httpx.Client(base_url=server.url, headers={"X-Request-Id": "twice"}, timeout=60) as client:
+    with httpx.Client(base_url=server.url, headers={"X-Request-Id": "twice"}, timeout=PATIENCE) as client:
         body = {**STORY, "max_tokens": 200, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as first:
             lines = first.iter_lines()  # httpx ends the stream when nobody holds this
@@ -402,7 +403,7 @@ def test_keys_limits_and_a_unix_socket(tmp_path):
     options += ["--allowed-origins", "https://chat.example", "http://localhost:3000"]
     with running_server(*options, environment={"TRITONLLM_API_KEY": "secret"}) as server:
         transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://server", timeout=60) as client:
+        with httpx.Client(transport=transport, base_url="http://server", timeout=PATIENCE) as client:
             server.client = client
             eventually(server._answers)
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):

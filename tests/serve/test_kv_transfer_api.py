@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.router import RouterProcess
 from support.server import MODEL, RunningServer
+from support.waiting import PATIENCE
 
 from tritonllm.config import EngineConfig
 from tritonllm.demo import model_path
@@ -24,7 +25,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": 
 @pytest.fixture(scope="module")
 def pair():
     """One that computes prompts, and one that goes on with them."""
-    waits = {"peers": ["127.0.0.1"], "timeout": 60, "wait": 15}  # the machine may do much else
+    waits = {"peers": ["127.0.0.1"], "timeout": PATIENCE, "wait": PATIENCE}
 
     def start(role):
         transfer = {"kv_connector": "Peer", "kv_role": role, "kv_connector_extra_config": waits}

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.server import ROOT, eventually
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.long
 
@@ -48,7 +49,7 @@ class Launched:
 
     def end(self) -> tuple[int, str]:
         """Wait for the launcher: its status, and all that was written."""
-        rest = self.process.communicate(timeout=60)[1]
+        rest = self.process.communicate(timeout=PATIENCE)[1]
         return self.process.returncode, "".join(self.log) + rest
 
 
@@ -65,7 +66,7 @@ def launched():
 
 def ask(url):
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
 
 
 def test_one_rank_listens_and_all_end_when_one_dies(launched):

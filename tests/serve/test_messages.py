@@ -3,7 +3,6 @@
 import asyncio
 
 import anthropic
-import httpx
 import pytest
 from support.answers import TEXT
 from support.server import MODEL
@@ -199,5 +198,5 @@ def test_other_errors_have_anthropics_shape(tools_server):
     ):
         answer = tools_server.client.post(path, json=body).json()
         assert (answer["type"], answer["error"]["type"]) == ("error", kind)
-    answer = httpx.get(f"{tools_server.url}/v1/messages").json()
+    answer = tools_server.client.get("/v1/messages").json()
     assert answer["type"] == "error"

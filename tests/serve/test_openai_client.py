@@ -7,6 +7,7 @@ import runpy
 import openai
 import pytest
 from support.server import MODEL, ROOT, eventually
+from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
 
@@ -210,7 +211,7 @@ def test_streams_are_not_mixed_up(server, llm):
         return [token async for chunk in stream for token in chunk.choices[0].token_ids]
 
     async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE) as client:
             return await asyncio.gather(*(one(client, index) for index in range(64)))
 
     params = [SamplingParams(temperature=0, max_tokens=4 + i % 7, ignore_eos=True) for i in range(64)]

@@ -5,6 +5,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from support.examples import examples
 from support.server import MODEL, eventually, running_server
+from support.waiting import PATIENCE
 
 ASK = [{"role": "user", "content": "Hi"}]
 # Bodies that are answered. Most that are made are refused at once, so each of their fields is also put in here alone.
@@ -58,7 +59,7 @@ def test_no_request_is_the_servers_fault(small, operations, path):
         made.pop("model", None)
         for body in (case.body, *({**BODIES[path], name: value} for name, value in made.items())):
             case.body = body
-            response = case.call(timeout=120)
+            response = case.call(timeout=PATIENCE)
             statuses.add(response.status_code)
             assert response.status_code < 500, response.text
 

@@ -14,6 +14,7 @@ from support.imported_processes import imported_processes
 from support.server import MODEL, eventually, running_server
 from support.streams import Stream
 from support.trace_rules import check_trace, load
+from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM
 from tritonllm.cli import main
@@ -39,7 +40,7 @@ def profiled(folder):
 
 
 def post(server, path, **kwargs):
-    with httpx.Client(base_url=server.url, timeout=60) as client:  # either process answers
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:  # either process answers
         return client.post(path, **kwargs)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ray_cluster import actors, all_free, two_nodes
 from support.server import MODEL, ROOT, eventually
+from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
 from tritonllm.serve.batch import Line
@@ -51,11 +52,11 @@ def test_an_engine_dies_and_no_request_is_lost(cluster, tmp_path, llm):
     write_requests(tmp_path / "in.jsonl")
     out = tmp_path / "out.jsonl"
     process = begin(cluster, tmp_path, 2)
-    eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 6, 300)
+    eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 6)
     workers = actors("BatchEngine")
     assert len(workers) == 2
     os.kill(workers[0].pid, signal.SIGKILL)
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1 and "40 requests answered, 1 of them with an error" in errors, errors
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert Counter(answer["custom_id"] for answer in answers) == {f"number-{i}": 1 for i in range(COUNT)}
@@ -68,7 +69,7 @@ def test_an_engine_dies_and_no_request_is_lost(cluster, tmp_path, llm):
     eventually(lambda: all_free() and not actors("BatchEngine"))
     before = out.read_bytes()
     out.write_bytes(b"".join(before.splitlines(keepends=True)[:37]))
-    assert begin(cluster, tmp_path, 1).wait(240) in (0, 1)
+    assert begin(cluster, tmp_path, 1).wait(PATIENCE) in (0, 1)
     assert out.read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:37]))
     assert out.read_bytes().count(b"\n") == COUNT, "only what was missing was asked for"
 
@@ -76,7 +77,7 @@ def test_an_engine_dies_and_no_request_is_lost(cluster, tmp_path, llm):
 def test_a_cluster_that_is_too_small(cluster, tmp_path):
     write_requests(tmp_path / "in.jsonl")
     process = begin(cluster, tmp_path, 5)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0 and "--ray 5 needs 5 CPUs, and the cluster has 2: lower it" in errors
 
 

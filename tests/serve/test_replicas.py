@@ -7,7 +7,6 @@ import re
 import signal
 from array import array
 
-import httpx
 import msgspec
 import pytest
 import torch
@@ -336,7 +335,7 @@ def test_a_server_with_two_loses_one_and_ends_with_the_last(llm):
                     [f"{streams.index(stream)} + {streams.index(stream)} ="], params, use_tqdm=False
                 )
                 assert stream.tokens() == list(expected.outputs[0].token_ids)
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert server.client.get("/health").status_code == 200
         body = {"model": "demo", "prompt": "There was", "max_tokens": 4}
         assert server.client.post("/v1/completions", json=body).status_code == 200
         eventually(server.is_idle)

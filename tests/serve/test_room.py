@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from support.waiting import PATIENCE
 
 from tritonllm.serve.room import QueueFullError, Room
 from tritonllm.serve.shared_count import SharedCount
@@ -34,13 +35,13 @@ def test_room_is_given_in_the_order_of_arrival():
         await settle()
         assert order == [] and room.taken == 2, "the small ones do not overtake the large one"
         room.give_back(1)
-        await asyncio.wait_for(tasks[0], 60)
+        await asyncio.wait_for(tasks[0], PATIENCE)
         await settle()
         assert order == ["large"] and room.taken == 4
         tasks[1].cancel()
         await settle()
         room.give_back(1)
-        await asyncio.wait_for(tasks[2], 60)
+        await asyncio.wait_for(tasks[2], PATIENCE)
         assert order == ["large", "last"] and room.taken == 4
 
     asyncio.run(run())
@@ -60,7 +61,7 @@ def test_who_does_not_wait_does_not_overtake_who_does():
                 room.check(1)
             await settle()
         room.give_back(1)
-        await asyncio.wait_for(tasks[0], 60)
+        await asyncio.wait_for(tasks[0], PATIENCE)
         await settle()
         assert order == ["large"]
         tasks[1].cancel()
@@ -79,7 +80,7 @@ def test_room_that_another_process_makes_is_seen():
         await settle()
         assert not task.done()
         places[1] = 2
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, PATIENCE)
         assert room.taken == 4
 
     asyncio.run(run())
@@ -102,7 +103,7 @@ def test_who_is_not_taken_anyway_does_not_wait():
         await settle()
         stopped.append(True)
         with pytest.raises(StoppedError):
-            await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(task, PATIENCE)
         with pytest.raises(ValueError, match="n=5 is more than this engine queues, 4"):
             await room.wait(5, room.check)
 

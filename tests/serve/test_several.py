@@ -10,6 +10,7 @@ import psutil
 import pytest
 from support.server import MODEL, eventually, refuses, running_server, socket_folders
 from support.streams import Stream, all_gone
+from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
 
@@ -36,7 +37,7 @@ def test_all_of_them_answer_and_count_together(several, llm):
     expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     before = {process.pid: process.cpu_times().user for process in apis(several)}
     for prompt, text in zip(prompts, expected, strict=True):
-        with httpx.Client(base_url=several.url, timeout=60) as client:  # a connection of its own
+        with httpx.Client(base_url=several.url, timeout=PATIENCE) as client:  # a connection of its own
             reply = client.post("/v1/completions", json={**BODY, "prompt": prompt}).json()
         assert reply["choices"][0]["text"] == text
     eventually(several.is_idle)
@@ -119,12 +120,12 @@ def test_a_limit_holds_for_all_of_them_together(options, code):
             streams = [Stream(server, max_tokens=500) for _ in range(4)]
             answers = []
             for _ in range(12):
-                with httpx.Client(base_url=server.url, timeout=60) as client:
+                with httpx.Client(base_url=server.url, timeout=PATIENCE, verify=False) as client:
                     answers.append(client.post("/v1/completions", json={**BODY, "prompt": "x"}))
             assert {answer.status_code for answer in answers} == {429}
             assert {answer.json()["error"]["code"] for answer in answers} == {code}
             for stream in streams:
                 assert stream.end()[-1] == "[DONE]"
             eventually(server.is_idle)
-            with httpx.Client(base_url=server.url, timeout=60) as client:
+            with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
                 assert client.post("/v1/completions", json={**BODY, "prompt": "x"}).status_code == 200

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from support.engines import thinking_checkpoint
 from support.imported_processes import imported_processes
+from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM
 from tritonllm.serve.app import make_app
@@ -44,7 +45,7 @@ def app(loop):
 def ask(app, loop):
     async def post(**more):
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=PATIENCE) as client:
             reply = await client.post("/v1/chat/completions", json={**ASK, **more})
         assert reply.status_code == 200, reply.text
         return reply

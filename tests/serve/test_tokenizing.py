@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from support.server import MODEL
+from support.waiting import PATIENCE
 
 from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
 from tritonllm.pooling_params import PoolingParams
@@ -30,7 +31,7 @@ class Tokenizer:
 
     def encode(self, text, add_special_tokens=True):
         self.calls.append((id(self), threading.current_thread().name))
-        assert len(text) <= SURELY_QUICK or self.go.wait(60), "the short text waits for the long one"
+        assert len(text) <= SURELY_QUICK or self.go.wait(PATIENCE), "the short text waits for the long one"
         return [1] * len(text)
 
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from support.engines import tiny_checkpoint
 from support.imported_processes import imported_processes
+from support.waiting import PATIENCE
 
 from tritonllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from tritonllm.cli import main
@@ -67,7 +68,7 @@ async def _ask(llm, url):
     app = make_app(llm, ServerConfig(model_names=("tiny",), otlp_traces_endpoint=url))
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=60) as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE) as client,
     ):
         header = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
         assert (await client.post("/v1/completions", json={**BODY, "n": 2}, headers=header)).status_code == 200
