@@ -3,19 +3,19 @@ import contextlib
 import pytest
 from support.fake_backend import FakeBackend, ThreadServer
 from support.router import make_client
-from support.server import eventually
+from support.waiting import PATIENCE, eventually
 
 from tritonllm.route.app import Router
 from tritonllm.route.config import BackendConfig, RouterConfig
 
-# Short, so that a test sees what else takes minutes; every wait for something to happen has a limit of its own.
+# What happens again and again is quick, so that a test sees it; limits are for what never comes.
 QUICK = {
     "health_interval": 0.1,
-    "health_timeout": 1.0,
+    "health_timeout": PATIENCE,
     "backoff_seconds": 0.05,
     "max_backoff_seconds": 0.2,
-    "connect_timeout": 2.0,
-    "drain_seconds": 5.0,
+    "connect_timeout": PATIENCE,
+    "drain_seconds": PATIENCE,
 }
 
 
@@ -81,7 +81,7 @@ def routing():
         def start(backends, **options):
             running = RunningRouter(backends, **options)
             stack.callback(running.close)
-            stack.callback(eventually, running.is_idle, 20)
+            stack.callback(eventually, running.is_idle)
             return running
 
         yield start

@@ -10,6 +10,7 @@ from support.namespaces import network
 from support.routed_streams import Streams, count_whole
 from support.router import RouterProcess
 from support.server import MODEL, RunningServer, eventually
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.long
 
@@ -151,7 +152,7 @@ def test_a_host_is_lost_and_replaced(hosts, router, servers, expected):
         hosts.cut(second)
         servers[1].close()
         assert 0 < count_whole(streams.end(), expected) < 2 * len(PROMPTS)
-        asking.join(60)
+        asking.join(PATIENCE)
         (answer,) = answers
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "backend_failed")
         refused = alone.client.post("/v1/completions", json={"model": MODEL, "prompt": "x"})

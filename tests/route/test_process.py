@@ -12,6 +12,7 @@ import pytest
 from support.fake_backend import FakeProcess
 from support.router import RouterProcess
 from support.server import ROOT, eventually
+from support.waiting import PATIENCE
 
 from tritonllm.cli import main
 
@@ -52,7 +53,7 @@ class Streams:
 
     def end(self):
         for thread in self._threads:
-            thread.join(60)
+            thread.join(PATIENCE)
             assert not thread.is_alive(), "a stream hangs"
         return self.ends
 
@@ -74,7 +75,7 @@ def options_of(backends):
     return [part for backend in backends for part in ("--backend", backend.url)]
 
 
-QUICK = ("--health-interval", "0.2", "--health-timeout", "0.3", "--backoff-seconds", "0.1")
+QUICK = ("--health-interval", "0.2", "--health-timeout", "2", "--backoff-seconds", "0.1")
 
 
 def check_ends(ends, tokens):
@@ -94,11 +95,11 @@ def check_ends(ends, tokens):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_backend_dies_under_100_streams(processes, number):
     made = processes("a", "b", "c", delay=0.03)
-    with RouterProcess(*options_of(made), *QUICK, "--between-bytes-timeout", "1") as router:
-        streams = Streams(router, 100, max_tokens=40)
+    with RouterProcess(*options_of(made), *QUICK, "--between-bytes-timeout", "5") as router:
+        streams = Streams(router, 100, max_tokens=100)
         eventually(lambda: streams.begun >= 50)
         made[0].signal(number)
-        whole, broken = check_ends(streams.end(), 40)
+        whole, broken = check_ends(streams.end(), 100)
         assert whole + broken == 100 and whole >= 30
         assert broken >= 1, "none of the streams was at the backend that died"
         eventually(lambda: router.client.get("/status").json()["backends"][0]["alive"] is False)
@@ -146,7 +147,7 @@ def test_a_second_signal_does_not_wait_and_tells_clients(processes):
 def refuses(url):
     host, _, port = url.removeprefix("http://").partition(":")
     try:
-        socket.create_connection((host, int(port)), 5).close()
+        socket.create_connection((host, int(port)), PATIENCE).close()
     except ConnectionRefusedError:
         return True
     return False

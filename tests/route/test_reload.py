@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from support.server import eventually
+from support.waiting import PATIENCE
 
 from tritonllm.route import reload
 from tritonllm.route.config import BackendConfig, RouterConfig
@@ -49,7 +50,7 @@ class Streams:
 
     def end(self):
         for thread in self._threads:
-            thread.join(60)
+            thread.join(PATIENCE)
             assert not thread.is_alive(), "a stream hangs"
         return self.results
 
