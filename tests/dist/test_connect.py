@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from support.waiting import PATIENCE
 
 from tritonllm.dist.connect import address_of, connect
 
@@ -22,14 +23,14 @@ def sums(store):
 
     def run(rank):
         reached = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        group = connect(dist.PrefixStore("ranks", reached), rank, 2, CPU, timeout=60.0, local=False)
+        group = connect(dist.PrefixStore("ranks", reached), rank, 2, CPU, timeout=PATIENCE, local=False)
         found[rank] = float(group.all_reduce(torch.tensor([1.0 + rank])))
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     return found
 
 
@@ -44,7 +45,7 @@ def test_ranks_meet_by_what_leads_to_the_store_or_by_a_device(store, monkeypatch
 def test_a_device_that_is_not_there(store, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(RuntimeError, match="none0"):
-        connect(store, 0, 2, CPU, timeout=60.0, local=False)
+        connect(store, 0, 2, CPU, timeout=PATIENCE, local=False)
 
 
 def test_where_a_store_is(store):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks import run_ranks
+from support.waiting import eventually
 
 from tritonllm.dist.group import ALONE, ConnectedGroup, Group, share_of
 
@@ -90,7 +91,7 @@ def test_no_thread_of_a_group_that_was_left_remains():
     for group in groups:
         group.shut()
         group.shut()
-    assert threads_of_this_process() == before
+    eventually(lambda: threads_of_this_process() <= before)  # the kernel lists one for a moment after its end
     with pytest.raises(RuntimeError, match="has left its group"):
         groups[0].broadcast(torch.ones(1))
 

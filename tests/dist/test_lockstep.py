@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import shared_memory
+from support.waiting import PATIENCE
 
 from tritonllm.dist import lockstep as module
 from tritonllm.dist.lockstep import Board, LeftError, Lockstep, LockstepError
 
 
-def lockstep(board, rank, patience=30.0):
+def lockstep(board, rank, patience=PATIENCE):
     return Lockstep(board, rank, patience)
 
 
@@ -45,7 +46,7 @@ def test_all_take_the_same_steps_and_read_their_words(wants):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     expected = [[words_of(rank, step) for rank in range(len(wants))] for step in range(1, max(wants) + 1)]
     assert found == [expected] * len(wants)
 
@@ -56,11 +57,11 @@ def test_an_engine_that_is_behind_knows_it():
     assert not first.is_behind and not second.is_behind
     thread = threading.Thread(target=first.agree, args=([1],), daemon=True)
     thread.start()
-    assert select.select([second.bell], [], [], 10)[0] == [second.bell]
+    assert select.select([second.bell], [], [], PATIENCE)[0] == [second.bell]
     second.hush()
     assert second.is_behind and not first.is_behind
     second.agree([2])
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not first.is_behind and not second.is_behind
     first.hush()
     second.hush()  # the bell was not rung again
@@ -94,7 +95,7 @@ def test_one_that_leaves_after_a_step_does_not_spoil_it():
     thread.start()
     other = lockstep(board, 0)
     found = other.agree([5])
-    thread.join(10)
+    thread.join(PATIENCE)
     assert found == [[5], [7]]
     with pytest.raises(LeftError):
         other.agree([0])
@@ -113,8 +114,8 @@ def test_in_processes_and_without_a_name():
     here = lockstep(board, 0)
     found = [here.agree([0, step]) for step in range(100)]
     assert found == mine.recv() == [[[0, step], [1, step]] for step in range(100)]
-    process.join(30)
-    assert process.exitcode == 0 and shared_memory() == before
+    process.join(PATIENCE)
+    assert process.exitcode == 0 and shared_memory() <= before
 
 
 def test_a_step_has_room_for_what_engines_say():

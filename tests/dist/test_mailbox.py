@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from support.ranks import shared_memory
+from support.waiting import PATIENCE
 
 from tritonllm.dist import mailbox as module
 from tritonllm.dist.mailbox import Mailbox
@@ -27,7 +28,7 @@ def test_all_readers_get_all_messages(readers):
     for message in messages:
         box.send(message)
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert all(found[r] == messages for r in range(readers))
     assert box.sent == len(messages)
 
@@ -46,7 +47,7 @@ def test_another_process_reads():
     for size in (3, module.SLOT + 1, 9):
         box.send(b"z" * size)
     assert mine.recv() == [3, module.SLOT + 1, 9]
-    process.join(30)
+    process.join(PATIENCE)
     assert (process.exitcode, box.beats(0), box.acts(0)) == (0, 1, 1)
 
 
@@ -80,4 +81,4 @@ def test_the_memory_has_no_name():
     before = shared_memory()
     box = Mailbox(1)
     box.send(b"x")
-    assert shared_memory() == before
+    assert shared_memory() <= before

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from support.waiting import PATIENCE
 
 from tritonllm.dist.group import ConnectedGroup, Group
 from tritonllm.dist.pipeline import Pipeline, Team, meet
@@ -20,7 +21,7 @@ def run_stages(stages, ranks, work):
 
     def run(rank):
         try:
-            results[rank] = work(meet(store, rank, parallel, CPU, timeout=30.0, local=True))
+            results[rank] = work(meet(store, rank, parallel, CPU, timeout=PATIENCE, local=True))
         except BaseException as error:  # raised below
             errors.append(error)
 
@@ -28,7 +29,7 @@ def run_stages(stages, ranks, work):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     if errors:
         raise errors[0]
     assert len(results) == stages * ranks, "some never came to an end"
@@ -77,7 +78,7 @@ def test_groups_are_left_at_once():
 
     class Waiting(Group):
         def shut(self):
-            all_called.wait(30)
+            all_called.wait(PATIENCE)
 
     class Stage(Pipeline):
         groups = (Waiting(), Waiting(), Waiting())

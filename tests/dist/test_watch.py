@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from support.server import eventually
+from support.waiting import PATIENCE
 
 from tritonllm.dist import watch
 from tritonllm.dist.watch import GroupFailure, WorkerError, host_watch
@@ -36,6 +37,7 @@ def in_a_moment(action, *arguments):
 
 
 def test_a_reason_that_comes_late_is_waited_for(monkeypatch):
+    monkeypatch.setattr(watch, "SETTLE", PATIENCE)
     failure = GroupFailure()
     in_a_moment(failure.tell, "rank 2 failed", False)
     with pytest.raises(WorkerError, match="rank 2 failed"):
@@ -65,18 +67,18 @@ def listening():
 def test_a_host_that_begins_anew_is_lost():
     errors = queue.SimpleQueue()
     with listening() as server:
-        host_watch(*server.getsockname(), 60.0, errors.put)
+        host_watch(*server.getsockname(), PATIENCE, errors.put)
         taken, _ = server.accept()
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
         taken.close()
-        assert isinstance(errors.get(timeout=60), ConnectionResetError)
+        assert isinstance(errors.get(timeout=PATIENCE), ConnectionResetError)
 
 
 @pytest.mark.parametrize("by_whom", ["the watch is ended", "the other side ends"])
 def test_a_host_is_not_lost_when_a_connection_ends(by_whom):
     errors = queue.SimpleQueue()
     with listening() as server:
-        stop = host_watch(*server.getsockname(), 60.0, errors.put)
+        stop = host_watch(*server.getsockname(), PATIENCE, errors.put)
         taken, _ = server.accept()
         with taken:
             if by_whom == "the watch is ended":
@@ -91,4 +93,4 @@ def test_a_host_that_is_not_there():
     with listening() as server:
         address = server.getsockname()
     with pytest.raises(ConnectionRefusedError):
-        host_watch(*address, 60.0, lambda error: None)
+        host_watch(*address, PATIENCE, lambda error: None)
