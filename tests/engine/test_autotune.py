@@ -4,10 +4,12 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+from support.waiting import PATIENCE
 
 from autotune import __main__ as cli
 from autotune import ahead, measure, ops, search, table
@@ -89,11 +91,11 @@ class InProcess:
         pass
 
 
-def tune_one(tunable, gpu, seconds=60.0):
+def tune_one(tunable, gpu, seconds=PATIENCE):
     compilers = Compilers(2, InProcess)
     tasks, errors = prepare([tunable], compilers, 90, 232448)
     assert not errors
-    ((task, result),) = tune(tasks, gpu, time.monotonic() + seconds)
+    ((task, result),) = tune(tasks, gpu, search.time.monotonic() + seconds)
     compilers.close()
     assert task.key == {"n": 64}
     return result
@@ -106,32 +108,41 @@ def worker():
     worker.close()
 
 
-def measure_block(worker, block, timeout=60):
+def measure_block(worker, block, timeout=PATIENCE):
     return worker.call("measure", timeout, op="double", problem=0, key={}, config={"BLOCK": block}, careful=False)
 
 
 def test_worker_answers_and_survives_failures(worker):
-    first = worker.call("process", 60)
+    first = worker.call("process", PATIENCE)
     assert measure_block(worker, 10) == 100.0
     with pytest.raises(Failed, match=r"error 0\.5 > 0\.01"):
         measure_block(worker, 3)
-    assert worker.call("process", 60) == first
+    assert worker.call("process", PATIENCE) == first
 
 
 @pytest.mark.parametrize(
     ("block", "timeout", "why"),
-    [(1, 60, "died.*-6"), (2, 1, "no answer within 1 s"), (4, 60, "died.*KeyError: 'a defect of the worker itself'")],
+    [
+        (1, PATIENCE, "died.*-6"),
+        (2, 1, "no answer within 1 s"),
+        (4, PATIENCE, "died.*KeyError: 'a defect of the worker itself'"),
+    ],
 )
 def test_worker_is_replaced_when_it_crashes_or_hangs(worker, block, timeout, why):
-    first = worker.call("process", 60)
+    first = worker.call("process", PATIENCE)
     with pytest.raises(Failed, match=why):
         measure_block(worker, block, timeout)
     assert measure_block(worker, 10) == 100.0
-    assert worker.call("process", 60) != first
+    assert worker.call("process", PATIENCE) != first
 
 
 def test_crashing_hanging_and_wrong_candidates_do_not_end_the_search(worker, monkeypatch):
-    monkeypatch.setattr(search, "MEASURE_SECONDS", 5.0)
+    call = worker.call
+
+    def impatient(method, timeout, **args):
+        return call(method, 1.0 if args["config"]["BLOCK"] == 2 else PATIENCE, **args)
+
+    monkeypatch.setattr(worker, "call", impatient)
     result = tune_one(blocks(1, 2, 3, 8, 100, 200), worker)
     assert result.config == {"BLOCK": 200}
     assert (result.us, result.default_us) == (5.0, 1000 / 64)
@@ -199,7 +210,7 @@ def test_what_a_folder_lists_is_not_compiled_again(monkeypatch, tmp_path):
         Asked.blocks.clear()
         compilers = ahead.CompiledAhead(tmp_path, 2, Asked)
         tasks, _ = prepare([blocks(*space)], compilers, arch, 232448)
-        ((_, result),) = tune(tasks, InProcess(), time.monotonic() + 60)
+        ((_, result),) = tune(tasks, InProcess(), time.monotonic() + PATIENCE)
         compilers.close()
         return result.tried, result.failed, sorted(Asked.blocks)
 
@@ -258,10 +269,13 @@ def test_time_limit_leaves_the_default():
     assert (result.config, result.tried, result.cut_short) == ({"BLOCK": 64}, 1, True)
 
 
-def test_what_the_default_waits_for_does_not_count():
+def test_what_the_default_waits_for_does_not_count(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
     def slow_at_first(config, careful):
         if config["BLOCK"] == 64 and not careful:
-            time.sleep(0.5)
+            now[0] += 0.5
         return 1000 / config["BLOCK"]
 
     assert tune_one(blocks(100, 200), InProcess(slow_at_first), seconds=0.3).tried == 3

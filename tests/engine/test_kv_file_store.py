@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_file_store
 from tritonllm.engine.kv_file_store import FileStore, FileStoreSettings
@@ -27,38 +28,38 @@ def opened(folder, slots=None, **settings):
 @pytest.mark.parametrize("threads", [1, 3, 9])
 def test_blocks_go_from_slots_to_slots(tmp_path, threads):
     first, there = opened(tmp_path, threads=threads), memory(100)
-    assert first.lookup(KEYS, {}).result(5) == 0
-    assert first.save(KEYS[:5], [4, 3, 2, 1, 0], lambda: True).result(5) == 5
-    assert first.save(KEYS[:5], [4, 3, 2, 1, 0], lambda: True).result(5) == 0  # they are there
+    assert first.lookup(KEYS, {}).result(PATIENCE) == 0
+    assert first.save(KEYS[:5], [4, 3, 2, 1, 0], lambda: True).result(PATIENCE) == 5
+    assert first.save(KEYS[:5], [4, 3, 2, 1, 0], lambda: True).result(PATIENCE) == 0  # they are there
     second = opened(tmp_path, there, threads=threads)
-    assert second.lookup(KEYS, {}).result(5) == 5
-    assert second.lookup(KEYS[5:] + KEYS, {}).result(5) == 0  # only leading ones are of use
-    assert second.load(KEYS, [0, 1, 2, 3, 4, 5, 6], {}).result(5) == [True] * 5 + [False] * 2
+    assert second.lookup(KEYS, {}).result(PATIENCE) == 5
+    assert second.lookup(KEYS[5:] + KEYS, {}).result(PATIENCE) == 0  # only leading ones are of use
+    assert second.load(KEYS, [0, 1, 2, 3, 4, 5, 6], {}).result(PATIENCE) == [True] * 5 + [False] * 2
     assert [part[:5, 0].tolist() for part in there] == [[4, 3, 2, 1, 0]] * 2
     assert all((part[:5] == part[:5, :1]).all() for part in there)
-    assert second.load([], [], {}).result(5) == [] and second.save([], [], lambda: True).result(5) == 0
+    assert second.load([], [], {}).result(PATIENCE) == [] and second.save([], [], lambda: True).result(PATIENCE) == 0
 
 
 def test_what_is_not_in_its_slot_is_not_saved(tmp_path):
     store = opened(tmp_path)
-    assert store.save(KEYS[:2], [0, 1], lambda: False).result(5) == 0
-    assert store.lookup(KEYS, {}).result(5) == 0
+    assert store.save(KEYS[:2], [0, 1], lambda: False).result(PATIENCE) == 0
+    assert store.lookup(KEYS, {}).result(PATIENCE) == 0
 
 
-@pytest.mark.parametrize("patience", [5.0, 0.0])
+@pytest.mark.parametrize("patience", [PATIENCE, 0.0])
 def test_closing_saves_what_waits_but_not_for_ever(tmp_path, monkeypatch, patience):
     monkeypatch.setattr(kv_file_store, "CLOSING", patience)
     store, begin = opened(tmp_path, threads=1), threading.Event()
-    first = store.save(KEYS[:1], [0], lambda: begin.wait(10))
+    first = store.save(KEYS[:1], [0], lambda: begin.wait(PATIENCE))
     rest = store.save(KEYS[1:4], [1, 2, 3], lambda: True)
     closing = threading.Thread(target=store.close)
     closing.start()
-    while store._ends > time.monotonic() + 60:  # it has begun
+    while store._ends > time.monotonic() + 2 * PATIENCE:  # it has begun
         time.sleep(1e-3)
     begin.set()
-    closing.join(10)
-    assert first.result(5) == 1  # it was being saved
-    assert rest.result(5) == opened(tmp_path).lookup(KEYS[1:], {}).result(5) == (3 if patience else 0)
+    closing.join(PATIENCE)
+    assert first.result(PATIENCE) == 1  # it was being saved
+    assert rest.result(PATIENCE) == opened(tmp_path).lookup(KEYS[1:], {}).result(PATIENCE) == (3 if patience else 0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from support.ipc_memory import Host, device_slots
 from support.nixl_agents import Network
 from support.server import eventually
 from support.small_slots import ALL, KEYS, SIZE, SLOTS, check_harm, loaded, memory, saved
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_ipc, kv_peer_client, kv_settings
 from tritonllm.engine.kv_ipc import DeviceReads
@@ -45,21 +46,21 @@ def test_blocks_go_from_engine_to_engine(host, engines):
     there = memory(100)
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
     offer = saved(producer, [4, 3, 2, 1, 0])
-    assert producer.save(KEYS[:5], ALL[:5], lambda: True).result(30) == 0  # they are there
-    assert consumer.lookup(KEYS[:5], offer).result(30) == 5
-    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * 5 + [False] * 2
+    assert producer.save(KEYS[:5], ALL[:5], lambda: True).result(PATIENCE) == 0  # they are there
+    assert consumer.lookup(KEYS[:5], offer).result(PATIENCE) == 5
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [True] * 5 + [False] * 2
     assert loaded(there) == [0, 1, 2, 3, 4, 105, 106]
-    assert consumer.load(KEYS[:1], [6], offer).result(30) == [True] and loaded(there)[6] == 0
+    assert consumer.load(KEYS[:1], [6], offer).result(PATIENCE) == [True] and loaded(there)[6] == 0
     assert len(host.opened) == 1  # once for both
 
 
 def test_both_ways(host, engines):
     slots, there = memory(), memory(100)
     one, other = engines("kv_both", slots), engines("kv_both", there)
-    assert other.load(KEYS, ALL, saved(one)).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert other.load(KEYS, ALL, saved(one)).result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
     for part in slots:
         part[:] = 50
-    assert one.load(KEYS, ALL, saved(other)).result(30) == [True] * SLOTS and loaded(slots) == ALL
+    assert one.load(KEYS, ALL, saved(other)).result(PATIENCE) == [True] * SLOTS and loaded(slots) == ALL
     assert len(host.owned) == len(host.opened) == 2
 
 
@@ -71,9 +72,9 @@ def test_copies_outlive_the_slots_and_neighbours_are_one_copy(host, engines):
     offer = saved(producer)
     for part in slots:
         part[:] = 99
-    assert consumer.load(KEYS[1:6], ALL[1:6], offer).result(30) == [True] * 5
+    assert consumer.load(KEYS[1:6], ALL[1:6], offer).result(PATIENCE) == [True] * 5
     assert loaded(there) == [100, 1, 2, 3, 4, 5, 106]
-    assert consumer.load([KEYS[5], KEYS[0], KEYS[1]], [0, 5, 6], offer).result(30) == [True] * 3
+    assert consumer.load([KEYS[5], KEYS[0], KEYS[1]], [0, 5, 6], offer).result(PATIENCE) == [True] * 3
     assert loaded(there) == [5, 1, 2, 3, 4, 0, 1]
     assert begun == [[7 * 24, 7 * 5], [5 * 24, 5 * 5], [24, 2 * 24, 5, 2 * 5]]
 
@@ -85,7 +86,7 @@ def test_blocks_that_are_saved_from_the_end_of_a_prompt_are_one_copy_all_the_sam
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
     offer = saved(producer, [6, 5, 4, 3, 2, 1, 0])
     assert [*producer.kept._blocks] == KEYS[::-1]
-    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
     assert begun == [[7 * 24, 7 * 5]] * 2
 
 
@@ -96,7 +97,7 @@ def test_many_come_in_several_answers_and_copies(host, engines, monkeypatch):
     begun, there = [], memory(100)
     host.before_copy = lambda spans: begun.append(1)
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
-    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert consumer.load(KEYS, ALL, saved(producer)).result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
     assert len(begun) == 3 + 4
 
 
@@ -105,11 +106,11 @@ def test_places_are_used_again(host, engines):
     producer, consumer = engines("kv_producer", max_bytes=3 * SIZE + 5), engines("kv_consumer", there, wait=0)
     offer = saved(producer)
     assert (len(producer.kept), producer.kept.num_bytes) == (3, 3 * SIZE)
-    assert consumer.load(KEYS, ALL, offer).result(30) == [False] * 4 + [True] * 3
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [False] * 4 + [True] * 3
     assert loaded(there) == [100, 101, 102, 103, 4, 5, 6]
     for number in (1, 2, 0):
         saved(producer, [number])
-        assert consumer.load([KEYS[number]], [0], offer).result(30) == [True] and loaded(there)[0] == number
+        assert consumer.load([KEYS[number]], [0], offer).result(PATIENCE) == [True] and loaded(there)[0] == number
     ((memory_of_copies, _),) = host.owned.values()
     assert len(memory_of_copies) == arena_bytes(3, (24, 5)) == 2 * 512
 
@@ -120,7 +121,7 @@ def test_a_place_that_is_another_blocks_by_now_is_a_miss(host, engines, caplog):
     offer = saved(producer, [0, 1, 2])
     once(host, lambda: saved(producer, [3]))
     with caplog.at_level("INFO"):
-        came = consumer.load(KEYS[:3], [0, 1, 2], offer).result(30)
+        came = consumer.load(KEYS[:3], [0, 1, 2], offer).result(PATIENCE)
     assert sum(came) == 2 and "1 blocks were given up for others while they were copied" in caplog.text
     assert [there[0][n, 0] for n in range(3) if came[n]] == [n for n in range(3) if came[n]]
 
@@ -137,14 +138,14 @@ def test_a_block_that_was_given_up_and_came_back_meanwhile_is_a_miss(host, engin
         assert [one.place for one in producer.kept.find(KEYS[:2])] == places
 
     once(host, change)
-    assert consumer.load(KEYS[:2], [0, 1], offer).result(30) == [False, False]
-    assert consumer.load(KEYS[:2], [0, 1], offer).result(30) == [True, True]
+    assert consumer.load(KEYS[:2], [0, 1], offer).result(PATIENCE) == [False, False]
+    assert consumer.load(KEYS[:2], [0, 1], offer).result(PATIENCE) == [True, True]
 
 
 def test_what_is_old_is_given_up_while_it_is_read(host, engines, monkeypatch):
     producer, consumer = engines("kv_producer", max_age=50.0), engines("kv_consumer")
     offer, now = saved(producer, [0, 1]), time.monotonic
-    assert consumer.load(KEYS[:2], [0, 1], offer).result(30) == [True, True]
+    assert consumer.load(KEYS[:2], [0, 1], offer).result(PATIENCE) == [True, True]
 
     def change():
         monkeypatch.setattr("tritonllm.engine.kv_kept.time.monotonic", lambda: now() + 100.0)
@@ -152,7 +153,7 @@ def test_what_is_old_is_given_up_while_it_is_read(host, engines, monkeypatch):
         monkeypatch.undo()
 
     once(host, change)
-    assert consumer.load(KEYS[:2], [0, 1], offer).result(30) == [False, False]
+    assert consumer.load(KEYS[:2], [0, 1], offer).result(PATIENCE) == [False, False]
 
 
 def test_random_loads_while_others_are_saved_bring_no_wrong_block(engines):
@@ -164,7 +165,7 @@ def test_random_loads_while_others_are_saved_bring_no_wrong_block(engines):
         luck = random.Random(8)
         while not over.is_set():
             some = luck.sample(ALL, luck.randint(1, 4))
-            producer.save([KEYS[n] for n in some], some, lambda: True).result(30)
+            producer.save([KEYS[n] for n in some], some, lambda: True).result(PATIENCE)
 
     saver = threading.Thread(target=save)
     saver.start()
@@ -172,13 +173,13 @@ def test_random_loads_while_others_are_saved_bring_no_wrong_block(engines):
     for _ in range(150):
         consumer._peers._peers.clear()  # it is not left alone for its misses
         some = luck.sample(ALL, 4)
-        came = consumer.load([KEYS[n] for n in some], [0, 1, 2, 3], offer).result(30)
+        came = consumer.load([KEYS[n] for n in some], [0, 1, 2, 3], offer).result(PATIENCE)
         for slot, (number, is_there) in enumerate(zip(some, came, strict=True)):
             if is_there:
                 brought += 1
                 assert all((part[slot] == number).all() for part in there)
     over.set()
-    saver.join(30)
+    saver.join(PATIENCE)
     assert brought
 
 
@@ -187,19 +188,19 @@ def test_blocks_of_a_prompt_that_is_computed_still_come_one_by_one(engines, monk
     there = memory(100)
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
     params = {**producer.offer(), "pending": True}
-    assert consumer.lookup(KEYS, params).result(30) == SLOTS
+    assert consumer.lookup(KEYS, params).result(PATIENCE) == SLOTS
     came = consumer.load(KEYS, ALL, params)
     for number in ALL:
         assert not came.done()
         saved(producer, [number])
-    assert came.result(60) == [True] * SLOTS and loaded(there) == ALL
+    assert came.result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
 
 
 def test_blocks_that_never_come_are_misses_in_time(engines, monkeypatch):
     monkeypatch.setattr(kv_ipc, "PENDING", 2)
     producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=8.0)
     params = {**saved(producer, [0, 1]), "pending": True}
-    assert consumer.load(KEYS, ALL, params).result(30) == [True, True] + [False] * 5
+    assert consumer.load(KEYS, ALL, params).result(PATIENCE) == [True, True] + [False] * 5
 
 
 @pytest.mark.parametrize("fault", ["refuse", "break", "closed"])
@@ -210,22 +211,22 @@ def test_whatever_fails_is_a_miss_and_the_peer_is_left_alone(host, engines, faul
     host.fault = fault
     why = {"refuse": "the device is gone", "break": "the device has failed", "closed": "no way to that GPU"}[fault]
     for _ in range(kv_peer_client.FAILURES):
-        assert not any(consumer.load(KEYS, ALL, offer).result(60))
+        assert not any(consumer.load(KEYS, ALL, offer).result(PATIENCE))
         assert not host.running
     assert caplog.text.count(f"gives no blocks ({why}): they are computed") == kv_peer_client.FAILURES
     host.fault = None
-    assert not any(consumer.load(KEYS, ALL, offer).result(60))
-    assert consumer.load(KEYS, ALL, elsewhere).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert not any(consumer.load(KEYS, ALL, offer).result(PATIENCE))
+    assert consumer.load(KEYS, ALL, elsewhere).result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
     now = time.monotonic
     monkeypatch.setattr(kv_peer_client.time, "monotonic", lambda: now() + kv_peer_client.REST)
-    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [True] * SLOTS
 
 
 @pytest.mark.parametrize("fault", ["refuse", "break"])
 def test_what_cannot_be_copied_is_not_kept(host, engines, fault, caplog):
     producer = engines("kv_producer", max_bytes=3 * SIZE)
     host.fault = fault
-    assert producer.save(KEYS, ALL, lambda: True).result(30) == 0 and "cannot be kept" in caplog.text
+    assert producer.save(KEYS, ALL, lambda: True).result(PATIENCE) == 0 and "cannot be kept" in caplog.text
     host.fault = None
     assert saved(producer) and len(producer.kept) == 3
 
@@ -236,16 +237,16 @@ def test_engines_with_other_connectors_give_nothing(engines, caplog):
     offers = [saved(one) for one in (here, frames, reads)]
     consumer = engines("kv_consumer", wait=0)
     for offer in offers[1:]:
-        assert consumer.load(KEYS, ALL, offer).result(30) == [False] * SLOTS
+        assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [False] * SLOTS
     assert "it has another kv_connector" in caplog.text
     for plane in (Frames(), Reads(network.agent)):
-        assert engines("kv_consumer", plane=plane).load(KEYS, ALL, offers[0]).result(30) == [False] * SLOTS
+        assert engines("kv_consumer", plane=plane).load(KEYS, ALL, offers[0]).result(PATIENCE) == [False] * SLOTS
 
 
 def test_blocks_of_other_sizes_are_not_read(engines, caplog):
     other = [np.zeros((SLOTS, 24), np.uint8)]
     producer, consumer = engines("kv_producer", other), engines("kv_consumer")
-    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
+    assert consumer.load(KEYS, ALL, saved(producer)).result(PATIENCE) == [False] * SLOTS
     assert "other sizes" in caplog.text
 
 
@@ -253,7 +254,7 @@ def test_blocks_of_other_sizes_are_not_read(engines, caplog):
 def test_a_place_that_is_none_is_refused(engines, monkeypatch, caplog, place):
     monkeypatch.setattr(kv_ipc, "places_frame", lambda places: places_frame([place] * len(places)))
     producer, consumer = engines("kv_producer", max_bytes=7 * SIZE), engines("kv_consumer")
-    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
+    assert consumer.load(KEYS, ALL, saved(producer)).result(PATIENCE) == [False] * SLOTS
     assert "there is no such place" in caplog.text
 
 
@@ -268,7 +269,7 @@ def test_closing_ends_what_is_under_way(engines):
     came = consumer.load(KEYS, ALL, {**saved(producer, [0]), "pending": True})
     eventually(lambda: producer._plane._holders)
     consumer.close()
-    assert came.result(30) == [False] * SLOTS
+    assert came.result(PATIENCE) == [False] * SLOTS
     assert consumer.load(KEYS, ALL, producer.offer()).result(0) == [False] * SLOTS
     producer.close()
     assert producer.save(KEYS, ALL, lambda: True).result(0) == 0

@@ -10,6 +10,7 @@ from support.ipc_engines import ipc_engines, once
 from support.ipc_memory import Host
 from support.server import eventually
 from support.small_slots import ALL, KEYS, SLOTS, loaded, memory, saved
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_ipc_opened
 from tritonllm.engine.kv_wire import Channel, Kind, question
@@ -30,12 +31,12 @@ def test_memory_of_a_peer_that_has_ended_is_closed_and_that_of_the_next_one_open
     there = memory(100)
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
     offer = saved(producer)
-    assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+    assert consumer.load(KEYS[:1], [0], offer).result(PATIENCE) == [True]
     producer.close()
     assert not host.owned  # the consumer let go
-    assert consumer.load(KEYS[:1], [1], offer).result(30) == [False]
+    assert consumer.load(KEYS[:1], [1], offer).result(PATIENCE) == [False]
     saved(engines("kv_producer", port=offer["remote_port"]))
-    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
     assert len(host.opened) == 1
 
 
@@ -46,10 +47,10 @@ def test_memory_that_is_not_what_its_owner_says_is_not_read(host, engines, caplo
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
     offer = saved(producer)
     if opened_before:
-        assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+        assert consumer.load(KEYS[:1], [0], offer).result(PATIENCE) == [True]
     host.before_copy = lambda spans: pytest.fail("a copy began")
     producer._plane._arena = producer._plane._arena._replace(places=(1 << 32) - 1)
-    assert consumer.load(KEYS[1:2], [1], offer).result(30) == [False]
+    assert consumer.load(KEYS[1:2], [1], offer).result(PATIENCE) == [False]
     assert ("another way than before" if opened_before else "smaller than it says") in caplog.text
 
 
@@ -60,25 +61,25 @@ def test_memory_is_freed_when_nobody_copies_out_of_it_any_more(host, engines):
 
     def change():
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
 
     once(host, change)
     came = consumer.load(KEYS, ALL, offer)
-    assert begun.wait(60)
-    closing = threading.Thread(target=producer._plane.close, args=(100.0,))
+    assert begun.wait(PATIENCE)
+    closing = threading.Thread(target=producer._plane.close, args=(PATIENCE,))
     closing.start()
     eventually(lambda: producer._plane._closed)
     assert host.owned and host.opened and closing.is_alive()
     go_on.set()
-    closing.join(60)
-    assert not host.owned and not host.opened and came.result(60) == [True] * SLOTS
+    closing.join(PATIENCE)
+    assert not host.owned and not host.opened and came.result(PATIENCE) == [True] * SLOTS
 
 
 def test_what_somebody_does_not_let_go_of_is_not_freed(host, engines, caplog):
     producer = engines("kv_producer")
     offer, name = saved(producer), producer._plane._arena.name
-    holder = Channel(socket.create_connection(("127.0.0.1", offer["remote_port"]), 10))
-    until = time.monotonic() + 30
+    holder = Channel(socket.create_connection(("127.0.0.1", offer["remote_port"]), PATIENCE))
+    until = time.monotonic() + PATIENCE
     holder.send(question(Kind.HOLD, [name], 0.0), until)
     assert holder.read_count(1, until) == 1
     producer._plane.close(0.1)
@@ -89,8 +90,8 @@ def test_what_somebody_does_not_let_go_of_is_not_freed(host, engines, caplog):
 
 def test_memory_of_another_name_is_not_held(engines):
     producer = engines("kv_producer")
-    holder = Channel(socket.create_connection(("127.0.0.1", saved(producer)["remote_port"]), 10))
-    until = time.monotonic() + 30
+    holder = Channel(socket.create_connection(("127.0.0.1", saved(producer)["remote_port"]), PATIENCE))
+    until = time.monotonic() + PATIENCE
     holder.send(question(Kind.HOLD, [bytes(16)], 0.0), until)
     assert holder.read_count(1, until) == 0 and not producer._plane._holders
     holder.close()
@@ -101,17 +102,17 @@ def test_only_so_many_are_open_at_once(host, engines, monkeypatch):
     consumer = engines("kv_consumer")
     offers = [saved(engines("kv_producer")) for _ in range(4)]
     for offer in [*offers, *offers]:
-        assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+        assert consumer.load(KEYS[:1], [0], offer).result(PATIENCE) == [True]
     eventually(lambda: len(host.opened) == 2)
 
 
 def test_so_many_are_open_also_if_those_that_were_ended_are_slow_to_go(host, engines, monkeypatch):
     monkeypatch.setattr(kv_ipc_opened, "MOST_OPEN", 2)
     slow, watch = threading.Event(), kv_ipc_opened.OpenedMemory._watch
-    monkeypatch.setattr(kv_ipc_opened.OpenedMemory, "_watch", lambda self, one: (slow.wait(60), watch(self, one)))
+    monkeypatch.setattr(kv_ipc_opened.OpenedMemory, "_watch", lambda self, one: (slow.wait(PATIENCE), watch(self, one)))
     consumer = engines("kv_consumer")
     for offer in [saved(engines("kv_producer")) for _ in range(5)]:
-        assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+        assert consumer.load(KEYS[:1], [0], offer).result(PATIENCE) == [True]
     slow.set()
     eventually(lambda: len(host.opened) == 2)
 
@@ -121,7 +122,7 @@ def test_several_loads_at_once_open_it_once(host, engines):
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
     offer = saved(producer)
     loads = [consumer.load([key], [slot], offer) for slot, key in enumerate(KEYS)]
-    assert [load.result(60) for load in loads] == [[True]] * SLOTS and loaded(there) == ALL
+    assert [load.result(PATIENCE) for load in loads] == [[True]] * SLOTS and loaded(there) == ALL
     assert len(host.opened) == 1
 
 
@@ -129,5 +130,5 @@ def test_another_host_is_a_miss_that_says_why(host, engines, caplog):
     producer = engines("kv_producer")
     host.machine = 2
     consumer = engines("kv_consumer")
-    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
+    assert consumer.load(KEYS, ALL, saved(producer)).result(PATIENCE) == [False] * SLOTS
     assert "another host" in caplog.text and "take 'Peer' or 'Nixl'" in caplog.text and not host.opened

@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_kept
 from tritonllm.engine.kv_kept import KeptBlocks
@@ -71,7 +72,7 @@ def test_who_waits_gets_it_when_it_comes(ask):
     put(kept, 0)
 
     def wait():
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE
         found.append(kept.get(KEYS[1], until) if ask == "get" else kept.count(KEYS[:2], until))
 
     thread = threading.Thread(target=wait)
@@ -79,7 +80,7 @@ def test_who_waits_gets_it_when_it_comes(ask):
     put(kept, 2)
     assert not found
     put(kept, 1)
-    thread.join(30)
+    thread.join(PATIENCE)
     assert (found[0].contents == bytes([1]) * 4) if ask == "get" else found == [2]
 
 
@@ -94,7 +95,7 @@ def test_nobody_waits_for_one_that_is_closed():
         thread.start()
     kept.close()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert sorted(found, key=repr) == [0, None] and not put(kept, 3) and kept.num_bytes == 0
 
 

@@ -13,6 +13,7 @@ from support.examples import examples
 from support.nixl_agents import Network
 from support.server import eventually
 from support.small_slots import ALL, KEYS, SLOTS, check_harm, loaded, memory, saved
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_nixl, kv_peer_client
 from tritonllm.engine.kv_nixl import Reads
@@ -37,7 +38,7 @@ def engines(network):
     theirs is left."""
     before, opened = set(threading.enumerate()), []
 
-    def start(role, slots=None, timeout=200.0, plane=Reads, **extra):
+    def start(role, slots=None, timeout=PATIENCE, plane=Reads, **extra):
         config = KVTransferConfig(kv_connector="Nixl", kv_role=role, kv_connector_extra_config={"timeout": timeout})
         own = plane(network.agent) if plane is Reads else plane()
         opened.append(Peer(config, PeerSettings(**{"peers": ["127.0.0.1"], **extra}), own))
@@ -48,7 +49,7 @@ def engines(network):
     for connector in opened:
         connector.close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), thread
     assert network.living == 0
 
@@ -57,8 +58,8 @@ def test_blocks_go_from_engine_to_engine(network, engines):
     there = memory(100)
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
     offer = saved(producer, [4, 3, 2, 1, 0])
-    assert consumer.lookup(KEYS[:5], offer).result(30) == 5
-    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * 5 + [False] * 2
+    assert consumer.lookup(KEYS[:5], offer).result(PATIENCE) == 5
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [True] * 5 + [False] * 2
     assert loaded(there) == [0, 1, 2, 3, 4, 105, 106]
     assert len(network.agents) == 2 and len(producer._server._served) == 1
 
@@ -66,10 +67,10 @@ def test_blocks_go_from_engine_to_engine(network, engines):
 def test_both_ways(network, engines):
     slots, there = memory(), memory(100)
     one, other = engines("kv_both", slots), engines("kv_both", there)
-    assert other.load(KEYS, ALL, saved(one)).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert other.load(KEYS, ALL, saved(one)).result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
     for part in slots:
         part[:] = 50
-    assert one.load(KEYS, ALL, saved(other)).result(30) == [True] * SLOTS and loaded(slots) == ALL
+    assert one.load(KEYS, ALL, saved(other)).result(PATIENCE) == [True] * SLOTS and loaded(slots) == ALL
     assert len(network.agents) == 4  # what is read and what reads are apart
 
 
@@ -84,7 +85,7 @@ def test_copies_outlive_the_slots_and_come_in_batches(network, engines, batch, m
     offer = saved(producer)
     for part in slots:
         part[:] = 99
-    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
     assert len(reads) >= SLOTS * 29 / batch
 
 
@@ -93,10 +94,10 @@ def test_places_are_used_again(engines):
     producer, consumer = engines("kv_producer", max_bytes=3 * 29), engines("kv_consumer", there, wait=0)
     offer = saved(producer)
     assert (len(producer.kept), producer.kept.num_bytes) == (3, 3 * 29)
-    assert consumer.load(KEYS, ALL, offer).result(30) == [False] * 4 + [True] * 3
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [False] * 4 + [True] * 3
     assert loaded(there) == [100, 101, 102, 103, 4, 5, 6]
     assert saved(producer, [1]) and len(producer._plane._copies) == 4
-    assert consumer.load(KEYS[1:2], [0], offer).result(30) == [True] and loaded(there)[0] == 1
+    assert consumer.load(KEYS[1:2], [0], offer).result(PATIENCE) == [True] and loaded(there)[0] == 1
 
 
 def test_a_place_that_is_another_blocks_by_now_is_a_miss(network, engines, caplog):
@@ -109,7 +110,7 @@ def test_a_place_that_is_another_blocks_by_now_is_a_miss(network, engines, caplo
         saved(producer, [3, 4])  # the first one goes to the place that is free, the second one to that of block 0 or 2
 
     network.before_read = before_read
-    came = consumer.load(KEYS[:3], [0, 1, 2], offer).result(30)
+    came = consumer.load(KEYS[:3], [0, 1, 2], offer).result(PATIENCE)
     assert sum(came) == 2 and "1 blocks were other ones by the time" in caplog.text
     assert [there[0][n, 0] for n in range(3) if came[n]] == [n for n in range(3) if came[n]]
 
@@ -118,19 +119,19 @@ def test_blocks_of_a_prompt_that_is_computed_still_come_one_by_one(engines):
     there = memory(100)
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
     params = {**producer.offer(), "pending": True}
-    assert consumer.lookup(KEYS, params).result(30) == SLOTS
+    assert consumer.lookup(KEYS, params).result(PATIENCE) == SLOTS
     came = consumer.load(KEYS, ALL, params)
     for number in ALL:
         assert not came.done()
         saved(producer, [number])
         eventually(lambda last=number: there[0][last, 0] == last)
-    assert came.result(60) == [True] * SLOTS and loaded(there) == ALL
+    assert came.result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
 
 
 def test_blocks_that_never_come_are_misses_in_time(engines):
     producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=4.0)
     params = {**saved(producer, [0, 1]), "pending": True}
-    assert consumer.load(KEYS, ALL, params).result(30) == [True, True] + [False] * 5
+    assert consumer.load(KEYS, ALL, params).result(PATIENCE) == [True, True] + [False] * 5
 
 
 @pytest.mark.parametrize("fault", ["refuse", "break", "flip", "stall"])
@@ -141,19 +142,19 @@ def test_whatever_fails_is_a_miss_and_the_peer_is_left_alone(network, engines, f
     network.fault, asked = fault, []
     network.before_read = lambda: asked.append(1)
     for _ in range(kv_peer_client.FAILURES):
-        came = consumer.load(KEYS, ALL, offer).result(60)
+        came = consumer.load(KEYS, ALL, offer).result(PATIENCE)
         assert 0 < sum(came) < SLOTS if fault == "flip" else not any(came)
     count = len(asked)
-    assert not any(consumer.load(KEYS, ALL, offer).result(60)) and len(asked) == count >= kv_peer_client.FAILURES
+    assert not any(consumer.load(KEYS, ALL, offer).result(PATIENCE)) and len(asked) == count >= kv_peer_client.FAILURES
     consumer._timeout = 200.0
     network.fault = None
     for part in there:
         part[:] = 77  # the slots are others' now
     assert network.arrive_late() == 0 and loaded(there) == [77] * SLOTS
-    assert consumer.load(KEYS, ALL, elsewhere).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert consumer.load(KEYS, ALL, elsewhere).result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
     now = time.monotonic
     monkeypatch.setattr(kv_peer_client.time, "monotonic", lambda: now() + kv_peer_client.REST)
-    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [True] * SLOTS
 
 
 def test_blocks_before_a_failure_count(network, engines, monkeypatch):
@@ -166,7 +167,7 @@ def test_blocks_before_a_failure_count(network, engines, monkeypatch):
         network.fault = "break" if len(reads) == 3 else None
 
     network.before_read = before_read
-    came = consumer.load(KEYS, ALL, saved(producer)).result(30)
+    came = consumer.load(KEYS, ALL, saved(producer)).result(PATIENCE)
     count = sum(came)
     assert 2 <= count <= 4 and came == [True] * count + [False] * (SLOTS - count)
     assert there[0][:count, 0].tolist() == ALL[:count]
@@ -176,20 +177,20 @@ def test_a_peer_that_comes_back_is_another_agent(network, engines):
     there = memory(100)
     producer, consumer = engines("kv_producer"), engines("kv_consumer", there)
     offer = saved(producer)
-    assert consumer.load(KEYS[:1], [0], offer).result(30) == [True]
+    assert consumer.load(KEYS[:1], [0], offer).result(PATIENCE) == [True]
     producer.close()
-    assert consumer.load(KEYS[:1], [1], offer).result(30) == [False]
+    assert consumer.load(KEYS[:1], [1], offer).result(PATIENCE) == [False]
     saved(engines("kv_producer", port=offer["remote_port"]))
-    assert consumer.load(KEYS, ALL, offer).result(30) == [True] * SLOTS and loaded(there) == ALL
+    assert consumer.load(KEYS, ALL, offer).result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
 
 
 def test_an_engine_with_peer_can_have_its_blocks_but_not_the_other_way(engines):
     there, nothing = memory(100), memory(100)
     reads, frames = engines("kv_producer"), engines("kv_producer", plane=Frames)
     offers = saved(reads), saved(frames)
-    assert engines("kv_consumer", there, plane=Frames).load(KEYS, ALL, offers[0]).result(30) == [True] * SLOTS
+    assert engines("kv_consumer", there, plane=Frames).load(KEYS, ALL, offers[0]).result(PATIENCE) == [True] * SLOTS
     assert loaded(there) == ALL
-    assert engines("kv_consumer", nothing).load(KEYS, ALL, offers[1]).result(30) == [False] * SLOTS
+    assert engines("kv_consumer", nothing).load(KEYS, ALL, offers[1]).result(PATIENCE) == [False] * SLOTS
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -201,7 +202,7 @@ def test_harm_on_the_way_never_gives_a_wrong_block(engines, kind, place):
 def test_an_address_that_is_none_is_refused(engines, monkeypatch, caplog):
     monkeypatch.setattr(kv_nixl, "Place", lambda head, address: Place(head, 1 << 63))
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
-    assert consumer.load(KEYS, ALL, saved(producer)).result(30) == [False] * SLOTS
+    assert consumer.load(KEYS, ALL, saved(producer)).result(PATIENCE) == [False] * SLOTS
     assert "no block can lie at such an address" in caplog.text
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.nixl_processes import ALL, SLOTS, engines
 from support.server import eventually
+from support.waiting import PATIENCE
 
 from tritonllm.engine.kv_nixl_agent import load_nixl
 
@@ -66,7 +67,7 @@ def test_what_is_not_registered_or_no_agent_is_an_error(pair):
 @pytest.mark.parametrize("transports", ["all", "tcp,self"])
 def test_blocks_go_from_process_to_process(transports, monkeypatch):
     monkeypatch.setenv("UCX_TLS", transports)
-    with engines(timeout=200.0) as (producer, consumer):
+    with engines(timeout=PATIENCE) as (producer, consumer):
         assert producer.ask("save") == SLOTS
         consumer.ask("begin", producer.ask("offer"))
         assert consumer.ask("end") == [True] * SLOTS and consumer.ask("slots") == ALL
@@ -74,10 +75,10 @@ def test_blocks_go_from_process_to_process(transports, monkeypatch):
 
 def test_a_process_that_stops_is_not_waited_for_and_writes_nothing_later(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self")  # other transports need nothing of a process that has stopped
-    with engines(timeout=200.0) as (producer, consumer):
+    with engines(timeout=PATIENCE) as (producer, consumer):
         producer.ask("save")
         where = producer.ask("place")
-        assert consumer.ask("read", 100.0, *where) == "done" and consumer.ask("slots") == ALL
+        assert consumer.ask("read", PATIENCE, *where) == "done" and consumer.ask("slots") == ALL
         os.kill(producer.process.pid, signal.SIGSTOP)
         assert consumer.ask("read", 2.0, *where) == "it took too long"
         consumer.ask("fill", 77)
@@ -87,10 +88,10 @@ def test_a_process_that_stops_is_not_waited_for_and_writes_nothing_later(monkeyp
 
 
 def test_a_process_that_is_killed_is_a_miss():
-    with engines(timeout=20.0) as (producer, consumer):
+    with engines(timeout=PATIENCE) as (producer, consumer):
         producer.ask("save")
         offer = producer.ask("offer")
         producer.process.kill()
-        producer.process.join(60)
+        producer.process.join(PATIENCE)
         consumer.ask("begin", offer)
         assert consumer.ask("end") == [False] * SLOTS

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.nixl_agents import Network
 from support.server import eventually
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_nixl_reader
 from tritonllm.engine.kv_nixl_reader import Reader
@@ -29,7 +30,7 @@ class Memory:
 
         self.reader = Reader(make)
 
-    def read(self, row, seconds=30.0, metadata=None):
+    def read(self, row, seconds=PATIENCE, metadata=None):
         spans = ([(part.ctypes.data + 8 * row, 8)] for part in (self.sink, self.source))
         self.reader.read(metadata or self.metadata, *spans, time.monotonic() + seconds)
 
@@ -38,7 +39,7 @@ class Memory:
 def memory():
     made = Memory()
     yield made
-    made.reader.close(30.0)
+    made.reader.close(PATIENCE)
     assert made.network.living == 1  # the one that is read
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.fault_proxy import fault_proxy
 from support.server import eventually
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_peer, kv_peer_client, kv_peer_server
 from tritonllm.engine.kv_connector import Offering
@@ -31,7 +32,7 @@ def memory(fill=0):
     return [np.repeat(numbers, size, axis=1) for size in (24, 5)]
 
 
-def made(role="kv_both", timeout=8.0, **extra):
+def made(role="kv_both", timeout=PATIENCE, **extra):
     extra = {"peers": ["127.0.0.1"], "timeout": timeout, **extra}
     return make_connector(KVTransferConfig(kv_connector="Peer", kv_role=role, kv_connector_extra_config=extra))
 
@@ -50,7 +51,7 @@ def peers():
     for peer in opened:
         peer.close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), thread
 
 
@@ -72,64 +73,64 @@ def test_blocks_go_from_engine_to_engine(peers):
     assert offer.pop("remote_port") > 0
     assert offer == {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "127.0.0.1"}
     params = {**producer.offer(), "remote_engine_id": "x"}
-    assert producer.save(KEYS[:5], [4, 3, 2, 1, 0], lambda: True).result(5) == 5
-    assert producer.save(KEYS[:5], [4, 3, 2, 1, 0], lambda: True).result(5) == 0  # they are there
-    assert consumer.lookup(KEYS[:5], params).result(5) == 5
-    assert consumer.load(KEYS, ALL, params).result(5) == [True] * 5 + [False] * 2
+    assert producer.save(KEYS[:5], [4, 3, 2, 1, 0], lambda: True).result(PATIENCE) == 5
+    assert producer.save(KEYS[:5], [4, 3, 2, 1, 0], lambda: True).result(PATIENCE) == 0  # they are there
+    assert consumer.lookup(KEYS[:5], params).result(PATIENCE) == 5
+    assert consumer.load(KEYS, ALL, params).result(PATIENCE) == [True] * 5 + [False] * 2
     assert loaded(there) == [4, 3, 2, 1, 0, 105, 106]
     assert len(producer._server._served) == 1  # both questions had one connection
 
 
 def test_only_leading_blocks_count(peers):
     producer, consumer = peers("kv_producer"), peers("kv_consumer", wait=0)
-    producer.save([KEYS[0], KEYS[2]], [0, 2], lambda: True).result(5)
-    assert consumer.lookup(KEYS[:3], producer.offer()).result(5) == 1
-    assert consumer.lookup(KEYS[1:], producer.offer()).result(5) == 0
+    producer.save([KEYS[0], KEYS[2]], [0, 2], lambda: True).result(PATIENCE)
+    assert consumer.lookup(KEYS[:3], producer.offer()).result(PATIENCE) == 1
+    assert consumer.lookup(KEYS[1:], producer.offer()).result(PATIENCE) == 0
 
 
 def test_what_is_not_in_its_slot_is_not_kept(peers):
     producer = peers("kv_producer")
-    assert producer.save(KEYS[:2], [0, 1], lambda: False).result(5) == 0 and not len(producer.kept)
+    assert producer.save(KEYS[:2], [0, 1], lambda: False).result(PATIENCE) == 0 and not len(producer.kept)
 
 
 def test_copies_outlive_the_slots(peers):
     slots, there = memory(), memory(100)
     producer, consumer = peers("kv_producer", slots), peers("kv_consumer", there)
-    producer.save(KEYS, ALL, lambda: True).result(5)
+    producer.save(KEYS, ALL, lambda: True).result(PATIENCE)
     for part in slots:
         part[:] = 99
-    assert consumer.load(KEYS, ALL, producer.offer()).result(5) == [True] * SLOTS
+    assert consumer.load(KEYS, ALL, producer.offer()).result(PATIENCE) == [True] * SLOTS
     assert loaded(there) == ALL
 
 
 def test_a_lookup_waits_for_blocks_that_are_about_to_be_saved(peers):
-    producer, consumer = peers("kv_producer"), peers("kv_consumer", wait=30, timeout=100)
-    producer.save(KEYS[:1], [0], lambda: True).result(5)
+    producer, consumer = peers("kv_producer"), peers("kv_consumer", wait=PATIENCE, timeout=PATIENCE)
+    producer.save(KEYS[:1], [0], lambda: True).result(PATIENCE)
     count = consumer.lookup(KEYS[:3], producer.offer())
-    producer.save(KEYS[1:2], [1], lambda: True).result(5)
+    producer.save(KEYS[1:2], [1], lambda: True).result(PATIENCE)
     assert not count.done()
     producer.save(KEYS[2:3], [2], lambda: True)
-    assert count.result(20) == 3
+    assert count.result(PATIENCE) == 3
 
 
 def test_blocks_of_a_prompt_that_is_computed_still_are_taken_for_granted_and_come_one_by_one(peers):
     there = memory(100)
-    producer, consumer = peers("kv_producer"), peers("kv_consumer", there, timeout=100)
+    producer, consumer = peers("kv_producer"), peers("kv_consumer", there, timeout=PATIENCE)
     params = {**producer.offer(), "pending": True}
-    assert consumer.lookup(KEYS, params).result(5) == SLOTS
+    assert consumer.lookup(KEYS, params).result(PATIENCE) == SLOTS
     came = consumer.load(KEYS, ALL, params)
     for number in ALL:
         assert not came.done()
-        producer.save([KEYS[number]], [number], lambda: True).result(5)
-    assert came.result(20) == [True] * SLOTS and loaded(there) == ALL
+        producer.save([KEYS[number]], [number], lambda: True).result(PATIENCE)
+    assert came.result(PATIENCE) == [True] * SLOTS and loaded(there) == ALL
 
 
 def test_blocks_that_never_come_are_misses_in_time(peers):
     producer, consumer = peers("kv_producer"), peers("kv_consumer", timeout=4.0)
-    producer.save(KEYS[:2], [0, 1], lambda: True).result(5)
+    producer.save(KEYS[:2], [0, 1], lambda: True).result(PATIENCE)
     params = {**producer.offer(), "pending": True}
-    assert consumer.load(KEYS, ALL, params).result(5) == [True, True] + [False] * 5
-    assert consumer.lookup(KEYS, {**params, "pending": False}).result(5) == 2
+    assert consumer.load(KEYS, ALL, params).result(PATIENCE) == [True, True] + [False] * 5
+    assert consumer.lookup(KEYS, {**params, "pending": False}).result(PATIENCE) == 2
 
 
 @pytest.mark.parametrize(
@@ -154,9 +155,9 @@ def test_who_is_not_named_or_not_listed_is_not_asked(peers, params, monkeypatch)
 @pytest.mark.parametrize("listed", ["127.0.0.1:{}", "127.0.0.1", "*"])
 def test_who_is_listed(peers, listed):
     producer = peers("kv_producer")
-    producer.save(KEYS, ALL, lambda: True).result(5)
+    producer.save(KEYS, ALL, lambda: True).result(PATIENCE)
     consumer = peers("kv_consumer", peers=["10.0.0.1", listed.format(producer.offer()["remote_port"])])
-    assert consumer.lookup(KEYS, producer.offer()).result(5) == SLOTS
+    assert consumer.lookup(KEYS, producer.offer()).result(PATIENCE) == SLOTS
     other = peers("kv_producer").offer()
     assert (consumer._address(other) is None) == (":" in listed)
 
@@ -185,23 +186,23 @@ def test_names_and_addresses_of_engines(peers, caplog, listed, host, is_asked):
 def test_a_name_that_is_none_is_a_miss(peers):
     consumer = peers("kv_consumer", peers=["*"])
     for name in ("a" * 70 + ".b", "\0", "no-such-host.invalid"):
-        assert consumer.lookup(KEYS, {"remote_host": name, "remote_port": 80}).result(30) == 0
+        assert consumer.lookup(KEYS, {"remote_host": name, "remote_port": 80}).result(PATIENCE) == 0
 
 
 def test_a_peer_that_fails_is_left_alone_for_a_while(peers, monkeypatch):
     producer, consumer = peers("kv_producer"), peers("kv_consumer")
-    producer.save(KEYS, ALL, lambda: True).result(5)
+    producer.save(KEYS, ALL, lambda: True).result(PATIENCE)
     with fault_proxy(producer.offer()["remote_port"], "refuse") as proxy:
         params = at(proxy.port)
-        assert [consumer.lookup(KEYS, params).result(5) for _ in range(9)] == [0] * 9
+        assert [consumer.lookup(KEYS, params).result(PATIENCE) for _ in range(9)] == [0] * 9
         assert proxy.connections == kv_peer_client.FAILURES
-        assert consumer.lookup(KEYS, producer.offer()).result(5) == SLOTS  # others are asked
+        assert consumer.lookup(KEYS, producer.offer()).result(PATIENCE) == SLOTS  # others are asked
         proxy.kind = None
         now = time.monotonic
         monkeypatch.setattr(kv_peer_client.time, "monotonic", lambda: now() + kv_peer_client.REST)
-        assert consumer.lookup(KEYS, params).result(5) == SLOTS
+        assert consumer.lookup(KEYS, params).result(PATIENCE) == SLOTS
         monkeypatch.undo()
-        assert consumer.lookup(KEYS, params).result(5) == SLOTS
+        assert consumer.lookup(KEYS, params).result(PATIENCE) == SLOTS
 
 
 def test_a_peer_that_has_none_of_the_blocks_is_named_once_and_waited_for_no_more(peers, monkeypatch, caplog):
@@ -210,31 +211,33 @@ def test_a_peer_that_has_none_of_the_blocks_is_named_once_and_waited_for_no_more
     where = f"the engine at 127.0.0.1:{params['remote_port']} has none of the prompt's blocks: is it of other weights, "
     waits, ask = [], kv_peer.question
     monkeypatch.setattr(kv_peer, "question", lambda kind, keys, wait: waits.append(wait) or ask(kind, keys, 0.0))
-    assert [consumer.lookup(KEYS, params).result(10) for _ in range(5)] == [0] * 5
+    assert [consumer.lookup(KEYS, params).result(PATIENCE) for _ in range(5)] == [0] * 5
     short = kv_peer_client.SHORT_WAIT
     assert waits == [1.0] * kv_peer_client.FAILURES + [short] * 2
     assert caplog.text.count(where + "dtype or block_size?") == 1
     now = time.monotonic
     monkeypatch.setattr(kv_peer_client.time, "monotonic", lambda: now() + kv_peer_client.REST)
     monkeypatch.setattr(kv_peer.time, "monotonic", lambda: now() + kv_peer_client.REST)
-    assert [consumer.lookup(KEYS, params).result(10) for _ in range(2)] == [0] * 2
+    assert [consumer.lookup(KEYS, params).result(PATIENCE) for _ in range(2)] == [0] * 2
     assert waits[5:] == [1.0, short] and caplog.text.count(where) == 1
-    producer.save(KEYS[:1], [0], lambda: True).result(5)
-    assert [consumer.lookup(KEYS, params).result(10) for _ in range(2)] == [1] * 2  # something: it is asked as before
+    producer.save(KEYS[:1], [0], lambda: True).result(PATIENCE)
+    assert [consumer.lookup(KEYS, params).result(PATIENCE) for _ in range(2)] == [
+        1
+    ] * 2  # something: it is asked as before
     assert waits[7:] == [short, 1.0]
     monkeypatch.setattr(kv_peer_client.time, "monotonic", lambda: now() + kv_peer_client.TELL)
-    assert consumer.lookup(KEYS[1:], params).result(10) == 0 and caplog.text.count(where) == 2
+    assert consumer.lookup(KEYS[1:], params).result(PATIENCE) == 0 and caplog.text.count(where) == 2
 
 
 def test_a_peer_that_comes_back_is_connected_to_again(peers):
     producer, consumer = peers("kv_producer"), peers("kv_consumer")
     port = producer.offer()["remote_port"]
-    producer.save(KEYS, ALL, lambda: True).result(5)
-    assert consumer.lookup(KEYS, at(port)).result(5) == SLOTS
+    producer.save(KEYS, ALL, lambda: True).result(PATIENCE)
+    assert consumer.lookup(KEYS, at(port)).result(PATIENCE) == SLOTS
     producer.close()
     again = peers("kv_producer", port=port)
-    again.save(KEYS[:2], [0, 1], lambda: True).result(5)
-    assert consumer.lookup(KEYS[:2], at(port)).result(5) == 2  # by the first attempt
+    again.save(KEYS[:2], [0, 1], lambda: True).result(PATIENCE)
+    assert consumer.lookup(KEYS[:2], at(port)).result(PATIENCE) == 2  # by the first attempt
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -245,9 +248,9 @@ def test_a_peer_that_comes_back_is_connected_to_again(peers):
 def test_harm_on_the_way_never_gives_a_wrong_block(peers, kind, place):
     there = memory(100)
     producer, consumer = peers("kv_producer"), peers("kv_consumer", there, timeout=6.0)
-    producer.save(KEYS, ALL, lambda: True).result(5)
+    producer.save(KEYS, ALL, lambda: True).result(PATIENCE)
     with fault_proxy(producer.offer()["remote_port"], kind, place) as proxy:
-        came = consumer.load(KEYS, ALL, at(proxy.port)).result(10)
+        came = consumer.load(KEYS, ALL, at(proxy.port)).result(PATIENCE)
         harmed = place // FRAME  # it may come nevertheless: a byte that is sent twice can be behind all that counts
         assert all(came[:harmed]) and not any(came[harmed + 1 :])
         for number in ALL:
@@ -259,38 +262,38 @@ def test_harm_on_the_way_never_gives_a_wrong_block(peers, kind, place):
 
 def test_who_stalls_costs_the_time_of_a_load_and_no_more(peers):
     producer, consumer = peers("kv_producer"), peers("kv_consumer", timeout=4.0)
-    producer.save(KEYS, ALL, lambda: True).result(5)
+    producer.save(KEYS, ALL, lambda: True).result(PATIENCE)
     with fault_proxy(producer.offer()["remote_port"], "stall", 2 * FRAME + 5) as proxy:
-        assert consumer.load(KEYS, ALL, at(proxy.port)).result(10) == [True, True] + [False] * 5
+        assert consumer.load(KEYS, ALL, at(proxy.port)).result(PATIENCE) == [True, True] + [False] * 5
         assert not consumer._peers._open  # a late answer would be taken for that to the next question
 
 
 def test_what_nobody_asked_for_is_not_taken_for_an_answer(peers):
     """Of a connection that was used: it has bytes left over."""
     producer, consumer = peers("kv_producer"), peers("kv_consumer")
-    producer.save(KEYS[:3], [0, 1, 2], lambda: True).result(5)
+    producer.save(KEYS[:3], [0, 1, 2], lambda: True).result(PATIENCE)
     with fault_proxy(producer.offer()["remote_port"], "double", 35) as proxy:  # the last byte of a count
-        assert consumer.lookup(KEYS[:3], at(proxy.port)).result(5) == 3
+        assert consumer.lookup(KEYS[:3], at(proxy.port)).result(PATIENCE) == 3
         (channel,) = consumer._peers._open
         eventually(lambda: not channel.is_quiet)
-        assert consumer.lookup(KEYS[:2], at(proxy.port)).result(5) == 2
+        assert consumer.lookup(KEYS[:2], at(proxy.port)).result(PATIENCE) == 2
         assert proxy.connections == 2
 
 
 def test_the_server_hangs_up_on_strangers_and_on_too_many(peers, monkeypatch):
     monkeypatch.setattr(kv_peer_server, "MOST_CONNECTIONS", 2)
     producer, consumer = peers("kv_producer"), peers("kv_consumer")
-    producer.save(KEYS, ALL, lambda: True).result(5)
+    producer.save(KEYS, ALL, lambda: True).result(PATIENCE)
     where = "127.0.0.1", producer.offer()["remote_port"]
-    with socket.create_connection(where, 5) as stranger:
+    with socket.create_connection(where, PATIENCE) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
         assert stranger.recv(100) == b""
-    with socket.create_connection(where, 5), socket.create_connection(where, 5) as second:
+    with socket.create_connection(where, PATIENCE), socket.create_connection(where, PATIENCE) as second:
         eventually(lambda: len(producer._server._served) == 2)
-        assert consumer.lookup(KEYS, producer.offer()).result(5) == 0
+        assert consumer.lookup(KEYS, producer.offer()).result(PATIENCE) == 0
         second.close()
         eventually(lambda: len(producer._server._served) == 1)
-        assert consumer.lookup(KEYS, producer.offer()).result(5) == SLOTS
+        assert consumer.lookup(KEYS, producer.offer()).result(PATIENCE) == SLOTS
 
 
 def test_closing_ends_what_is_under_way(peers):
@@ -307,10 +310,10 @@ def test_closing_ends_what_is_under_way(peers):
 
 def test_the_limit_of_bytes_holds(peers):
     producer = peers("kv_producer", max_bytes=3 * 29)
-    assert producer.save(KEYS, ALL, lambda: True).result(5) == SLOTS
+    assert producer.save(KEYS, ALL, lambda: True).result(PATIENCE) == SLOTS
     assert (len(producer.kept), producer.kept.num_bytes) == (3, 3 * 29)
     consumer = peers("kv_consumer", wait=0)
-    assert consumer.lookup(KEYS[4:], producer.offer()).result(5) == 3
+    assert consumer.lookup(KEYS[4:], producer.offer()).result(PATIENCE) == 3
 
 
 def test_roles_and_failures_of_setting_up(peers, caplog):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_wire
 from tritonllm.engine.kv_wire import (
@@ -35,7 +36,7 @@ BLOCKS = [head_of(Kind.BLOCK, (key, data)) + key + data for key, data in zip(KEY
 FRAME = len(BLOCKS[0])
 
 
-def soon(seconds=5.0):
+def soon(seconds=PATIENCE):
     return time.monotonic() + seconds
 
 
@@ -225,7 +226,7 @@ def test_bytes_that_come_one_by_one_do_not_extend_the_deadline():
     with pytest.raises(TimeoutError):
         channel.read_head({Kind.LOAD: QUESTION_BYTES, Kind.BLOCK: (0, 999)}, soon(0.1))
     stop.set()
-    thread.join(10)
+    thread.join(PATIENCE)
     sender.close()
     channel.close()
 
@@ -275,8 +276,8 @@ def test_who_waits_for_the_end_hears_of_it(end):
     thread.start()
     assert not ended.is_set()
     (mine.end_reading if end == "here" else other.end_sending)()
-    assert ended.wait(30)
-    thread.join(30)
+    assert ended.wait(PATIENCE)
+    thread.join(PATIENCE)
     if end == "there":  # what goes the other way still does
         mine.send(b"x", soon())
         assert other.read(1, soon()) == b"x"

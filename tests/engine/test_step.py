@@ -12,6 +12,7 @@ from support.engines import tiny_checkpoint
 from support.scheduling import make
 from support.tiny_models import load_decoder, random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
+from support.waiting import PATIENCE
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.dummy_step import dummy_step
@@ -77,8 +78,8 @@ def test_another_runner_gives_the_same_tokens_for_a_pickled_step(ahead):
             in_flight.append((plan, runner.run(step), other.run(copy)))
         if in_flight and not (ahead and plan.scheduled and len(in_flight) < 2):
             plan, mine, theirs = in_flight.pop(0)
-            result = mine.wait(60.0, str)
-            assert theirs.wait(60.0, str) == result
+            result = mine.wait(PATIENCE, str)
+            assert theirs.wait(PATIENCE, str) == result
             scheduler.update(plan, result.sampled)
     assert len(kinds) >= 3
     assert scheduler.stats.preemptions > 0 and scheduler.pool.num_free == NUM_BLOCKS

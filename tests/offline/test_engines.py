@@ -5,6 +5,7 @@ import time
 
 import msgspec
 import pytest
+from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
 from tritonllm.config import EngineConfig
@@ -63,7 +64,7 @@ def added(links):
 
 
 def until(condition):
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.compare import FLOATS, assert_close, poisoned, with_row_padding
 from support.inboxes import local_memories
+from support.waiting import PATIENCE
 
 from tritonllm.kernels import fused_moe_ref
 from tritonllm.kernels.collective import (
@@ -202,7 +203,7 @@ def test_a_flag_is_waited_for(device, before):
     waits.join(0.2)
     assert waits.is_alive()
     flags[1] = before + 1 if before < 2**31 - 1 else -(2**31)  # of program 0, from rank 1
-    waits.join(30)
+    waits.join(PATIENCE)
     assert not waits.is_alive() and int(memory.epochs[0, 0]) == int(flags[1])
 
 
