@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE
 
 import tritonllm
 from tritonllm import as_vllm, inputs, pooling_params, sampling_params
@@ -37,7 +38,7 @@ print(json.dumps([version("vllm"), vllm.__version__, find_spec("vllm") is not No
 def run(*args, cwd):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tritonllm.as_vllm", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cwd, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cwd, timeout=PATIENCE)
 
 
 def test_a_script_and_its_options(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from support.engines import tiny_checkpoint
 from support.real_configs import QWEN3_0_6B
 from support.tiny_models import tiny_config
+from support.waiting import PATIENCE
 from triton import knobs
 from triton.runtime import cache
 
@@ -123,7 +124,7 @@ def start(model, kernels, cache_folder):
     path = os.pathsep.join(str(p) for p in (TESTS, TESTS.parent))
     environ = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache_folder)}
     command = [sys.executable, "-c", COUNT, model, kernels]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -137,7 +138,7 @@ def test_a_start_with_the_folder_compiles_nothing(tmp_path, monkeypatch, record_
     where = [str(tmp_path), "-o", str(tmp_path / "kernels")]
     command = [sys.executable, "-m", "tritonllm", "precompile", *where, *options, *target]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # as on a machine without a GPU
-    subprocess.run(command, check=True, env=environ, timeout=200)
+    subprocess.run(command, check=True, env=environ, timeout=PATIENCE)
     compiled, loaded, later = start(str(tmp_path), str(tmp_path / "kernels"), tmp_path / "cache")
     record_property("kernels", loaded)
     assert compiled == 0 and later == 0 and loaded > 10

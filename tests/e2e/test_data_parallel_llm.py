@@ -13,6 +13,7 @@ from support.imported_processes import engine_processes, imported_processes
 from support.processors import Bans
 from support.server import eventually, socket_folders
 from support.streams import all_gone
+from support.waiting import PATIENCE
 
 from tritonllm import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from tritonllm.demo import model_path
@@ -234,7 +235,7 @@ def test_ctrl_c_ends_all(script):
     script.stdin.flush()
     assert script.stdout.readline() == "generates\n"
     os.killpg(script.pid, signal.SIGINT)  # as a terminal does: to all of them
-    _, errors = script.communicate(timeout=60)
+    _, errors = script.communicate(timeout=PATIENCE)
     assert script.returncode == -signal.SIGINT and errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1
     assert all_gone(engines) and socket_folders() <= before

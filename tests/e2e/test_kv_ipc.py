@@ -10,10 +10,11 @@ from support.kv_sharing import FULL, PROMPTS, ROOM, all_slots_are_back, computed
 from support.server import eventually
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_settings
 
-SETTINGS = {"peers": ["127.0.0.1"], "timeout": 60.0, "wait": 20.0, "max_bytes": 1 << 20}
+SETTINGS = {"peers": ["127.0.0.1"], "timeout": PATIENCE, "wait": PATIENCE, "max_bytes": 1 << 20}
 TINY = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_offloading_size": ROOM}
 
 

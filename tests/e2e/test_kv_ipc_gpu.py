@@ -10,6 +10,7 @@ from support.ipc_processes import Engine, processes
 from support.real_configs import QWEN3_0_6B
 from support.server import eventually
 from support.tiny_models import random_tokens
+from support.waiting import PATIENCE
 
 from tritonllm import LLM
 
@@ -17,7 +18,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 pytestmark = pytest.mark.gpu
 PROMPTS = [random_tokens(n, 10000, seed=n) for n in (1, 700, 33, 128, 2, 511, 90, 300)]
 FULL = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]  # tokens that need not be computed
-SETTINGS = {"peers": ["127.0.0.1"], "timeout": 60.0, "wait": 20.0, "max_bytes": 1 << 30}
+SETTINGS = {"peers": ["127.0.0.1"], "timeout": PATIENCE, "wait": PATIENCE, "max_bytes": 1 << 30}
 
 
 @pytest.fixture(scope="module")

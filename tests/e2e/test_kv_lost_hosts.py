@@ -8,6 +8,7 @@ from support.engines import token_ids
 from support.kv_sharing import FULL, PROMPTS, computed_alone, decode, peer_engines, prefill, wish
 from support.namespaces import network
 from support.server import eventually
+from support.waiting import PATIENCE
 
 from tritonllm.engine.kv_peer_client import FRESH
 
@@ -106,7 +107,7 @@ def test_a_split_while_blocks_come(hosts, alone, prefilling, decoding):
 def test_the_prefill_host_is_lost_and_replaced(hosts, alone, prefilling, decoding):
     first = hosts.hosts[0]
     offers, lost = prefilling()
-    consumer = decoding(4.0)
+    consumer = decoding(8.0)
     assert decode(consumer, offers) == (alone, FULL)
     hosts.cut(first)
     lost.engine._transfer.connector.close()
@@ -121,7 +122,7 @@ def test_the_prefill_host_is_replaced_between_two_requests(hosts, alone, prefill
     """Connections to the lost one look open, and cost nothing."""
     first = hosts.hosts[0]
     offers, lost = prefilling()
-    consumer = decoding(20.0)
+    consumer = decoding(PATIENCE)
     assert decode(consumer, offers) == (alone, FULL)
     hosts.cut(first)
     lost.engine._transfer.connector.close()

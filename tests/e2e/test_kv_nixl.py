@@ -6,6 +6,7 @@ import pytest
 from support.engines import greedy
 from support.kv_sharing import FULL, PROMPTS, all_slots_are_back, computed_alone, connected_llm, run_prompts
 from support.nixl_agents import Network
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_settings
 
@@ -17,7 +18,7 @@ def test_decode_goes_on_where_prefill_ended(library, monkeypatch):
     network = Network()
     if library == "stand-in":
         monkeypatch.setattr(kv_settings, "load_nixl", lambda: network.agent)
-    settings = {"peers": ["127.0.0.1"], "timeout": 60.0, "wait": 20.0, "max_bytes": 1 << 24}
+    settings = {"peers": ["127.0.0.1"], "timeout": PATIENCE, "wait": PATIENCE, "max_bytes": 1 << 24}
     producer, consumer = (connected_llm("Nixl", role, settings) for role in ("kv_producer", "kv_consumer"))
     first = greedy(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     offers = [output.kv_transfer_params for output in producer.generate(PROMPTS, first, use_tqdm=False)]

@@ -5,6 +5,7 @@ from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_ll
 from support.fault_proxy import fault_proxy
 from support.kv_sharing import FULL, PROMPTS, computed_alone, decode, peer_engines, prefill, wish
 from support.server import eventually
+from support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_decode_goes_on_where_prefill_ended(alone, engines):
 
 
 def test_decode_may_be_asked_while_prefill_still_runs(alone, engines):
-    producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=60.0)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", timeout=PATIENCE)
     offer = {**producer.engine._transfer.connector.offer(), "pending": True}
     for number, prompt in enumerate(PROMPTS):
         consumer.engine.add_request(str(number), {"prompt_token_ids": prompt}, wish(16, **offer))

@@ -13,6 +13,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.server import eventually
+from support.streams import all_gone
+from support.waiting import PATIENCE
 
 from tritonllm.engine.agreement import EVERY
 
@@ -27,7 +29,7 @@ import sys
 if os.environ["RANK"] == "0":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 from tritonllm import LLM, SamplingParams
-arguments = {"num_blocks": 64, "max_num_seqs": 4, "step_timeout": 3.0}
+arguments = {"num_blocks": 64, "max_num_seqs": 4, "step_timeout": float(os.environ["STEP_TIMEOUT"])}
 if sys.argv[3:] == [os.environ["RANK"]]:
     from support.traps import draw_otherwise
     draw_otherwise()
@@ -45,7 +47,7 @@ while True:
 """
 
 
-def launch(folder, tokens, ranks=2, otherwise=()):
+def launch(folder, tokens, ranks=2, otherwise=(), step_timeout=PATIENCE):
     """``otherwise``: a rank that goes on from other tokens than the first."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
@@ -53,6 +55,7 @@ def launch(folder, tokens, ranks=2, otherwise=()):
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3])),
         "OMP_NUM_THREADS": "1",
+        "STEP_TIMEOUT": str(step_timeout),
     }
     how = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     arguments = [script, tiny_checkpoint(), tokens, *otherwise]
@@ -68,7 +71,7 @@ def test_one_rank_answers(tmp_path, monkeypatch, sizes):
     monkeypatch.setenv("SIZES", sizes)
     expected = tiny_llm().generate([[1, 2, 3]], greedy(12), use_tqdm=False)[0].outputs[0].token_ids
     process = launch(tmp_path, 12)
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert out.split() == [str(token) for token in expected]
 
@@ -76,15 +79,17 @@ def test_one_rank_answers(tmp_path, monkeypatch, sizes):
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_rank_that_is_lost_ends_all(tmp_path, rank, number):
     """One that has stopped is missed when a step takes longer than ``step_timeout``."""
-    process = launch(tmp_path, 5)
+    process = launch(tmp_path, 5, step_timeout=5.0 if number == signal.SIGSTOP else PATIENCE)
     assert process.stdout.readline()
     ranks = psutil.Process(process.pid).children()
     (victim,) = [child for child in ranks if child.environ()["RANK"] == str(rank)]
     victim.send_signal(number)
     if number == signal.SIGSTOP:  # for the launcher, which would wait longer to kill it
-        threading.Timer(15.0, victim.send_signal, (signal.SIGCONT,)).start()
+        others = [child for child in ranks if child != victim]
+        goes_on = lambda: (eventually(lambda: all_gone(others)), victim.send_signal(signal.SIGCONT))  # noqa: E731
+        threading.Thread(target=goes_on, daemon=True).start()
     try:
-        errors = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=PATIENCE)[1]
     finally:
         process.kill()
     assert process.returncode != 0
@@ -94,7 +99,7 @@ def test_a_rank_that_is_lost_ends_all(tmp_path, rank, number):
 
 def test_a_rank_that_goes_on_from_other_tokens_ends_all(tmp_path):
     process = launch(tmp_path, 200, otherwise=[1])
-    errors = process.communicate(timeout=120)[1]
+    errors = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode != 0
     assert f"DivergedError: in step {1 + EVERY} it had other " in errors and "tokens than rank 0" in errors
 
@@ -109,7 +114,7 @@ def test_a_first_rank_that_fails_alone_while_it_loads_ends_all(tmp_path, monkeyp
     monkeypatch.setenv("DRAFTS", str(drafts))
     process = launch(tmp_path, 12)
     try:
-        errors = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=PATIENCE)[1]
     finally:
         process.kill()
     assert process.returncode != 0 and "ValueError: " in errors and "model.norm.weight" in errors, errors
@@ -117,7 +122,7 @@ def test_a_first_rank_that_fails_alone_while_it_loads_ends_all(tmp_path, monkeyp
 
 def test_another_number_of_ranks_is_refused(tmp_path):
     process = launch(tmp_path, 12, ranks=1)
-    errors = process.communicate(timeout=120)[1]
+    errors = process.communicate(timeout=PATIENCE)[1]
     assert "tensor_parallel_size=2, but the launcher has started 1 processes" in errors
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.namespaces import network
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.long
 
-PATIENCE = 5.0  # seconds
+SILENCE = 5.0  # seconds
 SCRIPT = f"""
 import sys
 from tritonllm import LLM, SamplingParams
-arguments = {{"num_blocks": 64, "max_num_seqs": 4, "step_timeout": {PATIENCE}}}
+arguments = {{"num_blocks": 64, "max_num_seqs": 4, "step_timeout": {SILENCE}}}
 llm = LLM(sys.argv[1], tensor_parallel_size=2, distributed_executor_backend="external_launcher", **arguments)
 params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 while True:
@@ -59,7 +60,7 @@ def test_ranks_on_two_hosts(hosts, ranks):
     answer = leading.stdout.readline()
     assert answer.split() == [str(token) for token in expected], leading.stderr.read()
     hosts.cut(hosts.hosts[1])
-    errors = following.communicate(timeout=60)[1]
+    errors = following.communicate(timeout=PATIENCE)[1]
     assert following.returncode == 1 and f"the host of rank 0, {hosts.hosts[0].address}, is lost" in errors
-    errors = leading.communicate("again\n", timeout=60)[1]
+    errors = leading.communicate("again\n", timeout=PATIENCE)[1]
     assert leading.returncode == 1 and "WorkerError: a rank of the launcher failed" in errors

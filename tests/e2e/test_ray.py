@@ -7,6 +7,7 @@ import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.ray_cluster import actors, all_free, two_nodes
 from support.server import eventually, running_server
+from support.waiting import PATIENCE
 
 from tritonllm import LLM, env
 from tritonllm.config import EngineConfig
@@ -17,7 +18,7 @@ from tritonllm.engine.ray_ranks import RayRanks
 pytestmark = pytest.mark.long
 
 pytest.importorskip("ray")
-SETTINGS = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "step_timeout": 30.0}
+SETTINGS = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "step_timeout": PATIENCE}
 PROMPTS = [[1, 2, 3], list(range(5, 25)), [7] * 9]
 
 

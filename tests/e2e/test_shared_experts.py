@@ -13,6 +13,7 @@ from support.engines import tiny_checkpoint, tiny_llm
 from support.imported_processes import engine_processes, imported_processes
 from support.server import MODEL, eventually, running_server, socket_folders
 from support.streams import all_gone
+from support.waiting import PATIENCE
 from support.wishes import SIZES, WISHES, assert_same, assert_same_beams, generate, prompts_of
 
 from tritonllm import LLM, SamplingParams
@@ -151,7 +152,7 @@ def test_stored_blocks_are_those_of_all_experts(tmp_path):
 def test_what_happens_to_one_ends_all(number):
     """Also of an engine that only joins the steps of the other."""
     before = socket_folders()
-    llm, engines = sharing(worker_timeout=2.0)
+    llm, engines = sharing(worker_timeout=4.0 if number == signal.SIGSTOP else PATIENCE)
     assert len(engines) == 2
 
     class Striking:
@@ -166,7 +167,7 @@ def test_what_happens_to_one_ends_all(number):
         def update(self):
             engines[1].send_signal(number)
 
-    why = "was killed by signal 9" if number == signal.SIGKILL else "no sign of life for 2 s"
+    why = "was killed by signal 9" if number == signal.SIGKILL else "no sign of life for 4 s"
     with pytest.raises(EngineDeadError, match=rf"{why}.*the others were ended with it"):
         llm.generate(
             prompts_of([5] * 8),

@@ -13,6 +13,7 @@ from support.engines import greedy, tiny_llm, token_ids
 from support.examples import examples
 from support.schemas import SCHEMAS, valid
 from support.server import eventually
+from support.waiting import PATIENCE
 from xgrammar import BatchGrammarMatcher, GrammarMatcher
 
 from tritonllm import LLM, SamplingParams, StructuredOutputsParams
@@ -347,7 +348,7 @@ def test_others_run_while_a_grammar_compiles(monkeypatch):
             self.compiler = compiler
 
         def compile_grammar(self, grammar):
-            assert may_go.wait(60)
+            assert may_go.wait(PATIENCE)
             compiled.append(grammar)
             return self.compiler.compile_grammar(grammar)
 
@@ -455,7 +456,7 @@ def test_a_grammar_is_not_compiled_for_requests_that_are_gone(llm, monkeypatch):
     class Slow:
         def compile_grammar(self, grammar):
             began.append(re.findall('"([0-9])"', str(grammar))[0])
-            assert goes_on.wait(60)
+            assert goes_on.wait(PATIENCE)
             return compiler.compile_grammar(grammar)
 
     compiler, slow = grammars._compiler.result(), Future()
