@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.waiting import PATIENCE
 
 from tritonllm import cli
 from tritonllm.demo import model_path
@@ -140,7 +141,12 @@ def test_python_runs(page, workplace):
             (workplace / "script.py").write_text(block.text)
             environ = os.environ | {"PYTHONPATH": str(ROOT)}
             done = subprocess.run(
-                [sys.executable, "script.py"], env=environ, capture_output=True, text=True, timeout=120, check=False
+                [sys.executable, "script.py"],
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+                check=False,
             )
             assert done.returncode == 0, f"{block}: {done.stderr}"
         else:

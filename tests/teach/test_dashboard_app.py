@@ -11,6 +11,7 @@ import time
 
 import pytest
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.waiting import PATIENCE
 
 from tritonllm.cli import dashboard as command
 from tritonllm.cli import main
@@ -38,7 +39,7 @@ def drive(app, script, size=(80, 24)):
 
 
 async def until(pilot, condition):
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it never came true"
         await pilot.pause(0.02)
@@ -353,7 +354,7 @@ def test_a_gate_lets_so_many_steps_through():
     gate.let_one()
     thread = threading.Thread(target=work)
     thread.start()
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while len(passed) < 2:
         assert time.monotonic() < end
     time.sleep(0.05)

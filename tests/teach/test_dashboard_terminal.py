@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from support.waiting import PATIENCE
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.demo import model_path
@@ -26,7 +27,7 @@ def spawn(*argv):
         env=environment,
         dimensions=(24, 80),
         encoding="utf-8",
-        timeout=120,
+        timeout=PATIENCE,
     )
     child.expect_exact(OPENS)
     return child

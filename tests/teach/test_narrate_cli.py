@@ -9,6 +9,7 @@ import termios
 
 import pexpect
 import pytest
+from support.waiting import PATIENCE
 
 from tritonllm import LLM, SamplingParams
 from tritonllm.cli import main
@@ -27,7 +28,7 @@ def run(argv, capsys):
 
 def session(*options, **more):
     argv = ["-m", "tritonllm", *BASE, "--narrate", *options]
-    return pexpect.spawn(sys.executable, argv, encoding="utf-8", timeout=120, dimensions=(40, 90), **more)
+    return pexpect.spawn(sys.executable, argv, encoding="utf-8", timeout=PATIENCE, dimensions=(40, 90), **more)
 
 
 def test_a_session_in_english():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pexpect
 import pytest
 from support.tutorial import recorded, talk
+from support.waiting import PATIENCE
 
 import tritonllm
 from tritonllm.cli import main
@@ -282,7 +283,7 @@ def test_exercises_in_a_session(progress, tmp_path):
 
 def begin(*argv):
     """A learner at a terminal."""
-    return pexpect.spawn(sys.executable, ["-m", "tritonllm", "tutorial", *argv], encoding="utf-8", timeout=120)
+    return pexpect.spawn(sys.executable, ["-m", "tritonllm", "tutorial", *argv], encoding="utf-8", timeout=PATIENCE)
 
 
 def test_a_dumb_terminal_gets_no_colours(home, monkeypatch):

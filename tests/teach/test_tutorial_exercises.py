@@ -3,10 +3,10 @@
 import importlib
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE, eventually
 
 from tritonllm import env
 from tritonllm.cli import main
@@ -51,6 +51,12 @@ KERNEL_MISTAKES = [
     ('tl.where(i * S + places < length, b_scores, float("-inf"))', "b_scores", "must get the score -inf"),
     ("fade = tl.exp(largest - new_largest)", "fade = wrong", "NameError: name 'wrong' is not defined\nline 50"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A check is not ended where it only takes long."""
+    monkeypatch.setattr(workshop.check, "__defaults__", (PATIENCE,))
 
 
 def changed(lesson, before: str, after: str) -> str:
@@ -164,18 +170,28 @@ def test_files_that_do_not_work(text, says, tmp_path):
     assert not verdict.right and says in verdict.message and "Traceback" not in verdict.message
 
 
-def test_a_loop_that_never_ends(tmp_path):
+def test_a_loop_that_never_ends(tmp_path, monkeypatch):
     """It is ended with what it started."""
     path, number = tmp_path / "lesson7.py", tmp_path / "number"
     path.write_text(
         "import subprocess\nprocess = subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3)\n"
         f"open({str(number)!r}, 'w').write(str(process.pid))\nprocess.wait()\n"
     )
+    communicate = subprocess.Popen.communicate
+
+    def once_it_loops(process, *arguments, **options):
+        eventually(lambda: number.exists() and number.read_text())
+        return communicate(process, *arguments, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", once_it_loops)
     verdict = workshop.check(LESSONS[6], path, seconds=3.0)
     assert verdict == (False, "The check was ended after 3 s. Is there a loop that never ends?")
     command = Path(f"/proc/{number.read_text()}/cmdline")
-    for _ in range(200):  # it was told to end, and nobody waited for that
-        if not command.exists() or command.read_bytes() == b"":
-            return
-        time.sleep(0.05)
-    raise AssertionError("what the file started still runs")
+
+    def has_ended():
+        try:
+            return command.read_bytes() == b""
+        except OSError:
+            return True
+
+    eventually(has_ended)  # it was told to, and nobody waited for that

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from rich.console import Console
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import ALL_FAMILIES, tiny_config, write_checkpoint
+from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
 from tritonllm.cli import main
@@ -279,7 +280,7 @@ def test_nobody_reads():
     reads, writes = os.pipe()
     os.close(reads)
     words = ["-m", "tritonllm", "generate", "--xray", "--prompt", "There", "--max-tokens", "3"]
-    done = subprocess.run([sys.executable, *words], stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *words], stdout=writes, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -288,7 +289,9 @@ def test_nobody_reads():
 def test_a_session_at_a_terminal(tmp_path):
     command = ["-m", "tritonllm", "generate", "--xray", "--prompt", "There was a fox", "--max-tokens", "6"]
     files = ["--xray-attention", "0", f"{tmp_path}/a.png", "--xray-logit-lens", "-1", f"{tmp_path}/l.png"]
-    session = pexpect.spawn(sys.executable, [*command, *files], encoding="utf-8", timeout=60, dimensions=(50, 160))
+    session = pexpect.spawn(
+        sys.executable, [*command, *files], encoding="utf-8", timeout=PATIENCE, dimensions=(50, 160)
+    )
     for expected in (
         "Roofline of this CPU",
         "step 1: 4 tokens of 1 sequence",
