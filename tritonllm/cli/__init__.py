@@ -82,7 +82,7 @@ def default_model() -> str:
 
 
 def make_llm(model: str, **kwargs: Any) -> Any:
-    with no_searches():
+    with no_searches(ours=True):
         from tritonllm.offline.llm import LLM
 
     return LLM(model, **kwargs)
