@@ -11,6 +11,7 @@ from typing import IO, Any
 from tritonllm.cli.options import ENGINE, SEVERAL, add_options, given
 from tritonllm.cli.serve import EXTRA
 from tritonllm.config import EngineConfig
+from tritonllm.starting import no_searches
 
 DESCRIPTION = """\
 Answer a file of requests in OpenAI's batch format: each line has custom_id, url (as /v1/chat/completions) and body. An
@@ -53,7 +54,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     try:
-        from tritonllm.serve.batch import open_answers, read_lines
+        with no_searches(ours=True):
+            from tritonllm.serve.batch import open_answers, read_lines
     except ImportError as error:
         raise ImportError(EXTRA.replace("serve needs", "batch needs").format(error)) from error
     with contextlib.ExitStack() as stack:
