@@ -8,9 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file, save_file
+from support import forked_programs
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.server import eventually
 from support.streams import all_gone
@@ -61,7 +61,7 @@ def launch(folder, tokens, ranks=2, otherwise=(), step_timeout=PATIENCE):
     arguments = [script, tiny_checkpoint(), tokens, *otherwise]
     command = [sys.executable, "-m", "torch.distributed.run", *how, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, **pipes)
+    return forked_programs.Popen(command, env=environment, **pipes)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_a_rank_that_is_lost_ends_all(tmp_path, rank, number):
     """One that has stopped is missed when a step takes longer than ``step_timeout``."""
     process = launch(tmp_path, 5, step_timeout=5.0 if number == signal.SIGSTOP else PATIENCE)
     assert process.stdout.readline()
-    ranks = psutil.Process(process.pid).children()
-    (victim,) = [child for child in ranks if child.environ()["RANK"] == str(rank)]
+    ranks = forked_programs.children(process.pid)
+    victim = ranks[rank]
     victim.send_signal(number)
     if number == signal.SIGSTOP:  # for the launcher, which would wait longer to kill it
         others = [child for child in ranks if child != victim]

@@ -8,6 +8,7 @@ import sys
 import httpx
 import psutil
 import pytest
+from support import forked_programs
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.server import ROOT, eventually
 from support.waiting import PATIENCE
@@ -26,7 +27,7 @@ class Launched:
         options = ["-tp", "2", "--distributed-executor-backend", "external_launcher", "--skip-tokenizer-init"]
         options += [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
         serve = ["-m", "tritonllm", "serve", str(tiny_checkpoint()), "--device", "cpu", "--port", "0", *options]
-        self.process = subprocess.Popen(
+        self.process = forked_programs.Popen(
             [sys.executable, "-m", "torch.distributed.run", *how, *serve],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -43,9 +44,8 @@ class Launched:
 
     def engine_of(self, rank: int) -> psutil.Process:
         """The process of a rank that holds its part of the model."""
-        ranks = psutil.Process(self.process.pid).children()
-        (server,) = [child for child in ranks if child.environ().get("RANK") == str(rank)]
-        return max(server.children(recursive=True), key=lambda child: child.memory_info().rss)
+        server = forked_programs.children(self.process.pid)[rank]
+        return max(forked_programs.children(server.pid, recursive=True), key=lambda child: child.memory_info().rss)
 
     def end(self) -> tuple[int, str]:
         """Wait for the launcher: its status, and all that was written."""

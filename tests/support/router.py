@@ -8,6 +8,7 @@ import threading
 
 import httpx
 
+from support import forked_programs
 from support.server import ROOT
 from support.waiting import PATIENCE, eventually
 
@@ -24,7 +25,7 @@ class RouterProcess:
 
     def __init__(self, *options: str) -> None:
         command = [sys.executable, "-m", "tritonllm", "route", "--port", "0", *options]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.process = forked_programs.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self._listens = threading.Event()
         self._reader = threading.Thread(target=self._read_log, daemon=True)

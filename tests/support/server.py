@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
+from support import forked_programs
 from support.waiting import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ class RunningServer:
         if "--uds" not in options:
             command += ["--port", "0"]
         inherited = {name: value for name, value in os.environ.items() if name != "TRITONLLM_API_KEY"}
-        self.process = subprocess.Popen(
+        self.process = forked_programs.Popen(
             [*command, *options],
             cwd=ROOT,
             env={**inherited, **(environment or {})},
@@ -75,7 +76,7 @@ class RunningServer:
         return "".join(self.log)
 
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return forked_programs.children(self.process.pid, recursive=True)
 
     def engine(self) -> psutil.Process:
         """The engine process: the only child that holds a model (the other one tracks resources)."""
