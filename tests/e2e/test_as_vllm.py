@@ -3,11 +3,11 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import forked_programs
 from support.waiting import PATIENCE
 
 import tritonllm
@@ -38,7 +38,7 @@ print(json.dumps([version("vllm"), vllm.__version__, find_spec("vllm") is not No
 def run(*args, cwd):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tritonllm.as_vllm", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cwd, timeout=PATIENCE)
+    return forked_programs.run(command, env=environ, cwd=cwd, timeout=PATIENCE)
 
 
 def test_a_script_and_its_options(tmp_path):

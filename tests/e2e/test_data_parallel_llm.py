@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import forked_programs
 from support.engines import tiny_checkpoint, tiny_llm, token_ids
 from support.imported_processes import engine_processes, imported_processes
 from support.processors import Bans
@@ -219,7 +220,7 @@ def script(tmp_path):
     file.write_text(SCRIPT)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, str(file)], env=environment, start_new_session=True, **pipes)
+    process = forked_programs.Popen([sys.executable, str(file)], env=environment, start_new_session=True, **pipes)
     yield process
     process.kill()
     process.communicate()

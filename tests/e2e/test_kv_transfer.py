@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support import forked_programs
 from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm, token_ids
 from support.kv_sharing import FULL, PROMPTS, ROOM, all_slots_are_back, computed_alone, connected_llm
 from support.kv_sharing import run_prompts as run
@@ -187,7 +188,7 @@ def test_an_engine_that_is_killed_while_it_saves(alone, tmp_path):
     where = [path for path in sys.path if path]
     wanted = repr(PROMPTS[3]), str(FULL[3] // 4)
     command = [sys.executable, "-c", ENGINE, str(tiny_checkpoint()), str(tmp_path), *wanted, *where]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+    with forked_programs.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout.readline() == "ready\n"
         while int(engine.stdout.readline()) < 20:
             pass

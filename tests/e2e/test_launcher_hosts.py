@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import forked_programs
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.namespaces import network
 from support.waiting import PATIENCE
@@ -46,7 +47,9 @@ def ranks(hosts, tmp_path):
         command = [sys.executable, str(script), str(tiny_checkpoint())]
         with host.inside():
             environment = {**os.environ, **place, **where, **path}
-            made.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+            made.append(
+                forked_programs.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+            )
     yield made
     for process in made:
         process.kill()

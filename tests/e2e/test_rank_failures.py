@@ -14,6 +14,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
+from support import forked_programs
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.imported_processes import imported_processes
 from support.ranks import shared_memory
@@ -293,7 +294,7 @@ def test_no_rank_outlives_the_engine(tmp_path, doing):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(tiny_checkpoint()), doing]
     shared = shared_memory()
-    process = subprocess.Popen(
+    process = forked_programs.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
     )
     (pid,) = map(int, process.stdout.readline().split())

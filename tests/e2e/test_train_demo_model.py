@@ -1,12 +1,12 @@
 """The demo model's trainer from end to end, a few steps long: what it writes is what transformers and tests expect."""
 
 import json
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+from support import forked_programs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "cpu",
     ]
     command = [*script, "--workers", "1", "--out", str(folder), "--tar", str(folder / "demo.tar")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    run = forked_programs.run(command, timeout=300)
     assert run.returncode == 0, run.stderr
     losses = [float(line.split("loss ")[1].split()[0]) for line in run.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 14 + 7  # the draft takes half as many steps

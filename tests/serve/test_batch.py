@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support import forked_programs
 from support.imported_processes import imported_processes
 from support.server import MODEL, ROOT, eventually
 
@@ -50,7 +51,7 @@ def answers(folder):
 def test_killed_and_started_again(tmp_path, llm):
     write_requests(tmp_path / "in.jsonl")
     out = tmp_path / "out.jsonl"
-    process = subprocess.Popen(command(tmp_path, "--max-concurrency", "3"), cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = forked_programs.Popen(command(tmp_path, "--max-concurrency", "3"), cwd=ROOT, stderr=subprocess.DEVNULL)
     eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 4)
     process.kill()
     process.wait()
@@ -58,7 +59,7 @@ def test_killed_and_started_again(tmp_path, llm):
     assert 4 <= len(finished) < COUNT, "it was killed on its way"
     with out.open("ab") as file:
         file.write(b'{"id": "batch-half')  # as if killed in the middle of a line
-    again = subprocess.run(command(tmp_path), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    again = forked_programs.run(command(tmp_path), cwd=ROOT)
     assert again.returncode == 0, again.stderr
     assert f"{len(finished)} of {COUNT} requests are answered already" in again.stderr
     assert out.read_bytes().splitlines()[: len(finished)] == finished, "nothing is redone"
@@ -66,7 +67,7 @@ def test_killed_and_started_again(tmp_path, llm):
     assert len(answers(tmp_path)) == len(found) == COUNT
     expected = llm.generate([f"{i} + {i} =" for i in range(COUNT)], SamplingParams(**GREEDY), use_tqdm=False)
     assert [found[f"number-{i}"] for i in range(COUNT)] == [output.outputs[0].text for output in expected]
-    third = subprocess.run(command(tmp_path), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    third = forked_programs.run(command(tmp_path), cwd=ROOT)
     assert (third.returncode, len(answers(tmp_path))) == (0, COUNT)
 
 

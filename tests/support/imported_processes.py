@@ -14,6 +14,8 @@ from unittest.mock import patch
 import psutil
 import torch
 
+from support.forking import FORKING
+
 # The last is what an engine with a tokenizer imports when it loads it.
 IMPORTED = ["tritonllm.engine.worker", "tritonllm.serve.engine_process", "transformers.models.auto.tokenization_auto"]
 
@@ -37,5 +39,6 @@ def engine_processes(process: psutil.Process | None = None) -> list[psutil.Proce
     has imported the engine."""
     found = (process or psutil.Process()).children(recursive=True)
     forked = [child for child in found if "multiprocessing.forkserver" in " ".join(child.cmdline())]
-    spawned = [child for child in found if "spawn_main" in " ".join(child.cmdline())]
+    mine = lambda child: "forking.py" in " ".join(child.cmdline()) and child.name() != FORKING  # noqa: E731
+    spawned = [child for child in found if "spawn_main" in " ".join(child.cmdline()) or mine(child)]
     return [*spawned, *(child for child in forked if child.parent() in forked)]
