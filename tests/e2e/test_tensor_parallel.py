@@ -25,11 +25,6 @@ pytestmark = pytest.mark.usefixtures("imported_ranks")
 
 
 @pytest.fixture(scope="module")
-def alone():
-    return tiny_llm(**SIZES)
-
-
-@pytest.fixture(scope="module")
 def two():
     return tiny_llm(**SIZES, tensor_parallel_size=2)
 
