@@ -12,7 +12,6 @@ import importlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 import tomllib
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support import forked_programs
 from support.waiting import PATIENCE
 
 from tritonllm import cli
@@ -140,14 +140,7 @@ def test_python_runs(page, workplace):
         if "__main__" in block.text:
             (workplace / "script.py").write_text(block.text)
             environ = os.environ | {"PYTHONPATH": str(ROOT)}
-            done = subprocess.run(
-                [sys.executable, "script.py"],
-                env=environ,
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-                check=False,
-            )
+            done = forked_programs.run([sys.executable, "script.py"], env=environ, timeout=PATIENCE)
             assert done.returncode == 0, f"{block}: {done.stderr}"
         else:
             # as many lines above as on the page, so that a traceback names the right one

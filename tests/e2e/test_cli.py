@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import forked_programs
 from support.engines import tiny_checkpoint, tiny_llm
 from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
@@ -547,7 +548,7 @@ def test_info_of_no_model(capsys):
 
 
 def test_reader_that_went_away():
-    process = subprocess.Popen(
+    process = forked_programs.Popen(
         [sys.executable, "-m", "tritonllm", "info", str(tiny_checkpoint())], stdout=-1, stderr=-1, text=True
     )
     process.stdout.close()
@@ -605,7 +606,7 @@ def test_ctrl_c_while_generating(tmp_path):
     save_tokenizer(Path(tmp_path))
     argv = ["generate", str(tmp_path), "--prompt", "the", "--ignore-eos", "--max-tokens", str(length)]
     ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored, in a shell's background jobs
-    process = subprocess.Popen([sys.executable, "-m", "tritonllm", *argv], stdout=-1, stderr=-1, text=True)
+    process = forked_programs.Popen([sys.executable, "-m", "tritonllm", *argv], stdout=-1, stderr=-1, text=True)
     signal.signal(signal.SIGINT, ours)
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
