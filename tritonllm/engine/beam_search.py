@@ -265,6 +265,7 @@ class BeamState(RequestState):
         follower = IncrementalDetokenizer(self.tokenizer, self.prompt_token_ids)
         for token in tokens[: len(tokens) - stopped]:
             follower.append(token)
+        follower.finish()
         kept = stopped and self.search.params.include_stop_str_in_output
         return follower.text + (self.tokenizer.decode([tokens[-1]]) if kept else "")
 

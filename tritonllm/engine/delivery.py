@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tritonllm.engine.announcer import Announcer, Sequences
+from tritonllm.engine.detokenizer import Words
 from tritonllm.engine.output_processor import RequestState
 from tritonllm.engine.plan import NewTokens, StepPlan
 from tritonllm.engine.pooling import PoolingState
@@ -24,7 +25,7 @@ class Delivery:
     Args:
         scheduler: is told of requests that end.
         sequences: the engine's unfinished ones, by id.
-        tokenizer: decodes log-probabilities' tokens.
+        words: texts of log-probabilities' tokens.
         events: are told of forced tokens.
 
     Attributes:
@@ -33,8 +34,8 @@ class Delivery:
         drafts: what became of drafts.
     """
 
-    def __init__(self, scheduler: Scheduler, sequences: Sequences, tokenizer: Any, events: Announcer) -> None:
-        self._scheduler, self._sequences, self._tokenizer, self._events = scheduler, sequences, tokenizer, events
+    def __init__(self, scheduler: Scheduler, sequences: Sequences, words: Words, events: Announcer) -> None:
+        self._scheduler, self._sequences, self._words, self._events = scheduler, sequences, words, events
         self.generated_tokens = self.forced_tokens = 0
         self.drafts = DraftCounts()
 
@@ -50,7 +51,7 @@ class Delivery:
         for request_id, (first, scores) in result.prompt_logprobs.items():
             state, sequence = self._sequences.get(request_id, (None, None))
             if state is not None and sequence is not None and sequence.index == 0:  # else it was aborted since
-                state.take_prompt_logprobs(first, scores, self._tokenizer)
+                state.take_prompt_logprobs(first, scores, self._words)
         for ids, first, vectors in result.pooled:
             for i, request_id in enumerate(ids):
                 state, _ = self._sequences.get(request_id, (None, None))

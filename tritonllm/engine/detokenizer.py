@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
+from itertools import product
 from typing import Any
 
-# Prompt tokens decoded together with the output: some tokenizers write a word differently at the start of a text.
-CONTEXT_TOKENS = 5
-REPLACEMENT = "�"  # what an incomplete UTF-8 sequence decodes to
-# A character is at most 4 bytes, so at most 4 tokens: a longer wait means bytes that are no text, or skipped tokens.
-MAX_PENDING = 8
+REPLACEMENT = "�"  # what bytes decode to that are no character, or not yet
+CONTEXT_TOKENS = 4  # of the prompt, at least
+# Of a character of 4 bytes 3 may be there. Tokenizers write them as one U+FFFD or as one for each.
+MOST_UNFINISHED = 3
+UNFINISHED = REPLACEMENT * MOST_UNFINISHED
+# Tokens that end in U+FFFD, one after the other, are decoded together. Of so many these first and last ones are enough:
+# the first tell that a run of bytes is no text, the last hold the character that may be unfinished.
+MOST_PENDING, FIRST, LAST = 16, 5, 8
 
 
 def backend_of(tokenizer: Any) -> Any:
@@ -44,7 +48,10 @@ def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
         text: of the token by itself.
     """
     if tokenizer is not None and REPLACEMENT in text:
-        name = str(tokenizer.convert_ids_to_tokens(token))
+        name = tokenizer.convert_ids_to_tokens(token)
+        if isinstance(name, bytes):  # as tiktoken has them
+            return name
+        name = str(name)
         if byte := ONE_BYTE.fullmatch(name):
             return bytes.fromhex(byte[1])
         if SHOWN_AS.keys() >= set(name):
@@ -52,44 +59,70 @@ def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
     return text.encode()
 
 
+def decoder_of(
+    tokenizer: Any, *, skip_special_tokens: bool = False, spaces_between_special_tokens: bool = True
+) -> Callable[[list[int]], str]:
+    """What ``tokenizer.decode`` gives, but for its clean-up, whose edits reach back into text that is already out.
+
+    Transformers takes 3.1 us for a token, the tokenizer behind it 0.7.
+    """
+    if (backend := backend_of(tokenizer)) is not None:
+        return partial(backend.decode, skip_special_tokens=skip_special_tokens)
+    return partial(
+        tokenizer.decode,
+        skip_special_tokens=skip_special_tokens,
+        spaces_between_special_tokens=spaces_between_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+
+
 class Words:
-    """The text of each token by itself, decoded once: transformers takes 3.1 us for one, the tokenizer behind it 0.7.
+    """The text of each token as it is within a text, decoded once. (At the beginning some have a space less.)
 
     Args:
         tokenizer: a transformers tokenizer; ``None``: tokens have no text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._decode = None if tokenizer is None else decoder_of(tokenizer)
         self._known: dict[int, str] = {}
 
     def __call__(self, token: int) -> str | None:
-        if self._tokenizer is None:
+        if self._decode is None:
             return None
         text = self._known.get(token)
         if text is None:
-            text = self._known[token] = self._decode([token])
+            first, both = self._decode([token]), self._decode([token, token])
+            text = self._known[token] = both[len(first) :] if both.startswith(first) else first
         return text
 
-    @cached_property
-    def _decode(self) -> Callable[[list[int]], str]:
-        cleans = getattr(self._tokenizer, "clean_up_tokenization_spaces", True)  # which transformers does itself
-        backend = None if cleans else backend_of(self._tokenizer)
-        return self._tokenizer.decode if backend is None else partial(backend.decode, skip_special_tokens=False)
+
+def _tells_nothing(token_id: int) -> str | None:
+    return None
 
 
 class IncrementalDetokenizer:
-    """Follows one output.
+    """Follows one output, whose text is what ``tokenizer.decode`` of prompt and output has behind that of the prompt.
 
-    Decoding is not additive (a token may be a third of a character, or drop the space before it), so each step decodes
-    a short window twice, without and with the new tokens, and what the second adds is new text. The window moves on
-    only when its text ends in a whole character. ``tokenizers.DecodeStream`` does the same in 1.6 us a token, where two
-    decodes take 13 (one core of an EPYC). On bytes that are no text it waits for ever; there this class decodes itself.
+    Decoding is not additive (a token may be a third of a character, or drop the space before it), so each token is
+    decoded behind those whose text came last. The text ends where a character may be unfinished; :meth:`finish` adds
+    what is left of it.
+
+    - If the prompt ends in a part of a character and the output completes it, the character belongs to the output.
+    - Byte-fallback decoders make of a run of bytes a U+FFFD for each as soon as one of them is no text. Characters of
+      the run before that one are out already and stay.
+
+    ``tokenizers.DecodeStream`` says what most tokens add, in 0.5 us, where two decodes take 1.3 (the demo model's
+    tokenizer). It says nothing as long as tokens end inside of a character, and on bytes that are no text; there this
+    class decodes itself, as it does for tokenizers that have none of the library's behind them.
 
     Args:
         tokenizer: a transformers tokenizer.
-        prompt_token_ids: the prompt; its last tokens are the first window.
+        prompt_token_ids: the prompt.
         skip_special_tokens, spaces_between_special_tokens: as in :class:`SamplingParams`.
+
+    Attributes:
+        text: so far.
     """
 
     def __init__(
@@ -100,62 +133,132 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._options = {
-            "skip_special_tokens": skip_special_tokens,
-            "spaces_between_special_tokens": spaces_between_special_tokens,
-            "clean_up_tokenization_spaces": False,  # its edits reach back into text that is already out
-        }
-        self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
-        self._emitted = len(self._window)  # how many tokens of the window are in the text already
-        self._backend = backend_of(tokenizer)
-        self._stream: Any = None  # of the backend; made anew where it gave up
+        self._backend, self._skip = backend_of(tokenizer), skip_special_tokens
+        self._decode = decoder_of(
+            tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        self._context: list[int] = []  # the last tokens whose text is out
+        self._before: str | None = ""  # what they decode to, if that is known
+        self._pending: list[int] = []  # those behind them
+        self._shown = 0  # characters of their text that are out
+        self._length = 0  # of all of it, when it was last looked at
+        self._of_prompt = 0  # so many U+FFFD to come are the prompt's, unless they become characters
         self.text = ""
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, **self._options)
+        behind = self._take_context(prompt_token_ids)
+        self._step = self._new_step()
+        for token in behind:
+            self.append(token)
+        self._of_prompt, self.text = len(self._rest()), ""
 
     def append(self, token_id: int) -> str:
         """Add one token; returns the text it completes, often that of the token itself, possibly empty."""
-        new = self._streamed(token_id)
-        self._window.append(token_id)
-        if new == "" and len(self._window) - self._emitted < MAX_PENDING:
-            return ""
-        if not new:
-            self._stream, new = None, self._decoded()
-            if new is None:
-                return ""
-        self._window = self._window[self._emitted :]
-        self._emitted = len(self._window)
-        self.text += new
-        return new
-
-    def _streamed(self, token_id: int) -> str | None:
-        """What ``DecodeStream`` says the token completes; ``None`` if it cannot tell."""
-        if self._backend is None:
-            return None
-        if self._stream is None:
-            if len(self._window) > self._emitted or self._decode(self._window).endswith(REPLACEMENT):
-                return None  # it would take the beginning of a character for new text
-            from tokenizers.decoders import DecodeStream  # imported with the tokenizer already
-
-            skip = self._options["skip_special_tokens"]
-            self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip)
         try:
-            return self._stream.step(self._backend, token_id) or ""
+            new = self._step(token_id)
         except Exception as error:  # tokenizers raises no narrower one
             if type(error) is not Exception:
                 raise
-            return None  # a decoder whose texts do not begin alike
+            new, self._step = None, _tells_nothing  # the token makes something else of the bytes before it
+        self._pending.append(token_id)
+        if new and (new != " " or self._decode(self._pending)):  # see :meth:`_move_on`
+            if self._shown:
+                new, self._shown = new[self._shown :], 0
+            self._context, self._before, self._pending = self._pending, None, []
+        else:
+            new = self._decoded()
+        if self._of_prompt:
+            return self._out(new)
+        self.text += new
+        return new
 
-    def _decoded(self) -> str | None:
-        """The text that the window adds; ``None`` if it may still become a character."""
-        before = self._decode(self._window[: self._emitted])
-        after = self._decode(self._window)
-        incomplete = len(after) <= len(before) or after.endswith(REPLACEMENT)
-        if incomplete and len(self._window) - self._emitted < MAX_PENDING:
-            return None
-        return after[len(before) :]
+    def finish(self) -> str:
+        """The output ends here. Returns what was kept back, as it might have become a character."""
+        rest = self._rest()
+        self._shown += len(rest)
+        return self._out(rest)
+
+    def _rest(self) -> str:
+        """What is not out of the pending tokens' text."""
+        return self._added(self._decode(self._pending))[self._shown :] if self._pending else ""
+
+    def _new_step(self) -> Callable[[int], str | None]:
+        """What to ask the library: what the pending tokens and one more add; ``None`` if it does not know."""
+        if self._backend is None or (self._before or "").endswith(REPLACEMENT):  # it would add this once more
+            return _tells_nothing
+        from tokenizers.decoders import DecodeStream  # imported with the tokenizer already
+
+        return partial(DecodeStream(ids=self._context, skip_special_tokens=self._skip).step, self._backend)
+
+    def _decoded(self) -> str:
+        """What the last token completes."""
+        alone, waits = self._decode(self._pending), len(self._pending) < MOST_PENDING
+        if waits and alone and alone in UNFINISHED:  # most often
+            added, parts = alone, len(alone)
+        else:
+            added = self._added(alone)
+            most = MOST_UNFINISHED + (not self._context)  # and a byte that was a space and is dropped
+            parts = min(len(added) - len(added.rstrip(REPLACEMENT)), most)
+        if len(self._pending) > 1 and len(added) < self._length:  # each byte was a U+FFFD, together they are one
+            added, parts = self._added(alone), 0
+        self._length = len(added)
+        new = added[self._shown : len(added) - parts]
+        self._shown += len(new)
+        if added and not parts:
+            self._move_on(alone)
+        elif not waits:
+            del self._pending[FIRST:-LAST]
+            self._length = len(self._added(self._decode(self._pending)))
+            self._shown = max(0, self._length - parts)
+            self._step = _tells_nothing  # the stream would take all of them
+        return new
+
+    def _added(self, alone: str) -> str:
+        """The text of the pending tokens, which is ``alone`` without those before them."""
+        if self._before is None:
+            self._before = self._decode(self._context)
+        text, before = self._decode(self._context + self._pending), self._before
+        begins = text.startswith(before) and not (before.endswith(REPLACEMENT) and alone.startswith(REPLACEMENT))
+        # else they are bytes that make something else of those before them, whose text is out
+        return text[len(before) :] if begins else alone
+
+    def _move_on(self, alone: str) -> None:
+        """The pending tokens become the context. It has text: a decoder that drops the first space drops no other."""
+        tokens, start, before = self._context + self._pending, len(self._context), alone
+        while not before and start:
+            start -= 1
+            before = self._decode(tokens[start:])
+            if before.startswith(REPLACEMENT) and start:  # it begins inside of a character
+                before = ""
+        self._context, self._before, self._pending, self._shown = tokens[start:], before, [], 0
+        self._step = self._new_step()
+
+    def _take_context(self, prompt: Sequence[int]) -> Sequence[int]:
+        """Find a short context at the prompt's end that has whole characters; returns the tokens behind it."""
+        end, size, before = len(prompt), CONTEXT_TOKENS, ""
+        while end:
+            # a part of a character may have skipped tokens within
+            for cut, more in product(range(LAST), range(MOST_UNFINISHED + 1)):
+                tokens = list(prompt[max(0, end - cut - size - more) : max(0, end - cut)])
+                before = self._decode(tokens)
+                if not before:  # special tokens, which are skipped
+                    break
+                if REPLACEMENT not in (before[0], before[-1]):
+                    self._context, self._before = tokens, before
+                    return prompt[end - cut :]
+            if size >= end or (before and size > CONTEXT_TOKENS):  # all tokens end inside of a character
+                break
+            size *= 4
+        return prompt[-LAST:]
+
+    def _out(self, new: str) -> str:
+        """Add new text, but what the prompt has of it."""
+        while self._of_prompt and new.startswith(REPLACEMENT):
+            new, self._of_prompt = new[1:], self._of_prompt - 1
+        if new:
+            self._of_prompt = 0
+        self.text += new
+        return new
 
 
 def find_stop(text: str, new_chars: int, stop: Sequence[str]) -> tuple[int, str] | None:

@@ -97,7 +97,7 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
         self._prepared_at_ready = MONITOR.prepared
         self._steps = self._prompt_tokens = 0
         self._jumps = not config.logits_processors  # those of whole batches may have to see each token drawn
-        self._delivery = Delivery(scheduler, sequences, self.tokenizer, self._events)
+        self._delivery = Delivery(scheduler, sequences, self.inputs.words, self._events)
 
     @classmethod
     def from_config(cls, config: EngineConfig, place: ExpertPlace | None = None) -> "LLMEngine":

@@ -75,7 +75,9 @@ class NewRequests:
             raise ValueError("token_type_ids are for encoders: leave them out")
         grammar = inputs.grammar(params)
         requests = inputs.requests(request_id, tokenized, params, priority, arrival, grammar)
-        sequences = [SequenceOutput(index, request, inputs.tokenizer) for index, request in enumerate(requests)]
+        sequences = [
+            SequenceOutput(index, request, inputs.tokenizer, inputs.words) for index, request in enumerate(requests)
+        ]
         metrics = RequestMetrics(arrival_time=time.monotonic())
         state = RequestState(request_id, tokenized.text, tokenized.token_ids, params, sequences, metrics)
         state.grammar = grammar

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonllm.engine.detokenizer import IncrementalDetokenizer, find_stop
+from tritonllm.engine.detokenizer import IncrementalDetokenizer, Words, find_stop
 from tritonllm.engine.kv_connector import Params
 from tritonllm.engine.kv_transfer import Fetch
 from tritonllm.engine.outputs import (
@@ -22,25 +22,28 @@ from tritonllm.engine.results import TokenLogprobs
 from tritonllm.sampling_params import ALL, RequestOutputKind, SamplingParams
 
 
-def to_logprobs(scores: TokenLogprobs, row: int, top: int, tokenizer: Any) -> dict[int, Logprob]:
+def to_logprobs(scores: TokenLogprobs, row: int, top: int, words: Words) -> dict[int, Logprob]:
     """One position's log-probabilities: the chosen token first, then the ``top`` most likely, all if it is ``ALL``."""
     top = len(scores.token_ids[row]) - 1 if top == ALL else top
     ids, values = scores.token_ids[row][: top + 1], scores.logprobs[row][: top + 1]
     ranks = [scores.ranks[row], *range(1, top + 1)]
     entries: dict[int, Logprob] = {}
     for token, value, rank in zip(ids, values, ranks, strict=False):  # a small vocabulary has fewer than `top`
-        text = tokenizer.decode([token]) if tokenizer is not None else None
-        entries.setdefault(token, Logprob(value, rank, text))
+        entries.setdefault(token, Logprob(value, rank, words(token)))
     return entries
 
 
 class SequenceOutput:
-    """One of a request's ``n`` continuations."""
+    """One of a request's ``n`` continuations.
 
-    def __init__(self, index: int, request: Request, tokenizer: Any) -> None:
+    Args:
+        words: texts of the tokens of log-probabilities; ``None``: of this output's own.
+    """
+
+    def __init__(self, index: int, request: Request, tokenizer: Any, words: Words | None = None) -> None:
         self.index = index
         self.request = request
-        self._tokenizer = tokenizer
+        self._words = Words(tokenizer) if words is None else words
         self._logprobs: list[Logprobs] = []
         self._cumulative = 0.0
         self._text_end: int | None = None  # where a stop string cut the text
@@ -91,7 +94,7 @@ class SequenceOutput:
         One that ``ends`` the output is a part of its text only with ``include_stop_str_in_output``."""
         params = self.request.params
         if scores is not None and params.logprobs is not None:
-            entries = to_logprobs(scores, row, params.logprobs, self._tokenizer)
+            entries = to_logprobs(scores, row, params.logprobs, self._words)
             self._logprobs.append(entries)
             self._cumulative += entries[token].logprob
         if self._detokenizer is None or (ends and not params.include_stop_str_in_output):
@@ -109,12 +112,13 @@ class SequenceOutput:
     def _text(self) -> str:
         if self._detokenizer is None:
             return ""
-        text = self._detokenizer.text
         if self._text_end is not None:
-            return text[: self._text_end]
-        if self.request.status.is_finished or not self._held_back:
-            return text
-        return text[: -self._held_back]
+            return self._detokenizer.text[: self._text_end]
+        status = self.request.status
+        if status.is_finished and status is not RequestStatus.FINISHED_ERROR:  # that of the tokenizer, perhaps
+            self._detokenizer.finish()
+        text = self._detokenizer.text
+        return text if status.is_finished or not self._held_back else text[: -self._held_back]
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         """What to show now; a delta is relative to the last call."""
@@ -164,12 +168,10 @@ class RequestState:
                 return False
         return True
 
-    def take_prompt_logprobs(self, first: int, scores: TokenLogprobs, tokenizer: Any) -> None:
+    def take_prompt_logprobs(self, first: int, scores: TokenLogprobs, words: Words) -> None:
         """Store a chunk's scores from prompt position ``first`` on (again, if the prompt was computed again)."""
         top = self.params.prompt_logprobs or 0
-        self.prompt_logprobs[first:] = [
-            to_logprobs(scores, row, top, tokenizer) for row in range(len(scores.token_ids))
-        ]
+        self.prompt_logprobs[first:] = [to_logprobs(scores, row, top, words) for row in range(len(scores.token_ids))]
 
     def output(self) -> RequestOutput | PoolingRequestOutput | None:
         """What this step returns of the request; ``None`` if it only wants its end."""

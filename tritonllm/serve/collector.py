@@ -58,6 +58,8 @@ class Texts:
             drop_end = completion.finish_reason == "stop" and not self._keep_end
             tokens = completion.token_ids[:-1] if drop_end else completion.token_ids
             completion.text = "".join([detokenizer.append(token) for token in tokens])
+            if completion.finish_reason not in (None, "error"):
+                completion.text += detokenizer.finish()
 
 
 class Collector:

@@ -1,6 +1,6 @@
 """``POST /v1/completions``: one prompt or several, each continued ``n`` times."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -8,8 +8,9 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from tritonllm.beam_search_params import BeamSearchParams
+from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import InputProcessor
-from tritonllm.engine.outputs import CompletionOutput, RequestOutput
+from tritonllm.engine.outputs import CompletionOutput, Logprobs, RequestOutput
 from tritonllm.inputs import Prompt
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream, unless_disconnected
@@ -117,21 +118,42 @@ class _Choices:
         """One entry; the ``first`` of a choice begins with the prompt, if that is asked for."""
         index, body = self.index(prompt, completion), self._body
         echo = first and bool(body.echo)
-        tokens, positions = completion.token_ids, completion.logprobs
-        if echo and positions is not None and output.prompt_logprobs is not None:
-            tokens, positions = [*output.prompt_token_ids, *tokens], [*output.prompt_logprobs, *positions]  # type: ignore[list-item]
-        offsets = self._offsets.setdefault(index, Offsets())
-        logprobs = completion_logprobs(tokens, positions, offsets, self._tokenizer)
         choice = {
             "index": index,
             "text": (self.prompt_text(output) if echo else "") + completion.text,
-            "logprobs": logprobs,
+            "logprobs": None if completion.logprobs is None else self._logprobs(index, output, completion, echo),
             **ending(completion),
         }
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
         return choice
+
+    def _logprobs(self, index: int, output: RequestOutput, completion: CompletionOutput, echo: bool) -> dict[str, Any]:
+        tokens, positions = list(completion.token_ids), list[Logprobs | None](completion.logprobs or ())
+        prompt = list(output.prompt_token_ids)
+        if index not in self._offsets:
+            options = {
+                "skip_special_tokens": self._body.skip_special_tokens is not False,
+                "spaces_between_special_tokens": self._body.spaces_between_special_tokens is not False,
+            }
+            before = len(self.prompt_text(output)) if echo else 0
+            self._offsets[index] = Offsets(self._detokenizer(prompt, **options), before)
+        begins = self._offsets[index].add(tokens)
+        if echo and output.prompt_logprobs is not None:
+            begins = self._prompt_offsets(output) + begins
+            tokens, positions = prompt + tokens, [*output.prompt_logprobs, *positions]
+        return completion_logprobs(tokens, positions, begins, self._tokenizer)
+
+    def _prompt_offsets(self, output: RequestOutput) -> list[int]:
+        """Where the prompt's tokens begin. A text that was given lacks the special tokens that were set before it."""
+        prompt, lacks = output.prompt_token_ids, 0
+        if output.prompt is not None and self._tokenizer is not None:
+            lacks = len(self._tokenizer.decode(prompt)) - len(output.prompt)
+        return Offsets(self._detokenizer([], skip_special_tokens=False), -lacks).add(prompt)
+
+    def _detokenizer(self, prompt: Sequence[int], **options: bool) -> IncrementalDetokenizer | None:
+        return None if self._tokenizer is None else IncrementalDetokenizer(self._tokenizer, prompt, **options)
 
     def whole(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         choices = [self.choice(prompt, output, part, first=True) for part in output.outputs]

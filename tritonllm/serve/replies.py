@@ -1,6 +1,5 @@
 """The parts that answers are made of: usage, log-probabilities, events. Plain dictionaries, written as JSON."""
 
-import codecs
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tritonllm.engine.detokenizer import bytes_of
+from tritonllm.engine.detokenizer import IncrementalDetokenizer, bytes_of
 from tritonllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 
 LEAST_LOGPROB = -9999.0  # JSON has no word for minus infinity
@@ -64,17 +63,23 @@ def _finite(value: float) -> float:
 
 
 class Offsets:
-    """Where a text's tokens begin in it, in characters: those that share a character begin where it does."""
+    """Where a text's tokens begin in it, in characters: those that share a character begin where it does.
 
-    def __init__(self) -> None:
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._end = 0
+    Args:
+        detokenizer: makes the text of them; ``None`` if there is no tokenizer.
+        before: characters that the text has before them.
+    """
 
-    def add(self, token: bytes) -> int:
-        """Where the next token begins."""
-        begin = self._end
-        self._end += len(self._characters.decode(token))
-        return begin
+    def __init__(self, detokenizer: IncrementalDetokenizer | None, before: int = 0) -> None:
+        self._detokenizer, self._end = detokenizer, before
+
+    def add(self, tokens: Sequence[int]) -> list[int]:
+        """Where the next tokens begin."""
+        begins = []
+        for token in tokens:
+            begins.append(max(0, self._end))
+            self._end += len(_text(token, None, None) if self._detokenizer is None else self._detokenizer.append(token))
+        return begins
 
 
 def _text(token: int, logprob: Logprob | None, tokenizer: Any) -> str:
@@ -116,23 +121,19 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    tokens: Sequence[int], positions: Sequence[Logprobs | None] | None, offsets: Offsets, tokenizer: Any
-) -> dict[str, Any] | None:
-    """``choices[].logprobs`` of a completion; ``None`` if none were asked for.
+    tokens: Sequence[int], positions: Sequence[Logprobs | None], begins: list[int], tokenizer: Any
+) -> dict[str, Any]:
+    """``choices[].logprobs`` of a completion.
 
     Args:
-        offsets: have counted the tokens before these.
+        begins: of the tokens, see :class:`Offsets`.
         tokenizer: of the model; ``None`` if there is none.
     """
-    if positions is None:
-        return None
-    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": begins}
     for token, position in zip(tokens, positions, strict=True):
-        text = _text(token, None if position is None else position[token], tokenizer)
-        result["tokens"].append(text)
+        result["tokens"].append(_text(token, None if position is None else position[token], tokenizer))
         result["token_logprobs"].append(None if position is None else _finite(position[token].logprob))
         result["top_logprobs"].append(None if position is None else _by_text(position, tokenizer))
-        result["text_offset"].append(offsets.add(bytes_of(tokenizer, token, text)))
     return result
 
 

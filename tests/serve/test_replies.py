@@ -1,0 +1,62 @@
+"""Log-probabilities of completions, with a tokenizer that drops the first space and has tokens of single bytes."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_tokenizers import ByteFallback, ByteLevel
+
+from tritonllm.engine.detokenizer import IncrementalDetokenizer, Words, bytes_of
+from tritonllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from tritonllm.serve.completions_api import _Choices
+from tritonllm.serve.protocol import CompletionRequest
+from tritonllm.serve.replies import Offsets
+
+# The prompt ends in a part of a character; special tokens are skipped in what follows.
+PROMPT, OUTPUT = [None, " a", b"\xe6", b"\xbc"], [b"\xa2", " b", None, b"\xc3", b"\xa9", "c"]
+
+
+@pytest.mark.parametrize("given_as_text", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_are_those_of_the_text(echo, given_as_text):
+    tokenizer, ids = ByteFallback().tokenizer([*PROMPT, *OUTPUT])
+    words, prompt = Words(tokenizer), ids[: len(PROMPT)]
+    positions = [{token: Logprob(-1.0, 1, words(token))} for token in ids]
+    follower = IncrementalDetokenizer(tokenizer, prompt)
+    choices = _Choices(
+        SimpleNamespace(llm=SimpleNamespace(inputs=SimpleNamespace(tokenizer=tokenizer))),
+        CompletionRequest(model="m", prompt=prompt, echo=echo, logprobs=1),
+        n=1,
+    )
+    text, offsets = "", []
+    for i, token in enumerate(ids[len(PROMPT) :], start=len(PROMPT)):  # as they are streamed
+        part = CompletionOutput(0, follower.append(token), [token], logprobs=[positions[i]])
+        scores = [None, *positions[1 : len(PROMPT)]] if i == len(PROMPT) and echo else None
+        output = RequestOutput("a", "a\ufffd\ufffd" if given_as_text else None, prompt, scores, [part])
+        choice = choices.choice(0, output, part, first=i == len(PROMPT))
+        text += choice["text"]
+        offsets += choice["logprobs"]["text_offset"]
+    before = {(True, True): "a\ufffd\ufffd", (True, False): "</s> a\ufffd\ufffd"}.get((echo, given_as_text), "")
+    assert text == before + "漢 béc"
+    begins = {(True, True): [0, 0, 1, 1], (True, False): [0, 4, 6, 6]}.get((echo, given_as_text), [])
+    assert offsets == [*begins, *(len(before) + begin for begin in (0, 1, 3, 3, 3, 4))]
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", [ByteLevel(), ByteFallback()])
+def test_tokens_begin_where_the_text_before_them_ends(kind, data):
+    """And their bytes are those of the text, but for a first space that is dropped."""
+    pieces = [piece for piece in kind.pieces(data.draw) if piece is not None]
+    tokenizer, ids = kind.tokenizer(pieces)
+    words, plain = Words(tokenizer), [p if isinstance(p, bytes) else p.encode() for p in pieces]
+    assert b"".join(bytes_of(tokenizer, token, words(token)) for token in ids) == b"".join(plain)
+    begins = Offsets(IncrementalDetokenizer(tokenizer, []), 7).add(ids)
+    for i, begin in enumerate(begins):
+        whole = kind.text(pieces[:i], whole=True)
+        assert len(whole) - 4 <= begin - 7 <= len(whole) and whole[begin - 7 :].removeprefix(" ") in 4 * "\ufffd"
+
+
+def test_offsets_without_a_tokenizer():
+    assert Offsets(None).add([1, 20]) == [0, len("token_id:1")]
