@@ -188,6 +188,7 @@ def test_a_run_of_bytes_that_is_no_text():
     found = follow(ByteFallback(), ["a"], [*each("漢"), b"\xff", *each("字"), " a"])
     assert "".join(found) == f"漢{REPLACEMENT * 4} a"
     assert "".join(follow(ByteFallback(), ["a"], [*each("漢\ufffd漢"), " a"])) == "漢\ufffd漢 a"
+    assert "".join(follow(ByteFallback(), [], [*each("\ufffd"), " \ufffd", " a"])) == "\ufffd \ufffd a"
 
 
 @slow

@@ -218,9 +218,10 @@ class IncrementalDetokenizer:
         if self._before is None:
             self._before = self._decode(self._context)
         text, before = self._decode(self._context + self._pending), self._before
-        begins = text.startswith(before) and not (before.endswith(REPLACEMENT) and alone.startswith(REPLACEMENT))
+        added = text[len(before) :]
         # else they are bytes that make something else of those before them, whose text is out
-        return text[len(before) :] if begins else alone
+        begins = text.startswith(before) and not (before.endswith(REPLACEMENT) and added.startswith(REPLACEMENT))
+        return added if begins else alone
 
     def _move_on(self, alone: str) -> None:
         """The pending tokens become the context. It has text: a decoder that drops the first space drops no other."""
