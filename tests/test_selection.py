@@ -1,8 +1,10 @@
 """What `make test` runs and what of the rest each fifth does."""
 
+import re
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -77,6 +79,12 @@ def test_each_test_that_quick_leaves_out_is_in_one_fifth(collected):
     everything, quick, fifths = collected
     rest = sorted(case for fifth in fifths for case in fifth)
     assert rest == sorted({*everything} - {*quick} | {"test_property"})
+
+
+def test_every_number_of_examples_is_one_of_a_normal_run():
+    """Else `make test` would have all of them."""
+    files = Path(__file__).parent.glob("**/test_*.py")
+    assert not [file for file in files if re.search(r"max_examples=\d", file.read_text(encoding="utf-8"))]
 
 
 @given(st.lists(st.integers(1, 5), max_size=3))

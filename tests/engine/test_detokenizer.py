@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.random_tokenizers import OTHERS, WORDS, ByteFallback, ByteLevel, SlowTokenizer, with_words
 from support.tiny_tokenizer import save_tokenizer
 
@@ -213,7 +214,7 @@ def test_special_tokens_that_are_skipped_are_nowhere():
     assert "".join(follow(ByteFallback(), ["a"], [b"\xc3", None, b"\xa9"], skip=False)) == "\ufffd</s>\ufffd"
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), slow=st.booleans(), skip=st.booleans())
 @pytest.mark.parametrize("kind", [ByteLevel(), ByteFallback()])
 def test_the_text_is_what_decode_adds_to_that_of_the_prompt(kind, data, slow, skip):
@@ -236,7 +237,7 @@ def test_the_text_is_what_decode_adds_to_that_of_the_prompt(kind, data, slow, sk
         assert end < len(pieces) or text + found[-1] == expected
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data(), slow=st.booleans(), skip=st.booleans())
 @pytest.mark.parametrize("name", OTHERS)
 def test_texts_of_other_decoders(name, data, slow, skip):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.random_tokenizers import ByteFallback, ByteLevel
 
 from tritonllm.engine.detokenizer import IncrementalDetokenizer, Words, bytes_of
@@ -43,7 +44,7 @@ def test_offsets_are_those_of_the_text(echo, given_as_text):
     assert offsets == [*begins, *(len(before) + begin for begin in (0, 1, 3, 3, 3, 4))]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 @pytest.mark.parametrize("kind", [ByteLevel(), ByteFallback()])
 def test_tokens_begin_where_the_text_before_them_ends(kind, data):
