@@ -78,7 +78,7 @@ def test_quick(collected):
 def test_each_test_that_quick_leaves_out_is_in_one_fifth(collected):
     everything, quick, fifths = collected
     rest = sorted(case for fifth in fifths for case in fifth)
-    assert rest == sorted({*everything} - {*quick} | {"test_property"})
+    assert rest == sorted({*everything} - {*quick} | {"test_property", "test_smoke"})  # which may have more examples
 
 
 def test_every_number_of_examples_is_one_of_a_normal_run():
