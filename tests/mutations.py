@@ -80,10 +80,10 @@ tritonllm/kernels/attention/kv_cache.py
 - mask = (b_slot >= 0)[:, None] & m_col[None, :]
 + mask = (b_slot > 0)[:, None] & m_col[None, :]
 
-top-k-ties-weigh-all: kernels tests/kernels/sampling/test_truncation.py::test_limits
-tritonllm/kernels/sampling/truncation.py
-- total += tl.minimum(quota, ties) * weight(key_value(key.to(tl.int32)), top, scale)
-+ total += ties * weight(key_value(key.to(tl.int32)), top, scale)
+likeliest-of-equals: kernels tests/kernels/sampling/test_logprobs.py uncaught
+tritonllm/kernels/sampling/logprobs.py
+- m_before = (c_token[:, None] < b_token[None, :])
++ m_before = (c_token[:, None] > b_token[None, :])
 
 presence-times-count: kernels tests/kernels/sampling/test_edits.py::test_sample_applies_them
 tritonllm/kernels/sampling/edits.py
@@ -100,12 +100,7 @@ tritonllm/kernels/moe/route.py
 - if HAS_BIAS and GROUP_SIZE > 1:
 + if GROUP_SIZE > 1:
 
-expert-bias-not-weighed: kernels tests/kernels/moe/test_direct.py
-tritonllm/kernels/moe/portable/direct.py
-- b_out += tl.load(p_bias, mask=m_column & here[j], other=0.0).to(tl.float32) * weight
-+ b_out += tl.load(p_bias, mask=m_column & here[j], other=0.0).to(tl.float32)
-
-linear-norm-over-the-padding: kernels tests/kernels/dense/test_linear.py
+linear-norm-over-the-padding: kernels tests/kernels/dense/test_linear.py uncaught
 tritonllm/kernels/dense/portable/rows.py
 - b_y *= tl.rsqrt(tl.sum(b_squares) / K + eps)
 + b_y *= tl.rsqrt(tl.sum(b_squares) / (TILES * BLOCK_K) + eps)
@@ -125,11 +120,6 @@ tritonllm/layers/residual.py
 - self.rows.add_(addend, alpha=self._scale)
 + self.rows.add_(addend)
 
-mxfp4-nibbles-swapped: engine tests/models/test_mxfp4.py
-tritonllm/models/mxfp4.py
-- (values[byte & 15], values[byte >> 4])
-+ (values[byte >> 4], values[byte & 15])
-
 gemma3-window-pattern: engine tests/models/test_families.py tests/models/test_parity.py
 tritonllm/models/families/gemma.py
 - windows = config.windows([(i + 1) % pattern != 0 for i in
@@ -145,10 +135,10 @@ tritonllm/dist/mailbox.py
 - oldest = written - SLOTS  #
 + oldest = written - SLOTS - 1  #
 
-drafts-outside-the-budget: engine tests/engine/test_speculation.py tests/engine/test_scheduler_stateful.py
+preempts-with-blocks-left: engine tests/engine/test_scheduler.py
 tritonllm/engine/scheduler.py
-- budget -= end - start + drafts
-+ budget -= end - start
+- while needed > self.pool.num_free and
++ while needed >= self.pool.num_free and
 
 evicted-block-still-found: engine tests/engine/test_block_pool.py
 tritonllm/engine/block_pool.py
@@ -165,11 +155,6 @@ tritonllm/engine/detokenizer.py
 - at = text.find(s, max(0, len(text) - new_chars - len(s) + 1))
 + at = text.find(s, max(0, len(text) - new_chars - len(s) + 2))
 
-min-tokens-one-more: engine tests/engine/test_scheduler_endings.py
-tritonllm/engine/endings.py
-- if length >= params.min_tokens:
-+ if length > params.min_tokens:
-
 json-whitespace: e2e tests/e2e/test_structured_outputs.py
 tritonllm/engine/grammar.py
 - any_whitespace=not wish.disable_any_whitespace
@@ -180,20 +165,10 @@ tritonllm/engine/speculation.py
 - self._plain = 0 if any(item.drafts for item in scheduled) else self._plain + 1
 + self._plain = 0 if any(item.drafts for item in scheduled) else self._plain
 
-past-texts-run-together: e2e tests/engine/test_speculation.py tests/e2e/test_speculation.py
-tritonllm/engine/drafters.py
-- self._end = end + 1
-+ self._end = end
-
 no-room-for-warm-up: engine tests/engine/test_step_sizes.py
 tritonllm/engine/step_sizes.py
 - padded = self.scheduler.max_num_seqs + max(captured, 1)
 + padded = self.scheduler.max_num_seqs + captured
-
-layout-not-in-the-fingerprint: engine tests/engine/test_kv_fingerprint.py
-tritonllm/engine/kv_fingerprint.py
-- xxhash.xxh3_128(f"{text} {length} {layout!r}".encode())
-+ xxhash.xxh3_128(f"{text} {length}".encode())
 
 old-name-of-shared-blocks: e2e tests/engine/test_sleep.py tests/engine/test_kv_transfer.py tests/e2e/test_kv_transfer.py
 tritonllm/engine/sleep.py
@@ -210,11 +185,6 @@ tritonllm/engine/beam_search.py
 - return running[0].total / reached**penalty <= self.finished[-1][0]
 + return running[0].total / reached**penalty <= self.finished[0][0]
 
-fork-not-noticed: e2e tests/e2e/test_beam_search.py
-tritonllm/engine/roster.py
-- child.admission = next(self._admissions)  # the runner must look at its blocks anew
-+ next(self._admissions)
-
 min-tokens-may-not-equal-max: engine tests/engine/test_sampling_params.py
 tritonllm/sampling_params.py
 - if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -225,22 +195,17 @@ tritonllm/serve/replies.py
 - self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 + self.completion_tokens += len(output.outputs[0].token_ids)
 
-later-tokens-of-n: serve tests/serve/test_metrics.py tests/serve/test_http.py
+replicas-under-one-label: serve tests/serve/test_metrics.py
 tritonllm/serve/metrics.py
-- later = times.tokens - times.n
-+ later = times.tokens - 1
+- labels = self._model_name, str(number)
++ labels = self._model_name, "0"
 
 queue-one-shorter: serve tests/serve/test_room.py
 tritonllm/serve/room.py
 - if taken + sequences > self.most:
 + if taken + sequences >= self.most:
 
-ended-requests-take-room: serve tests/serve/test_open_requests.py tests/serve/test_async_llm.py
-tritonllm/serve/open_requests.py
-- self._room.give_back(sequences)
-+ self._room.give_back(min(sequences, 1))
-
-call-without-an-end: serve tests/serve/test_parsing.py
+call-without-an-end: serve tests/serve/test_parsing.py uncaught
 tritonllm/serve/parsing/tools.py
 - yield from text.drop(end, start)  # a brace too many, for instance
 + yield from text.drop(end)
@@ -255,20 +220,10 @@ tritonllm/serve/batch.py
 - file.truncate(end)
 + file.seek(end)
 
-load-bound-of-idle-backends: teach tests/route/test_hashing.py
-tritonllm/route/hashing.py
-- most = max((1 + epsilon) * sum(loads) / len(loads), min_load)
-+ most = (1 + epsilon) * sum(loads) / len(loads)
-
 clients-key-handed-on: teach tests/route/test_limits.py
 tritonllm/route/upstream.py
 - (b"authorization", b"x-api-key")
 + (b"authorization",)
-
-backoff-does-not-grow: teach tests/route/test_breaker.py
-tritonllm/route/breaker.py
-- self._openings = min(self._openings + 1, 60)
-+ self._openings = min(self._openings, 60)
 
 bench-percentile-off: e2e tests/e2e/test_cli_bench.py
 tritonllm/cli/bench_runs.py
@@ -345,7 +300,7 @@ class Outcome(NamedTuple):
         by = "NOT CAUGHT" if self.run is None else {"quick": "make test", "all": "make test-all"}[self.run]
         if self.fault.uncaught:
             by += " (as before)" if self.run is None else " (not so before: drop `uncaught` in the list)"
-        return f"{self.fault.name:30} {self.fault.file:50} {self.seconds:4.0f} s  {by}: {self.test or self.why_not}"
+        return f"{self.fault.name:34} {self.fault.file:48} {self.seconds:4.0f} s  {by}: {self.test or self.why_not}"
 
 
 def copy_tree(folder: Path) -> None:
@@ -389,12 +344,13 @@ def try_out(fault: Fault, runs: list[str], timeout: float) -> Outcome:
             if code == 1:
                 failed = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", said, re.MULTILINE)
                 return Outcome(fault, run, failed[1] if failed else "?", None, time.monotonic() - begin)
-            why_not = NOT_CAUGHT.get(code, f"pytest ended with {code}")
             if code is None:
                 why_not = f"pytest took more than {timeout:g} s"
-            elif code:
+                break
+            why_not = NOT_CAUGHT.get(code, f"pytest ended with {code}")
+            if code:
                 why_not += ": " + said.strip().rpartition("\n")[2]
-            if code != 0:
+            if code not in (0, 5):  # of the nearest tests, --quick may leave out all
                 break
     return Outcome(fault, None, None, why_not, time.monotonic() - begin)
 
@@ -431,9 +387,9 @@ def main() -> int:
     sys.stdout.write(f"{caught} of {len(outcomes)} faults are caught\n")
     if args.out is not None:
         entries = [
-            {"name": fault.name, "file": fault.file, "part": fault.part, "run": run, "caught_by": test}
-            | {"why_not": why_not, "seconds": round(seconds, 1)}
-            for fault, run, test, why_not, seconds in outcomes
+            {name: getattr(one.fault, name) for name in ("name", "file", "part")}
+            | {"run": one.run, "caught_by": one.test, "why_not": one.why_not, "seconds": round(one.seconds, 1)}
+            for one in outcomes
         ]
         args.out.write_text(json.dumps(entries, indent=1) + "\n")
     return int(any((outcome.run is None) != outcome.fault.uncaught for outcome in outcomes))
