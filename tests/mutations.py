@@ -80,7 +80,7 @@ tritonllm/kernels/attention/kv_cache.py
 - mask = (b_slot >= 0)[:, None] & m_col[None, :]
 + mask = (b_slot > 0)[:, None] & m_col[None, :]
 
-likeliest-of-equals: kernels tests/kernels/sampling/test_logprobs.py uncaught
+likeliest-of-equals: kernels tests/kernels/sampling/test_logprobs.py::test_order_among_equals
 tritonllm/kernels/sampling/logprobs.py
 - m_before = (c_token[:, None] < b_token[None, :])
 + m_before = (c_token[:, None] > b_token[None, :])
@@ -100,7 +100,7 @@ tritonllm/kernels/moe/route.py
 - if HAS_BIAS and GROUP_SIZE > 1:
 + if GROUP_SIZE > 1:
 
-linear-norm-over-the-padding: kernels tests/kernels/dense/test_linear.py uncaught
+linear-norm-over-the-padding: kernels tests/kernels/dense/test_linear.py::test_a_norm_of_columns_that_fill_no_tile
 tritonllm/kernels/dense/portable/rows.py
 - b_y *= tl.rsqrt(tl.sum(b_squares) / K + eps)
 + b_y *= tl.rsqrt(tl.sum(b_squares) / (TILES * BLOCK_K) + eps)
@@ -205,7 +205,7 @@ tritonllm/serve/room.py
 - if taken + sequences > self.most:
 + if taken + sequences >= self.most:
 
-call-without-an-end: serve tests/serve/test_parsing.py uncaught
+call-without-an-end: serve tests/serve/test_parsing.py
 tritonllm/serve/parsing/tools.py
 - yield from text.drop(end, start)  # a brace too many, for instance
 + yield from text.drop(end)

@@ -113,6 +113,13 @@ def cut(text, places):
     return [text[begin:end] for begin, end in pairwise(ends)]
 
 
+def test_a_call_without_its_end_takes_no_other_with_it():
+    calls = (
+        '<tool_call>{"name": "add", "arguments": {}}}\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    )
+    assert read(reader("hermes"), calls) == Answer(calls=[ToolCall("add", "{}"), ToolCall("add", '{"a": 1}')])
+
+
 @pytest.mark.parametrize(("parser", "writer"), PAIRS)
 def test_calls_of_each_format(parser, writer):
     answer = read(reader(parser), writer(CALLS))

@@ -72,6 +72,16 @@ def test_matches_reference(device, config, m, n, k, dtype, out_dtype, std, bias,
     assert not workspace.any()
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("k", [1, 63, 100, 256])
+def test_a_norm_of_columns_that_fill_no_tile(device, config, k):
+    x, weight = make(device, 3, 10, k, torch.float32)
+    norm = torch.randn(k, device=device)
+    with tuning.override("linear", CONFIGS[config]):
+        out = linear(x, weight, norm_weight=norm)
+    assert_close(out, linear_ref(x, weight, norm_weight=norm))
+
+
 @pytest.mark.parametrize("config", [ROWS, TILES, TORCH], ids=lambda config: config["kernel"])
 @pytest.mark.parametrize("shape", [(24,), (2, 24), (0, 24), (1, 2, 24), (2, 0, 24)])
 def test_leading_dimensions(device, config, shape):
