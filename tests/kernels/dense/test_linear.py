@@ -75,7 +75,7 @@ def test_matches_reference(device, config, m, n, k, dtype, out_dtype, std, bias,
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("k", [1, 63, 100, 256])
 def test_a_norm_of_columns_that_fill_no_tile(device, config, k):
-    x, weight = make(device, 3, 10, k, torch.float32)
+    x, weight = make(device, MAX_ROWS, 10, k, torch.float32)
     norm = torch.randn(k, device=device)
     with tuning.override("linear", CONFIGS[config]):
         out = linear(x, weight, norm_weight=norm)
