@@ -346,7 +346,9 @@ def try_out(fault: Fault, runs: list[str], timeout: float) -> Outcome:
                 break
             why_not = NOT_CAUGHT.get(code, f"pytest ended with {code}")
             if code:
-                why_not += ": " + said.strip().rpartition("\n")[2]
+                why_not += (
+                    ": " + (re.findall(r"^(?:.*error: |ERROR).*", said, re.MULTILINE) or ["it does not say why"])[-1]
+                )
             if code not in (0, 5):  # of the nearest tests, --quick may leave out all
                 break
     return Outcome(fault, None, None, why_not, time.monotonic() - begin)
