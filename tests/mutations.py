@@ -5,8 +5,7 @@
 
 This is no part of the tests: it takes half a minute or so for each fault. Run it after a change that should make the
 tests faster, and see whether they still find what they found. A fault is one wrong line that a reviewer could overlook.
-If the tree has such a line no more, or twice, nothing is run: then write the fault anew, for the line that took its
-place.
+If the tree has it no more, or twice, nothing is run: then write the fault anew, for the line that took its place.
 
 A fault is caught where a test fails (pytest's exit code 1). Where pytest could not collect, found no tests, or took
 longer than ``--timeout``, the fault is not caught, and the table says why.
@@ -130,10 +129,10 @@ tritonllm/models/shards.py
 - first = rank // (size // self.units)
 + first = rank % self.units
 
-mailbox-slot-still-unread: engine tests/dist/test_mailbox.py
-tritonllm/dist/mailbox.py
-- oldest = written - SLOTS  #
-+ oldest = written - SLOTS - 1  #
+vocabulary-cut-inside-of-groups: engine tests/dist/test_group.py
+tritonllm/dist/group.py
+- for unit in (128, 8):
++ for unit in (8, 128):
 
 preempts-with-blocks-left: engine tests/engine/test_scheduler.py
 tritonllm/engine/scheduler.py
