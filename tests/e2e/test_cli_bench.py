@@ -200,6 +200,7 @@ def test_help_explains_every_option_and_number(kind, capsys):
 @pytest.mark.parametrize(
     ("values", "expected"), [([5.0], 5.0), ([1.0, 2.0], 1.5), ([4.0, 1.0, 3.0], 3.0), ([1.0, 2.0, 3.0, 10.0], 2.5)]
 )
+@pytest.mark.smoke
 def test_percentiles_interpolate(values, expected):
     found = bench_runs.percentiles(values)
     assert found["50"] == expected and found["10"] <= found["50"] <= found["99"] <= max(values)
