@@ -112,7 +112,7 @@ class Delivery:
                     controlled.append(request)
                 if wrong is not None:
                     state.error = wrong
-                    sequence.take_back()
+                    sequence.take_back(len(new))
                     self._scheduler.finish(request.request_id, RequestStatus.FINISHED_ERROR, drop=len(new))
                 elif stopped is not None:
                     stop, drop = stopped

@@ -22,7 +22,8 @@ def backend_of(tokenizer: Any) -> Any:
 
     kind = type(tokenizer)
     plain = isinstance(tokenizer, PreTrainedTokenizerFast) and kind.decode is PreTrainedTokenizerBase.decode
-    return tokenizer.backend_tokenizer if plain and kind._decode is PreTrainedTokenizerFast._decode else None
+    plain = plain and kind._decode is PreTrainedTokenizerFast._decode and "decode" not in vars(tokenizer)
+    return tokenizer.backend_tokenizer if plain else None
 
 
 def _shown_as() -> dict[str, int]:
@@ -68,8 +69,8 @@ def decoder_of(
     """
     if (backend := backend_of(tokenizer)) is not None:
         return partial(backend.decode, skip_special_tokens=skip_special_tokens)
-    return partial(
-        tokenizer.decode,
+    return lambda ids: tokenizer.decode(
+        ids,
         skip_special_tokens=skip_special_tokens,
         spaces_between_special_tokens=spaces_between_special_tokens,
         clean_up_tokenization_spaces=False,

@@ -46,21 +46,26 @@ class SequenceOutput:
         self._words = Words(tokenizer) if words is None else words
         self._logprobs: list[Logprobs] = []
         self._cumulative = 0.0
-        self._text_end: int | None = None  # where a stop string cut the text
+        self._text_end: int | None = None  # where a stop string cut the text, or the tokenizer failed
         self._sent_chars = self._sent_tokens = 0
-        self._before = 0, 0, 0.0  # characters, log-probabilities and their sum, before the newest tokens
+        self._before = 0, 0.0  # log-probabilities and their sum, before the newest tokens
         params = request.params
-        self._detokenizer: IncrementalDetokenizer | None = None
-        if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(
-                tokenizer,
-                request.prompt_token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-            )
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._detokenizer = self._new_detokenizer()
         # a stop string may still be on its way: what could be its beginning is not shown yet
         hidden = 0 if params.include_stop_str_in_output else 1
         self._held_back = max((len(s) - 1 for s in params.stop_strings), default=0) * hidden
+
+    def _new_detokenizer(self) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        params = self.request.params
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            self.request.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
 
     def extend(self, tokens: Sequence[int], scores: TokenLogprobs | None, row: int) -> tuple[str, int] | None:
         """Take in the newest tokens of the output, up to the first that completes a stop string.
@@ -73,8 +78,7 @@ class SequenceOutput:
         """
         if scores is None and self._detokenizer is None:  # asked of each request in each step
             return None
-        chars = 0 if self._detokenizer is None else len(self._detokenizer.text)
-        self._before = chars, len(self._logprobs), self._cumulative
+        self._before = len(self._logprobs), self._cumulative
         last = len(tokens) - 1
         before = len(self.request.output_token_ids) - len(tokens)
         for index, token in enumerate(tokens):
@@ -84,10 +88,18 @@ class SequenceOutput:
                 return stop, last - index
         return None
 
-    def take_back(self) -> None:
-        """The tokens of the last :meth:`extend` are dropped, and the output ends before them."""
-        self._text_end, entries, self._cumulative = self._before
+    def take_back(self, dropped: int) -> None:
+        """The tokens of the last :meth:`extend` are dropped, and the output ends before them.
+
+        Args:
+            dropped: how many they are; the request still has them.
+        """
+        entries, self._cumulative = self._before
         del self._logprobs[entries:]
+        self._text_end, self._detokenizer = None, self._new_detokenizer()
+        if self._detokenizer is not None:  # what they completed was held back before them, or a part of the text
+            for token in self.request.output_token_ids[:-dropped]:
+                self._detokenizer.append(token)
 
     def _append(self, token: int, scores: TokenLogprobs | None, row: int, length: int, ends: bool) -> str | None:
         """Take in one token, which makes the output ``length`` tokens long; returns the stop string that it completes.
@@ -99,7 +111,9 @@ class SequenceOutput:
             self._cumulative += entries[token].logprob
         if self._detokenizer is None or (ends and not params.include_stop_str_in_output):
             return None
+        self._text_end = len(self._detokenizer.text)  # if the tokenizer fails, it is asked no more
         new = self._detokenizer.append(token)
+        self._text_end = None
         if not new or not params.stop_strings or length < params.min_tokens:
             return None
         found = find_stop(self._detokenizer.text, len(new), params.stop_strings)
@@ -114,11 +128,11 @@ class SequenceOutput:
             return ""
         if self._text_end is not None:
             return self._detokenizer.text[: self._text_end]
-        status = self.request.status
-        if status.is_finished and status is not RequestStatus.FINISHED_ERROR:  # that of the tokenizer, perhaps
+        ended = self.request.status.is_finished
+        if ended:
             self._detokenizer.finish()
         text = self._detokenizer.text
-        return text if status.is_finished or not self._held_back else text[: -self._held_back]
+        return text if ended or not self._held_back else text[: -self._held_back]
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         """What to show now; a delta is relative to the last call."""
