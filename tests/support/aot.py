@@ -31,10 +31,14 @@ def each_arch(which: Callable[[Arch], bool] = lambda arch: True) -> pytest.MarkD
     return pytest.mark.parametrize("arch", cases)
 
 
+def every_of(arch: Arch) -> int:
+    """Of a kernel's launches the first and each so many-th are compiled: what ``EVERY`` says, or `make test`'s third."""
+    return max(EVERY[arch], 3 if is_quick() else 1)
+
+
 def compile_kernels(arch: Arch, every: int | None = None) -> AbstractContextManager[list[CompiledKernel]]:
-    """As :func:`tritonllm.kernels.compile.aot.compile_kernels`, for as many launches as ``EVERY`` says, and in `make
-    test` for each kernel's first one and every third one."""
-    return aot.compile_kernels(arch, every=every or max(EVERY[arch], 3 if is_quick() else 1))
+    """As :func:`tritonllm.kernels.compile.aot.compile_kernels`, for as many launches as :func:`every_of` says."""
+    return aot.compile_kernels(arch, every=every or every_of(arch))
 
 
 def is_nvidia(arch: Arch) -> bool:

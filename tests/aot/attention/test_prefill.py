@@ -105,6 +105,7 @@ def test_hopper_kernel():
     assert_sass(kernels, "UTMALDG", "_prefill_sm90_kernel")
 
 
+@pytest.mark.long
 def test_hopper_kernel_of_long_prompts():
     """Tiles of 128 keys, with all that leaves the logits as they are."""
     heads, factors = torch.empty(64), torch.empty(8)
@@ -117,6 +118,7 @@ def test_hopper_kernel_of_long_prompts():
     assert_resources(kernels)
 
 
+@pytest.mark.long
 def test_hopper_kernel_of_short_prompts():
     """The loops do the last tile of keys, so products with values stand in two loops and not in a third place too."""
     heads, factors = torch.empty(64), torch.empty(8)
@@ -131,6 +133,7 @@ def test_hopper_kernel_of_short_prompts():
     assert short < 0.9 * longer
 
 
+@pytest.mark.long
 def test_hopper_kernel_with_everything():
     options = {"alibi_slopes": torch.empty(64), "sinks": torch.empty(64), "window": 9, "softcap": 30.0}
     with compile_kernels(90, every=1) as kernels:
@@ -141,7 +144,7 @@ def test_hopper_kernel_with_everything():
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [pytest.param(64, marks=pytest.mark.long), 128])
 def test_hopper_kernel_that_shares_keys_out(size):
     """No register spilled, though it merges; the parts are counted, by each of the two groups that multiply.
 

@@ -30,7 +30,14 @@ def test_compiles(arch):
 
 @pytest.mark.parametrize(
     ("columns", "size", "dtype"),
-    [(1024, 2, BF16), (4096, 4, BF16), (4096, 8, BF16), (8192, 2, BF16), (8192, 2, FP32), (16384, 2, FP16)],
+    [
+        (1024, 2, BF16),
+        (16384, 2, FP16),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(4096, 4, BF16), (4096, 8, BF16), (8192, 2, BF16), (8192, 2, FP32)]
+        ),
+    ],
 )
 def test_all_programs_fit_on_the_gpu_at_once(columns, size, dtype):
     """They wait for those of other ranks. And each access takes 16 bytes."""

@@ -34,7 +34,14 @@ def test_compiles(arch):
 
 @pytest.mark.parametrize(
     ("columns", "size", "dtype"),
-    [(2048, 2, BF16), (2880, 8, BF16), (4096, 4, FP16), (7168, 8, BF16), (8192, 2, FP32), (16384, 4, BF16)],
+    [
+        (2048, 2, BF16),
+        (16384, 4, BF16),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(2880, 8, BF16), (4096, 4, FP16), (7168, 8, BF16), (8192, 2, FP32)]
+        ),
+    ],
 )
 def test_all_programs_fit_on_the_gpu_at_once(columns, size, dtype):
     """They wait for those of other ranks. And each access to a row takes 16 bytes."""

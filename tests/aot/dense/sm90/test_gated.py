@@ -13,7 +13,10 @@ def call(m, i=3072, k=1024, dtype=torch.bfloat16, bias=None, activation="silu", 
     linear(x, weight, bias, activation=activation, gated=True, **options)
 
 
-@pytest.mark.parametrize(("activation", "bias"), [("silu", False), *((activation, True) for activation in GATED)])
+@pytest.mark.parametrize(
+    ("activation", "bias"),
+    [("silu", False), *(pytest.param(activation, True, marks=pytest.mark.long) for activation in GATED)],
+)
 def test_compiles_for_hopper(activation, bias):
     """Products on the matrix unit, copies by the bulk copy engine, and nothing beside the launch.
 

@@ -15,7 +15,9 @@ def call(tokens, experts, top_k, n, i, dtype=torch.bfloat16, **kwargs):
     fused_moe(torch.empty(tokens, n, dtype=dtype), w_gate_up, w_down, torch.empty(tokens, top_k), ids, **kwargs)
 
 
-@pytest.mark.parametrize("tokens", [32, 100, 250, 400])
+@pytest.mark.parametrize(
+    "tokens", [32, pytest.param(100, marks=pytest.mark.long), 250, pytest.param(400, marks=pytest.mark.long)]
+)
 def test_defaults_compile(tokens):
     """Every tile that is a default; products on the matrix unit, copies asynchronous."""
     with compile_kernels(90, every=1) as kernels:
@@ -29,6 +31,7 @@ def test_defaults_compile(tokens):
     assert "cp.async.cg" in ours[0].asm["ptx"]
 
 
+@pytest.mark.long
 def test_options_compile():
     biases = {"gate_up_bias": torch.empty(4, 640), "down_bias": torch.empty(4, 256, dtype=torch.float16)}
     with compile_kernels(90, every=1) as kernels:
