@@ -32,7 +32,7 @@ def each_arch(which: Callable[[Arch], bool] = lambda arch: True) -> pytest.MarkD
 
 
 def every_of(arch: Arch) -> int:
-    """Of each kernel's launches the first and every so many-th are compiled: as ``EVERY`` says, in `make test` a third."""
+    """Of each kernel's launches the first and every so many-th are compiled: as ``EVERY`` says, or a third."""
     return max(EVERY[arch], 3 if is_quick() else 1)
 
 
