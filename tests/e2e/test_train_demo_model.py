@@ -51,6 +51,7 @@ def test_a_folder_loads_through_the_auto_classes(out, name):
     assert (out / name / "README.md").read_text().startswith("---\nlicense: apache-2.0\n")
 
 
+@pytest.mark.long
 def test_the_draft_is_a_quarter_of_the_model_and_has_its_tokenizer(out):
     model, draft = (out / name / "model.safetensors" for name in ("model", "draft"))
     assert model.stat().st_size <= 6_000_000
@@ -59,6 +60,7 @@ def test_the_draft_is_a_quarter_of_the_model_and_has_its_tokenizer(out):
         assert (out / "model" / file).read_bytes() == (out / "draft" / file).read_bytes()
 
 
+@pytest.mark.long
 def test_everything_is_in_the_tar_file(out):
     names = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} - {"demo.tar"}
     with tarfile.open(out / "demo.tar") as tar:

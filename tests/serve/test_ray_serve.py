@@ -105,7 +105,6 @@ def text_of(events):
     return "".join(json.loads(event)["choices"][0]["text"] for event in events if "error" not in event[:10])
 
 
-@pytest.mark.smoke
 def test_openai_clients(deployed, llm):
     client = openai.OpenAI(base_url=f"{deployed.url}/v1", api_key=KEY, max_retries=0)
     params = SamplingParams(max_tokens=12, temperature=0)

@@ -85,6 +85,7 @@ def test_sigterm_lets_requests_end():
         eventually(lambda: all_gone(children))
 
 
+@pytest.mark.long
 def test_an_engine_that_is_killed_while_requests_end_is_not_waited_for():
     with running_server("--api-server-count", "2", "--drain-seconds", "10000") as server:
         streams, children, engine = [Stream(server, n=8) for _ in range(4)], server.children(), server.engine()
@@ -99,6 +100,7 @@ def test_an_engine_that_is_killed_while_requests_end_is_not_waited_for():
         eventually(lambda: all_gone(children))
 
 
+@pytest.mark.long
 def test_a_killed_parent_leaves_nobody():
     before = socket_folders()
     with running_server("--api-server-count", "2") as server:
@@ -111,7 +113,10 @@ def test_a_killed_parent_leaves_nobody():
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [(("--max-concurrency", "4"), "busy"), (("--max-num-seqs", "4", "--max-queue", "0"), "queue_full")],
+    [
+        (("--max-concurrency", "4"), "busy"),
+        pytest.param(("--max-num-seqs", "4", "--max-queue", "0"), "queue_full", marks=pytest.mark.long),
+    ],
 )
 def test_a_limit_holds_for_all_of_them_together(options, code):
     """Whichever processes the connections go to: all four are let in, and nobody else."""
