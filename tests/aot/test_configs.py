@@ -86,6 +86,7 @@ def test_space_fits_the_kernels(compiler, op):
     pytest.fail("\n".join(reasons))
 
 
+@pytest.mark.long
 def test_shipped_tables_compile(compiler):
     tables = [json.loads(path.read_text()) for path in sorted(tuning.TABLES.glob("*/*.json"))]
     assert not [what for table in tables for what in defects(compiler, table)]

@@ -1,8 +1,8 @@
 """Which tests of a part run: those of `make test` (``--quick``), or a fifth of what these leave out (``--fifth K``).
 
-Left out of ``--quick`` are tests marked ``long``, but for those marked ``smoke`` as well, and of a test with many cases
-those that show no row of a `parametrize` which another case does not show; and property tests have a third of their
-examples (:mod:`support.examples`). All of that is the rest; without either option everything runs.
+Left out of ``--quick`` are tests marked ``long``, but for those marked ``smoke`` as well, and of a test with several
+parameters those cases that show no row of a `parametrize` which another case does not show; and property tests have a
+third of their examples (:mod:`support.examples`). All of that is the rest; without either option everything runs.
 """
 
 import zlib
@@ -12,8 +12,6 @@ import pytest
 from hypothesis import is_hypothesis_test
 
 FIFTHS = 5
-# A test of at most so many cases has them all in `make test`.
-FEW_CASES = 4
 
 
 def _function(item: pytest.Item) -> str:
@@ -28,7 +26,7 @@ def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[bool]:
         cases: for each, its row by the name of the parameter.
     """
     values = [set(case.items()) for case in cases]
-    taken = [False] * len(cases)
+    taken = [not of_case for of_case in values]
     seen: set[tuple[str, Hashable]] = set()
     for new in range(max(map(len, values), default=0), 0, -1):
         for number, of_case in enumerate(values):
@@ -58,7 +56,7 @@ def quick(items: list[pytest.Item]) -> set[pytest.Item]:
             functions.setdefault(_function(item), []).append(item)
     chosen = set()
     for cases in functions.values():
-        taken = covering([_values(case) for case in cases]) if len(cases) > FEW_CASES else [True] * len(cases)
+        taken = covering([_values(case) for case in cases])
         chosen.update(case for case, take in zip(cases, taken, strict=True) if take)
     return chosen
 

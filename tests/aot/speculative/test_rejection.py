@@ -29,7 +29,9 @@ def test_compiles(arch):
     assert_resources(kernels)
 
 
-@pytest.mark.parametrize("vocab", [200, 700, 2048])
+@pytest.mark.parametrize(
+    "vocab", [200, pytest.param(700, marks=pytest.mark.long), pytest.param(2048, marks=pytest.mark.long)]
+)
 def test_branches_are_taken_by_all_threads(vocab):
     """See `test_sampling`."""
     with compile_kernels(90, every=1) as kernels:
@@ -41,8 +43,14 @@ def test_branches_are_taken_by_all_threads(vocab):
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
     [
-        *((256, torch.float32), (512, torch.bfloat16), (1024, torch.float16)),
-        *((8192, torch.float32), (16384, torch.float16), (32768, torch.bfloat16)),
+        *((256, torch.float32), (32768, torch.bfloat16)),
+        *(
+            pytest.param(vocab, dtype, marks=pytest.mark.long)
+            for vocab, dtype in (
+                *((512, torch.bfloat16), (1024, torch.float16)),
+                *((8192, torch.float32), (16384, torch.float16)),
+            )
+        ),
     ],
 )
 def test_sizes_of_few_groups_and_few_runs_compile(vocab, dtype):
@@ -52,6 +60,7 @@ def test_sizes_of_few_groups_and_few_runs_compile(vocab, dtype):
     assert {kernel.name for kernel in kernels} >= {"_judge_kernel", "_chain_kernel"}
 
 
+@pytest.mark.long
 def test_smallest_sizes_compile():
     """Sizes of 1 become constants in Triton."""
     with compile_kernels(90, every=1) as kernels:
