@@ -8,7 +8,7 @@ RUN := .venv/.run-ready
 DEV := .venv/.dev-ready
 endif
 
-PARTS := test-aot test-e2e test-serve test-engine test-kernels test-teach test-real  # the longest first
+PARTS := test-aot test-e2e test-engine test-serve test-teach test-kernels test-real  # the longest first
 # So many parts at a time. Half of what test-serve does is waiting, so there is one more than processors.
 JOBS := $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
