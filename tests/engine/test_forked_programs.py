@@ -5,6 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import psutil
 import pytest
@@ -47,6 +51,23 @@ def test_as_python_does_it(tmp_path, kind):
     assert (told.pop("below"), expected.pop("below")) == ("True\n", "False\n")
     assert told.pop("files") == expected.pop("files") + 1  # a socket, to what forks for it
     assert told == expected and told["parent"] == os.getpid()
+
+
+def test_threads_that_are_the_first_to_start_some_share_what_forks(monkeypatch):
+    """Else each had one, and one's children could become orphans while the other forked."""
+    started = []
+
+    def start():
+        started.append(threading.get_ident())
+        time.sleep(0.1)  # the other thread has asked by then
+        return forks()
+
+    forks = forked_programs._start.__wrapped__
+    monkeypatch.setattr(forked_programs, "_start", cache(start))
+    ask = "import os; print(os.getppid())"
+    with ThreadPoolExecutor(2) as threads:
+        done = list(threads.map(lambda _: forked_programs.run([sys.executable, "-c", ask]), range(2)))
+    assert [one.stdout for one in done] == [f"{os.getpid()}\n"] * 2 and len(started) == 1
 
 
 def test_variables_that_are_read_at_import_make_it_begin_plainly():

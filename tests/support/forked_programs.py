@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,9 +21,17 @@ import torch
 
 from support.forking import FORKING, Forks, execute_child, read_at_import
 
+_STARTING = threading.Lock()
+
+
+def _execute_child() -> Callable[..., None]:
+    """The same for all threads: two that fork at a time would take each other's children for orphans."""
+    with _STARTING:
+        return _start()
+
 
 @cache
-def _execute_child() -> Callable[..., None]:
+def _start() -> Callable[..., None]:
     """Start the process that forks."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, str(Path(__file__).with_name("forking.py")), str(theirs.fileno())]
