@@ -13,6 +13,7 @@ from functools import cache
 import psutil
 import pytest
 from support import forked_programs
+from support.waiting import eventually
 
 WHAT = """
 import json, multiprocessing, os, subprocess, sys
@@ -76,6 +77,13 @@ def test_variables_that_are_read_at_import_make_it_begin_plainly():
     assert forked_programs.run([sys.executable, "-c", program], env=environment).stdout == "False\n"
 
 
+def lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_what_it_spawns_is_a_fork_too_and_ends_with_a_signal(tmp_path):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     command = [sys.executable, str(tmp_path / "spawns.py")]
@@ -84,5 +92,4 @@ def test_what_it_spawns_is_a_fork_too_and_ends_with_a_signal(tmp_path):
         below = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait() == -signal.SIGTERM
-    _, alive = psutil.wait_procs([child for child in below if child.status() != psutil.STATUS_ZOMBIE], timeout=30)
-    assert [child for child in alive if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    eventually(lambda: not any(map(lives, below)))
