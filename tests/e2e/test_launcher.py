@@ -94,7 +94,7 @@ def test_a_rank_that_is_lost_ends_all(tmp_path, rank, number):
         process.kill()
     assert process.returncode != 0
     assert rank == 0 or "WorkerError: a rank of the launcher failed" in errors
-    eventually(lambda: not any(child.is_running() and child.status() != "zombie" for child in ranks))
+    eventually(lambda: all_gone(ranks))
 
 
 def test_a_rank_that_goes_on_from_other_tokens_ends_all(tmp_path):

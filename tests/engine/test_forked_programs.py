@@ -13,6 +13,7 @@ from functools import cache
 import psutil
 import pytest
 from support import forked_programs
+from support.streams import all_gone
 from support.waiting import eventually
 
 WHAT = """
@@ -77,13 +78,6 @@ def test_variables_that_are_read_at_import_make_it_begin_plainly():
     assert forked_programs.run([sys.executable, "-c", program], env=environment).stdout == "False\n"
 
 
-def lives(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_what_it_spawns_is_a_fork_too_and_ends_with_a_signal(tmp_path):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     command = [sys.executable, str(tmp_path / "spawns.py")]
@@ -92,4 +86,4 @@ def test_what_it_spawns_is_a_fork_too_and_ends_with_a_signal(tmp_path):
         below = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait() == -signal.SIGTERM
-    eventually(lambda: not any(map(lives, below)))
+    eventually(lambda: all_gone(below))

@@ -10,11 +10,10 @@ from collections import Counter
 
 import httpx
 import openai
-import psutil
 import pytest
 from support.ray_cluster import actors, two_nodes
 from support.server import MODEL, ROOT, eventually
-from support.streams import leave
+from support.streams import all_gone, leave
 from support.waiting import PATIENCE
 
 from tritonllm import SamplingParams
@@ -94,7 +93,7 @@ def deployed(free_port):
 
 
 def lives(process):
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return not all_gone([process])
 
 
 def events_of(lines):
