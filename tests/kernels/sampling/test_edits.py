@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.draws import assert_same_draws
+from support.examples import examples
 
 from tritonllm.kernels import sample, sample_ref
 from tritonllm.kernels.runtime import tuning
@@ -83,6 +84,7 @@ def parameters(rows, g, device, temperature=(0.0, 0.8, 1.0)):
     return choose(temperature, torch.float32), *limits, torch.arange(rows, device=device)
 
 
+@settings(max_examples=examples(80))  # 8 in `make test` do not see counts above 1 (tests/mutations.py)
 @given(
     vocab=st.sampled_from([1, 33, 129, 300, 700]),
     rows=st.integers(0, 4),

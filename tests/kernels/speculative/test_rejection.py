@@ -39,7 +39,7 @@ def assert_same_verdicts(got, wanted, *, most_different=0):
     assert int(different.sum()) <= most_different, f"sequences {different.nonzero()[:, 0].tolist()} differ"
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(40))  # 3 in `make test` do not see every step (tests/mutations.py)
 @given(
     batch=st.integers(0, 3),
     drafts=st.integers(0, 3),
