@@ -17,6 +17,8 @@ TOGETHER := $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) $(SYNC)
 FIFTH := 0
 # What pytest is told of which tests to run (tests/support/selection.py): nothing is all.
 CHOICE :=
+# The net below each test's own limits (tests/support/waiting.py): one that hangs fails after 20 minutes, and the rest runs.
+HANGS := --timeout=1200
 .PHONY: help demo test test-all test-fifth setup gpu-test bench docs format clean chromium lint types $(PARTS) test-newest
 .DEFAULT_GOAL := help
 
@@ -52,30 +54,30 @@ types: $(DEV) ## mypy
 	$(PY) -m mypy
 
 test-kernels: $(DEV) ## every kernel against its reference, in Triton's interpreter
-	TRITON_INTERPRET=1 $(PY) -m pytest $(CHOICE) tests/kernels
+	TRITON_INTERPRET=1 $(PY) -m pytest $(HANGS) $(CHOICE) tests/kernels
 
 test-e2e: $(DEV) ## the engine as users have it, in one process and in several, and the command line, on the CPU path
-	$(PY) -m pytest $(CHOICE) tests/e2e
+	$(PY) -m pytest $(HANGS) $(CHOICE) tests/e2e
 
 SERVED := tests/serve tests/teach tests/route  # what stands on the engine
 TAUGHT := $(filter-out tests/serve,$(SERVED))
 test-engine: $(DEV) ## models, the engine's parts, documents and all other tests
-	$(PY) -m pytest $(CHOICE) $(addprefix --ignore=,tests/real tests/e2e $(SERVED))
+	$(PY) -m pytest $(HANGS) $(CHOICE) $(addprefix --ignore=,tests/real tests/e2e $(SERVED))
 
 test-serve: $(DEV) ## the server
-	$(PY) -m pytest $(CHOICE) tests/serve
+	$(PY) -m pytest $(HANGS) $(CHOICE) tests/serve
 
 test-teach: $(DEV) ## the teaching modes and the router
-	$(PY) -m pytest $(CHOICE) $(TAUGHT)
+	$(PY) -m pytest $(HANGS) $(CHOICE) $(TAUGHT)
 
 chromium: ## bring a browser for the tests of the status page, if this machine has none (Debian, as root)
 	scripts/chromium.sh
 
 test-real: $(DEV) ## a published model against transformers (`make gpu-test` does it on a GPU)
-	$(PY) -m pytest $(CHOICE) tests/real
+	$(PY) -m pytest $(HANGS) $(CHOICE) tests/real
 
 test-aot: $(DEV) ## every kernel compiled for sm_90, and in `make test-all` for sm_80, sm_100 and gfx942
-	TRITONLLM_CPU_BACKEND=compile $(PY) -m pytest $(CHOICE) tests/aot
+	TRITONLLM_CPU_BACKEND=compile $(PY) -m pytest $(HANGS) $(CHOICE) tests/aot
 
 NEWEST := .venv-newest
 ifeq ($(PY),.venv/bin/python)
@@ -90,9 +92,9 @@ SAMPLE := elementwise/test_norm.py attention/test_merge.py moe/test_direct.py sa
 # than five minutes in Triton 3.9's ptxas.) So each with one activation: another is the same kernel with other terms.
 EACH_KERNEL := ((compile and (90 or hopper)) or test_hopper) and not (gelu or options)
 test-newest: $(NEWEST_READY) ## with the newest Triton: every kernel compiled for sm_90, a sample interpreted
-	$(NEWEST_PY) -m pytest tests/engine/test_releases.py tests/engine/test_compilation.py tests/engine/test_precompile.py
-	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest $(addprefix tests/kernels/,$(SAMPLE))
-	TRITONLLM_CPU_BACKEND=compile $(NEWEST_PY) -m pytest tests/aot -k "$(EACH_KERNEL)"
+	$(NEWEST_PY) -m pytest $(HANGS) tests/engine/test_releases.py tests/engine/test_compilation.py tests/engine/test_precompile.py
+	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest $(HANGS) $(addprefix tests/kernels/,$(SAMPLE))
+	TRITONLLM_CPU_BACKEND=compile $(NEWEST_PY) -m pytest $(HANGS) tests/aot -k "$(EACH_KERNEL)"
 
 # The same on every machine: these run without a GPU.
 test-kernels test-e2e test-engine test-serve test-teach test-aot test-newest test-real: export CUDA_VISIBLE_DEVICES =
