@@ -9,7 +9,6 @@ a renamed option fails, and the quick ones run. What cannot run here says so abo
 
 import argparse
 import importlib
-import os
 import re
 import shlex
 import sys
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 import pytest
 from support import forked_programs
+from support.checkout import environment
 from support.waiting import PATIENCE
 
 from tritonllm import cli
@@ -139,8 +139,7 @@ def test_python_runs(page, workplace):
             continue
         if "__main__" in block.text:
             (workplace / "script.py").write_text(block.text)
-            environ = os.environ | {"PYTHONPATH": str(ROOT)}
-            done = forked_programs.run([sys.executable, "script.py"], env=environ, timeout=PATIENCE)
+            done = forked_programs.run([sys.executable, "script.py"], env=environment(), timeout=PATIENCE)
             assert done.returncode == 0, f"{block}: {done.stderr}"
         else:
             # as many lines above as on the page, so that a traceback names the right one

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from support.compare import assert_close
-from support.gpu_ranks import run_gpu_ranks
+from support.gpu_ranks import SOME_GPUS, run_gpu_ranks
 from support.ranks import run_ranks
 
 from tritonllm.dist.group import ConnectedGroup, share_of
@@ -237,13 +237,6 @@ def left_alone(group, say):
     say("alone")
     torch.cuda.synchronize()
     return time.monotonic() - begin
-
-
-def on_gpus(count):
-    return [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")]
-
-
-SOME_GPUS = [pytest.param(count, marks=on_gpus(count)) for count in (2, 4)]
 
 
 @pytest.mark.parametrize("size", SOME_GPUS)

@@ -2,12 +2,11 @@
 
 import importlib
 import json
-import os
 import sys
-from pathlib import Path
 
 import pytest
 from support import forked_programs
+from support.checkout import environment
 from support.waiting import PATIENCE
 
 import tritonllm
@@ -15,7 +14,6 @@ from tritonllm import as_vllm, inputs, pooling_params, sampling_params
 from tritonllm.demo import model_path
 from tritonllm.engine import outputs
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys
 from importlib.metadata import version
@@ -36,9 +34,8 @@ print(json.dumps([version("vllm"), vllm.__version__, find_spec("vllm") is not No
 
 
 def run(*args, cwd):
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tritonllm.as_vllm", *args]
-    return forked_programs.run(command, env=environ, cwd=cwd, timeout=PATIENCE)
+    return forked_programs.run(command, env=environment(), cwd=cwd, timeout=PATIENCE)
 
 
 def test_a_script_and_its_options(tmp_path):

@@ -4,10 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.checkout import environment
 from support.engines import tiny_checkpoint
 from support.real_configs import QWEN3_0_6B
 from support.tiny_models import tiny_config
@@ -19,7 +19,6 @@ from tritonllm.cli import main
 from tritonllm.engine import precompile
 from tritonllm.kernels.compile.cache_folder import MARK
 
-TESTS = Path(__file__).parents[1]
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16"]
 
 
@@ -121,8 +120,7 @@ print(json.dumps([*at_ready, llm.engine.stats.compilations_after_ready]))
 
 def start(model, kernels, cache_folder):
     """``(compiled, loaded, compiled or loaded once ready)`` by the engine's own process."""
-    path = os.pathsep.join(str(p) for p in (TESTS, TESTS.parent))
-    environ = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache_folder)}
+    environ = environment(TRITON_CACHE_DIR=str(cache_folder))
     command = [sys.executable, "-c", COUNT, model, kernels]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr

@@ -5,12 +5,13 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from support.engines import tiny_llm
+from support.engines import NGRAMS, tiny_llm
 from support.tiny_models import tiny_config, write_checkpoint
 from support.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from support.wishes import (
     SIZES,
     WISHES,
+    assert_mechanism,
     assert_same,
     assert_same_beams,
     assert_same_embeddings,
@@ -64,7 +65,6 @@ def test_pooling(alone, two):
     assert_same_embeddings(two, alone)
 
 
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 MECHANISMS = {  # family, key heads, ranks, of which so many split keys, and the engine's other arguments
     "drafts, planned ahead, two key heads": (
         ("llama", 2, 4, 2),
@@ -78,17 +78,8 @@ MECHANISMS = {  # family, key heads, ranks, of which so many split keys, and the
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_mechanisms(name):
     (family, key_heads, size, split), options = MECHANISMS[name]
-    folder = checkpoint(family, key_heads)
-    prompts, wishes = prompts_of([3, 26, 7, 18]), WISHES[:4]
-    if "speculative_config" in options:
-        prompts, wishes = prompts + [prompt * 2 for prompt in prompts], wishes * 2  # what n-grams find again
-    expected = generate(tiny_llm(folder, **SIZES), prompts, wishes)
     ranks = {"tensor_parallel_size": size, "decode_context_parallel_size": split}
-    llm = tiny_llm(folder, **{**SIZES, **ranks, **options})
-    assert_same(generate(llm, prompts, wishes), expected)
-    stats = llm.engine.stats
-    assert stats.num_free_blocks == stats.num_blocks
-    assert "speculative_config" not in options or stats.num_draft_tokens > 0
+    assert_mechanism(checkpoint(family, key_heads), **ranks, **options)
 
 
 def test_a_draft_model(alone):

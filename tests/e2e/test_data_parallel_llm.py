@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 from support import forked_programs
+from support.checkout import environment
 from support.engines import tiny_checkpoint, tiny_llm, token_ids
 from support.imported_processes import engine_processes, imported_processes
 from support.processors import Bans
@@ -29,7 +29,6 @@ SETTINGS = {
     "enable_sleep_mode": True,
     "logits_processors": [Bans],
 }
-ROOT = Path(__file__).parents[2]
 SHORT = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 STORY = "There was a fox named Fin. Fin lived in a small den by the river with a red door. " * 4
 WISHES = [
@@ -219,8 +218,7 @@ def script(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = forked_programs.Popen([sys.executable, str(file)], env=environment, start_new_session=True, **pipes)
+    process = forked_programs.Popen([sys.executable, str(file)], env=environment(), start_new_session=True, **pipes)
     yield process
     process.kill()
     process.communicate()
@@ -246,8 +244,7 @@ def test_ctrl_c_ends_all(script):
 def test_a_script_without_a_guard_is_told(tmp_path):
     before, file = socket_folders(), tmp_path / "script.py"
     file.write_text(SCRIPT.replace('if __name__ == "__main__":', "if True:"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, str(file)], env=environment(), capture_output=True, text=True)
     assert ended.returncode == 1 and not ended.stdout
     assert "replica 0: the engine process ended while it started, with status 1; a script makes" in ended.stderr
     assert socket_folders() <= before

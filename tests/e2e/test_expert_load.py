@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
+from support.engines import NGRAMS, greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.expert_choice import experts_of
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
@@ -83,8 +83,7 @@ def test_tokens_are_those_of_an_engine_that_does_not_count(options):
 def test_drafts_are_counted():
     """What verifies computes three tokens more of a sequence, if that many may still come, found or not."""
     prompts = [prompt * 3 for prompt in prompts_of(6, 7)]
-    drafting = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
-    llm = tiny_llm(tiny_checkpoint("qwen3_moe"), **PLAIN, speculative_config=drafting)
+    llm = tiny_llm(tiny_checkpoint("qwen3_moe"), **PLAIN, speculative_config=NGRAMS)
     outputs = generate(llm, prompts, 12)
     stats, layers = llm.engine.stats, llm.expert_load().layers
     rejected = stats.num_draft_tokens - stats.num_accepted_tokens

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.engines import tiny_checkpoint, tiny_llm, token_ids
+from support.engines import NGRAMS, tiny_checkpoint, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
 
@@ -15,7 +15,6 @@ from tritonllm.models.families import spec_from_config
 from tritonllm.models.local_spec import by_expert
 
 pytestmark = pytest.mark.usefixtures("imported_ranks")
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 WHOLE = {"enable_expert_parallel": True, "enable_prefix_caching": False, "count_expert_load": True}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),

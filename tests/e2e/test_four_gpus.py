@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from support.engines import token_ids
-from support.gpu_engines import KINDS, NGRAMS, PROMPTS, make
+from support.engines import NGRAMS, token_ids
+from support.gpu_engines import KINDS, PROMPTS, make
 from support.mechanism_configs import MECHANISMS
 from support.real_configs import QWEN3_0_6B
 

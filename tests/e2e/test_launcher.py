@@ -1,6 +1,5 @@
 """Ranks that torchrun has started: one script, one answer, and nobody left when a rank dies or stops."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from support import forked_programs
+from support.checkout import environment
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.server import eventually
 from support.streams import all_gone
@@ -51,17 +51,11 @@ def launch(folder, tokens, ranks=2, otherwise=(), step_timeout=PATIENCE):
     """``otherwise``: a rank that goes on from other tokens than the first."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3])),
-        "OMP_NUM_THREADS": "1",
-        "STEP_TIMEOUT": str(step_timeout),
-    }
     how = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     arguments = [script, tiny_checkpoint(), tokens, *otherwise]
     command = [sys.executable, "-m", "torch.distributed.run", *how, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return forked_programs.Popen(command, env=environment, **pipes)
+    return forked_programs.Popen(command, env=environment(STEP_TIMEOUT=str(step_timeout)), **pipes)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Ranks that a launcher starts on two hosts: they meet over the network, and none waits for a host that is lost."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import forked_programs
+from support.checkout import environment
 from support.engines import greedy, tiny_checkpoint, tiny_llm
 from support.namespaces import network
 from support.waiting import PATIENCE
@@ -42,14 +41,11 @@ def ranks(hosts, tmp_path):
     made = []
     for rank, host in enumerate(hosts.hosts):
         place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-        where = {"MASTER_ADDR": first.address, "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
-        path = {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))}
+        where = {"MASTER_ADDR": first.address, "MASTER_PORT": "29500"}
         command = [sys.executable, str(script), str(tiny_checkpoint())]
         with host.inside():
-            environment = {**os.environ, **place, **where, **path}
-            made.append(
-                forked_programs.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-            )
+            variables = environment(**place, **where)
+            made.append(forked_programs.Popen(command, env=variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
     yield made
     for process in made:
         process.kill()

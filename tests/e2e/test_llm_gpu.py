@@ -2,13 +2,12 @@
 
 import gc
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.checkout import environment
 from support.engines import greedy, tiny_llm, token_ids
 from support.real_configs import QWEN3_0_6B
 from support.tiny_models import random_tokens
@@ -21,7 +20,6 @@ from tritonllm.engine.shared_prefix import CascadePlanner
 
 pytestmark = pytest.mark.gpu
 
-TESTS = Path(__file__).parents[1]
 LENGTHS = (1, 700, 33, 128, 2, 511, 90, 300)
 PROMPTS = [random_tokens(n, 10000, seed=n) for n in LENGTHS]
 
@@ -123,9 +121,7 @@ def test_service_makes_the_driver_wait_for_nothing(folder, monkeypatch):
 def test_nothing_compiles_once_the_engine_is_ready(folder, record_property, eager):
     """In a process of its own: here, other tests have compiled most of it already."""
     command = [sys.executable, "-m", "support.count_compilations", folder, str(eager)]
-    path = os.pathsep.join(str(p) for p in (TESTS, TESTS.parent))
-    environ = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(), timeout=200)
     counts = json.loads(done.stdout.splitlines()[-1])
     record_property("compiled_at_start", counts["at_start"])
     assert counts["at_start"] > 10

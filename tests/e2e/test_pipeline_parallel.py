@@ -1,21 +1,18 @@
 """Stages, processes that meet by gloo, give the tokens of one process, whatever requests ask for."""
 
 import pytest
-from support.engines import greedy, similar_checkpoint, tiny_checkpoint, tiny_llm
+from support.engines import NGRAMS, greedy, similar_checkpoint, tiny_checkpoint, tiny_llm
 from support.wishes import (
-    GRAMMAR_PROMPTS,
-    GRAMMAR_WISHES,
     SIZES,
     WISHES,
+    assert_mechanism,
     assert_same,
     assert_same_beams,
     assert_same_embeddings,
+    assert_same_grammars,
     generate,
     prompts_of,
 )
-
-from tritonllm import LLM
-from tritonllm.demo import model_path
 
 pytestmark = pytest.mark.usefixtures("imported_ranks")
 
@@ -56,7 +53,6 @@ def test_one_request_alone_has_every_step(alone, two):
     assert_same(generate(two, prompts_of([5]), greedy(9)), generate(alone, prompts_of([5]), greedy(9)))
 
 
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 MECHANISMS = {  # family, and the engine's other arguments
     "two ranks a stage, with whole experts and a shared MLP": (
         "glm4_moe",
@@ -74,15 +70,7 @@ MECHANISMS = {  # family, and the engine's other arguments
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_mechanisms(name):
     family, options = MECHANISMS[name]
-    folder = tiny_checkpoint(family)
-    prompts = prompts_of([3, 26, 7, 18])
-    repeats = [prompt * 2 for prompt in prompts]  # what n-grams find again
-    expected = generate(tiny_llm(folder, **SIZES), prompts + repeats, WISHES[:4] * 2)
-    llm = tiny_llm(folder, **SIZES, **{"pipeline_parallel_size": 2, **options})
-    assert_same(generate(llm, prompts + repeats, WISHES[:4] * 2), expected)
-    stats = llm.engine.stats
-    assert stats.num_free_blocks == stats.num_blocks
-    assert "speculative_config" not in options or stats.num_draft_tokens > 0
+    assert_mechanism(tiny_checkpoint(family), **{"pipeline_parallel_size": 2, **options})
 
 
 def test_a_draft_model(alone):
@@ -99,11 +87,7 @@ def test_a_draft_model(alone):
 
 def test_grammars():
     """What may come next is known when the token before it has come back through all stages."""
-    made = []
-    for options in ({}, {"pipeline_parallel_size": 2, "async_scheduling": True}):
-        llm = LLM(str(model_path()), num_blocks=64, max_num_seqs=4, **options)
-        made.append(generate(llm, GRAMMAR_PROMPTS, GRAMMAR_WISHES))
-    assert_same(made[1], made[0])
+    assert_same_grammars(pipeline_parallel_size=2, async_scheduling=True)
 
 
 def test_beams(alone, two):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support import forked_programs
+from support.checkout import environment
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
 from support.imported_processes import imported_processes
 from support.ranks import shared_memory
@@ -291,11 +292,10 @@ def test_no_rank_outlives_the_engine(tmp_path, doing):
     """Killed while it runs or waits, or at its own end."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(tiny_checkpoint()), doing]
     shared = shared_memory()
     process = forked_programs.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
     )
     (pid,) = map(int, process.stdout.readline().split())
     if doing == "end":
@@ -319,9 +319,8 @@ def test_a_script_without_a_guard_is_told(tmp_path, sizes):
     text = SCRIPT.replace('if __name__ == "__main__":', "if True:").replace("tensor_parallel_size=2", sizes)
     script = tmp_path / "script.py"
     script.write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(tiny_checkpoint()), "end"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert ended.returncode == 1 and not ended.stdout
     last = ended.stderr.splitlines()[-1]
     assert "rank 1" in last and "status 1; a script makes an engine below `if __name__ == '__main__':`" in last

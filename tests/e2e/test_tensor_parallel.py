@@ -1,22 +1,21 @@
 """Two and four ranks, processes that meet by gloo, give the tokens of one, whatever requests ask for."""
 
 import pytest
-from support.engines import tiny_checkpoint, tiny_llm
+from support.engines import NGRAMS, tiny_checkpoint, tiny_llm
 from support.tiny_tokenizer import VOCAB_SIZE
 from support.wishes import (
-    GRAMMAR_PROMPTS,
-    GRAMMAR_WISHES,
     SIZES,
     WISHES,
+    assert_mechanism,
     assert_same,
     assert_same_beams,
     assert_same_embeddings,
+    assert_same_grammars,
     generate,
     prompts_of,
 )
 
-from tritonllm import LLM, SamplingParams
-from tritonllm.demo import model_path
+from tritonllm import SamplingParams
 from tritonllm.dist.group import share_of
 from tritonllm.engine import drawing
 from tritonllm.kernels import sample_shard
@@ -67,7 +66,6 @@ def test_ranks_draw_from_their_own_logits(alone, monkeypatch, options):
     assert_same(generate(llm, prompts, mixed), generate(alone, prompts, mixed))
 
 
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 MECHANISMS = {  # family, ranks, and the engine's other arguments
     "experts with a shared one": ("qwen2_moe", 2, {}),
     "experts with biases, sinks and a window, key heads twice": ("gpt_oss", 4, {}),
@@ -86,15 +84,7 @@ MECHANISMS = {  # family, ranks, and the engine's other arguments
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_mechanisms(name):
     family, size, options = MECHANISMS[name]
-    folder = tiny_checkpoint(family)
-    prompts = prompts_of([3, 26, 7, 18])
-    repeats = [prompt * 2 for prompt in prompts]  # what n-grams find again
-    expected = generate(tiny_llm(folder, **SIZES), prompts + repeats, WISHES[:4] * 2)
-    llm = tiny_llm(folder, **SIZES, **options, tensor_parallel_size=size)
-    assert_same(generate(llm, prompts + repeats, WISHES[:4] * 2), expected)
-    stats = llm.engine.stats
-    assert stats.num_free_blocks == stats.num_blocks
-    assert "speculative_config" not in options or stats.num_draft_tokens > 0
+    assert_mechanism(tiny_checkpoint(family), **options, tensor_parallel_size=size)
 
 
 @pytest.mark.parametrize("tree", [None, "[(0,), (1,), (0, 0)]"])
@@ -113,11 +103,7 @@ def test_a_draft_model(alone, tree):
 
 def test_grammars():
     """Masks are made and used on the first rank."""
-    made = []
-    for size in (1, 2):
-        llm = LLM(str(model_path()), num_blocks=64, max_num_seqs=4, tensor_parallel_size=size)
-        made.append(generate(llm, GRAMMAR_PROMPTS, GRAMMAR_WISHES))
-    assert_same(made[1], made[0])
+    assert_same_grammars(tensor_parallel_size=2)
 
 
 def test_beams(alone, two):

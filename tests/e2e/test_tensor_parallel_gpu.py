@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
-from support.engines import greedy, token_ids
-from support.gpu_engines import KINDS, NGRAMS, PROMPTS, make
+from support.engines import NGRAMS, greedy, token_ids
+from support.gpu_engines import KINDS, PROMPTS, make
 from support.mechanism_configs import MECHANISMS
 from support.real_configs import QWEN3_0_6B
 

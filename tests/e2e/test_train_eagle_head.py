@@ -1,7 +1,6 @@
 """The trainer of EAGLE heads from end to end, some seconds long: what it writes drafts better than chance."""
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.checkout import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,8 +18,7 @@ ROOT = Path(__file__).parents[2]
 def run_apart(options):
     """As a user does."""
     command = [sys.executable, str(ROOT / "examples" / "train_eagle_head.py"), *options]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout's package, wherever another is installed from
-    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -21,12 +21,11 @@ from tritonllm.dist.group import ALONE, Group
 from tritonllm.experts.load import ExpertLoad
 from tritonllm.experts.placement import ExpertPlacement
 from tritonllm.experts.rebalance import rebalance
-from tritonllm.models import checkpoint, weights
+from tritonllm.models import checkpoint
 from tritonllm.models.decoder import Decoder
 from tritonllm.models.families import spec_from_config
 from tritonllm.models.local_spec import by_expert, check_context
 from tritonllm.models.shards import Split, splits
-from tritonllm.models.tensor_files import read
 from tritonllm.models.weights import dummy_weights, load_weights
 
 LIMIT = 1e-5  # of the logits: sums in another order
@@ -145,27 +144,19 @@ def logits_of_placed(folder: Path, placement: ExpertPlacement, tokens: list[int]
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_reads_only_its_part(tmp_path, monkeypatch, suffix):
+def test_reads_only_its_part(tmp_path, elements_read, suffix):
     """Of two ranks each reads half of what is cut, and what is not."""
     model = write_checkpoint(tmp_path, tiny_config("qwen3"), seed=1)
     if suffix == ".bin":
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
         (tmp_path / "model.safetensors").unlink()
-    read_bytes: list[int] = []
-
-    def reading(*arguments):
-        tensor = read(*arguments)
-        read_bytes.append(tensor.numel())
-        return tensor
-
-    monkeypatch.setattr(weights, "read", reading)
     load_rank(tmp_path, Group(1, 2))
     whole = {name: p.numel() for name, p in model.named_parameters()}
     kept = sum(n for name, n in whole.items() if "norm" in name or "embed" in name)
     vocabulary = 101 - 56  # rank 0 has share_of(101, 2) of them
     head = vocabulary * whole["lm_head.weight"] // 101
     cut = sum(n for name, n in whole.items() if "_proj" in name)
-    assert sum(read_bytes) == kept + head + cut // 2
+    assert sum(elements_read) == kept + head + cut // 2
 
 
 def test_dummy_weights_are_parts_of_the_whole_ones():

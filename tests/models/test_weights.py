@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkout import environment
 from support.checkpoints import build, edit, refused
 from support.tiny_models import ALL_FAMILIES, load_decoder, tiny_config, write_checkpoint
 from tqdm import tqdm
@@ -295,15 +295,9 @@ def test_host_memory(tmp_path, kind, zipped):
             torch.save(tensors, file, _use_new_zipfile_serialization=zipped)
         home.update(dict.fromkeys(part, file.name))
     (tmp_path / f"{stem}.{kind}.index.json").write_text(json.dumps({"weight_map": home}))
-    root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "support.measure_loading", str(tmp_path)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests"))),
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "131072",  # glibc gives memory back when it is freed
-    }
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    variables = environment(MALLOC_MMAP_THRESHOLD_="131072")  # glibc gives memory back when it is freed
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     largest = max(file.stat().st_size for file in tmp_path.glob(f"{stem}-*"))
     assert largest // 2 < int(result.stdout) < largest + 2**24

@@ -9,6 +9,7 @@ import tomllib
 
 import pytest
 import yaml
+from support.checkout import environment
 from support.server import ROOT
 from support.waiting import PATIENCE
 
@@ -115,9 +116,8 @@ def test_the_job_answers(tmp_path, llm, free_port):
         }
         assert changes.keys() <= set(RANKS["command"])
         words = [changes.get(word, word) for word in RANKS["command"][1:]]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words], env=environment, **pipes)
+        return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words], env=environment(), **pipes)
 
     pods = [pod(index) for index in range(JOB["completions"])]
     (first, errors), (second, _) = (one.communicate(timeout=PATIENCE) for one in pods)

@@ -54,6 +54,9 @@ def similar_checkpoint(family: str = "qwen3", noise: float = 0.05) -> Path:
     return folder
 
 
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+
+
 def tiny_llm(checkpoint: Path | None = None, **kwargs: Any) -> LLM:
     settings: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     return LLM(str(checkpoint or tiny_checkpoint()), **{**settings, **kwargs})

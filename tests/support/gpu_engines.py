@@ -13,7 +13,6 @@ KINDS = [
     SamplingParams(temperature=0.5, seed=3, max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.2),
     SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1),
 ]
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
 def make(folder: str, **options: Any) -> LLM:

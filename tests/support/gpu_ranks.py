@@ -7,12 +7,20 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tritonllm.dist.connect import connect
 
 Say = Callable[[str], None]
+
+
+def _on_gpus(count: int) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")]
+
+
+SOME_GPUS = [pytest.param(count, marks=_on_gpus(count)) for count in (2, 4)]  # numbers of ranks
 
 
 def _run(rank: int, size: int, port: int, work: Callable[..., Any], arguments: tuple[Any, ...], told: Any) -> None:

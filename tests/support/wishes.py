@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from support.engines import greedy, token_ids
+from support.engines import greedy, tiny_llm, token_ids
 from support.tiny_models import random_tokens
 from support.tiny_tokenizer import VOCAB_SIZE
-from tritonllm import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from tritonllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from tritonllm.demo import model_path
 
 
 def prompts_of(lengths, seed=0):
@@ -69,6 +70,27 @@ def assert_same_embeddings(llm, other):
     prompts = [{"prompt_token_ids": tokens} for tokens in prompts_of([5, 12, 40])]
     found, expected = ([o.outputs.embedding for o in one.embed(prompts, use_tqdm=False)] for one in (llm, other))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=1e-4)
+
+
+def assert_mechanism(checkpoint, **options):
+    """With these options, an engine of that model gives what one of one process without options gives."""
+    prompts = prompts_of([3, 26, 7, 18])
+    prompts += [prompt * 2 for prompt in prompts]  # what n-grams find again
+    expected = generate(tiny_llm(checkpoint, **SIZES), prompts, WISHES[:4] * 2)
+    llm = tiny_llm(checkpoint, **{**SIZES, **options})
+    assert_same(generate(llm, prompts, WISHES[:4] * 2), expected)
+    stats = llm.engine.stats
+    assert stats.num_free_blocks == stats.num_blocks
+    assert "speculative_config" not in options or stats.num_draft_tokens > 0
+
+
+def assert_same_grammars(**options):
+    """Of the demo model, whose vocabulary has words."""
+    made = []
+    for more in ({}, options):
+        llm = LLM(str(model_path()), num_blocks=64, max_num_seqs=4, **more)
+        made.append(generate(llm, GRAMMAR_PROMPTS, GRAMMAR_WISHES))
+    assert_same(made[1], made[0])
 
 
 AGE = StructuredOutputsParams(json={"type": "object", "properties": {"age": {"type": "integer"}}})

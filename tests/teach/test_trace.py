@@ -3,17 +3,16 @@
 import errno
 import gzip
 import json
-import os
 import signal
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkout import environment
 from support.engines import greedy, similar_checkpoint, tiny_llm
 from support.examples import examples
 from support.fake_events import FakeEngine, added, one_step
@@ -401,9 +400,7 @@ while True:
 def test_a_writer_that_is_killed_leaves_whole_events(tmp_path, name):
     """Between any two writes: Perfetto forgives the missing bracket, but not half a gzip member."""
     path = tmp_path / name
-    root = Path(__file__).parents[2]
-    paths = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], env=paths)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], env=environment())
     try:
         eventually(lambda: path.exists() and path.stat().st_size > 100_000)
         writer.send_signal(signal.SIGSTOP)  # lets a write end; killed in it, a process leaves a part of what it wrote

@@ -1,13 +1,11 @@
 """Nothing that a request asks for may stop the device: every size of vocabulary, every set of limits, every dtype."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.checkout import environment
 
-TESTS = Path(__file__).parents[2]
 PARTS = 16
 
 
@@ -15,13 +13,12 @@ PARTS = 16
 @pytest.mark.timeout(600)
 def test_every_launch_ends(tmp_path, record_property):
     """In processes of their own, since a kernel that hangs cannot be stopped otherwise."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in (TESTS, TESTS.parent))}
     logs = [tmp_path / f"part{part}.log" for part in range(PARTS)]
     running = []
     for part, log in enumerate(logs):
         command = [sys.executable, "-m", "support.sampling_sweep", str(part), str(PARTS)]
         with log.open("w") as out:
-            running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ))
+            running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment()))
     try:
         codes = [process.wait(timeout=540) for process in running]
     finally:
