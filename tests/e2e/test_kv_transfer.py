@@ -1,5 +1,6 @@
 """Engines that share blocks through a folder: tokens stay what they are, whatever happens to the folder or to them."""
 
+import fcntl
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ from support.kv_sharing import FULL, PROMPTS, ROOM, all_slots_are_back, computed
 from support.kv_sharing import run_prompts as run
 
 from tritonllm import LLM, SamplingParams
+from tritonllm.engine import kv_folder
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,19 @@ def test_a_folder_that_vanishes(alone, tmp_path, caplog):
     assert run(llm)[0] == alone
     llm.engine._transfer.connector.close()
     assert "cannot be saved" in caplog.text
+
+
+def test_a_folder_that_another_process_keeps(alone, tmp_path, monkeypatch):
+    """It may have been stopped: the engine starts, finds what is there, saves nothing and ends."""
+    monkeypatch.setattr(kv_folder, "PATIENCE", 0.01)
+    first = sharing(tmp_path)
+    assert run(first)[0] == alone
+    saved(first)
+    with open(tmp_path / kv_folder.MARKER) as marker:
+        fcntl.flock(marker, fcntl.LOCK_SH)
+        llm = sharing(tmp_path)
+        assert run(llm) == (alone, FULL) and llm.engine.stats.kv_saved_blocks == 0
+        saved(llm)
 
 
 def test_a_small_folder_and_a_small_tier(alone, tmp_path):

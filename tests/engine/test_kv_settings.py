@@ -53,7 +53,7 @@ def test_one_of_your_own():
         (
             "FileStore",
             {"folder": "x"},
-            "'folder' is none of FileStore's; there are path, max_bytes, max_age, threads, t",
+            "'folder' is none of FileStore's; there are path, max_bytes, max_age, threads, access, t",
         ),
         ("no.such:Thing", {}, "kv_connector='no.such:Thing' cannot be imported"),
         (f"{__name__}:Nothing", {}, "cannot be imported"),

@@ -12,7 +12,6 @@ from tritonllm.config import EngineConfig
 from tritonllm.dist.device_copies import load_cuda
 from tritonllm.engine.kv_connector import KVConnector
 from tritonllm.engine.kv_file_store import FileStore, FileStoreSettings
-from tritonllm.engine.kv_files import check_folder
 from tritonllm.engine.kv_ipc import DeviceReads
 from tritonllm.engine.kv_nixl import Reads
 from tritonllm.engine.kv_nixl_agent import load_nixl
@@ -55,7 +54,7 @@ def _prepared(config: KVTransferConfig) -> Callable[[], KVConnector]:
     extra.pop("timeout", None)
     if name == "FileStore":
         files = settings_of(FileStoreSettings, extra, name)
-        check_folder(files.folder)
+        files.check_folder()
         return lambda: FileStore(files)
     if name not in ("Peer", "Nixl", "CudaIpc"):
         return _prepared_code(name, extra)
