@@ -137,6 +137,76 @@ def test_stored_blocks_are_saved_even_if_no_step_follows(streams):
     assert not consumer.connector.asked
 
 
+def test_what_was_saved_is_counted_although_no_step_follows():
+    engine = Engine()
+    add(engine.scheduler, "a", 14, 15)
+    assert not engine.transfer.is_saving
+    engine.step()
+    assert engine.transfer.is_saving and engine.transfer.stats == (0, 0, 0)
+    engine.connector.asked.pop().future.set_result(3)
+    assert engine.transfer.stats == (3, 0, 0) and not engine.transfer.is_saving
+    assert len(engine.tier.lend(20)) == 10  # its slots are back
+
+
+def test_what_was_brought_does_not_count_as_saved():
+    """The tier gives it up while the device has it, and gets it back from there."""
+    engine = Engine(num_slots=4)
+    prompt = make("a", 14).prompt_token_ids
+    engine.fetch()
+    engine.answer(2)
+    engine.answer([True, True])
+    add(engine.scheduler, "a", prompt, 15)
+    for _ in range(3):
+        engine.step()
+    (save,) = engine.connector.asked
+    assert len(save.keys) == 1  # the third one
+    engine.answer(1)
+    assert engine.transfer.stats == (1, 2, 0)
+    add(engine.scheduler, "b", 18, 19)
+    for _ in range(3):
+        engine.step()
+    while engine.connector.asked:
+        engine.answer(len(engine.connector.asked[0].keys))
+    before = engine.transfer.stats.kv_saved_blocks
+    add(engine.scheduler, "c", [*prompt, 1, 2, 3, 4], 19)  # a block more
+    for _ in range(3):
+        engine.step()
+    saved = []
+    while engine.connector.asked:
+        asked = engine.answer(len(engine.connector.asked[0].keys))
+        saved += asked.keys
+    brought = {engine.transfer._key(label) for label in engine.scheduler.prefix_cache.labels(make("a", prompt))[:2]}
+    own = len(set(saved) - brought)
+    assert brought & set(saved)  # they are handed out: others may have given them up
+    assert engine.transfer.stats == (before + own, 2, 0)
+
+
+def test_what_was_brought_and_is_computed_again_counts():
+    engine = Engine(num_slots=4, num_blocks=8)
+    prompt = make("a", 14).prompt_token_ids
+    engine.fetch()
+    engine.answer(2)
+    engine.answer([True, True])
+    add(engine.scheduler, "b", 30, 31)  # takes both memories
+    for _ in range(3):
+        engine.step()
+    while engine.connector.asked:
+        engine.answer(len(engine.connector.asked[0].keys))
+    engine.transfer._brought.update(b"%d" % n for n in range(100))  # of long ago
+    engine.fetch()
+    engine.answer(0)
+    before = engine.transfer.stats.kv_saved_blocks
+    add(engine.scheduler, "a", prompt, 15)
+    for _ in range(3):
+        engine.step()
+    count = 0
+    while engine.connector.asked:
+        count += len(engine.answer(len(engine.connector.asked[0].keys)).keys)
+    assert count and engine.transfer.stats == (before + count, 2, 0)
+    engine.transfer._limit_brought()
+    assert not engine.transfer._brought
+
+
 def test_a_slot_that_is_being_saved_keeps_its_block():
     engine = Engine(num_slots=4)
     add(engine.scheduler, "a", 10, 11)
@@ -160,12 +230,12 @@ def test_other_weights_have_other_keys_and_what_comes_late_is_dropped():
     engine.weights = b"others"
     engine.transfer.rename()
     engine.answer([True] * 3)
-    assert fetch.done and engine.tier.find(fetch.labels) == []
+    assert fetch.done and engine.tier.find(fetch.labels) == [] and engine.transfer.stats == (0, 0, 0)
     engine.fetch()
     assert not set(engine.connector.asked[0].keys) & set(lookup.keys)
 
 
-def test_a_connector_that_hangs_is_asked_no_more_until_it_answers():
+def test_a_connector_that_hangs_is_asked_no_more_until_it_answers(caplog):
     engine = Engine(timeout=2.0)
     first, second = engine.fetch(14, now=100.0), engine.fetch(15, now=101.0)
     engine.answer(2)  # the first one's slots are lent now
@@ -176,6 +246,7 @@ def test_a_connector_that_hangs_is_asked_no_more_until_it_answers():
     assert engine.fetch() is None
     engine.transfer.follow(103.0)
     assert second.done and len(engine.connector.asked) == 2
+    assert caplog.text.count("has not answered within 2 s where 3 blocks of a prompt are") == 1
     engine.answer(1)  # late
     assert engine.fetch() is None
     late = engine.answer([True, True])

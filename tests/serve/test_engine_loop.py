@@ -62,6 +62,24 @@ def everything_is_free(engine):
     return engine.stats.num_free_blocks == engine.stats.num_blocks and not engine.has_unfinished_requests()
 
 
+def test_what_was_saved_is_told_although_no_step_follows():
+    """The connector answers only once the engine has nothing to do and waits for messages."""
+    transfer = {"kv_connector": "support.kv_connectors:SilentConnector", "kv_role": "kv_producer"}
+    engine = tiny_llm(kv_offloading_size=0.001, kv_transfer_config=transfer).engine
+
+    class Waiting(Socket):
+        def poll(self, milliseconds):
+            assert not self.coming and milliseconds > 0
+            for asked in engine._transfer.connector.asked:
+                asked.future.set_result(len(asked.keys))
+            engine._transfer.connector.asked.clear()
+            return 0
+
+    socket = Waiting((MINE, add("a")), None)
+    EngineLoop(engine, socket).run()
+    assert socket.sent[MINE][-1].stats.kv_saved_blocks == 6 and not socket.sent[MINE][-1].updates
+
+
 def test_each_client_gets_its_own():
     engine = tiny_llm().engine
     socket = Socket((MINE, add("a")), (THEIRS, add("b", 3)), (MINE, add("c", 2)))

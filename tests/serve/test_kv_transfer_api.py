@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.router import RouterProcess
 from support.server import MODEL, RunningServer
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, eventually
 
 from tritonllm.config import EngineConfig
 from tritonllm.demo import model_path
@@ -96,6 +96,8 @@ def test_from_a_prefill_server_to_a_decode_server(server, pair, path, body):
     assert text_of(answer) == text_of(post(server, path, body)) and is_cached(answer)
     assert decode.metric("tritonllm:kv_transfer_fetched_blocks_total") > 0
     assert decode.metric("tritonllm:kv_transfer_missed_blocks_total") == 0
+    eventually(lambda: prefill.metric("tritonllm:kv_transfer_saved_blocks_total") > 0)  # nobody asks it anything more
+    assert decode.metric("tritonllm:kv_transfer_saved_blocks_total") == 0  # a consumer
 
 
 def chunks_of(server, path, body, **more):

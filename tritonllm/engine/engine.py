@@ -371,6 +371,11 @@ class LLMEngine(SleepMethods, ExpertLoadMethods):
             tier.rates.idle(time.monotonic())
 
     @property
+    def is_saving(self) -> bool:
+        """A connector takes blocks, of which :attr:`stats` will tell although no step is made."""
+        return self._transfer is not None and self._transfer.is_saving
+
+    @property
     def stats(self) -> EngineStats:
         self._recover()
         scheduler, drafts = self._scheduler.stats, self._delivery.drafts

@@ -47,7 +47,8 @@ class Copies(Protocol):
 
 
 class TransferStats(NamedTuple):
-    """Blocks that were handed out, brought in, and asked for in vain although they should have been there."""
+    """Blocks that were computed here and handed out, that were brought in, and that were asked for in vain although
+    they should have been there."""
 
     kv_saved_blocks: int = 0
     kv_fetched_blocks: int = 0
@@ -104,13 +105,21 @@ class KVTransfer:
         self._answers: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what is to be done in the engine's thread
         self._asking: list[Fetch] = []  # that wait for an answer or for slots, in order of arrival
         self._overdue: set[Fetch] = set()
+        self._saving = 0  # questions that are not answered
+        self._brought: set[bytes] = set()  # labels of blocks that others have computed; some may be gone again
         self._saved = self._fetched = self._missed = 0
         tier.tells = config.saves
         weakref.finalize(self, connector.close)
 
     @property
     def stats(self) -> TransferStats:
+        self._take_answers()
         return TransferStats(self._saved, self._fetched, self._missed)
+
+    @property
+    def is_saving(self) -> bool:
+        """Blocks are being handed out, so that :attr:`stats` will change although no step is made."""
+        return self._saving > 0
 
     def fetch(self, request: Request, params: Params, now: float) -> Fetch | None:
         """Begin to bring blocks of a request that is not scheduled yet; ``None`` if it need not wait for any."""
@@ -123,6 +132,7 @@ class KVTransfer:
         if have == len(labels):
             return None
         fetch = Fetch(labels[have:], params, now + self._timeout)
+        self._brought.difference_update(fetch.labels)  # they are gone, and may be computed here now
         fetch.keys = [self._key(label) for label in fetch.labels]
         self._asking.append(fetch)
         self._ask(fetch, self.connector.lookup(fetch.keys, params), self._found)
@@ -136,12 +146,18 @@ class KVTransfer:
 
     def follow(self, now: float) -> None:
         """Take in what the connector has answered since, and let those go on who waited too long."""
-        while not self._answers.empty():
-            self._answers.get()()
+        self._take_answers()
         for fetch in [one for one in self._asking if now >= one.deadline]:
             self._asking.remove(fetch)
             fetch.done = True
             if fetch.future is not None:
+                if not self._overdue:
+                    logger.warning(
+                        "the KV connector has not answered within %.3g s where %d blocks of a prompt are: until it "
+                        "does, prompts are computed without it",
+                        self._timeout,
+                        len(fetch.keys),
+                    )
                 self._overdue.add(fetch)
         for fetch in self._asking:
             if fetch.count and not fetch.slots and not self._load(fetch):
@@ -166,6 +182,7 @@ class KVTransfer:
     def rename(self) -> None:
         """The weights may have changed: what is on its way was computed with those before."""
         self._fingerprint = self._identify()
+        self._brought.clear()
         for fetch in (*self._asking, *self._overdue):
             fetch.current = False
 
@@ -175,6 +192,10 @@ class KVTransfer:
             if fetch.future is not None:
                 self._overdue.add(fetch)
         self._asking.clear()
+
+    def _take_answers(self) -> None:
+        while not self._answers.empty():
+            self._answers.get()()
 
     def _key(self, label: bytes) -> bytes:
         return xxh3_128_digest(self._fingerprint + label)
@@ -211,10 +232,20 @@ class KVTransfer:
         self._overdue.discard(fetch)
         there = there or [False] * len(fetch.slots)
         for label, slot, came in reversed([*zip(fetch.labels, fetch.slots, there, strict=False)]):
-            self._tier.take_back(slot, label if came and fetch.current else None)
-            self._fetched += came
+            good = came and fetch.current
+            self._tier.take_back(slot, label if good else None)
+            if good:
+                self._brought.add(label)
+            self._fetched += good
             self._missed += not came
+        self._limit_brought()
         self._go_on(fetch)
+
+    def _limit_brought(self) -> None:
+        """Forget those that are gone, before they are many."""
+        pool = self._cache.pool
+        if len(self._brought) > 2 * (self._tier.num_slots + pool.num_blocks):
+            self._brought = {one for one in self._brought if self._tier.has(one) or pool.find_leading([one])}
 
     def _go_on(self, fetch: Fetch) -> None:
         fetch.done = True
@@ -223,16 +254,23 @@ class KVTransfer:
 
     def _save(self, ready: Callable[[], bool]) -> None:
         stored = self._tier.take_stored()
-        if not stored:
-            return
-        keys, slots = [self._key(label) for label, _ in stored], [slot for _, slot in stored]
-        future = self.connector.save(keys, slots, ready)
-        future.add_done_callback(lambda done: self._answers.put(lambda: self._was_saved(slots, done)))
+        for brought in (False, True):  # those that the tier had given up, and has from the device again, do not count
+            some = [(label, slot) for label, slot in stored if (label in self._brought) == brought]
+            if some:
+                self._hand_out(some, ready, counts=not brought)
 
-    def _was_saved(self, slots: Sequence[int], done: "Future[int]") -> None:
-        for slot in slots:
-            self._tier.take_back(slot)
-        self._saved += result_of(done) or 0
+    def _hand_out(self, stored: Sequence[tuple[bytes, int]], ready: Callable[[], bool], counts: bool) -> None:
+        keys, slots = [self._key(label) for label, _ in stored], [slot for _, slot in stored]
+        self._saving += 1
+
+        def was_saved(done: "Future[int]") -> None:
+            self._saving -= 1
+            for slot in slots:
+                self._tier.take_back(slot)
+            self._saved += (result_of(done) or 0) if counts else 0
+
+        future = self.connector.save(keys, slots, ready)
+        future.add_done_callback(lambda done: self._answers.put(lambda: was_saved(done)))
 
 
 def result_of(done: "Future[Any]") -> Any:

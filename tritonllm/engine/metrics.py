@@ -88,7 +88,11 @@ def counters(stats: Any) -> Iterator[tuple[str, str, float]]:
     yield "tritonllm:spec_decode_draft_seconds", "Time on the device of making drafts.", stats.draft_seconds
     yield "tritonllm:host_cache_stored_bytes", "Copied to the cache in the host's memory.", stats.stored_bytes
     yield "tritonllm:host_cache_loaded_bytes", "Copied back from there.", stats.loaded_bytes
-    yield "tritonllm:kv_transfer_saved_blocks", "Blocks handed to the KV connector.", stats.kv_saved_blocks
+    yield (
+        "tritonllm:kv_transfer_saved_blocks",
+        "Blocks computed here that the KV connector kept.",
+        stats.kv_saved_blocks,
+    )
     yield "tritonllm:kv_transfer_fetched_blocks", "Blocks that the KV connector brought.", stats.kv_fetched_blocks
     yield "tritonllm:kv_transfer_missed_blocks", "Blocks that it should have brought.", stats.kv_missed_blocks
     yield "tritonllm:steps", "Steps that were launched.", stats.steps

@@ -65,6 +65,7 @@ WAITING = ("sleep", "reload_weights")  # for the requests that are unfinished
 Params = SamplingParams | BeamSearchParams | PoolingParams
 AT_ONCE = 0.001  # seconds that a request's grammar may take to be parsed while nothing else happens
 ONLY_PARSING = 0.02  # seconds between two looks at the messages while grammars are parsed and nothing runs
+ONLY_SAVING = 0.05  # seconds between two looks at the statistics while blocks are saved and nothing runs
 
 
 @dataclasses.dataclass(eq=False)
@@ -229,7 +230,8 @@ class EngineLoop:
             self._add_parsed()
             idle = not self._engine.has_unfinished_requests()
             if idle and self._fellows is not None:
-                self._fellows.await_work(longest=ONLY_PARSING if self._parsing else None)
+                saving = ONLY_SAVING if self._engine.is_saving else None
+                self._fellows.await_work(longest=ONLY_PARSING if self._parsing else saving)
             idle &= not self._parsing
             updates = self._take_messages(block=idle and self._fellows is None)
             if self._engine.has_unfinished_requests():
@@ -262,12 +264,14 @@ class EngineLoop:
         return [pack_output(one) if isinstance(one, RequestOutput) else pack_pooled(one) for one in outputs]
 
     def _take_messages(self, block: bool) -> list[Update]:
-        """Do what the messages say that have arrived; with ``block``, wait for the first.
+        """Do what the messages say that have arrived; with ``block``, wait for the first, while nothing else changes.
 
         Returns:
             Refusals and the last outputs of what was aborted.
         """
         updates: list[Update] = []
+        if block and self._engine.is_saving:
+            block = bool(self._socket.poll(int(1000 * ONLY_SAVING)))
         flags = 0 if block else zmq.NOBLOCK
         while not self._stopped:
             try:
