@@ -145,12 +145,28 @@ def test_lines_end_at_line_feeds_only(tmp_path):
 
 def test_another_file_is_not_overwritten(tmp_path, capsys):
     write_requests(tmp_path / "in.jsonl", count=1)
-    for text, message in (("my thesis\n", "is no answer of a batch"), ('{"custom_id": "x"}\n', "answers 'x', which")):
+    for text, message in (
+        ("my thesis\n", "line 1 is no answer of a batch"),
+        ("my thesis", "line 1 is no answer of a batch"),
+        ('{"custom_id": "x"}', "line 1 is no answer of a batch"),
+        ('{"custom_id": "x"}\n', "answers 'x', which"),
+    ):
         (tmp_path / "out.jsonl").write_text(text)
         with pytest.raises(SystemExit):
             main(command(tmp_path)[3:])
         assert message in capsys.readouterr().err
         assert (tmp_path / "out.jsonl").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "begun", [b"{", b'{"id":"ba', b'{"id": "batch-half', b'{"id":"batch-12","custom_id":"a","resp']
+)
+def test_an_answer_that_was_not_finished_is_given_again(tmp_path, begun):
+    path, whole = tmp_path / "out.jsonl", b'{"id":"batch-1","custom_id":"a"}\n'
+    path.write_bytes(whole + begun)
+    with open_answers(path) as (_, done):
+        assert done == {"a"}
+    assert path.read_bytes() == whole
 
 
 def test_two_do_not_write_to_one_file(tmp_path):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 
 import httpx
@@ -23,7 +23,7 @@ from support.waiting import PATIENCE
 
 from tritonllm.http_server import listen
 from tritonllm.serve.config import ServerConfig
-from tritonllm.serve.run import bind
+from tritonllm.serve.run import bind, removing
 
 
 def test_a_client_that_leaves_is_aborted(server):
@@ -315,19 +315,41 @@ def test_two_that_got_one_port():
             listen(second)
 
 
-@pytest.mark.parametrize("kind", ["file", "socket"])
+@pytest.mark.parametrize("kind", ["file", "socket", "socket of a stopped server", "link to a socket that was left"])
 def test_a_path_that_is_taken(tmp_path, kind):
-    path = tmp_path / "taken"
-    with socket.socket(socket.AF_UNIX) as other:
+    path, left = tmp_path / "taken", tmp_path / "left"
+    with socket.socket(socket.AF_UNIX) as other, ExitStack() as clients:
         if kind == "file":
             path.write_text("kept")
+        elif kind.startswith("link"):
+            other.bind(str(left))
+            path.symlink_to(left)
         else:
             other.bind(str(path))
-            other.listen()
-        why = {"file": "the file exists and is no socket", "socket": "another server listens there"}[kind]
+            other.listen(0)
+        while kind.endswith("stopped server"):  # until its queue is full
+            client = clients.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            if client.connect_ex(str(path)):
+                break
+        why = "another server listens there" if kind.startswith("socket") else "the file exists and is no socket"
         with pytest.raises(OSError, match=f"cannot listen on unix:{path}: .*: {why}: give another --uds"):
             bind(ServerConfig(model_names=("m",), uds=str(path)))
-    assert kind == "socket" or path.read_text() == "kept"
+    assert kind != "file" or path.read_text() == "kept"
+    assert not kind.startswith("link") or path.is_symlink()
+
+
+def test_only_its_own_socket_is_removed(tmp_path):
+    config = ServerConfig(model_names=("m",), uds=str(tmp_path / "socket"))
+    for replaced in (False, True):
+        with bind(config) as first, removing(config.uds):
+            assert os.path.exists(config.uds)
+            if replaced:  # an operator has removed it, and started another server
+                os.unlink(config.uds)
+                second = bind(config)
+        assert first.fileno() < 0 and os.path.exists(config.uds) == replaced
+    second.close()
+    bind(config).close()  # what a killed server has left is nobody's
 
 
 def test_sigterm_while_the_model_is_loaded():

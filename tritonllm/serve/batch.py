@@ -26,6 +26,7 @@ from tritonllm.serve.config import ServerConfig
 logger = logging.getLogger(__name__)
 AGAIN = 429  # the engine's queue is full
 PAUSE = 0.2  # seconds until a request is sent again
+BEGINNING = b'{"id":"batch-'  # of each answer
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def open_answers(path: Path) -> Iterator[tuple[IO[bytes], set[str]]]:
         done, end = set(), 0
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
+                begun = text.replace(b" ", b"")[: len(BEGINNING)]
+                if begun != BEGINNING[: len(begun)]:  # else its writer was killed, and it is answered again
+                    raise ValueError(f"{path}: line {number} is no answer of a batch; name another file")
                 break
             try:
                 done.add(str(json.loads(text)["custom_id"]))

@@ -11,8 +11,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing, contextmanager, suppress
 from types import FrameType
 
 from tritonllm.config import EngineConfig
@@ -77,20 +76,44 @@ def bind(config: ServerConfig) -> socket.socket:
 
 def _fix(path: str) -> str:
     """What to do about a path that is taken."""
-    if not Path(path).is_socket():
+    if not _is_socket(path):
         return ": the file exists and is no socket: give another --uds"
     return ": another server listens there: give another --uds"
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket that a killed server has left. One that somebody listens on stays, and binding to it fails."""
-    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+    """Remove a socket that a killed server has left. One that somebody listens on stays, and binding to it fails; so
+    does a link, whatever it leads to."""
+    if not _is_socket(path):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a server that was stopped takes no connection, and its queue may be full
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
+        except BlockingIOError:
+            pass
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+@contextmanager
+def removing(path: str | None) -> Iterator[None]:
+    """Remove a socket behind the block, unless another server has put its own there."""
+    before = None if path is None else os.lstat(path)
+    try:
+        yield
+    finally:
+        if path is not None and before is not None:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(before, os.lstat(path)):
+                    os.unlink(path)
 
 
 def address_of(config: ServerConfig, sock: socket.socket | None = None) -> str:
@@ -128,7 +151,7 @@ def serve(
     check_connector(engine)
     sock = bind(config)
     raise_file_limit()
-    try:
+    with closing(sock), removing(config.uds):
         if config.api_server_count > 1:
             with _sigterm_ends():
                 client = EngineClient(engine, log_level, profiler=config.profiler_config)
@@ -146,10 +169,6 @@ def serve(
             status = _serve(llm, config, sock)
         finally:
             llm.shutdown()
-    finally:
-        sock.close()
-        if config.uds is not None:
-            Path(config.uds).unlink(missing_ok=True)
     if llm.is_in_long_text:
         end(status)
     return status
