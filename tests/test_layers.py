@@ -37,6 +37,7 @@ LAYER = {
     "inputs": 0,
     "starting": 0,
     "vllm_arguments": 0,
+    "whole_files": 0,
     "testing": 0,
     "demo": 0,
     "kernels": 1,

@@ -1,5 +1,6 @@
 """Listing and compiling kernels without a GPU. Not in tests/kernels: the interpreter there compiles nothing."""
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from support.foreign_files import what_is
 from triton import knobs
 from triton.runtime import cache
 from triton.runtime.jit import JITFunction
@@ -192,6 +194,26 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"made with Triton .*make it again"):
         cache_folder.read_kernels_from(tmp_path)
     assert cache.triton_key is not cache_folder.portable_triton_key
+
+
+def test_only_files_beside_their_list_are_removed(tmp_path):
+    """Which may say anything in a folder that somebody else has made."""
+    folder, elsewhere = tmp_path / "kernels", tmp_path / "elsewhere"
+    names = ["k.ptx", "k.cubin", "../kept", f"{tmp_path}/kept"]
+    for where in (folder / "ab", elsewhere):
+        where.mkdir(parents=True)
+        (where / "__grp__k.json").write_text(json.dumps({"child_paths": dict.fromkeys(names, "")}))
+        for name in ("k.ptx", "k.cubin"):
+            (where / name).touch()
+    for kept in (folder / "kept", tmp_path / "kept"):
+        kept.touch()
+    (folder / "cd").symlink_to(elsewhere)
+    (folder / "ef").mkdir()
+    (folder / "ef" / "__grp__k.json").symlink_to(elsewhere / "__grp__k.json")
+    before = what_is(elsewhere)
+    cache_folder.keep_binaries(folder)
+    assert sorted(path.name for path in (folder / "ab").iterdir()) == ["__grp__k.json", "k.cubin"]
+    assert (folder / "kept").exists() and (tmp_path / "kept").exists() and what_is(elsewhere) == before
 
 
 def test_the_monitor_leaves_others_their_turn():

@@ -1,9 +1,10 @@
 """JSON files that hold one object."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from tritonllm.whole_files import replace_text
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -21,17 +22,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_object(path: Path, value: dict[str, Any]) -> None:
-    """Beside the file and then in its place, so that whoever reads it sees the old one or the new one.
+    """Whole: whoever reads it sees the old one or the new one.
 
     Raises:
         OSError: it cannot be written.
     """
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(json.dumps(value) + "\n", encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    replace_text(path, json.dumps(value) + "\n")
 
 
 def whole_numbers(where: str, value: Any) -> tuple[int, ...]:

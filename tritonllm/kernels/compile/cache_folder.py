@@ -17,6 +17,8 @@ from triton import knobs
 from triton.runtime import cache
 from triton.runtime.cache import CacheManager, FileCacheManager
 
+from tritonllm.whole_files import replace_text
+
 MARK = "tritonllm-kernels.json"  # says what the folder is
 
 
@@ -39,7 +41,7 @@ def describe() -> dict[str, str]:
 def write_kernels_to(folder: Path, *, binary_only: bool = True) -> None:
     """From now on, this process compiles into ``folder``; unless ``binary_only``, with the stages before the binary."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).write_text(json.dumps(describe(), indent=1) + "\n")
+    replace_text(folder / MARK, json.dumps(describe(), indent=1) + "\n")
     cache.triton_key = portable_triton_key
     knobs.cache.dir = str(folder.resolve())
     knobs.cache.manager_class = _manager(folder.resolve())
@@ -47,13 +49,17 @@ def write_kernels_to(folder: Path, *, binary_only: bool = True) -> None:
 
 
 def keep_binaries(folder: Path) -> None:
-    """Remove the stages before the binary from what ``folder`` holds."""
+    """Remove the stages before the binary from what ``folder`` holds: files only that lie in it, beside the list that
+    names them."""
     for group in folder.glob("*/__grp__*.json"):
+        if group.parent.is_symlink() or group.is_symlink():
+            continue
         files = json.loads(group.read_text())["child_paths"]
         kept = {name: path for name, path in files.items() if name.endswith((".cubin", ".hsaco", ".json"))}
-        group.write_text(json.dumps({"child_paths": kept}))
+        replace_text(group, json.dumps({"child_paths": kept}))
         for name in files.keys() - kept.keys():
-            (group.parent / name).unlink(missing_ok=True)
+            if Path(name).name == name:
+                (group.parent / name).unlink(missing_ok=True)
 
 
 def read_kernels_from(folder: Path) -> None:

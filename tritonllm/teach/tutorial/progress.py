@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonllm import env
+from tritonllm.whole_files import replace_text
 
 VERSION = 1
 
@@ -92,11 +93,9 @@ class ProgressFile:
         return kept
 
     def _write(self, content: dict[str, Any]) -> None:
-        new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            os.replace(new, self.path)  # whole or not at all
+            replace_text(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise self._elsewhere(error) from error
 
