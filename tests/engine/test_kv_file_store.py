@@ -53,9 +53,10 @@ def test_what_is_not_in_its_slot_is_not_saved(tmp_path):
 @pytest.mark.parametrize("patience", [PATIENCE, 0.0])
 def test_closing_saves_what_waits_but_not_for_ever(tmp_path, monkeypatch, patience):
     monkeypatch.setattr(kv_file_store, "CLOSING", patience)
-    store, begin = opened(tmp_path, threads=1), threading.Event()
-    first = store.save(KEYS[:1], [0], lambda: begin.wait(PATIENCE))
+    store, begun, begin = opened(tmp_path, threads=1), threading.Event(), threading.Event()
+    first = store.save(KEYS[:1], [0], lambda: begun.set() or begin.wait(PATIENCE))
     rest = store.save(KEYS[1:4], [1, 2, 3], lambda: True)
+    assert begun.wait(PATIENCE)
     closing = threading.Thread(target=store.close)
     closing.start()
     while store._ends > time.monotonic() + 2 * PATIENCE:  # it has begun

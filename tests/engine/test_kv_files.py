@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.examples import examples
 from support.foreign_files import make_old, what_is
+from support.waiting import PATIENCE
 
 from tritonllm.engine import kv_files, kv_folder
 from tritonllm.engine.kv_files import HEADER, BlockFiles
@@ -111,6 +112,18 @@ def test_nothing_of_others_is_touched_whatever_it_is(tmp_path, max_age):
         assert [what_is(path) for path in [elsewhere, *planted]] == before
     assert [*files.entries()] == []
     assert sorted(path.name for path in (folder / "new").iterdir()) == [*(digit * 32 for digit in "012"), "notes.txt"]
+
+
+def test_the_blocks_of_an_earlier_versions_store_can_be_kept(tmp_path):
+    write(BlockFiles(tmp_path, 10**6))
+    (tmp_path / MARKER).unlink()
+    (tmp_path / "size").write_bytes(bytes(8))
+    with pytest.raises(
+        ValueError, match=r"holds other files .* If it is the store of an earlier version, empty it, or"
+    ):
+        BlockFiles(tmp_path, 10**6)
+    (tmp_path / MARKER).touch()  # as the message says
+    assert read(BlockFiles(tmp_path, 10**6)) == PARTS and (tmp_path / "size").read_bytes() == bytes(8)
 
 
 def test_a_block_that_has_another_name_keeps_its_time(tmp_path):
@@ -283,23 +296,32 @@ def test_a_use_makes_a_block_young_again(tmp_path):
         assert next(files.entries()).used > time.time() - kv_files.TOUCH
 
 
-def test_several_processes_keep_to_one_limit(tmp_path):
+def test_several_processes_keep_to_one_limit_and_to_what_is_theirs(tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_folder, "PATIENCE", PATIENCE)
+    folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    planted = [elsewhere, *plant_all(folder, elsewhere)]
+    before = [what_is(path) for path in planted]
     code = """
 import sys
 from pathlib import Path
+from tritonllm.engine import kv_folder
 from tritonllm.engine.kv_files import BlockFiles
+kv_folder.PATIENCE = float(sys.argv[3])
 files = BlockFiles(Path(sys.argv[1]), 50_000)
 for n in range(200):
     files.write(bytes([int(sys.argv[2]), n]) * 8, [memoryview(bytes(936))])
 """
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(n)]) for n in range(3)]
-    files = BlockFiles(tmp_path, 50_000)
+    command = [sys.executable, "-c", code, str(folder)]
+    writers = [subprocess.Popen([*command, str(n), str(PATIENCE)]) for n in range(3)]
+    files = BlockFiles(folder, 50_000)
     while any(writer.poll() is None for writer in writers):
         with files._lock():  # nobody removes what was counted
             assert sum(entry.size for entry in files.entries()) <= 50_000
     assert all(writer.returncode == 0 for writer in writers)
     sizes = [entry.size for entry in files.entries()]
     assert 35_000 <= sum(sizes) <= 50_000 and set(sizes) == {936 + HEADER.size}
+    assert [what_is(path) for path in planted] == before
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_nothing_wrong(tmp_path):

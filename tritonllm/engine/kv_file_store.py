@@ -129,6 +129,8 @@ class FileStore:
         return saved
 
     def close(self) -> None:
+        if self._closing.is_set():
+            return
         self._ends = time.monotonic() + CLOSING
         self._closing.set()
         ended = self._writers.close(CLOSING + LEAVING)

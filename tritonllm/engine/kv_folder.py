@@ -113,25 +113,22 @@ class StoreFolder:
         seconds = PATIENCE
         end = time.monotonic() + seconds
         if not self._mine.acquire(timeout=seconds):
-            raise self._is_locked(seconds)
+            raise self._is_locked("another thread of this process", seconds)
         try:
             with self.root() as root, opened(MARKER, os.O_RDWR | WAY, root) as marker:
                 _check_regular(marker, self.path / MARKER)
                 pause = 1e-4
                 while not _take(marker):
                     if time.monotonic() >= end:
-                        raise self._is_locked(seconds)
+                        raise self._is_locked("another process, perhaps a stopped one,", seconds)
                     time.sleep(pause)
                     pause = min(2 * pause, PAUSE)
                 yield marker
         finally:
             self._mine.release()
 
-    def _is_locked(self, seconds: float) -> TimeoutError:
-        return TimeoutError(
-            f"another process, perhaps a stopped one, has had the lock on {self.path / MARKER} for "
-            f"{seconds:.3g} s (`fuser -v` names it)"
-        )
+    def _is_locked(self, who: str, seconds: float) -> TimeoutError:
+        return TimeoutError(f"{who} has had the lock on {self.path / MARKER} for {seconds:.3g} s (`fuser -v` names it)")
 
     def _is_marked(self, root: int) -> bool:
         """Whether the marker is whole; if there is none, it is made, empty."""
