@@ -4,6 +4,7 @@ import multiprocessing
 import threading
 
 import pytest
+from support.leftovers import held
 from support.ranks import shared_memory
 from support.waiting import PATIENCE
 
@@ -82,3 +83,9 @@ def test_the_memory_has_no_name():
     box = Mailbox(1)
     box.send(b"x")
     assert shared_memory() <= before
+
+
+def test_the_memory_goes_with_the_mailbox():
+    before = held()
+    Mailbox(1).send(b"x")
+    assert not held() - before

@@ -16,13 +16,12 @@ written see there. A bell (``eventfd``) of each engine wakes it up when it sleep
 import mmap
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
-from tritonllm.dist.mailbox import LINE, await_
+from tritonllm.dist.mailbox import LINE, await_, close_with
 
 WORDS = 6  # that an engine says of a step
 PLACES = 2
@@ -56,7 +55,7 @@ class Board:
         self.size = size
         self._files = list(files)
         self.numbers = memoryview(mmap.mmap(self._files[0], nbytes)).cast("q")
-        weakref.finalize(self, _close, self._files)
+        close_with(self, self._files)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (self.size, [reduction.DupFd(file) for file in self._files])
@@ -64,11 +63,6 @@ class Board:
     def bell(self, rank: int) -> int:
         """The descriptor that can be read once an engine has been woken up."""
         return self._files[1 + rank]
-
-
-def _close(files: Sequence[int]) -> None:
-    for file in files:
-        os.close(file)
 
 
 def _attached(size: int, files: list[Any]) -> Board:

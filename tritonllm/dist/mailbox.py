@@ -11,7 +11,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from typing import Any
 
@@ -37,8 +38,19 @@ def await_(ready: Callable[[], bool], check: Callable[[], None], spin: float) ->
             time.sleep(min(LONGEST, max(SHORTEST, waited / 16)))
 
 
+def close_with(owner: object, files: Sequence[int]) -> None:
+    """Close these descriptors when an object's last reference goes. A piece of memory without a name takes its room for
+    as long as one of its descriptors is open, whoever has ended."""
+    weakref.finalize(owner, _close, files)
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
 class Mailbox:
-    """The shared memory; can be an argument of a process that is spawned.
+    """The shared memory; can be an argument of a process that is spawned. It goes with the last object that has it.
 
     Args:
         memory: a file descriptor, which this takes over; by default of new memory.
@@ -54,6 +66,7 @@ class Mailbox:
             os.ftruncate(memory, size)
         self.readers = readers
         self._memory = memory
+        close_with(self, [memory])
         self._bytes = memoryview(mmap.mmap(memory, size))
         self._numbers = self._bytes[:numbers].cast("q")  # faster to index than an array of numpy
 
