@@ -1,4 +1,4 @@
-"""A server whose ranks torchrun has started: one of them listens, and none is left when one dies."""
+"""A server whose ranks torchrun has started: one of them listens, and all end together."""
 
 import os
 import re
@@ -10,23 +10,31 @@ import psutil
 import pytest
 from support import forked_programs
 from support.engines import greedy, tiny_checkpoint, tiny_llm
+from support.ports import reserved_port
 from support.server import ROOT, eventually
+from support.streams import all_gone
 from support.waiting import PATIENCE
 
-pytestmark = pytest.mark.long
+from tritonllm.config import EngineConfig
+from tritonllm.serve import run
+from tritonllm.serve.config import ServerConfig
 
 PROMPT = list(range(5, 25))
 ENGINE = {"num_blocks": 64, "max_num_seqs": 4}
 
 
 class Launched:
-    """``torchrun ... -m tritonllm serve`` on two ranks, and where it listens."""
+    """``torchrun ... -m tritonllm serve`` on two ranks, and where it listens.
 
-    def __init__(self) -> None:
+    Args:
+        where: options that say it.
+    """
+
+    def __init__(self, where: list[str]) -> None:
         how = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
         options = ["-tp", "2", "--distributed-executor-backend", "external_launcher", "--skip-tokenizer-init"]
         options += [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
-        serve = ["-m", "tritonllm", "serve", str(tiny_checkpoint()), "--device", "cpu", "--port", "0", *options]
+        serve = ["-m", "tritonllm", "serve", str(tiny_checkpoint()), "--device", "cpu", *where, *options]
         self.process = forked_programs.Popen(
             [sys.executable, "-m", "torch.distributed.run", *how, *serve],
             cwd=ROOT,
@@ -55,13 +63,16 @@ class Launched:
 
 @pytest.fixture
 def launched():
-    made = Launched()
-    processes = psutil.Process(made.process.pid).children(recursive=True)
-    yield made
-    made.process.kill()
-    for process in processes:
-        if process.is_running():
-            process.kill()
+    """On a port that it is told: of an address of its own, so that nobody else can be given it meanwhile."""
+    with reserved_port() as port:
+        made = Launched(["--host", "127.0.0.7", "--port", str(port)])
+        assert made.url == f"http://127.0.0.7:{port}"
+        processes = psutil.Process(made.process.pid).children(recursive=True)
+        yield made
+        made.process.kill()
+        for process in processes:
+            if process.is_running():
+                process.kill()
 
 
 def ask(url):
@@ -69,6 +80,7 @@ def ask(url):
     return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
 
 
+@pytest.mark.long
 def test_one_rank_listens_and_all_end_when_one_dies(launched):
     expected = tiny_llm(**ENGINE).generate([PROMPT], greedy(12), use_tqdm=False)[0].outputs[0].token_ids
     assert ask(launched.url).json()["choices"][0]["token_ids"] == list(expected)
@@ -78,3 +90,32 @@ def test_one_rank_listens_and_all_end_when_one_dies(launched):
     assert status != 0
     assert log.count(" serving ") == 1
     eventually(lambda: not any(process.is_running() for process in processes))
+
+
+@pytest.mark.long
+def test_running_requests_end_first(launched):
+    """The launcher sends SIGTERM to all ranks; the others still compute what the first one answers."""
+    body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    processes = psutil.Process(launched.process.pid).children(recursive=True)
+    with httpx.stream("POST", f"{launched.url}/v1/completions", json=body, timeout=PATIENCE) as response:
+        lines = (line for line in response.iter_lines() if line)
+        first = next(lines)
+        launched.process.terminate()
+        rest = list(lines)
+    log = launched.end()[1]
+    assert "error" not in first and rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
+    assert log.count("INFO tritonllm.serve.launched: stopped") == 1, log
+    eventually(lambda: all_gone(processes))
+
+
+def test_only_the_first_rank_takes_the_address(monkeypatch):
+    """The second one would find it taken."""
+    followed = []
+    monkeypatch.setattr(run, "bind", lambda config: followed.append("bound"))
+    monkeypatch.setattr(run, "follow_the_first", lambda config, place, *others: followed.append(place.rank) or 0)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    backend = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    engine = EngineConfig.from_kwargs(model=str(tiny_checkpoint()), **backend)
+    assert run.serve(engine, ServerConfig(model_names=("tiny",)), max_queue=1) == 0
+    assert followed == [1]

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 TICK = 0.2  # seconds between beats, and between looks at them
 GATHER = 0.3  # seconds in which a rank that was the first to fail may say so: the others fail of it
 SETTLE = 5.0  # seconds in which the reason of a broken collective is known
+PARENT_DIED = 3  # exit status of a process whose parent has
 UNGUARDED = "; a script makes an engine below `if __name__ == '__main__':`, for this process imports it"
 
 

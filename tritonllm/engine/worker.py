@@ -22,7 +22,7 @@ from tqdm import tqdm
 from tritonllm.config import EngineConfig, ParallelConfig
 from tritonllm.dist.mailbox import Mailbox
 from tritonllm.dist.pipeline import Team, meet
-from tritonllm.dist.watch import TICK, Report, parent_watch
+from tritonllm.dist.watch import PARENT_DIED, TICK, Report, parent_watch
 from tritonllm.engine.agreement import Comparison
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.startup import load_rank
@@ -30,7 +30,6 @@ from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.starting import leave_out_of_searches
 
 logger = logging.getLogger(__name__)
-PARENT_DIED = 3  # exit status
 START_PATIENCE = 1800.0  # seconds that a collective may take: the first ones wait for what another rank loads
 SPIN = 0.05  # seconds that a worker of a GPU waits for a step without a sleep, as rank 0 does for its results
 

@@ -2,29 +2,23 @@
 
 import atexit
 import logging
-import multiprocessing
 import os
 import shutil
 import sys
-import threading
 from contextlib import suppress
-from multiprocessing.connection import wait
 from typing import NoReturn
 
-PARENT_DIED = 3  # exit status
+from tritonllm.dist.watch import PARENT_DIED, parent_watch
 
 
 def end_with_parent(folder: str) -> None:
     """Wait for the parent's death in a thread; then remove the sockets' folder and end this process at once."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
-    def watch() -> None:
-        wait([parent.sentinel])
+    def end() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(PARENT_DIED)
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    parent_watch(end)
 
 
 def end_without_threads(status: int) -> NoReturn:

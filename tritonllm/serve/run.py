@@ -22,6 +22,7 @@ from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.engine_client import EngineClient
+from tritonllm.serve.launched import follow_the_first, other_rank
 from tritonllm.serve.several import run_several
 from tritonllm.starting import leave_out_of_searches
 
@@ -132,7 +133,8 @@ def serve(
     log_level: int | None = None,
     end: Callable[[int], object] = lambda status: None,
 ) -> int:
-    """Start an engine and serve until SIGINT or SIGTERM comes, or the engine dies.
+    """Start an engine and serve until SIGINT or SIGTERM comes, or the engine dies. Of several ranks that a launcher has
+    started only the first one listens.
 
     Args:
         engine, config: what to serve, and how.
@@ -148,6 +150,9 @@ def serve(
         OSError: the address is taken.
         ValueError, RuntimeError: the engine did not start.
     """
+    place = other_rank(engine)
+    if place is not None:
+        return follow_the_first(engine, place, config.drain_seconds, log_level)
     check_connector(engine)
     sock = bind(config)
     raise_file_limit()
