@@ -3,7 +3,6 @@ left."""
 
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tritonllm.dist.watch import WorkerError
 from tritonllm.engine import executor
 from tritonllm.engine.agreement import EVERY
 from tritonllm.engine.step import FREE
+from tritonllm.engine.step_bytes import unpack
 
 pytestmark = pytest.mark.long
 
@@ -165,7 +165,7 @@ def test_ranks_compare_their_steps(monkeypatch, sizes):
     llm, _ = start(spawned=False, **sizes)
     ranks, told = llm.engine._runner._ranks, []
     send = ranks.send
-    monkeypatch.setattr(ranks, "send", lambda message: (told.append(pickle.loads(message)[1]), send(message))[1])
+    monkeypatch.setattr(ranks, "send", lambda message: (told.append(unpack(message).told), send(message))[1])
     params = [greedy(EVERY + 20), greedy(20, n=2), greedy(9, logprobs=2), greedy(9, logits_processors=[favour])]
     outputs = llm.generate([[1, 2, 3] * 5, [4, 5], [6], [7]], params, use_tqdm=False)
     assert token_ids(outputs) == token_ids(tiny_llm().generate([[1, 2, 3] * 5, [4, 5], [6], [7]], params))

@@ -92,7 +92,7 @@ class Mailbox:
     def acts(self, reader: int) -> int:
         return self._numbers[self._line(reader) + 2]
 
-    def send(self, message: bytes, check: Callable[[], None] = lambda: None) -> None:
+    def send(self, message: bytes | bytearray, check: Callable[[], None] = lambda: None) -> None:
         """Write to all readers; waits while the one that is furthest behind has as many pieces to read as there is
         room for.
 
@@ -119,23 +119,23 @@ class Mailbox:
         """How many pieces each reader has read."""
         return [self._numbers[self._line(reader)] for reader in range(self.readers)]
 
-    def receive(self, reader: int, check: Callable[[], None] = lambda: None, spin: float = 0.0) -> bytes:
+    def receive(self, reader: int, check: Callable[[], None] = lambda: None, spin: float = 0.0) -> bytearray:
         """The next message.
 
         Args:
             check: raises if none will come.
             spin: seconds of waiting in which the process does not sleep, so that it is there in microseconds.
         """
-        pieces: list[bytes] = []
+        pieces: list[bytearray] = []
         while True:
             read = self._numbers[self._line(reader)]
             await_(lambda: self._numbers[0] > read, check, spin)  # noqa: B023 (called here)
             begin = self._slot(read)
             left, size = struct.unpack_from("qq", self._bytes, begin)
-            pieces.append(bytes(self._bytes[begin + HEADER : begin + HEADER + size]))
+            pieces.append(bytearray(self._bytes[begin + HEADER : begin + HEADER + size]))
             self._numbers[self._line(reader)] = read + 1
             if left == size:
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                return pieces[0] if len(pieces) == 1 else bytearray().join(pieces)
 
     @staticmethod
     def _line(reader: int) -> int:

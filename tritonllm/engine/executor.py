@@ -10,7 +10,6 @@ ends, and with it the requests, with an error that says which rank failed and wh
 import multiprocessing
 import multiprocessing.util
 import os
-import pickle
 import signal
 import threading
 import time
@@ -34,6 +33,7 @@ from tritonllm.engine.ranks import Executor, Ranks
 from tritonllm.engine.results import RunningStep
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.step import FREE, Restrictions, Step
+from tritonllm.engine.step_bytes import pack
 from tritonllm.engine.worker import START_PATIENCE
 from tritonllm.models.interface import CausalLM
 from tritonllm.starting import run_spawned
@@ -102,7 +102,7 @@ class SpawnedRanks(Ranks):
     def check(self) -> None:
         self.watch.failure.check()
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | bytearray) -> None:
         self._mailbox.send(message, self.watch.failure.check)
 
     def explain(self, error: BaseException | None) -> None:
@@ -127,7 +127,7 @@ class Others(Protocol):
         WorkerError: one has failed.
         """
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | bytearray) -> None:
         """To all of them. Raises as :meth:`check`."""
 
     def explain(self, error: BaseException | None) -> None:
@@ -191,8 +191,7 @@ class GroupExecutor:
 
     def _send(self, step: Step | None) -> None:
         """To the others: the next step, or ``None`` for the draw of the oldest one, where that is not part of it."""
-        message = step, self._claims.next()
-        self._ranks.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        self._ranks.send(pack(step, self._claims.next()))
 
     def _draw(self, late: Restrictions) -> RunningStep:
         if self._runner.stages > 1:  # else the others wait for the tokens already

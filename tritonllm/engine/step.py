@@ -1,4 +1,4 @@
-"""A step as plain data: arrays and numbers that can be pickled and run by another process. No torch, no request."""
+"""A step as plain data: arrays and numbers that another process can run. No torch, no request."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -112,6 +112,16 @@ class PromptSpan(NamedTuple):
     top: int
 
 
+# What only the rank that draws needs of a step, and what the others have in its place.
+OF_THE_FIRST: dict[str, Any] = {
+    "admitted": (),
+    "edited": None,
+    "new_edits": (),
+    "logprobs": None,
+    "whole_logprobs": (),
+}
+
+
 @dataclass(frozen=True)
 class Step:
     """What a device must know to run a step of B sequences and T tokens, of which R sequences are sampled from.
@@ -167,8 +177,7 @@ class Step:
 
     def for_followers(self) -> "Step":
         """The step without what only the rank that draws needs."""
-        nothing: dict[str, Any] = {"admitted": (), "edited": None, "new_edits": (), "logprobs": None}
-        return replace(self, whole_logprobs=(), redrawn=not self.plain, **nothing)
+        return replace(self, redrawn=not self.plain, **OF_THE_FIRST)
 
     @property
     def wants_all(self) -> bool:

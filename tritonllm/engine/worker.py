@@ -7,7 +7,6 @@ computes stays on the device. A worker ends when it is told to, when it fails, a
 import gc
 import logging
 import os
-import pickle
 import signal
 import threading
 import time
@@ -26,6 +25,7 @@ from tritonllm.dist.watch import PARENT_DIED, TICK, Report, parent_watch
 from tritonllm.engine.agreement import Comparison
 from tritonllm.engine.runner import ModelRunner
 from tritonllm.engine.startup import load_rank
+from tritonllm.engine.step_bytes import unpack
 from tritonllm.kernels.compile.monitor import MONITOR
 from tritonllm.starting import leave_out_of_searches
 
@@ -57,7 +57,7 @@ def run_worker(config: EngineConfig, rank: int, port: int, mailbox: Mailbox, rep
     Args:
         config: of the engine, as the user gave it.
         rank, port: see :class:`Place`.
-        mailbox: brings pickled steps; an empty message ends the process.
+        mailbox: brings steps as bytes; an empty message ends the process.
         reports: gets a :class:`Report` when the rank meets the others, when it is ready, and if it fails.
     """
     tqdm.set_lock(threading.RLock())  # its own would be a semaphore, which is left over when the process is killed
@@ -103,13 +103,14 @@ class Following:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self._comparison = runner, Comparison()
 
-    def run(self, message: bytes) -> None:
+    def run(self, message: bytes | bytearray) -> None:
         """Start the step in a message of :class:`~tritonllm.engine.executor.GroupExecutor`.
 
         Raises:
             DivergedError: a step before was another one than rank 0's.
+        MalformedError: it is no such message.
         """
-        step, told = pickle.loads(message)
+        step, told = unpack(message)
         self._comparison.check(told)
         self._comparison.note(self._runner.follow(step))
 
