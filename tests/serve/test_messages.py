@@ -42,6 +42,7 @@ def test_text(client, tools_server):
     reply = client.messages.create(model=MODEL, messages=MESSAGES, max_tokens=400, extra_body=GREEDY)
     (block,) = reply.content
     assert (block.type, block.text) == ("text", expected["choices"][0]["message"]["content"])
+    assert reply.id.startswith("msg_")
     assert (reply.role, reply.stop_reason, reply.stop_sequence) == ("assistant", "end_turn", None)
     usage = reply.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == expected["usage"]["prompt_tokens"]
@@ -146,6 +147,37 @@ def test_blocks_become_messages(client, tools_server):
     assert counted.input_tokens == expected
 
 
+def test_turns_of_one_role_in_a_row_are_joined():
+    """As Anthropic does; clients send reminders in the system's name, too, and wherever they like."""
+
+    def text(said):
+        return [{"type": "text", "text": said}]
+
+    def messages(*turns, system=None):
+        given = [{"role": role, "content": content} for role, content in turns]
+        return CountRequest(model="m", messages=given, system=system).fields()["messages"]
+
+    call = {"type": "tool_use", "id": "1", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "3"}
+    thoughts = [{"type": "thinking", "thinking": thought, "signature": ""} for thought in ("a", "b")]
+    for apart, joined in (
+        ([("user", "a"), ("user", text("b"))], [("user", [*text("a"), *text("b")])]),
+        (
+            [("user", "x"), ("assistant", "a"), ("assistant", [call])],
+            [("user", "x"), ("assistant", [*text("a"), call])],
+        ),
+        ([("user", [result]), ("user", "b")], [("user", [result, *text("b")])]),
+        ([("system", "a"), ("system", "b"), ("user", "c")], [("system", [*text("a"), *text("b")]), ("user", "c")]),
+        ([("assistant", thoughts[:1]), ("assistant", thoughts[1:])], [("assistant", thoughts)]),
+    ):
+        assert messages(*apart) == messages(*joined)
+        roles = [one["role"] for one in messages(*apart) if one["role"] != "tool"]
+        assert roles == [role for role, _ in joined]
+    assert messages(("assistant", thoughts))[0]["reasoning_content"] == "a\nb"
+    late = messages(("system", "b"), ("user", "c"), ("system", "d"), system="a")
+    assert [(one["role"], one["content"]) for one in late] == [("system", "a\nb"), ("user", "c"), ("system", "d")]
+
+
 @pytest.mark.parametrize("content", ["47 + 66 =", [{"type": "text", "text": "47 + 66 ="}]])
 def test_a_last_message_of_the_assistant_is_continued(client, tools_server, content):
     """Its text is the beginning of the answer, which does not repeat it."""
@@ -176,7 +208,15 @@ def test_what_is_no_beginning_of_an_answer_is_not_continued():
     [
         ({"messages": [{"role": "robot", "content": "x"}]}, "role must be user or assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "only text is supported"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "no tools of Anthropic's own"),
+        (
+            {
+                "tools": [*TOOLS, {"type": "web_search_20250305", "name": "web_search"}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "tool_choice names 'web_search', a tool of type 'web_search_20250305'",
+        ),
+        ({"tools": [{"name": "x"}]}, r"tools\[0\] must have name and input_schema"),
+        ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers: not supported here"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "sub"}}, "'sub', which is not"),
         ({"thinking": {"type": "some"}}, "thinking.type"),
         ({"extra_body": {"temperature": -1.0}}, "temperature must be"),

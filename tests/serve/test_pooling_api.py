@@ -164,7 +164,7 @@ def test_classes():
         ("/v1/embeddings", {"input": "the", "dimensions": 0}, "dimensions must be"),
         ("/v1/embeddings", {"input": [10**6]}, "prompt_token_ids must be integers"),
         ("/v1/embeddings", {"input": "the " * 500}, "max_model_len"),
-        ("/v1/embeddings", {"input": "the", "inputs": "x"}, "unknown field 'inputs'"),
+        ("/v1/embeddings", {"input": "the", "task": "retrieval.query"}, "task: not supported here"),
         ("/classify", {"input": "the"}, "task='classify' is not one of Qwen3ForCausalLM"),
         ("/pooling", {"input": "the", "task": "rank"}, "task"),
         ("/score", {"text_1": "the"}, "give one of these pairs"),

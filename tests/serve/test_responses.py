@@ -39,10 +39,19 @@ def test_text(client):
     assert (reply.status, reply.error, reply.incomplete_details) == ("completed", None, None)
     assert reply.usage.input_tokens == chat.usage.prompt_tokens
     assert reply.usage.output_tokens == chat.usage.completion_tokens
-    assert reply.id.startswith("resp-")
+    assert reply.id.startswith("resp_")
     cut = client.responses.create(model=MODEL, input=ASK, temperature=0, max_output_tokens=2)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.output[0].status == "incomplete"
+
+
+def test_what_came_is_echoed(client):
+    more = {"metadata": {"project": "x"}, "reasoning": {"effort": "low", "summary": "auto"}}
+    reply = client.responses.create(model=MODEL, input=ASK, max_output_tokens=2, **more)
+    assert (reply.metadata, reply.reasoning.effort, reply.reasoning.summary) == ({"project": "x"}, "low", "auto")
+    assert (reply.text.format.type, reply.store) == ("text", False)
+    (item,) = reply.output
+    assert item.id.startswith("msg_") and reply.id.removeprefix("resp_") in item.id
 
 
 def test_thoughts_text_and_calls(client):
@@ -130,7 +139,17 @@ def test_items_become_messages(client, tools_server):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "keeps no responses"),
         ({"input": []}, "input is empty"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
-        ({"tools": [{"type": "web_search"}]}, "only functions"),
+        (
+            {"tools": [*TOOLS, {"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "tool_choice names 'web_search', a tool of",
+        ),
+        (
+            {"tools": [{"type": "custom", "name": "patch"}], "tool_choice": {"type": "custom", "name": "patch"}},
+            "tool_choice names 'patch', a tool of type 'custom'",
+        ),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: not supported here"),
+        ({"truncation": "auto"}, "truncation: not supported here"),
+        ({"top_logprobs": 3}, "top_logprobs: not supported here"),
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice must be"),
         ({"text": {"format": {"type": "xml"}}}, "response_format must be"),
         ({"background": True}, "background"),

@@ -170,6 +170,13 @@ def test_calls_and_results_reach_the_template(client, tools_server):
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "'sub', which is not"),
         ({"tools": TOOLS, "tool_choice": {"name": "add"}}, "tool_choice must be"),
+        (
+            {
+                "tools": [*TOOLS, {"type": "custom", "custom": {"name": "patch"}}],
+                "tool_choice": {"type": "custom", "custom": {"name": "patch"}},
+            },
+            "tool_choice names 'patch', a tool of type 'custom'",
+        ),
         ({"tools": [{"type": "function"}]}, r"tools\[0\] must be"),
         ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\]: function.name"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "give one of them"),

@@ -46,6 +46,10 @@ SERVER: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "a request may bring a chat template, which is a program",
     },
+    "strict-fields": {
+        "action": "store_true",
+        "help": "refuse requests with fields that change nothing (default: ignore, log and count them)",
+    },
     "api-server-count": {
         "type": int,
         "metavar": "N",

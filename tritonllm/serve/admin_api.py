@@ -1,10 +1,11 @@
 """What an operator may tell the engine over HTTP, behind ``--server-dev-mode``. Paths and arguments are vLLM's."""
 
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.errors import APIError
@@ -13,13 +14,20 @@ from tritonllm.serve.protocol import Body
 ORIGIN = "this path answers no pages of browsers: leave the header Origin out, or set --api-key"
 
 
-class ReloadRequest(Body):
+class OrderBody(Body):
+    """Of an order, which nobody follows with a part of it left out: what it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+    refused = MappingProxyType({})
+
+
+class ReloadRequest(OrderBody):
     """``model``: a folder or hub id; by default the engine's own."""
 
     model: str | None = None
 
 
-class RpcRequest(Body):
+class RpcRequest(OrderBody):
     """vLLM's way to reload weights; ``timeout`` changes nothing."""
 
     method: Literal["reload_weights"]

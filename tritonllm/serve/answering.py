@@ -18,7 +18,9 @@ from tritonllm.pooling_params import PoolingParams
 from tritonllm.serve.async_llm import AsyncLLM
 from tritonllm.serve.config import ServerConfig
 from tritonllm.serve.errors import APIError, as_api_error, error_body
+from tritonllm.serve.fields import IgnoredFields, shown
 from tritonllm.serve.parsing.choose import TOOL_PARSERS, choose
+from tritonllm.serve.protocol import Body
 from tritonllm.serve.replies import DONE, as_json, event
 from tritonllm.serve.room import QueueFullError, sequences_of
 from tritonllm.serve.tokenizing import Params
@@ -34,13 +36,17 @@ class Service:
     Args:
         llm: the engine.
         config: of the server.
+        count_ignored: is told the name of each field of a request that changes nothing.
 
     Raises:
         ValueError: a parser of the configuration is unknown, or there is none where one must be.
     """
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+    def __init__(
+        self, llm: AsyncLLM, config: ServerConfig, count_ignored: Callable[[str], None] = lambda name: None
+    ) -> None:
         self.llm = llm
+        self._ignored = IgnoredFields(count_ignored)
         self.config = config
         tokenizer = llm.inputs.tokenizer
         self.formats = choose(tokenizer, config.chat_template, config.tool_call_parser, config.reasoning_parser)
@@ -49,6 +55,27 @@ class Service:
                 "--enable-auto-tool-choice: the chat template does not tell how this model writes calls: give "
                 f"--tool-call-parser, one of {', '.join(TOOL_PARSERS)}"
             )
+
+    def accept(self, request: Request, body: Body) -> str:
+        """Take a body whose fields are checked; those that change nothing are noted, or refused with
+        ``--strict-fields``.
+
+        Args:
+            body: has the field ``model``.
+
+        Returns:
+            The model's name that answers carry.
+
+        Raises:
+            APIError: 404, no such model; 400, a field that changes nothing.
+        """
+        model = self.check_model(getattr(body, "model", None))
+        if self.config.strict_fields:
+            for name in body.ignored():
+                known = shown(name)
+                raise APIError(400, f"unknown field '{known}': leave it out", param=known)
+        self._ignored.note(body.ignored(), request.url.path)
+        return model
 
     def check_model(self, name: str | None) -> str:
         """The name that answers carry.
@@ -185,8 +212,8 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], at_once:
 
 
 def answer_id(prefix: str, request: Request, chosen: str | None) -> str:
-    """As vLLM: the id that the body chose, or else the request's, with what kind of answer it is in front."""
-    return f"{prefix}-{chosen or request.state.request_id}"
+    """As vLLM: the id that the body chose, or else the request's, behind what kind of answer it is."""
+    return f"{prefix}{chosen or request.state.request_id}"
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:

@@ -57,7 +57,8 @@ def make_app(
 
     app = FastAPI(title="tritonllm", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.draining = False
-    service, metrics = Service(llm, config), Metrics(llm, config.model_names[0], metrics_folder)
+    metrics = Metrics(llm, config.model_names[0], metrics_folder)
+    service = Service(llm, config, metrics.ignored)
     traces = None
     if config.otlp_traces_endpoint is not None:
         traces = Traces(make_provider(config.otlp_traces_endpoint, "tritonllm"), config.model_names[0])
@@ -181,7 +182,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-        service.check_model(body.model)
+        service.accept(request, body)
         require_tokenizer()
         if (text := body.prompt) is not None:
             encoded = llm.with_tokenizer(len(text), lambda inputs: inputs.encode(text, body.add_special_tokens))
@@ -198,7 +199,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
-        service.check_model(body.model)
+        service.accept(request, body)
         require_tokenizer()
         llm.inputs.check_ids(body.tokens, "tokens")
         size = TOKEN_CHARACTERS * len(body.tokens)

@@ -20,9 +20,9 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     """Raises:
     APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
     """
-    model = service.check_model(body.model)
+    model = service.accept(request, body)
     turn = await prepare(service, request, body, (body.top_logprobs or 0) if body.logprobs else None)
-    name = answer_id("chatcmpl", request, body.request_id)
+    name = answer_id("chatcmpl-", request, body.request_id)
     outputs = service.run(name, [turn.prompt], turn.params, body.priority)
     if body.use_beam_search:
         outputs = with_logprobs(outputs, (body.top_logprobs or 0) if body.logprobs else None)

@@ -24,7 +24,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     """Raises:
     APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
     """
-    model = service.check_model(body.model)
+    model = service.accept(request, body)
     more = {}
     max_tokens, scored = body.max_tokens, body.max_tokens == 0  # the prompt alone is wanted, with its log-probabilities
     if scored:
@@ -37,7 +37,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     else:
         params = body.sampling_params(service.llm.inputs.default_params, max_tokens, body.logprobs, **more)
     prompts = await unless_disconnected(request, _prompts(service, body))
-    name = answer_id("cmpl", request, body.request_id)
+    name = answer_id("cmpl-", request, body.request_id)
     outputs = service.run(name, prompts, params, body.priority)
     head = {"id": name, "object": "text_completion", "created": now(), "model": model}
     if isinstance(params, BeamSearchParams):

@@ -21,6 +21,7 @@ class ServerConfig:
             leaves them in the text, ``None`` goes by the chat template.
         enable_auto_tool_choice: there must be a parser for calls.
         trust_request_chat_template: a request may bring its own template.
+        strict_fields: a field of a request that changes nothing, unknown or not, is an error.
         max_body_bytes: of a request.
         max_concurrency: requests that may be answered at once.
         drain_seconds: how long running requests may take after SIGTERM.
@@ -49,6 +50,7 @@ class ServerConfig:
     reasoning_parser: str | None = None
     enable_auto_tool_choice: bool = False
     trust_request_chat_template: bool = False
+    strict_fields: bool = False
     max_body_bytes: int = 16 << 20
     max_concurrency: int = 4096
     drain_seconds: float = 30.0

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from types import NoneType
 from typing import Any
 
 from fastapi import Request
@@ -13,7 +12,8 @@ from tritonllm.engine.asleep import AsleepError
 from tritonllm.serve.async_llm import StoppedError
 from tritonllm.serve.engine_calls import CallFailedError
 from tritonllm.serve.engine_client import EngineDeadError
-from tritonllm.serve.protocol import NEUTRAL, Body
+from tritonllm.serve.fields import refused_field
+from tritonllm.serve.protocol import Body
 from tritonllm.serve.room import QueueFullError
 
 TYPES = {
@@ -65,24 +65,19 @@ def as_api_error(error: Exception, request: Request | None = None) -> APIError:
     if isinstance(error, CallFailedError):
         return APIError(503, str(error), code="failed")
     if isinstance(error, ValueError):
-        return APIError(400, str(error), param=_field_of(str(error), request))
+        return APIError(400, str(error), param=refused_field(str(error)) or _field_of(str(error), request))
     if isinstance(error, RecursionError):  # only what a request brings is nested as deep as that
         return APIError(400, "a field of the request is nested too deep")
     return APIError(500, "the server failed to answer this request", code="internal_error")
 
 
-def _field_of(message: str, request: Request | None, *, null: bool = False) -> str | None:
-    """The field of the request's body with whose name a message begins, as all of them do that are about one.
-
-    Args:
-        null: it may be a field that can only be null.
-    """
+def _field_of(message: str, request: Request | None) -> str | None:
+    """The field of the request's body with whose name a message begins, as all of them do that are about one."""
     body = None if request is None else _body_of(request)
     name = re.match(r"[a-z_][a-z_0-9]*(?![a-z_0-9'’-])", message)
     if body is None or name is None:
         return None
-    fields = {field for field, kind in body.model_fields.items() if null or kind.annotation is not NoneType}
-    return next((one for one in (name[0], *OTHER_NAMES.get(name[0], ())) if one in fields | NEUTRAL.keys()), None)
+    return next((one for one in (name[0], *OTHER_NAMES.get(name[0], ())) if one in body.model_fields), None)
 
 
 def _body_of(request: Request) -> type[Body] | None:
@@ -153,5 +148,6 @@ def validation_error(error: RequestValidationError, request: Request) -> APIErro
     if first["type"] == "extra_forbidden":
         return APIError(400, f"unknown field {place!r}: leave it out", param=place)
     message = first["msg"].removeprefix("Value error, ")
-    param = place or _field_of(message, request, null=True)
-    return APIError(400, f"{place}: {message}" if place else message, param=param)
+    param = refused_field(message) or place or _field_of(message, request)
+    about = place and not message.startswith(place)  # what is within has named its own place
+    return APIError(400, f"{place}: {message}" if about else message, param=param)

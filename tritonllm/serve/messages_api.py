@@ -21,9 +21,9 @@ async def message(service: Service, request: Request, body: MessagesRequest) -> 
     """Raises:
     APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
     """
-    model = service.check_model(body.model)
+    model = service.accept(request, body)
     turn = await prepare(service, request, body.chat(service.llm.inputs.knows_thoughts))
-    name = answer_id("msg", request, None)
+    name = answer_id("msg_", request, None)
     outputs = service.run(name, [turn.prompt], turn.params, 0)
     head = {"id": name, "type": "message", "role": "assistant", "model": model}
     if body.stream:
@@ -33,7 +33,7 @@ async def message(service: Service, request: Request, body: MessagesRequest) -> 
 
 async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
     """As :func:`message`, but for the answer, and whether the prompt would fit or not."""
-    service.check_model(body.model)
+    service.accept(request, body)
     turn: Any = await prepare(service, request, chat_request(body.fields()), must_fit=False)
     return JSONResponse({"input_tokens": len(turn.prompt["prompt_token_ids"])})
 

@@ -6,28 +6,43 @@ from typing import Any
 
 from pydantic import Field
 
-from tritonllm.serve.protocol import Body, ChatRequest, Word, chat_request
+from tritonllm.serve.fields import PROMPT
+from tritonllm.serve.protocol import Body, ChatRequest, ToolsBody, Word, chat_request
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKING = ("enabled", "adaptive", "disabled")
 
 
-class CountRequest(Body):
+class Thinking(Body):
+    """Whether the model thinks, and how long."""
+
+    path = "thinking."
+
+    type: str = "disabled"
+    budget_tokens: Word | None = None
+
+
+class OutputConfig(Body):
+    """How hard the model tries, and what its answer looks like."""
+
+    path = "output_config."
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class CountRequest(ToolsBody):
     """``POST /v1/messages/count_tokens``."""
+
+    refused = PROMPT
+    tool_kind = "custom"
 
     model: str
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    # Of these any value will do: they steer Anthropic's own service, or say how to cache.
-    cache_control: Any = None
-    container: Any = None
-    inference_geo: Any = None
-    speed: Any = None
-    diagnostics: Any = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
     @property
     def thinks(self) -> bool:
@@ -36,7 +51,7 @@ class CountRequest(Body):
         Raises:
             ValueError: the field has not Anthropic's form.
         """
-        kind = (self.thinking or {"type": "disabled"}).get("type")
+        kind = (self.thinking or Thinking()).type
         if kind not in THINKING:
             raise ValueError(f"thinking.type must be one of {', '.join(THINKING)}, got {kind!r}")
         return kind != "disabled"
@@ -53,18 +68,21 @@ class CountRequest(Body):
         if last.get("role") == "assistant" and last["content"] and not last.get("tool_calls"):
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools:
-            fields["tools"] = [_tool(index, tool) for index, tool in enumerate(self.tools)]
+            fields["tools"] = [_tool(index, tool) for index, tool in self.callable_tools()]
         if self.tool_choice is not None:
+            self.check_choice(self.tool_choice)
             fields |= _choice(self.tool_choice)
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinks, "thinking": self.thinks}
-        if effort := (self.output_config or {}).get("effort"):
-            fields["reasoning_effort"] = effort
+        if self.output_config is not None and self.output_config.effort:
+            fields["reasoning_effort"] = self.output_config.effort
         return fields
 
 
 class MessagesRequest(CountRequest):
     """``POST /v1/messages``."""
+
+    refused = Body.refused
 
     max_tokens: Word
     stream: bool | None = False
@@ -90,20 +108,18 @@ class MessagesRequest(CountRequest):
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
         fields["include_reasoning"] = self.thinks
-        form = (self.output_config or {}).get("format")
+        form = None if self.output_config is None else self.output_config.format
         if form is not None:
-            if not isinstance(form, Mapping):
-                raise ValueError(f"output_config.format must be an object, got {form!r}")
             fields["response_format"] = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
-        most = (self.thinking or {}).get("budget_tokens")
+        most = None if self.thinking is None else self.thinking.budget_tokens
         if most is not None and budget and self.thinks and form is None and self.structured_outputs is None:
             fields["thinking_token_budget"] = most
         return chat_request(fields)
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type", "custom") != "custom" or "input_schema" not in tool:
-        raise ValueError(f"tools[{index}] must have name and input_schema: there are no tools of Anthropic's own here")
+    if "input_schema" not in tool:
+        raise ValueError(f"tools[{index}] must have name and input_schema")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     if "description" in tool:
         function["description"] = tool["description"]
@@ -124,34 +140,41 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 def messages_of(
     system: str | Sequence[Mapping[str, Any]] | None, given: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Messages as OpenAI has them: the system's is one of them, and results of tools are of their own.
+    """Messages as OpenAI has them: the system's is one of them, and results of tools are of their own. Several of one
+    role in a row are one turn.
 
     Raises:
         ValueError: a block of a kind that there is not here; the message names it.
     """
-    messages: list[dict[str, Any]] = []
+    turns: list[tuple[str, str, list[Mapping[str, Any]]]] = []  # where it begins, its role, its blocks
     if system:
-        messages.append({"role": "system", "content": _text("system", system)})
+        turns.append(("system", "system", _blocks("system", system)))
     for index, message in enumerate(given):
-        where, role, content = f"messages[{index}]", message.get("role"), message.get("content")
+        where, role = f"messages[{index}]", message.get("role")
         if role not in ("user", "assistant", "system"):
             raise ValueError(f"{where}: role must be user or assistant, got {role!r}")
-        if isinstance(content, str):
-            messages.append({"role": role, "content": content})
-        elif not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-            raise ValueError(f"{where}: content must be text or a list of blocks")
+        blocks = _blocks(f"{where}: content", message.get("content"))
+        if turns and turns[-1][1] == role:
+            turns[-1][2].extend(blocks)
         else:
-            messages += _assistant(where, content) if role == "assistant" else _user(where, role, content)
+            turns.append((where, role, blocks))
+    messages: list[dict[str, Any]] = []
+    for where, role, blocks in turns:
+        messages += _assistant(where, blocks) if role == "assistant" else _user(where, role, blocks)
     return messages
 
 
-def _text(where: str, content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
+def _blocks(where: str, content: Any) -> list[Mapping[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
         raise ValueError(f"{where} must be text or a list of blocks, got {content!r}")
+    return list(content)
+
+
+def _text(where: str, content: Any) -> str:
     texts = []
-    for block in content:
+    for block in () if content is None else _blocks(where, content):
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise ValueError(f"{where} has a block of type {block.get('type')!r}: only text is supported, leave it out")
         texts.append(block["text"])
@@ -172,11 +195,11 @@ def _user(where: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> list[di
 
 def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     message: dict[str, Any] = {"role": "assistant", "content": None}
-    texts = []
+    texts, thoughts = [], []
     for block in blocks:
         kind = block.get("type")
         if kind == "thinking":
-            message["reasoning_content"] = block.get("thinking")
+            thoughts.append(block.get("thinking"))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             call = {"id": block.get("id"), "type": "function", "function": function}
@@ -185,4 +208,6 @@ def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str
             texts.append(block)
     if texts:
         message["content"] = _text(where, texts)
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thought for thought in thoughts if isinstance(thought, str))
     return [message]

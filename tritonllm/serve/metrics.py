@@ -123,6 +123,12 @@ class Metrics:
         self._success = Counter(
             "vllm:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self.registry
         )
+        self._ignored = Counter(
+            "tritonllm:ignored_fields",
+            "Fields of requests that change nothing.",
+            (*LABELS, "field"),
+            registry=self.registry,
+        )
         self._labels = labels
         self._requests: dict[str, _Times] = {}
         llm.observer = self
@@ -135,6 +141,10 @@ class Metrics:
         MultiProcessCollector(together, self._folder)
         together.register(self._engine)
         return generate_latest(together)
+
+    def ignored(self, field: str) -> None:
+        """A request has a field that changes nothing; whoever tells keeps the number of names small."""
+        self._ignored.labels(*self._labels, field).inc()
 
     def added(self, request_id: str, prompt_tokens: int, params: SamplingParams) -> None:
         self._requests[request_id] = _Times(monotonic(), params.n, prompt_tokens)

@@ -167,8 +167,8 @@ class _PoolingAPI:
         Raises:
             APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
         """
-        model = self._service.check_model(body.model)
-        name = answer_id(prefix, request, body.request_id)
+        model = self._service.accept(request, body)
+        name = answer_id(f"{prefix}-", request, body.request_id)
         ended: dict[int, PoolingRequestOutput] = {}
         async with aclosing(self._service.run(name, prompts, params, body.priority, names)) as outputs:
             async for index, output in outputs:

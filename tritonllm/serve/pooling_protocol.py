@@ -1,11 +1,13 @@
 """The bodies of requests that pool: OpenAI's fields for embeddings, vLLM's and Jina's for scores and ranks."""
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from tritonllm.pooling_params import PoolingParams, PoolingTask
+from tritonllm.serve.fields import POOLING, PROMPT
 from tritonllm.serve.protocol import MAX_PROMPTS, Body, Prompts, Word
 
 Document = str | dict[str, str]
@@ -26,6 +28,8 @@ def _named(field: str, given: str | Sequence[str]) -> list[Named]:
 
 class PoolingBody(Body):
     """What all of them have; ``None`` leaves a field to the model's default."""
+
+    refused = MappingProxyType({**PROMPT, **POOLING})
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None

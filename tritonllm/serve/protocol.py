@@ -1,9 +1,9 @@
-"""The bodies of requests: OpenAI's fields, and vLLM's beside them. Unknown fields are refused by name."""
+"""The bodies of requests: OpenAI's fields, and vLLM's beside them. For others see :mod:`tritonllm.serve.fields`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from types import NoneType
-from typing import Annotated, Any, Literal, Self, get_args
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -22,26 +22,12 @@ from tritonllm.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from tritonllm.serve.fields import GENERATION, PROMPT, Neutral, asks_for_nothing
 from tritonllm.vllm_arguments import STRUCTURE_DEFAULTS
 
 MAX_N = 128  # as at OpenAI
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 2048  # of one request for completions
-# Fields that steer OpenAI's own service: accounts, storage, billing. Any value will do.
-SERVICE_FIELDS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user")
-# What is not here yet, with the values that mean "no".
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "store": (None, False),
-    "audio": (None,),
-    "best_of": (None, 1),
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "suffix": (None, ""),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-}
 
 
 def _in_one_form(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -64,9 +50,16 @@ SAMPLING_FIELDS = (
 
 
 class Body(BaseModel):
-    """Refuses what it does not know. A number is not taken for a string, nor a string for a number."""
+    """A number is not taken for a string, nor a string for a number.
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    Attributes:
+        path: in front of the names of its fields, if it is a field itself.
+        refused: fields that it lacks and that would change the answer.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+    path: ClassVar[str] = ""
+    refused: ClassVar[Neutral] = MappingProxyType({**PROMPT, **GENERATION})
 
     @classmethod
     def _null_is_default(cls, name: str) -> bool:
@@ -77,21 +70,30 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_neutral(cls, data: Any) -> Any:
-        """Drop the fields that change nothing.
+        """Drop the fields that ask for nothing.
 
         Raises:
             ValueError: one asks for what is not here.
         """
         if not isinstance(data, dict):
             return data
-        kept = {name: value for name, value in data.items() if value is not None or not cls._null_is_default(name)}
-        for name in kept.keys() & NEUTRAL.keys() - cls.model_fields.keys():
-            value = kept.pop(name)
-            if value not in NEUTRAL[name]:
-                raise ValueError(f"{name}: this server does not have this yet; leave it out")
-        for name in SERVICE_FIELDS:
-            kept.pop(name, None)
-        return kept
+        return {
+            name: value
+            for name, value in data.items()
+            if not (
+                value is None and cls._null_is_default(name)
+                if name in cls.model_fields
+                else asks_for_nothing(f"{cls.path}{name}", value, cls.refused)
+            )
+        }
+
+    def ignored(self) -> Iterator[str]:
+        """The fields that change nothing, with their paths."""
+        for name in self.model_extra or ():
+            yield f"{self.path}{name}"
+        for name in self.model_fields_set & type(self).model_fields.keys():
+            if isinstance(value := getattr(self, name), Body):
+                yield from value.ignored()
 
 
 def _structured(given: dict[str, Any]) -> StructuredOutputsParams:
@@ -105,7 +107,61 @@ def _structured(given: dict[str, Any]) -> StructuredOutputsParams:
         raise ValueError(f"structured_outputs: {error}") from error
 
 
+class ToolsBody(Body):
+    """With tools, of which some may be of kinds that there are not here: these are left out.
+
+    Attributes:
+        tool_kind: the type of the tools that can be called; those without a type are of it.
+    """
+
+    tool_kind: ClassVar[str] = "function"
+
+    tools: list[dict[str, Any]] | None = None
+
+    def callable_tools(self) -> list[tuple[int, dict[str, Any]]]:
+        """The tools that can be called, with their places in the list.
+
+        Raises:
+            ValueError: a tool has a type that is no text.
+        """
+        return [(index, tool) for index, tool, kind in self._kinds() if kind == self.tool_kind]
+
+    def ignored(self) -> Iterator[str]:
+        yield from super().ignored()
+        for _, _, kind in self._kinds():
+            if kind != self.tool_kind:
+                yield f"tools.{kind}"
+
+    def check_choice(self, choice: Any) -> None:
+        """Raises:
+        ValueError: the tool that must be called is one of those that are left out.
+        """
+        chosen = _names_of(choice) if isinstance(choice, dict) else []
+        for _, tool, kind in self._kinds():
+            if kind != self.tool_kind:
+                for name in chosen:
+                    if name in _names_of(tool):
+                        raise ValueError(f"tool_choice names {name!r}, a tool of type {kind!r}: there are none here")
+
+    def _kinds(self) -> Iterator[tuple[int, dict[str, Any], str]]:
+        for index, tool in enumerate(self.tools or ()):
+            kind = tool.get("type", self.tool_kind)
+            if not isinstance(kind, str):
+                raise ValueError(f"tools[{index}].type must be text, got {kind!r}")
+            yield index, tool, kind
+
+
+def _names_of(tool: Mapping[str, Any]) -> list[str]:
+    """By which a tool, or a choice of one, may be known: its name, in any place where an API has it, and its type."""
+    kind = tool.get("type")
+    within = tool.get(kind) if isinstance(kind, str) else None
+    names = (tool.get("name"), within.get("name") if isinstance(within, dict) else None, kind)
+    return [name for name in names if isinstance(name, str)]
+
+
 class StreamOptions(Body):
+    path = "stream_options."
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
@@ -258,14 +314,13 @@ class CompletionRequest(SamplingBody):
         return self.prompt
 
 
-class ChatRequest(SamplingBody):
+class ChatRequest(SamplingBody, ToolsBody):
     """``POST /v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -291,9 +346,9 @@ class ChatRequest(SamplingBody):
             ValueError: a tool that is no function, or a choice that is not among them.
         """
         functions: dict[str, Mapping[str, Any]] = {}
-        for index, tool in enumerate(self.tools or ()):
+        for index, tool in self.callable_tools():
             function = tool.get("function")
-            if tool.get("type", "function") != "function" or not isinstance(function, dict):
+            if not isinstance(function, dict):
                 raise ValueError(
                     f'tools[{index}] must be {{"type": "function", "function": {{"name": ..., "parameters": {{...}}}}}}'
                 )
@@ -303,6 +358,7 @@ class ChatRequest(SamplingBody):
                 given = type(function["parameters"]).__name__
                 raise ValueError(f"tools[{index}]: function.parameters must be a JSON schema, an object, got {given}")
             functions[function["name"]] = function
+        self.check_choice(self.tool_choice)
         if self.forced and not functions:
             raise ValueError("tool_choice asks for a call, but there are no tools: add tools, or leave it out")
         chosen = self.named_tool()
@@ -352,7 +408,7 @@ class ChatRequest(SamplingBody):
             chat_template=self.chat_template or chat_template,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
-            tools=None if self.tool_choice == "none" else self.tools,
+            tools=None if self.tool_choice == "none" else [tool for _, tool in self.callable_tools()],
             chat_template_kwargs=variables,
         )
 
@@ -372,8 +428,10 @@ def chat_request(fields: dict[str, Any]) -> ChatRequest:
         raise ValueError(f"{place}: {message}" if place else message) from error
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ToolsBody):
     """``POST /tokenize``: text, or a conversation."""
+
+    refused = PROMPT
 
     model: str | None = None
     prompt: str | None = None
@@ -381,7 +439,6 @@ class TokenizeRequest(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
@@ -394,6 +451,8 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     """``POST /detokenize``."""
+
+    refused = PROMPT
 
     model: str | None = None
     tokens: list[int]

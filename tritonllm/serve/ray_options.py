@@ -23,6 +23,7 @@ SERVER = (
     "reasoning_parser",
     "enable_auto_tool_choice",
     "trust_request_chat_template",
+    "strict_fields",
     "max_body_bytes",
     "max_concurrency",
     "otlp_traces_endpoint",

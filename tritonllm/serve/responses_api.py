@@ -11,6 +11,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
 from tritonllm.serve.blocks import Begin, Block, Blocks, Change, More, follow
 from tritonllm.serve.errors import APIError
+from tritonllm.serve.protocol import Body
 from tritonllm.serve.replies import Usage, named_event, now
 from tritonllm.serve.responses_protocol import ResponsesRequest
 from tritonllm.serve.turn import Turn, prepare
@@ -20,10 +21,10 @@ async def respond_to(service: Service, request: Request, body: ResponsesRequest)
     """Raises:
     APIError, ValueError, QueueFullError, EngineDeadError: see :mod:`tritonllm.serve.errors`.
     """
-    model = service.check_model(body.model)
+    model = service.accept(request, body)
     chat = body.chat()
     turn = await prepare(service, request, chat)
-    name = answer_id("resp", request, body.request_id)
+    name = answer_id("resp_", request, body.request_id)
     outputs = service.run(name, [turn.prompt], turn.params, body.priority)
     head = _head(name, model, body, turn)
     if body.stream:
@@ -45,14 +46,14 @@ def _head(name: str, model: str, body: ResponsesRequest, turn: Turn) -> dict[str
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "metadata": {},
+        "metadata": body.metadata or {},
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": body.reasoning,
+        "reasoning": _given(body.reasoning),
         "store": False,
         "temperature": params.temperature,
-        "text": body.text or {"format": {"type": "text"}},
+        "text": _given(body.text) or {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_p": params.top_p,
@@ -61,18 +62,23 @@ def _head(name: str, model: str, body: ResponsesRequest, turn: Turn) -> dict[str
     }
 
 
+def _given(options: Body | None) -> dict[str, Any] | None:
+    """As they came."""
+    return None if options is None else options.model_dump(exclude_unset=True)
+
+
 def _item(head: dict[str, Any], index: int, block: Block, status: str) -> dict[str, Any]:
     """An entry of ``output``."""
-    own = f"{head['id'].removeprefix('resp-')}-{index}"
+    own = f"{head['id'].removeprefix('resp_')}_{index}"
     if block.kind == "text":
         content = [_part(block)] if status != "in_progress" else []
-        return {"type": "message", "id": f"msg-{own}", "role": "assistant", "status": status, "content": content}
+        return {"type": "message", "id": f"msg_{own}", "role": "assistant", "status": status, "content": content}
     if block.kind == "reasoning":
         content = [_part(block)] if status != "in_progress" else []
-        return {"type": "reasoning", "id": f"rs-{own}", "summary": [], "content": content, "status": status}
+        return {"type": "reasoning", "id": f"rs_{own}", "summary": [], "content": content, "status": status}
     return {
         "type": "function_call",
-        "id": f"fc-{own}",
+        "id": f"fc_{own}",
         "call_id": block.call_id,
         "name": block.name,
         "arguments": block.text,

@@ -5,16 +5,32 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tritonllm.serve.protocol import Body, ChatRequest, TokenCount, Word, chat_request
+from tritonllm.serve.fields import STATELESS
+from tritonllm.serve.protocol import Body, ChatRequest, TokenCount, ToolsBody, Word, chat_request
 
-STATELESS = "this server keeps no responses: send the whole conversation in input"
 SAME = (  # in chat completions
     *("temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty", "ignore_eos", "parallel_tool_calls"),
     *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "request_id", "stream", "model"),
 )
 
 
-class ResponsesRequest(Body):
+class ReasoningOptions(Body):
+    """How hard the model thinks."""
+
+    path = "reasoning."
+
+    effort: str | None = None
+
+
+class TextOptions(Body):
+    """What the answer looks like."""
+
+    path = "text."
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(ToolsBody):
     """OpenAI's fields, and some of vLLM's."""
 
     input: str | list[dict[str, Any]]
@@ -23,23 +39,12 @@ class ResponsesRequest(Body):
     max_output_tokens: TokenCount | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = False
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
-    background: Literal[False] | None = None
-    previous_response_id: None = None
-    conversation: None = None
-    prompt: None = None
-    # Of the next four, any value will do: nothing is stored, and nothing can be included.
-    include: list[str] | None = None
-    max_tool_calls: int | None = None
-    store: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
     top_k: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -50,15 +55,6 @@ class ResponsesRequest(Body):
     priority: Word = 0
     cache_salt: str | None = Field(default=None, min_length=1)
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_state(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name in ("previous_response_id", "conversation", "prompt"):
-                if data.get(name) is not None:
-                    raise ValueError(f"{name}: {STATELESS}")
-        return data
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
@@ -77,21 +73,18 @@ class ResponsesRequest(Body):
         if self.max_output_tokens is not None:
             fields["max_tokens"] = self.max_output_tokens
         if self.tools:
-            fields["tools"] = [_tool(index, tool) for index, tool in enumerate(self.tools)]
+            fields["tools"] = [_tool(tool) for _, tool in self.callable_tools()]
         if self.tool_choice is not None:
+            self.check_choice(self.tool_choice)
             fields["tool_choice"] = _choice(self.tool_choice)
-        effort = (self.reasoning or {}).get("effort")
-        if effort is not None:
-            fields["reasoning_effort"] = effort
-        form = (self.text or {}).get("format")
-        if form is not None:
-            fields["response_format"] = _form(form)
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = _form(self.text.format)
         return chat_request(fields)
 
 
-def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise ValueError(f"tools[{index}] has type {tool.get('type')!r}: only functions can be called here")
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
@@ -105,9 +98,7 @@ def _choice(choice: str | Mapping[str, Any]) -> Any:
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 
-def _form(form: Any) -> dict[str, Any]:
-    if not isinstance(form, Mapping):
-        raise ValueError(f"text.format must be an object, got {form!r}")
+def _form(form: Mapping[str, Any]) -> dict[str, Any]:
     if form.get("type") != "json_schema":
         return dict(form)
     return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
