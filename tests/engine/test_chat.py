@@ -72,6 +72,28 @@ def test_a_template_that_joins_texts_may_be_given_none(tokenizer):
         assert text(tokenizer, message, template="{{ messages[0].content is string }}") == "False"
 
 
+STRICT = (  # as Mistral's and Gemma's
+    "{% if messages[0].role == 'system' %}({{ messages[0].content }}){% set turns = messages[1:] %}"
+    "{% else %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role == 'system' %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+
+
+def test_a_template_whose_turns_alternate_takes_any_order_of_roles(tokenizer):
+    """Clients remind the model in the system's name wherever they like."""
+    said = {"role": "assistant", "content": "sat"}
+    system, late = {"role": "developer", "content": "be brief"}, {"role": "system", "content": "it rains"}
+    assert text(tokenizer, system, late, USER, template=STRICT) == "(be brief\n\nit rains)[user:the cat]"
+    assert text(tokenizer, USER, late, template=STRICT) == "[user:the cat\n\nit rains]"
+    expected = "(it rains)[user:the cat][assistant:sat][user:it rains\n\nthe cat]"
+    assert text(tokenizer, late, USER, said, late, USER, template=STRICT) == expected
+    assert text(tokenizer, USER, late) == "[user:the cat][system:it rains]>", "as it is, where the template takes it"
+    tool = {"role": "tool", "content": "x"}
+    with pytest.raises(ValueError, match="roles must alternate"):
+        text(tokenizer, USER, tool, tool, template=STRICT)
+
+
 def test_the_last_message_is_continued(tokenizer):
     last = {"role": "assistant", "content": "It is"}
     options = {"add_generation_prompt": False, "continue_final_message": True}

@@ -105,19 +105,46 @@ def render(
         raise ValueError("messages must be dicts with 'role' and 'content', at least one in a conversation")
     if options.chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("the model's tokenizer has no chat template: pass chat_template, or use generate")
-    messages = [_plain(index, message) for index, message in enumerate(conversation)]
-    try:
-        text = render_template(tokenizer, messages, **options.variables())
-    except ValueError:
-        filled = [{**message, "content": message.get("content") or ""} for message in messages]
-        if filled == messages:
-            raise
-        # simple templates join texts, but an assistant that calls a tool says nothing
-        text = render_template(tokenizer, filled, **options.variables())
+    text = _first_rendered(tokenizer, [_plain(index, one) for index, one in enumerate(conversation)], options)
     check_text("messages", text)
     # the template writes the special tokens itself
     ids = tokenizer.encode(text, add_special_tokens=False) if encode is None else encode(text)
     return {"prompt": text, "prompt_token_ids": ids}
+
+
+def _first_rendered(tokenizer: Any, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+    """The conversation by the template, which may take it only in a plainer form."""
+    # simple templates join texts, but an assistant that calls a tool says nothing
+    filled = [{**message, "content": message.get("content") or ""} for message in messages]
+    forms = [messages]
+    for form in (filled, _in_turns(filled)):
+        if form != forms[-1]:
+            forms.append(form)
+    errors = []
+    for form in forms:
+        try:
+            return render_template(tokenizer, form, **options.variables())
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same for templates that know one message of the system, at the beginning, and then turns that alternate: what
+    the system says later is the user's text, and texts of one role in a row are one message."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role = "system" if message["role"] == "developer" else message["role"]
+        if role == "system" and any(turn["role"] != "system" for turn in turns):
+            role = "user"
+        last = turns[-1] if turns else {}
+        alone = role not in ("system", "user", "assistant") or last.get("tool_calls") or message.get("tool_calls")
+        if alone or last.get("role") != role:
+            turns.append({**message, "role": role})
+        else:
+            joined = "\n\n".join(text for text in (last["content"], message["content"]) if text)
+            turns[-1] = {**last, **message, "role": role, "content": joined}
+    return turns
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
