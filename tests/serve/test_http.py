@@ -307,6 +307,25 @@ def test_errors_of_every_path_name_its_own_fields(server, path, body, param, beg
     assert error_of(answer)["message"].startswith(begins)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": ["x", LONG]}),
+        ("/v1/completions", {"prompt": [5] * 3000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "stream": True}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/embeddings", {"input": ["x", LONG]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 18_000}]}),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_a_code(server, path, body):
+    """By which clients know that they must shorten the conversation."""
+    answer = server.client.post(path, json=body)
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "context_length_exceeded"), answer.text
+    assert error_of(server.client.post(path, json={**body, "model": 3}))["code"] is None
+
+
 def test_no_page_of_a_browser_may_ask_by_default(server):
     headers = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     assert server.client.options("/v1/chat/completions", headers=headers).status_code == 405

@@ -231,6 +231,15 @@ def test_what_is_not_here_is_refused(client, more, message, stream):
     assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
+def test_a_prompt_that_is_too_long_is_told_as_anthropic_tells_it(tools_server):
+    """Claude Code shortens a conversation after an error that begins so."""
+    long = [{"role": "user", "content": "yes " * 3000}]
+    body = {"model": MODEL, "messages": long, "max_tokens": 1}
+    error = tools_server.client.post("/v1/messages", json=body).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("prompt is too long: prompt has ")
+
+
 def test_other_errors_have_anthropics_shape(tools_server):
     for path, body, kind in (
         ("/v1/messages", {"model": "gpt-9", "messages": MESSAGES, "max_tokens": 1}, "not_found_error"),

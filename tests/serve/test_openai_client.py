@@ -148,6 +148,7 @@ def test_streamed_completion_is_the_whole_one(client, llm):
             assert ends[choice.index] is None, "nothing comes after the end"
             texts[choice.index] += choice.text
             ends[choice.index] = choice.finish_reason
+        assert "usage" in chunk.model_fields_set and (chunk.usage is None) == bool(chunk.choices)
         usage = chunk.usage or usage
     expected = completion(llm, **params)
     assert texts == [part.text for part in expected]
@@ -178,6 +179,9 @@ def test_streamed_chat_is_the_whole_one(client):
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == whole.choices[0].message.content
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
+    assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks[:-1])
+    without = client.chat.completions.create(**params, stream=True)
+    assert not any("usage" in chunk.model_fields_set for chunk in without)
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert len({chunk.id for chunk in chunks}) == 1

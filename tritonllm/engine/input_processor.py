@@ -33,6 +33,10 @@ class TokenizedPrompt:
     token_types: list[int] | None = None  # as many
 
 
+class PromptTooLongError(ValueError):
+    """The prompt has more tokens than the model's length lets it have."""
+
+
 SURELY_QUICK = 1 << 16  # characters of a prompt, some ten milliseconds of the tokenizer's
 NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")  # vLLM's; they may be there, and empty
 
@@ -121,7 +125,8 @@ class InputProcessor:
             separated: the last token is a separator: keep it and the first ones.
 
         Raises:
-            ValueError: an unknown form, an empty or too long prompt, a token id outside the vocabulary.
+            ValueError: an unknown form, an empty or too long prompt (:class:`PromptTooLongError`), a token id outside
+                the vocabulary.
         """
         if isinstance(prompt, TokenizedPrompt):
             return prompt
@@ -152,7 +157,8 @@ class InputProcessor:
         may be: to encode 15 MB takes 17 s, in which a server encodes nobody else's prompt.
 
         Raises:
-            ValueError: it is far too long (not if it is only too long), or as :meth:`encode`.
+            PromptTooLongError: it is far too long (not if it is only too long).
+            ValueError: as :meth:`encode`.
         """
         most = self.max_model_len - continued
         beginning = text[: SURELY_QUICK + 8 * most]
@@ -162,9 +168,9 @@ class InputProcessor:
                 raise self._too_long(f"more than {count}", continued)
         return self.encode(text, add_special_tokens)
 
-    def _too_long(self, count: str, continued: bool) -> ValueError:
+    def _too_long(self, count: str, continued: bool) -> PromptTooLongError:
         new = "with at least one new token " if continued else ""
-        return ValueError(
+        return PromptTooLongError(
             f"prompt has {count} tokens, but {new}it must fit max_model_len={self.max_model_len}: shorten it, or raise "
             "max_model_len"
         )

@@ -11,7 +11,7 @@ from tritonllm.engine.outputs import CompletionOutput, RequestOutput
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream, unless_disconnected
 from tritonllm.serve.beam_search import with_logprobs
 from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, Content, Piece, Reader, Reasoning, read
-from tritonllm.serve.protocol import ChatRequest, TokenizeRequest, chat_request
+from tritonllm.serve.protocol import ChatRequest, StreamOptions, TokenizeRequest, chat_request
 from tritonllm.serve.replies import Usage, chat_logprobs, ending, event, now, prompt_logprobs, transfer
 from tritonllm.serve.turn import Turn, prepare
 
@@ -141,13 +141,12 @@ def delta(pieces: Sequence[Piece], new_call_id: Callable[[], str]) -> dict[str, 
 
 async def _chunks(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: Outputs) -> AsyncGenerator[bytes, None]:
     usage, ended, deltas = Usage(), set[int](), _Deltas(body, turn)
-    asked = body.stream_options
-    always = asked is not None and asked.continuous_usage_stats
+    asked = body.stream_options or StreamOptions()
     begun, last = False, dict[str, Any]()
     async with aclosing(outputs):
         async for index, output in outputs:
             usage.add(index, output)
-            extra: dict[str, Any] = {"usage": usage.as_dict()} if always else {}
+            extra = usage.of_chunk(asked.include_usage, asked.continuous_usage_stats)
             if not begun:
                 begun = True
                 ids = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
@@ -162,7 +161,7 @@ async def _chunks(head: dict[str, Any], body: ChatRequest, turn: Turn, outputs: 
                 choice = deltas.choice(completion)
                 if choice is not None:
                     yield event({**head, "choices": [choice], **extra, **last})
-    if asked is not None and asked.include_usage:
+    if asked.include_usage:
         yield event({**head, "choices": [], "usage": usage.as_dict(), **last})
 
 

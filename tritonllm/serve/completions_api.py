@@ -15,7 +15,7 @@ from tritonllm.inputs import Prompt
 from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream, unless_disconnected
 from tritonllm.serve.beam_search import search_params, with_logprobs
-from tritonllm.serve.protocol import CompletionRequest
+from tritonllm.serve.protocol import CompletionRequest, StreamOptions
 from tritonllm.serve.replies import Offsets, Usage, completion_logprobs, ending, event, now, prompt_logprobs, transfer
 from tritonllm.serve.tokenizing import about, numbered
 
@@ -177,12 +177,11 @@ async def _chunks(
     head: dict[str, Any], body: CompletionRequest, build: _Choices, outputs: Outputs
 ) -> AsyncGenerator[bytes, None]:
     usage, begun, ended, last = Usage(), set[int](), set[int](), dict[str, Any]()
-    asked = body.stream_options
-    always = asked is not None and asked.continuous_usage_stats
+    asked = body.stream_options or StreamOptions()
     async with aclosing(outputs):
         async for prompt, output in outputs:
             usage.add(prompt, output)
-            extra: dict[str, Any] = {"usage": usage.as_dict()} if always else {}
+            extra = usage.of_chunk(asked.include_usage, asked.continuous_usage_stats)
             for completion in output.outputs:
                 index = build.index(prompt, completion)
                 if index in ended:
@@ -199,5 +198,5 @@ async def _chunks(
                 begun.add(index)
                 choice = build.choice(prompt, output, completion, first)
                 yield event({**head, "choices": [choice], **extra, **last})
-    if asked is not None and asked.include_usage:
+    if asked.include_usage:
         yield event({**head, "choices": [], "usage": usage.as_dict(), **last})

@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from tritonllm.engine.asleep import AsleepError
+from tritonllm.engine.input_processor import PromptTooLongError
 from tritonllm.serve.async_llm import StoppedError
 from tritonllm.serve.engine_calls import CallFailedError
 from tritonllm.serve.engine_client import EngineDeadError
@@ -35,6 +36,7 @@ OTHER_NAMES = {
     "response_format": ("text",),
     "reasoning_effort": ("reasoning",),
 }
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
 RETRY_AFTER = 1  # seconds that a refused client should wait
 
 
@@ -65,7 +67,8 @@ def as_api_error(error: Exception, request: Request | None = None) -> APIError:
     if isinstance(error, CallFailedError):
         return APIError(503, str(error), code="failed")
     if isinstance(error, ValueError):
-        return APIError(400, str(error), param=refused_field(str(error)) or _field_of(str(error), request))
+        code = TOO_LONG if isinstance(error, PromptTooLongError) else None
+        return APIError(400, str(error), param=refused_field(str(error)) or _field_of(str(error), request), code=code)
     if isinstance(error, RecursionError):  # only what a request brings is nested as deep as that
         return APIError(400, "a field of the request is nested too deep")
     return APIError(500, "the server failed to answer this request", code="internal_error")
@@ -108,9 +111,11 @@ ANTHROPIC_TYPES = {
 
 
 def anthropic_error(error: APIError) -> dict[str, Any]:
-    """The body in the shape of Anthropic's API."""
+    """The body in the shape of Anthropic's API, which has no codes: clients know a prompt that is too long by how the
+    message begins."""
+    text = f"prompt is too long: {error.message}" if error.code == TOO_LONG else error.message
     kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": _text(error.message)}}
+    return {"type": "error", "error": {"type": kind, "message": _text(text)}}
 
 
 def error_headers(error: APIError) -> Mapping[str, str]:

@@ -46,6 +46,17 @@ class Usage:
         self.prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens
         self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
+    def of_chunk(self, last: bool, always: bool) -> dict[str, Any]:
+        """The field ``usage`` of a chunk before the last one.
+
+        Args:
+            last: the last chunk will have it: the others have null.
+            always: each chunk has it.
+        """
+        if always:
+            return {"usage": self.as_dict()}
+        return {"usage": None} if last else {}
+
     def as_dict(self) -> dict[str, Any]:
         prompt, cached = (
             (sum(counts) for counts in zip(*self.prompts.values(), strict=True)) if self.prompts else (0, 0)

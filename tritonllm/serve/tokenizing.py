@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.engine.chat import ChatOptions, Message, render
-from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor, TokenizedPrompt
+from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor, PromptTooLongError, TokenizedPrompt
 from tritonllm.inputs import Prompt
 from tritonllm.pooling_params import PoolingParams
 from tritonllm.sampling_params import SamplingParams
@@ -161,14 +161,15 @@ def about(name: str) -> Iterator[None]:
     """Inside the block, errors of a prompt begin with this name of it.
 
     Raises:
-        ValueError: in place of another one.
+        ValueError: in place of another one; :class:`PromptTooLongError` in place of such a one.
     """
     try:
         yield
     except ValueError as error:
         text = str(error)
         own = text.startswith(("prompt ", "prompt["))
-        raise ValueError(name + text.removeprefix("prompt") if own else f"{name}: {text}") from error
+        kind = PromptTooLongError if isinstance(error, PromptTooLongError) else ValueError
+        raise kind(name + text.removeprefix("prompt") if own else f"{name}: {text}") from error
 
 
 def characters(value: object) -> int:
