@@ -1,6 +1,7 @@
 """Anthropic's ``/v1/messages`` with its official client, against chat completions of the same model."""
 
 import asyncio
+import json
 
 import anthropic
 import pytest
@@ -90,6 +91,27 @@ def test_a_call_that_breaks_off_has_what_came(client):
     reply = client.messages.create(**{**saying(text), "max_tokens": 30}, tools=TOOLS)
     assert reply.stop_reason == "max_tokens"
     assert reply.content[0].input in ({}, {"a": 4}, {"a": 47}, {"a": 47, "b": 6})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": 47, "b": 6,}', {"a": 47, "b": 6}),
+        ('{"a": 47, "b": nine}', {"a": 47}),
+        ('{"a": "x\ny\\d", b: 6}', {"a": "x\ny\\d"}),
+        ('{"a": [1, {"b": tru}], "c": 2}', {"a": [1, {}]}),
+        ("[1, 2]", {}),
+        ("{}", {}),
+    ],
+)
+def test_arguments_that_are_no_json_are_an_object_in_any_case(client, arguments, expected):
+    body = saying(f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>', tools=TOOLS)
+    (call,) = client.messages.create(**body).content
+    assert (call.name, call.input) == ("add", expected)
+    with client.messages.stream(**body) as stream:
+        parts = [event.partial_json for event in stream if event.type == "input_json"]
+        (streamed,) = stream.get_final_message().content
+    assert streamed.input == expected == json.loads("".join(parts))
 
 
 def test_the_async_client(tools_server):

@@ -6,10 +6,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 from support.examples import examples
 
 from tritonllm.serve.parsing.choose import Formats, check_names, choose, reasoning_parser_of, tool_parser_of
-from tritonllm.serve.parsing.pieces import Answer, ToolCall, read
+from tritonllm.serve.parsing.objects import Objects
+from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, ToolCall, read
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import named, required
 
@@ -135,6 +137,79 @@ def test_calls_of_each_format(parser, writer):
 def test_any_arguments_come_back_however_the_text_is_cut(parser, writer, calls, places):
     answer = read(reader(parser), *cut(writer(calls), places))
     assert answer == Answer(calls=[ToolCall(*call) for call in calls])
+
+
+def as_object(*texts):
+    """The object that a client is sent in these pieces."""
+    (call,) = read(Objects(Calls()), *texts).calls
+    return call.arguments
+
+
+class Calls:
+    """A reader of one call, all of whose text is arguments."""
+
+    def __init__(self):
+        self._begun = False
+
+    def feed(self, text):
+        begin, self._begun = [] if self._begun else [Call(0, "f")], True
+        return [*begin, Arguments(0, text)]
+
+    def finish(self):
+        return []
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(text=ARGUMENTS, places=st.lists(st.integers(0, 5000)))
+def test_an_object_stays_what_it_is(text, places):
+    assert json.loads(as_object(*cut(text, places))) == json.loads(text)
+
+
+PARTS = ["{", "}", "[", "]", '"', ":", ",", '"a"', "1", "-", "e5", "tru", "true", "null", "\\", "\\u00e", "\\ud83d"]
+PARTS += ["\\ude00", "\n", " ", "é", '{"a": ', "[[", '"b": "', "0"]
+
+
+@settings(max_examples=examples(500), deadline=None)
+@given(text=st.lists(st.sampled_from(PARTS), max_size=20).map("".join) | ARGUMENTS, places=st.lists(st.integers(0, 99)))
+def test_any_text_is_an_object_however_it_is_cut(text, places):
+    whole = as_object(text)
+    assert isinstance(json.loads(whole), dict)
+    assert from_json(whole) == json.loads(whole), "by the parser of Anthropic's package, too"
+    assert as_object(*cut(text, places)) == whole
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(text=ARGUMENTS, end=st.integers(0, 5000))
+def test_what_breaks_off_has_what_came(text, end):
+    cut_off, value = json.loads(as_object(text[: end % (len(text) + 1)])), json.loads(text)
+    assert list(cut_off) == list(value)[: len(cut_off)]
+    for name in list(cut_off)[:-1]:
+        assert cut_off[name] == value[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "{}"),
+        (' {"a" : 1 , "b":[ ] }  x', '{"a":1,"b":[]}'),
+        ('{"a": "\\ud83d"}', '{"a":"\ufffd"}'),
+        ('{"a": "\\ud83d\\ude00\\u00e9\\/"}', '{"a":"\\ud83d\\ude00\\u00e9\\/"}'),
+        ('{"a": "\\d+\t\\', '{"a":"\\\\d+\\t"}'),
+        ('{"a": "x\\u00', '{"a":"x"}'),
+        ('{"a": 1 "b": 2}', '{"a":1}'),
+        ('{"a": 01, "b": 2}', "{}"),
+        ('{"a": {"b": [1, 2', '{"a":{"b":[1,2]}}'),
+        ('{"a": 1}{"b": 2}', '{"a":1}'),
+        ('{"a": ' + "9" * 5000 + "}", '{"a":' + "9" * 5000 + "}"),
+    ],
+)
+def test_arguments_as_objects(text, expected):
+    assert as_object(text) == as_object("", *text) == expected
+
+
+def test_arguments_that_are_nested_too_deep():
+    text = as_object('{"a": ' + "[" * 100_000)
+    assert len(text) < 200 and isinstance(json.loads(text), dict)
 
 
 READERS = [(parser, None) for parser in WRITERS] + [

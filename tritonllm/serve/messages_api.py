@@ -1,17 +1,19 @@
 """Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic_core import from_json
 
 from tritonllm.engine.outputs import CompletionOutput
 from tritonllm.serve.answering import Outputs, Service, answer_id, respond, stream
 from tritonllm.serve.blocks import Begin, Block, Blocks, Change, End, More, follow
 from tritonllm.serve.errors import APIError, anthropic_error
 from tritonllm.serve.messages_protocol import CountRequest, MessagesRequest
+from tritonllm.serve.parsing.objects import Objects
 from tritonllm.serve.protocol import chat_request
 from tritonllm.serve.replies import Usage, named_event
 from tritonllm.serve.turn import Turn, prepare
@@ -23,6 +25,8 @@ async def message(service: Service, request: Request, body: MessagesRequest) -> 
     """
     model = service.accept(request, body)
     turn = await prepare(service, request, body.chat(service.llm.inputs.knows_thoughts))
+    new_reader = turn.new_reader
+    turn = replace(turn, new_reader=lambda: Objects(new_reader()))
     name = answer_id("msg_", request, None)
     outputs = service.run(name, [turn.prompt], turn.params, 0)
     head = {"id": name, "type": "message", "role": "assistant", "model": model}
@@ -65,16 +69,8 @@ def _content(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _object(block.text)}
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call; of what broke off, or is no JSON, what can be understood."""
-    try:
-        value = from_json(text or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    arguments = msgspec.Raw((block.text or "{}").encode())  # they are an object, as text
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
 async def _whole(head: dict[str, Any], turn: Turn, outputs: Outputs) -> dict[str, Any]:
