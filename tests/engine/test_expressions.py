@@ -1,8 +1,10 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
+from xgrammar.testing import _is_grammar_accept_string
 
 from tritonllm.engine.expressions import (
     MOST_CHOICES,
@@ -94,3 +96,12 @@ def test_without_its_anchors_a_pattern_matches_the_same(pattern):
         without = re.compile(re.sub(r"[$^]", "", pattern))
         for text in ("", "a", "aa", "aaa"):
             assert (whole.fullmatch(text) is None) == (without.fullmatch(text) is None)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.text(st.sampled_from('\n\x00\x7f"\\ afF09é'), min_size=1, max_size=8))
+def test_a_choice_is_the_text_to_the_letter(text):
+    """Whatever stands behind a line break."""
+    choice = parse(StructuredOutputsParams(choice=[text]))
+    assert _is_grammar_accept_string(choice, text)
+    assert not _is_grammar_accept_string(choice, text + "a") and not _is_grammar_accept_string(choice, text[:-1])

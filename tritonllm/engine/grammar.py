@@ -41,9 +41,9 @@ def _xgrammar() -> Any:
 
 
 def _quoted(text: str) -> str:
-    """A string of EBNF."""
+    """A string of EBNF. An escape has four digits: one of two goes on where a letter behind it could be a third."""
     escapes = {"\\": "\\\\", '"': '\\"'}
-    plain = (escapes.get(c, c if 0x20 <= ord(c) != 0x7F else f"\\x{ord(c):02x}") for c in text)
+    plain = (escapes.get(c, c if 0x20 <= ord(c) != 0x7F else f"\\u{ord(c):04x}") for c in text)
     return f'"{"".join(plain)}"'
 
 
