@@ -32,6 +32,7 @@ LAYER = {
     "sampling_params": 0,
     "repetition": 0,
     "http_guard": 0,
+    "http_heads": 0,
     "http_server": 0,
     "lost_hosts": 0,
     "inputs": 0,

@@ -6,12 +6,30 @@ import hmac
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODY_SECONDS = 60.0  # that a client may take to send a body
+MAX_HEADER_BYTES = 64 << 10
+MAX_HEADER_COUNT = 256
+HEADER_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True)
+class HeadLimits:
+    """Args:
+    max_bytes: of the request line and the headers together.
+    max_count: of the headers.
+    seconds: from the connection, or from the first byte of a later request, until the head is there; and for the rest
+        of a body that was answered before its end.
+    """
+
+    max_bytes: int = MAX_HEADER_BYTES
+    max_count: int = MAX_HEADER_COUNT
+    seconds: float = HEADER_TIMEOUT
 
 
 class RefusedError(Exception):

@@ -175,6 +175,17 @@ def test_sighup_reads_the_file_again(processes, tmp_path):
         assert router.wait() == 0
 
 
+def test_heads_have_limits(processes):
+    limits = "--max-header-bytes", "1000", "--h11-max-header-count", "10", "--header-timeout", "0.1"
+    with RouterProcess(*options_of(processes("a")), *limits) as router:
+        host, _, port = router.url.removeprefix("http://").partition(":")
+        for head, status in ((b"x-long: " + b"a" * 1000, 431), (b"a: b\r\n" * 11, 431), (b"", 408)):
+            with socket.create_connection((host, int(port)), PATIENCE) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + head)
+                assert connection.recv(1000).startswith(b"HTTP/1.1 %d " % status)
+        assert router.client.get("/health").status_code == 200
+
+
 def test_sighup_without_a_file_is_no_end(processes):
     with RouterProcess(*options_of(processes("a"))) as router:
         router.process.send_signal(signal.SIGHUP)

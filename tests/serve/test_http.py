@@ -349,6 +349,14 @@ def test_bytes_that_are_no_http(server):
     assert server.client.post("/v1/completions", json=STORY).status_code == 200
 
 
+def test_a_head_that_does_not_end(server):
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nx-long: " + b"a" * 70_000)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 431 ")
+    assert server.client.get("/health").status_code == 200
+
+
 def test_request_ids_go_in_and_out(server):
     response = server.client.post("/v1/completions", json=STORY, headers={"X-Request-Id": "my-id.1"})
     assert response.headers["x-request-id"] == "my-id.1"

@@ -151,15 +151,16 @@ class ThreadServer:
         app: the application.
         lifespan: whether it has one.
         port: 0 takes a free one.
+        settings: of uvicorn.
     """
 
-    def __init__(self, app: Any, lifespan: str = "off", port: int = 0) -> None:
+    def __init__(self, app: Any, lifespan: str = "off", port: int = 0, **settings: Any) -> None:
         self.app = app
         self.sock = socket.create_server(("127.0.0.1", port))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or an answer waits 40 ms for an ACK
         self.port = self.sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(app, lifespan=lifespan, log_config=None, timeout_graceful_shutdown=0)
+        config = uvicorn.Config(app, lifespan=lifespan, log_config=None, timeout_graceful_shutdown=0, **settings)
         self.server = uvicorn.Server(config)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)

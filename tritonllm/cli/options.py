@@ -33,7 +33,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 # Of the commands that can have several engines.
 SEVERAL: dict[str, dict[str, Any]] = {
     "data-parallel-size": {
-        "short": "-dp",
+        "also": "-dp",
         "type": int,
         "metavar": "N",
         "help": "engines with the whole model each, on GPUs of their own; a request goes to the one with the least to "
@@ -70,13 +70,13 @@ ENGINE: dict[str, dict[str, Any]] = {
         "help": "share the KV cache's blocks with other engines, with vLLM's keys, see docs/kv-transfer.md",
     },
     "tensor-parallel-size": {
-        "short": "-tp",
+        "also": "-tp",
         "type": int,
         "metavar": "N",
         "help": "GPUs, or processes on the CPU, among which each layer is dealt out (default: 1)",
     },
     "pipeline-parallel-size": {
-        "short": "-pp",
+        "also": "-pp",
         "type": int,
         "metavar": "N",
         "help": "stages, each with some of the layers and tensor-parallel-size of those (default: 1)",
@@ -90,7 +90,7 @@ ENGINE: dict[str, dict[str, Any]] = {
         "help": "which process has which experts: what `tritonllm rebalance-experts` wrote",
     },
     "decode-context-parallel-size": {
-        "short": "-dcp",
+        "also": "-dcp",
         "type": int,
         "metavar": "N",
         "help": "of the GPUs that share a key head, so many split the keys of a sequence in the place of copies "
@@ -155,8 +155,8 @@ ENGINE: dict[str, dict[str, Any]] = {
 def add_options(group: Any, options: dict[str, dict[str, Any]]) -> None:
     """An option that is not given leaves no trace, so that the engine's own default holds."""
     for name, keywords in options.items():
-        spellings = [f"--{name}", *filter(None, [keywords.get("short")])]
-        others = {key: value for key, value in keywords.items() if key != "short"}
+        spellings = [f"--{name}", *filter(None, [keywords.get("also")])]
+        others = {key: value for key, value in keywords.items() if key != "also"}
         group.add_argument(*spellings, default=argparse.SUPPRESS, **others)
 
 

@@ -71,6 +71,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "max-backoff-seconds": {"type": float, "metavar": "S", "help": "and at most (default: 60)"},
     "max-concurrency": {"type": int, "metavar": "N", "help": "most requests answered at once (default: 4096)"},
     "max-body-bytes": {"type": int, "metavar": "N", "help": "longest body of a request (default: 16 MiB)"},
+    "max-header-bytes": {
+        "also": "--h11-max-incomplete-event-size",
+        "type": int,
+        "metavar": "N",
+        "help": "longest request line and headers of a request, together (default: 64 KiB)",
+    },
+    "max-header-count": {
+        "also": "--h11-max-header-count",
+        "type": int,
+        "metavar": "N",
+        "help": "most headers of a request (default: 256)",
+    },
+    "header-timeout": {
+        "type": float,
+        "metavar": "S",
+        "help": "how long a client may take to send them (default: 30)",
+    },
     "max-held-bytes": {
         "type": int,
         "metavar": "N",

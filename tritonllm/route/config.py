@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tritonllm import env
+from tritonllm.http_guard import HEADER_TIMEOUT, MAX_HEADER_BYTES, MAX_HEADER_COUNT, HeadLimits
 
 ROLES = ("", "prefill")
 POLICIES = ("prefix", "least-tokens", "round-robin")
@@ -21,6 +22,7 @@ MORE_THAN_ZERO = (
     "health_interval",
     "health_timeout",
     "backoff_seconds",
+    "header_timeout",
 )
 AT_LEAST_ONE = (
     "sticky_chars",
@@ -29,6 +31,8 @@ AT_LEAST_ONE = (
     "failure_threshold",
     "max_concurrency",
     "max_body_bytes",
+    "max_header_bytes",
+    "max_header_count",
     "max_held_bytes",
 )
 AT_LEAST_ZERO = (
@@ -40,7 +44,10 @@ AT_LEAST_ZERO = (
     "retry_reserve",
     "drain_seconds",
 )
-NEEDS_RESTART = ("host", "port", "ssl_certfile", "ssl_keyfile")
+NEEDS_RESTART = (
+    *("host", "port", "ssl_certfile", "ssl_keyfile"),
+    *("max_header_bytes", "max_header_count", "header_timeout"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +140,8 @@ class RouterConfig:
         backoff_seconds, max_backoff_seconds: how long it stays open; doubled each time, up to the latter.
         max_concurrency: requests that may be answered at once.
         max_body_bytes: of a request.
+        max_header_bytes, max_header_count: of a request's head: its line and headers together, and how many headers.
+        header_timeout: seconds that a client may take for it.
         max_held_bytes: of an answer that is held until it is whole.
         drain_seconds: how long running requests may take after SIGTERM.
 
@@ -168,6 +177,9 @@ class RouterConfig:
     max_backoff_seconds: float = 60.0
     max_concurrency: int = 4096
     max_body_bytes: int = 16 << 20
+    max_header_bytes: int = MAX_HEADER_BYTES
+    max_header_count: int = MAX_HEADER_COUNT
+    header_timeout: float = HEADER_TIMEOUT
     max_held_bytes: int = 64 << 20
     drain_seconds: float = 30.0
 
@@ -203,6 +215,10 @@ class RouterConfig:
                 f"max_backoff_seconds must be at least backoff_seconds ({self.backoff_seconds}), got "
                 f"{self.max_backoff_seconds}"
             )
+
+    @property
+    def head_limits(self) -> HeadLimits:
+        return HeadLimits(self.max_header_bytes, self.max_header_count, self.header_timeout)
 
 
 def default_keys() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from tritonllm.http_heads import uvicorn_options
 from tritonllm.http_server import DrainingServer, bind_port, listen
 from tritonllm.route.app import Router
 from tritonllm.route.config import RouterConfig
@@ -67,12 +68,12 @@ def settings_of(router: Router, config: RouterConfig) -> uvicorn.Config:
     return uvicorn.Config(
         router,
         lifespan="on",
-        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
+        **uvicorn_options(config.head_limits),
     )
 
 

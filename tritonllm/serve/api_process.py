@@ -17,6 +17,7 @@ import msgspec
 import uvicorn
 
 from tritonllm.config import EngineConfig
+from tritonllm.http_heads import uvicorn_options
 from tritonllm.http_server import DrainingServer
 from tritonllm.serve.app import make_app
 from tritonllm.serve.async_llm import AsyncLLM
@@ -69,6 +70,7 @@ def settings_of(app: Any, config: ServerConfig) -> uvicorn.Config:
         server_header=False,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
+        **uvicorn_options(config.head_limits),
     )
 
 

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from tritonllm.http_guard import HEADER_TIMEOUT, MAX_HEADER_BYTES, MAX_HEADER_COUNT, HeadLimits
 from tritonllm.serve.parsing.choose import check_names
 from tritonllm.serve.profiling import ProfilerConfig
 
@@ -23,6 +24,8 @@ class ServerConfig:
         trust_request_chat_template: a request may bring its own template.
         strict_fields: a field of a request that changes nothing, unknown or not, is an error.
         max_body_bytes: of a request.
+        max_header_bytes, max_header_count: of a request's head: its line and headers together, and how many headers.
+        header_timeout: seconds that a client may take for it.
         max_concurrency: requests that may be answered at once.
         drain_seconds: how long running requests may take after SIGTERM.
         ssl_certfile, ssl_keyfile: for TLS.
@@ -52,6 +55,9 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     strict_fields: bool = False
     max_body_bytes: int = 16 << 20
+    max_header_bytes: int = MAX_HEADER_BYTES
+    max_header_count: int = MAX_HEADER_COUNT
+    header_timeout: float = HEADER_TIMEOUT
     max_concurrency: int = 4096
     drain_seconds: float = 30.0
     api_server_count: int = 1
@@ -80,6 +86,8 @@ class ServerConfig:
             raise ValueError(f"--port must be from 0 to 65535, got {self.port}")
         least_one = (
             ("max-body-bytes", self.max_body_bytes),
+            ("max-header-bytes", self.max_header_bytes),
+            ("max-header-count", self.max_header_count),
             ("max-concurrency", self.max_concurrency),
             ("api-server-count", self.api_server_count),
         )
@@ -99,5 +107,10 @@ class ServerConfig:
             )
         if not self.drain_seconds >= 0:
             raise ValueError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
-        if self.request_timeout is not None and not self.request_timeout > 0:
-            raise ValueError(f"--request-timeout must be greater than 0, got {self.request_timeout}")
+        for name, seconds in (("request-timeout", self.request_timeout), ("header-timeout", self.header_timeout)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"--{name} must be greater than 0, got {seconds}")
+
+    @property
+    def head_limits(self) -> HeadLimits:
+        return HeadLimits(self.max_header_bytes, self.max_header_count, self.header_timeout)

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "host": "it is an option of Serve's proxies (http_options)",
     "port": "it is an option of Serve's proxies (http_options)",
     "uds": "Serve's proxies listen on ports",
+    **dict.fromkeys(("max_header_bytes", "max_header_count", "header_timeout"), "Serve's proxies read the headers"),
     "ssl_certfile": "it is an option of Serve's proxies (http_options)",
     "ssl_keyfile": "it is an option of Serve's proxies (http_options)",
     "api_server_count": "set num_ingress_replicas instead",
