@@ -1,6 +1,8 @@
 """Keys, the longest body, the number of requests, and clients that send nonsense."""
 
+import contextlib
 import socket
+import threading
 
 import pytest
 from support.server import eventually
@@ -68,6 +70,73 @@ def test_the_most_requests_at_once(backends, routing):
     eventually(lambda: backend.running == 0)
     backend.answer = "good"
     eventually(lambda: router.client.post(COMPLETE, json=BODY).status_code == 200)
+
+
+class Endless:
+    """A backend that answers as a real one should not: with ``begin``, and then ``more`` again and again. Its probes are
+    answered well, unless ``probes``.
+
+    Attributes:
+        sent: bytes of what does not end.
+    """
+
+    def __init__(self, begin, more, probes=False):
+        self._begin, self._piece, self._probes = begin, more * ((1 << 16) // len(more)), probes
+        self.sent = 0
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.name, self.url = "endless", f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                connection, _ = self._listening.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection):
+        with connection, contextlib.suppress(OSError):
+            while (request := connection.recv(1 << 16)) and request.startswith(b"GET") and not self._probes:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 23\r\n\r\n" + b'{"data": [{"id": "m"}]}')
+            connection.sendall(self._begin)
+            while request and self.sent < MOST:
+                connection.sendall(self._piece)
+                self.sent += len(self._piece)
+
+    def close(self):
+        self._listening.close()
+
+
+MOST = 64 << 20  # bytes; sockets hold some megabytes of that
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+ENDLESS = {
+    "words of the status": (b"HTTP/1.1 200 ", b"a"),
+    "name": (OK, b"a"),
+    "value": (OK + b"x-long: ", b"a"),
+    "headers": (OK, b"a: b\r\n"),
+    "trailer": (CHUNKED + b"x-long: ", b"a"),
+    "body of a refusal": (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", b"a"),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_a_backend_whose_answer_does_not_end(routing, what):
+    """No more of it is held than the limits say, and the client has an error."""
+    with contextlib.closing(Endless(*ENDLESS[what])) as backend:
+        router = routing([backend], max_held_bytes=1 << 20)
+        answer = router.client.post(COMPLETE, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "backend_failed")
+        assert backend.sent < MOST
+
+
+@pytest.mark.parametrize("begin", [OK + b"\r\n", OK + b"x-long: "])
+def test_a_probe_whose_answer_does_not_end(routing, begin):
+    with contextlib.closing(Endless(begin, b"a", probes=True)) as backend:
+        router = routing([backend])
+        found = router.status()[backend.name]
+        assert found["alive"] is False and "probe" in found["last_error"]["message"]
+        assert router.client.post(COMPLETE, json=BODY).status_code == 503
+        assert 0 < backend.sent < MOST
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[]", b'{"model": 5}', b'{"stream": 1, "model": "m"'])

@@ -19,7 +19,7 @@ from tritonllm.route.cause import cause_of
 from tritonllm.route.errors import RouteError
 from tritonllm.route.metrics import Metrics
 from tritonllm.route.pool import Pool
-from tritonllm.route.upstream import Failure, Opened, Upstream
+from tritonllm.route.upstream import Failure, Opened, Upstream, read_rest
 
 logger = logging.getLogger(__name__)
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -129,7 +129,7 @@ class Prefill:
             opened = await self._upstream.open(ask, backend, config, may_move=True)
             try:
                 async with asyncio.timeout(config.between_bytes_timeout):
-                    answer = opened.first + await opened.response.read()
+                    answer = await read_rest(opened.response, opened.first, config.max_held_bytes)
                     self._upstream.count_success(opened)
                     return _Half(backend.label, opened.response.status, answer)
             except (aiohttp.ClientError, OSError) as error:

@@ -14,8 +14,10 @@ from tritonllm.route.backend import Backend
 from tritonllm.route.cause import cause_of
 from tritonllm.route.config import RouterConfig
 from tritonllm.route.pool import Pool
+from tritonllm.route.upstream import read_rest
 
 logger = logging.getLogger(__name__)
+MOST_BYTES = 4 << 20  # of an answer to a probe, or of a list of models
 MODELS_SECONDS = 30.0  # between two looks at /v1/models of a backend that lives
 
 
@@ -97,7 +99,7 @@ class Prober:
         url = URL(backend.config.base + path, encoded=True)
         async with asyncio.timeout(self._pool.config.health_timeout):
             async with self._session.get(url, headers=headers, allow_redirects=False) as response:
-                return response.status, await response.read()
+                return response.status, await read_rest(response, b"", MOST_BYTES)
 
     async def _health(self, backend: Backend) -> str | None:
         """What is wrong with it; ``None`` if nothing is."""

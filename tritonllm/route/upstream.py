@@ -26,6 +26,29 @@ DROPPED_FROM_ANSWERS = (b"date", b"server", b"x-request-id")
 UNASKED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # what aiohttp would add
 
 
+class TooLongError(aiohttp.ClientError):
+    """An answer that has to be held whole is longer than it may be."""
+
+
+async def read_rest(response: aiohttp.ClientResponse, first: bytes, most: int) -> bytes:
+    """The whole body of an answer.
+
+    Args:
+        first: what was read of it.
+        most: bytes of all of it.
+
+    Raises:
+        TooLongError: it is longer; no more than a buffer beyond was read.
+    """
+    parts, size = [first], len(first)
+    while size <= most and (part := await response.content.readany()):
+        parts.append(part)
+        size += len(part)
+    if size > most:
+        raise TooLongError(f"its answer is longer than {most} bytes")
+    return b"".join(parts)
+
+
 @dataclass(eq=False)
 class Failure(Exception):
     """Nothing has been sent to the client, and another backend may do better.
@@ -189,7 +212,7 @@ class Upstream:
         error = failed(backend, Cause(what, what))
         try:
             async with asyncio.timeout(config.between_bytes_timeout):
-                body = first + await response.read()
+                body = await read_rest(response, first, config.max_held_bytes)
         except (aiohttp.ClientError, OSError):
             return Failure(f"status_{status}", error, begun=status not in REFUSALS)
         answer = (status, answer_headers(response), body)
