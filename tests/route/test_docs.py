@@ -41,10 +41,8 @@ def metric_rows():
 )
 def test_codes_are_those_of_the_sources(code):
     package = ROOT / "tritonllm"
-    sources = "".join(
-        path.read_text()
-        for path in (package / "http_guard.py", package / "http_heads.py", *(package / "route").glob("*.py"))
-    )
+    shared = (package / "http_guard.py", package / "http_heads.py")
+    sources = "".join(path.read_text() for path in (*shared, *(package / "route").glob("*.py")))
     assert f'"{code}"' in sources
 
 

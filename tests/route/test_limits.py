@@ -73,8 +73,8 @@ def test_the_most_requests_at_once(backends, routing):
 
 
 class Endless:
-    """A backend that answers as a real one should not: with ``begin``, and then ``more`` again and again. Its probes are
-    answered well, unless ``probes``.
+    """A backend that answers as a real one should not: with ``begin``, and then ``more`` again and again. It answers
+    probes well, unless ``probes``.
 
     Attributes:
         sent: bytes of what does not end.
