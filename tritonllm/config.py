@@ -149,7 +149,8 @@ class SchedulerConfig:
     Args:
         max_num_seqs: most requests running at once.
         max_num_batched_tokens: most tokens, prefill chunks and decodes together, in one step.
-        policy: ``fcfs``, or ``priority`` (lower value first, then arrival).
+        policy: ``fcfs``, or ``priority``: lower values first, then arrival; a request that waits preempts running ones
+            of higher values where it needs their seats or blocks.
         async_scheduling: plan and launch each step while the one before it still runs; by default on a GPU.
     """
 

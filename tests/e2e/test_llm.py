@@ -388,6 +388,49 @@ def test_priority_runs_first():
     assert done == ["early", "middle", "late"]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"max_num_seqs": 2}, id="seats"),
+        pytest.param({"num_blocks": 20, "max_model_len": 80}, id="blocks"),
+        pytest.param(
+            {"num_blocks": 20, "max_model_len": 80, "kv_offloading_size": 0.001, "enable_prefix_caching": False},
+            id="host",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {
+                "max_num_seqs": 2,
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
+            },
+            id="speculation",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_giving_way_changes_no_output(llm, settings):
+    """Requests come one after the other, each of a higher priority than those before, and find all seats or blocks
+    taken by steps that are in flight."""
+    requests = [*zip(PROMPTS, KINDS, strict=True), (PROMPTS[2], BeamSearchParams(2, 9))]
+    expected, outputs = {}, {}
+    for name, (prompt, params) in enumerate(requests):
+        llm.engine.add_request(str(name), prompt, params)
+        while llm.engine.has_unfinished_requests():
+            expected |= {output.request_id: output for output in llm.engine.step()}
+    other = tiny_llm(policy="priority", async_scheduling=True, **settings).engine
+    for name, (prompt, params) in enumerate(requests):
+        other.add_request(str(name), prompt, params, priority=-name)
+        for _ in range(3):
+            outputs |= {output.request_id: output for output in other.step()}
+    while other.has_unfinished_requests():
+        for output in other.step():
+            outputs[output.request_id] = output
+    assert other.stats.preemptions > 3
+    for name, output in expected.items():
+        found = [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in outputs[name].outputs]
+        assert found == [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
+
+
 def test_token_id_mode(llm):
     bare = tiny_llm(skip_tokenizer_init=True)
     (output,) = bare.generate([{"prompt_token_ids": PROMPTS[2]}], greedy(), use_tqdm=False)

@@ -247,13 +247,18 @@ def test_decodes_come_first_in_the_plan():
     scheduler = make_scheduler(tokens=10, policy="priority")
     add(scheduler, "low", 3, priority=1)
     step(scheduler)
-    add(scheduler, "high", 20, priority=0)
+    add(scheduler, "high", 9, priority=0)
     plan = scheduler.schedule()
     assert [item.request.request_id for item in plan.scheduled] == ["low", "high"]
     assert (plan.segments.decode.sequences, plan.num_tokens) == (1, 10)
-    scheduler.update(plan, [[7], []])
-    assert step(scheduler) == {"high": 10}  # order decides who gets the budget
-    assert step(scheduler) == {"low": 1, "high": 1}
+
+
+def test_order_decides_who_gets_the_budget():
+    scheduler = make_scheduler(tokens=10, policy="priority")
+    add(scheduler, "low", 3, priority=1)
+    step(scheduler)
+    add(scheduler, "high", 20, priority=0)
+    assert steps(scheduler, 3) == [{"high": 10}, {"high": 10}, {"low": 1, "high": 1}]
 
 
 def test_a_single_token_that_does_not_sample_is_no_decode():
@@ -373,14 +378,101 @@ def test_nobody_overtakes_the_first_that_does_not_fit():
     assert steps(scheduler, 3) == [{"a": 8}, {"a": 1}, {"large": 16}]
 
 
-def test_a_waiting_request_takes_nothing_from_a_running_one():
-    scheduler = make_scheduler(5, seats=2, policy="priority")
+@pytest.mark.parametrize(("num_blocks", "seats"), [(5, 2), (20, 1)], ids=["blocks", "seats"])
+def test_a_waiting_request_takes_what_it_needs_from_one_of_lower_priority(num_blocks, seats):
+    scheduler = make_scheduler(num_blocks, seats=seats, policy="priority")
     low = add(scheduler, "low", 12, 16, priority=1)
     step(scheduler)
-    add(scheduler, "high", 12, 14, priority=0)
+    add(scheduler, "high", 12, 14, priority=0, arrival=1)
+    plan = scheduler.schedule()
+    assert ([item.request.request_id for item in plan.scheduled], plan.preempted) == (["high"], (low,))
+    scheduler.update(plan, [[7]])
+    assert step(scheduler) == {"high": 1}
+    assert step(scheduler)["low"] > 0
+    assert low.num_preemptions == scheduler.stats.preemptions == 1
+
+
+@pytest.mark.parametrize(("num_blocks", "seats"), [(5, 2), (20, 1)], ids=["blocks", "seats"])
+@pytest.mark.parametrize(("policy", "priority"), [("priority", 1), ("fcfs", 0)])
+def test_a_waiting_request_takes_nothing_from_one_of_its_own_class(num_blocks, seats, policy, priority):
+    scheduler = make_scheduler(num_blocks, seats=seats, policy=policy)
+    low = add(scheduler, "low", 12, 16, priority=1)
+    step(scheduler)
+    add(scheduler, "late", 12, 14, priority=priority, arrival=1)
     assert steps(scheduler, 3) == [{"low": 1}] * 3
     assert (low.finish_reason, low.num_preemptions) == ("length", 0)
-    assert step(scheduler) == {"high": 12}
+    assert step(scheduler) == {"late": 12}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_nobody_gives_way_in_vain(caching):
+    """The first in order holds so much that the waiting one would not fit even if all others gave way."""
+    scheduler = make_scheduler(11, policy="priority", caching=caching)
+    add(scheduler, "first", 20, 23, priority=-1)
+    low = [add(scheduler, name, 4, 12, priority=1, arrival=at) for at, name in enumerate("ab")]
+    step(scheduler)
+    wide = add(scheduler, "wide", 32, 34, priority=0, arrival=9)  # 8 blocks; the first has 6 of the 11
+    assert steps(scheduler, 2) == [{"first": 1, "a": 1, "b": 1}] * 2  # the first has ended
+    assert (wide.status, scheduler.stats.preemptions) == (RequestStatus.WAITING, 0)
+    plan = scheduler.schedule()
+    assert [item.request for item in plan.scheduled] == [low[0], wide] and plan.preempted == (low[1],)
+
+
+def test_as_few_as_needed_give_way_the_last_first():
+    scheduler = make_scheduler(8, policy="priority")
+    requests = [
+        add(scheduler, name, 4, 8, priority=p, arrival=at)
+        for at, (name, p) in enumerate(zip("abcd", (1, 1, 2, 0), strict=True))
+    ]
+    step(scheduler)
+    add(scheduler, "urgent", 12, priority=0, arrival=9)
+    plan = scheduler.schedule()
+    assert plan.preempted == (requests[2], requests[1])
+    assert {item.request.request_id: item.num_tokens for item in plan.scheduled} == {"d": 1, "urgent": 12, "a": 1}
+
+
+def test_blocks_that_others_hold_too_are_not_counted_as_won():
+    scheduler = make_scheduler(9, policy="priority")
+    prompt = list(range(12))
+    for at, (name, priority) in enumerate([("first", -1), ("low", 1)]):
+        add(scheduler, name, [*prompt, at], 16, priority=priority, arrival=at)  # 3 blocks are shared, one each is not
+        step(scheduler)
+    add(scheduler, "wide", 20, priority=0, arrival=9)
+    assert "wide" not in step(scheduler)  # 5 blocks are free if `low` gives way, and one of them is reserved
+    assert scheduler.stats.preemptions == 0
+
+
+def test_a_token_in_flight_is_kept_when_its_request_gives_way():
+    scheduler = make_scheduler(seats=1, policy="priority")
+    low = add(scheduler, "low", 3, priority=1)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    add(scheduler, "high", 3, 4, priority=0, arrival=1)
+    third = scheduler.schedule()
+    assert ([item.request.request_id for item in third.scheduled], third.preempted) == (["high"], (low,))
+    for plan, token in ((first, 5), (second, 6), (third, 7)):
+        scheduler.update(plan, [[token]])
+    assert (low.output_token_ids, low.num_pending_tokens, low.status) == ([5, 6], 0, RequestStatus.PREEMPTED)
+    (again,) = scheduler.schedule().scheduled
+    assert again.request is low and again.start + again.num_tokens == low.num_tokens == 5
+
+
+def test_who_gave_way_comes_back_when_nothing_higher_waits():
+    scheduler = make_scheduler(seats=1, policy="priority")
+    low = add(scheduler, "low", 3, 9, priority=1)
+    step(scheduler)
+    for at, name in enumerate("ab"):
+        add(scheduler, name, 3, 5, priority=0, arrival=at)
+    assert [list(step(scheduler)) for _ in range(5)] == [["a"], ["a"], ["b"], ["b"], ["low"]]
+    assert low.num_preemptions == 1
+
+
+def test_a_cache_that_is_too_small_is_told_once_and_priorities_are_not(caplog):
+    scheduler = make_scheduler(seats=1, policy="priority")
+    add(scheduler, "low", 3, priority=1)
+    step(scheduler)
+    add(scheduler, "high", 3, priority=0)
+    step(scheduler)
+    assert scheduler.stats.preemptions == 1 and not caplog.records
 
 
 # --- preemption and admission
@@ -463,18 +555,21 @@ def test_without_a_cache_a_preempted_request_computes_all_of_it_again():
     assert b.output_token_ids == [7, 7]
 
 
-def test_a_step_that_preempts_admits_nobody():
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_step_that_preempts_admits_nobody_but_those_of_higher_priority(priority):
     scheduler = make_scheduler(10, policy="priority")
     add(scheduler, "a", 4)
-    b = add(scheduler, "b", 32)
+    b = add(scheduler, "b", 32, arrival=2)
     step(scheduler)
     scheduler.pool.allocate()  # that was the last one
-    add(scheduler, "urgent", 4, priority=-1)
+    add(scheduler, "new", 4, priority=priority, arrival=1)
     plan = scheduler.schedule()
     assert plan.preempted == (b,)
-    assert scheduler.pool.num_free == 7  # enough for `urgent`, which is first in order
-    assert [item.request.request_id for item in plan.scheduled] == ["a"]
-    assert step(scheduler) == {"a": 1, "urgent": 4}
+    assert scheduler.pool.num_free >= 6  # enough for `new`, which is before `b` in order
+    names = {item.request.request_id for item in plan.scheduled}
+    assert names == ({"a", "new"} if priority else {"a"})
+    scheduler.update(plan, [[7] for _ in plan.scheduled])
+    assert step(scheduler) == {"a": 1, "new": 1 if priority else 4}
 
 
 @pytest.mark.parametrize(("num_blocks", "admitted"), [(8, False), (9, True)])

@@ -114,17 +114,13 @@ class MachineWithHost(SchedulerMachine):
         self.check_tier()
 
     def check_plan(self, plan, ran_before, computed, waiting_for):
-        """Those whose blocks are on their way are not served; nor are prompts that came back together, beside decodes,
-        but for as many as fit the budget of prompts."""
-        planned = {item.request for item in plan.scheduled}
-        behind = {request for request in self.live if request.status is RequestStatus.RUNNING} - planned - waiting_for
-        behind = {r for r in behind if r.num_tokens + r.num_pending_tokens - r.num_computed_tokens > 1}
-        behind -= set(self.tier.loading)
-        budget = self.scheduler._prompts.left
-        late = set(self.tier.loading) | (behind if budget == 0 else set())
-        super().check_plan(plan, ran_before, computed, waiting_for | late)
+        """Those whose blocks are on their way are not served."""
+        super().check_plan(plan, ran_before, computed, waiting_for | set(self.tier.loading))
         if not self.caching:
             self.check_swaps(plan, computed)
+
+    def delayed(self, request):
+        return self.tier.delays(request)
 
     def check_swaps(self, plan, computed):
         back = {}

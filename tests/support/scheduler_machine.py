@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.scheduling import has_unfinished
 from tritonllm.config import CacheConfig, SchedulerConfig
 from tritonllm.engine import prompt_budget
+from tritonllm.engine.gang import parent_in, prompt_blocks, room_for
 from tritonllm.engine.request import Request, RequestStatus
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.speculation import Drafting
@@ -264,6 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         computed = {request: request.num_computed_tokens for request in ran_before}
         self.decoding = {request for request, count in computed.items() if request.num_tokens - count <= 1}
         readable = {request: self.model.readable(request, count) for request, count in computed.items()}
+        self.short = self.scheduler.pool.num_free < sum(map(self.scheduler._new_blocks, ran_before))
         plan = self.scheduler.schedule()
         self.check_plan(plan, ran_before, computed, waiting_for)
         self.check_pool()
@@ -341,8 +343,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         assert not waiting_for & set(planned)
 
-        # Served in order: the scheduled are the first of the running, and only the last of them can be cut short.
-        served = [request for request in running if request not in waiting_for]
+        # Served in order: the scheduled are the first of the running, and only the last of them can be cut short; but
+        # prompts beside decodes have a budget of their own.
+        behind = {r for r in running if r.num_tokens + r.num_pending_tokens - r.num_computed_tokens > 1}
+        late = behind - set(planned) if self.scheduler._prompts.left == 0 else set()
+        served = [request for request in running if request not in waiting_for | late]
         if self.stages > 1:
             self.check_turns(planned, served, ran_before)
             served = sorted(planned, key=self.order)
@@ -355,10 +360,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.num_tokens >= least - dropped
         assert not (plan.segments.verify.tokens and plan.segments.chunk.tokens)
 
-        # Preempted from the back, admitted from the front, never both.
+        # Preempted from the back, admitted from the front, never both but for priorities.
         admitted = [request for request in running if request not in ran_before]
         assert list(plan.preempted) == sorted(plan.preempted, key=self.order, reverse=True)
-        assert not (plan.preempted and admitted)
+        for request in plan.preempted:
+            assert all(self.order(other)[0] < self.order(request)[0] for other in admitted)
+        self.check_priorities(plan, running, waiting, ran_before)
         for request in plan.preempted:  # with its siblings, unless nothing else is left
             apart = request.siblings and any(other.siblings is request.siblings for other in running)
             assert not apart or all(other.siblings is request.siblings for other in running)
@@ -374,6 +381,40 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.num_cached_tokens == start == 0 or comes_back
         if self.config.policy == "fcfs":
             assert all(self.order(r) < self.order(w) for r in running for w in waiting)
+
+    def check_priorities(self, plan, running, waiting, ran_before):
+        """Nobody waits while requests of lower priority hold what it needs, or tokens that it could have; and nobody is
+        preempted in vain."""
+        if plan.preempted and not self.short:
+            assert any(request not in ran_before for request in running)  # it was for them
+        if not waiting:
+            return
+        first = min(waiting, key=self.order)
+        ahead = [request for request in running if self.order(request)[0] <= self.order(first)[0]]
+        if len(ahead) == len(running) or first.num_pending_tokens or self.delayed(first):
+            return
+        if self.scheduler.admission_end == "tokens":
+            used = sum(item.num_tokens for item in plan.scheduled if item.request in ahead)
+            least = min(self.config.max_num_batched_tokens, prompt_budget.BESIDE)
+            assert used >= least - self.drafts * len(ahead)
+            return
+        assert ahead, "those that run could all give way"
+        held = {block for request in ahead for block in (*request.block_ids, request.tail)}
+        held |= {source for source, _ in plan.copies}
+        held.discard(None)
+        cache, size = self.scheduler.prefix_cache, self.block_size
+        found = prompt_blocks(first, size) if cache is None else cache.match(first)
+        seats, others = room_for(first, size)
+        needed = -(-first.num_tokens // size) - len(held.intersection(found)) + others
+        siblings = [item for item in plan.scheduled if first.siblings and item.request in first.siblings]
+        if len(siblings) == 1 and parent_in(siblings, first):
+            seats, needed = 1, 1
+        free = self.num_blocks - len(held) - len(ahead)
+        assert len(ahead) + seats > self.config.max_num_seqs or needed > free
+
+    def delayed(self, request):
+        """It must wait whatever is free."""
+        return False
 
     def check_turns(self, planned, served, ran_before):
         """Sequences that decode are dealt out to as many steps as there are stages, in order."""

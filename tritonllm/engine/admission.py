@@ -2,15 +2,41 @@
 of it may come back from the host's memory (:mod:`tritonllm.engine.host_tier`). No torch.
 
 Admission takes the blocks of all known tokens at once, chunked or not, and leaves one free block for each request
-that runs already. Those need at most one each in the next ``block_size`` steps, so a newcomer is not preempted as soon
-as it came.
+that runs already and is ahead of it. Those need at most one each in the next ``block_size`` steps, so a newcomer is not
+preempted as soon as it came.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from tritonllm.engine.block_pool import BlockPool
 from tritonllm.engine.gang import prompt_blocks, room_for
 from tritonllm.engine.host_tier import HostTier
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.request import Request
+
+
+class Demand(NamedTuple):
+    """What a request needs before it runs.
+
+    Attributes:
+        cached: blocks that hold its beginning.
+        blocks: the others of its known tokens, and those cached ones that nobody uses: so many must be free.
+        seats: its own, and those of siblings that are to begin with it.
+        others: blocks of those siblings.
+    """
+
+    cached: Sequence[int]
+    blocks: int
+    seats: int = 1
+    others: int = 0
+
+    def fits(self, seats: int, blocks: int, alone: bool) -> bool:
+        """Whether so many free ones are enough; if nobody else runs it need not wait for more, and its siblings follow
+        as they fit."""
+        if alone:
+            return seats >= 1 and self.blocks <= blocks
+        return self.seats <= seats and self.blocks + self.others <= blocks
 
 
 class Admission:
@@ -43,29 +69,25 @@ class Admission:
                 f"num_blocks is {self._pool.num_blocks}: shorten the prompt, or raise num_blocks"
             )
 
-    def allocate(self, request: Request, running: int, free_seats: int) -> bool:
-        """Give a waiting request the blocks of all its known tokens, cached ones first; false if they are too few, or
-        if its siblings would not fit beside it (unless it is alone: then it need not wait for more).
+    def demand(self, request: Request, most: int) -> Demand | None:
+        """What a waiting request needs before it runs; ``None`` if that is surely more than ``most`` blocks, or if it
+        must not run yet."""
+        if most < 1 or (self._tier is not None and self._tier.delays(request)):
+            return None  # at least one block is never a cached one: no need to look
+        total = -(-request.num_tokens // self._block_size)
+        cached = self._prefix_cache.match(request) if self._prefix_cache else prompt_blocks(request, self._block_size)
+        new = total - self._pool.count_used(cached)  # the other cached ones are in the free list
+        if new > most:
+            return None
+        seats, others = room_for(request, self._block_size) if request.siblings else (1, 0)
+        return Demand(cached, new, seats, others)
 
-        Args:
-            running: so many requests run.
-            free_seats: so many more may.
-        """
-        pool, cache = self._pool, self._prefix_cache
-        total, spare = -(-request.num_tokens // self._block_size), pool.num_free - running
-        if request.siblings and running:
-            seats, blocks = room_for(request, self._block_size)
-            spare = spare - blocks if seats <= free_seats else 0
-        if self._tier is not None and self._tier.delays(request):
-            return False
-        if spare < 1:  # at least one block is never a cached one: no need to look
-            return False
-        cached = cache.match(request) if cache else prompt_blocks(request, self._block_size)
-        shared = pool.count_used(cached)  # the other cached ones are in the free list
-        if total - shared > spare:
-            return False
+    def allocate(self, request: Request, cached: Sequence[int]) -> None:
+        """Give a waiting request the blocks of all its known tokens, of which ``cached`` are the first; there are
+        enough."""
+        pool, cache, total = self._pool, self._prefix_cache, -(-request.num_tokens // self._block_size)
         pool.retain(cached)  # before anything is allocated, which could evict them
-        new = pool.allocate_many(total - len(cached))
+        cached, new = list(cached), pool.allocate_many(total - len(cached))
         back = 0 if self._tier is None else self._bring_back(request, cached, new, self._tier)
         request.block_ids = cached + new
         request.num_computed_tokens = (len(cached) + back) * self._block_size
@@ -74,9 +96,8 @@ class Admission:
             request.num_cached_tokens = request.num_computed_tokens
             if cache:
                 cache.count(request)
-        return True
 
-    def _bring_back(self, request: Request, cached: list[int], new: list[int], tier: HostTier) -> int:
+    def _bring_back(self, request: Request, cached: Sequence[int], new: list[int], tier: HostTier) -> int:
         """Let the first of the new blocks be loaded, if that is sooner done than computing them; returns how many."""
         cache = self._prefix_cache
         if cache is None:

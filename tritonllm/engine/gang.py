@@ -88,10 +88,11 @@ def prompt_blocks(request: Request, block_size: int) -> list[int]:
     return []
 
 
-def last_gang(running: Sequence[Request]) -> int:
-    """How many of the last running requests belong together."""
-    siblings, count = running[-1].siblings, 1
+def last_gang(running: Sequence[Request], end: int | None = None) -> int:
+    """How many of the last running requests, or of the first ``end`` of them, belong together."""
+    end = len(running) if end is None else end
+    siblings, count = running[end - 1].siblings, 1
     if siblings:
-        while count < len(running) and running[-1 - count].siblings is siblings:
+        while count < end and running[end - 1 - count].siblings is siblings:
             count += 1
     return count

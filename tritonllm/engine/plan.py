@@ -1,7 +1,7 @@
 """What the scheduler decides and learns: the requests of a step, and the tokens that came of it. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from tritonllm.engine.copy_batches import Fills, Transfers
@@ -40,6 +40,23 @@ class ScheduledRequest(NamedTuple):
         """Which of the request's output tokens this step samples first, if it does; this one or a later one, if steps
         in flight may accept drafts."""
         return self.start + self.num_tokens - self.drafts - len(self.request.prompt_token_ids)
+
+
+@dataclass(slots=True)
+class Outline:
+    """What is decided of a step so far.
+
+    Attributes:
+        budget: tokens that it may still take.
+        preempted: the requests that lost their blocks to make room.
+        scheduled: parts of the step, in the order of :attr:`Request.order`.
+        forks: for requests of ``scheduled`` those that share all that they have computed, and sample from the same row.
+    """
+
+    budget: int
+    preempted: list[Request]
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    forks: dict[Request, list[ScheduledRequest]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +154,7 @@ def describe(plan: StepPlan) -> str:
     decode, verify, chunk = (segment.tokens for segment in plan.segments)
     named, default = [], SamplingParams()
     for request, start, count, *_ in plan.scheduled[:NAMED]:
-        wishes = {field.name: getattr(request.params, field.name) for field in fields(request.params)}
+        wishes = {one.name: getattr(request.params, one.name) for one in fields(request.params)}
         chosen = [f"{name}={value!r}" for name, value in wishes.items() if value != getattr(default, name)]
         named.append(f"{request.request_id!r} (tokens {start} to {start + count}; {', '.join(chosen)})")
     more = len(plan.scheduled) - len(named)

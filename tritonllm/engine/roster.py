@@ -44,7 +44,7 @@ class Roster:
         self._seats, self._block_size = seats, block_size
         self._tier, self._keeps_own = tier, keeps_own
         self._arrivals, self._admissions = itertools.count(), itertools.count(1)
-        self.preemptions = 0
+        self.preemptions, self._warned = 0, False
         self.reset(pool)
 
     def reset(self, pool: BlockPool) -> None:
@@ -77,11 +77,12 @@ class Roster:
         move(child, parent, self._pool, self._block_size)
         child.admission = next(self._admissions)  # the runner must look at its blocks anew
 
-    def preempt_last(self, count: int = 1) -> list[Request]:
+    def preempt_last(self, count: int = 1, *, crowded: bool = True) -> list[Request]:
         """The last ones in order give back their seats and blocks, and wait to be computed anew.
 
         Args:
             count: so many; more than one are of one user's request.
+            crowded: the cache is too small for those that run. (Else one that comes before them wants to.)
 
         Returns:
             Them, the last one first.
@@ -97,7 +98,8 @@ class Roster:
             request.held = False
             request.status = RequestStatus.PREEMPTED
             self.waiting.push(request)
-        if not self.preemptions:
+        if crowded and not self._warned:
+            self._warned = True
             logger.warning(_PREEMPTED, self._pool.num_blocks, len(self.running) + count)
         self.preemptions += count
         return requests

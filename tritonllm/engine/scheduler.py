@@ -4,8 +4,9 @@ What happens to a request that begins, gives way or ends is in :mod:`tritonllm.e
 A policy is a sort key (:attr:`Request.order`): arrival for ``fcfs``, priority and then arrival for ``priority``.
 ``_running`` is sorted by it and ``_waiting`` is a heap over it, so there is one algorithm for both. A step serves the
 running requests in that order, then admits waiting ones while tokens, seats and blocks last; the first that does not
-fit ends the step, nobody overtakes. Decodes and prefill chunks differ only in how many tokens they have left to
-compute (stall-free batching: Agrawal et al., "Sarathi-Serve", OSDI 2024).
+fit ends that, nobody overtakes. One that waits with a higher priority than some that run comes before these. Decodes
+and prefill chunks differ only in how many tokens they have left to compute (stall-free batching: Agrawal et al.,
+"Sarathi-Serve", OSDI 2024).
 
 The host may plan a step while the one before still runs. A request whose last token is still on the device is then
 planned with it all the same: where it goes is known, only what it is the device fills in (``num_pending_tokens``).
@@ -20,37 +21,41 @@ nothing beyond, and what it computes there is dropped. The host learns the numbe
 
 When a running request cannot get a block, the last one in order, possibly itself, is preempted: it gives back its
 blocks and waits again, to be computed anew (recomputation: Kwon et al., "PagedAttention", SOSP 2023); what the prefix
-cache still holds of it by then is not lost. As in vLLM, a waiting request never takes a seat or a block from a running
-one, whatever its priority. The sequences of one user's request come and go together (:mod:`tritonllm.engine.gang`).
+cache still holds of it by then is not lost. A waiting request takes no seat and no block from a running one of its own
+priority; those of lower priority are preempted for it, if that is enough (:mod:`tritonllm.engine.giving_way`). The
+sequences of one user's request come and go together (:mod:`tritonllm.engine.gang`).
 
 Why every request ends:
 
-- Requests are served from the front and preempted from the back, so a victim has not been put into the step's plan:
+- Requests are served and admitted from the front and preempted from the back, so a victim is not in the step's plan:
   a planned request never loses its blocks, and the front one is never a victim. For if the front one is alone, it has
   the pool to itself, and no sequence may outgrow the pool: a prompt that does not fit with one more token is refused
   by :meth:`Scheduler.check`, and an output that fills the last slot ends there with reason ``length``.
 - So while anything runs, the front request computes at least one token per step (or waits for the token in flight that
-  it ends with), and keeps it unless an earlier one in order is admitted. Only one that came later can be
-  that, and only once: when it is preempted itself, nothing behind it runs any more. Hence without new arrivals the
-  front request ends.
+  it ends with), and keeps it unless an earlier one in order is admitted. That one is preempted itself only for others
+  that are before it. Hence without new arrivals the front request ends.
+- Of one priority those that run are before those that wait, and those that wait are admitted in order. So nothing
+  overtakes within a priority, but a stream of higher ones that never ends can keep a lower one from running.
 - If nothing runs, all blocks are free and the first waiting request fits.
 - A running request whose blocks are on their way from the host's memory (:mod:`tritonllm.engine.host_tier`) is left out
   of plans like one that waits for its last token. If nobody else runs, the device waits for them instead.
 
-A step that preempted admits nobody, so that a newcomer (:mod:`tritonllm.engine.admission`) is not preempted at once.
+A step that preempted admits nobody whose priority is not higher than that of all victims, so that a newcomer
+(:mod:`tritonllm.engine.admission`) is not preempted at once, and no victim comes back before those that it gave way to.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from tritonllm.config import CacheConfig, SchedulerConfig
-from tritonllm.engine.admission import Admission
+from tritonllm.engine.admission import Admission, Demand
 from tritonllm.engine.block_pool import BlockPool
 from tritonllm.engine.control import MOST_FORCED
 from tritonllm.engine.endings import cut
 from tritonllm.engine.gang import fork, last_gang, parent_in
+from tritonllm.engine.giving_way import first_behind, most_blocks, who_gives_way
 from tritonllm.engine.host_tier import HostTier, TierStats
-from tritonllm.engine.plan import NewTokens, ScheduledRequest, SchedulerStats, StepPlan
+from tritonllm.engine.plan import NewTokens, Outline, ScheduledRequest, SchedulerStats, StepPlan
 from tritonllm.engine.prefix_cache import PrefixCache
 from tritonllm.engine.prompt_budget import PromptShare
 from tritonllm.engine.request import Request, RequestStatus
@@ -58,6 +63,8 @@ from tritonllm.engine.roster import Roster
 from tritonllm.engine.speculation import Drafting
 from tritonllm.engine.turns import Turns
 from tritonllm.events import AdmissionEnd
+
+_A_BLOCK = Demand((), 1)  # is left for a sequence that forks
 
 
 class Scheduler:
@@ -202,22 +209,21 @@ class Scheduler:
         tier = self.tier
         if tier is not None:
             tier.begin()
-        preempted = self._preempt_gangs()
-        scheduled = self._serve_running(preempted)
-        self.admission_end = "preemption"
-        forks = {} if preempted else self._admit(scheduled)
+        step = Outline(self.config.max_num_batched_tokens, self._preempt_gangs())
+        scheduled = step.scheduled
+        self._serve(step)
         if not scheduled and tier is not None and tier.hurry(self._running):
-            scheduled = self._serve_running(preempted, drafting=False)  # they have the blocks of what they know
-            forks = {} if preempted else self._admit(scheduled)
+            self._serve(step, drafting=False)  # they have the blocks of what they know
         if not scheduled and self._running and all(request.held for request in self._running):
             # They wait for siblings, and those for blocks or seats: the last give way.
-            preempted += self._roster.preempt_last(last_gang(self._running))
+            step.preempted += self._roster.preempt_last(last_gang(self._running))
         self._turns.planned(bool(scheduled))
         copies, self._copies = tuple(self._copies), []
         if copies:  # their sources were kept until now: nothing else of this step may be written there
             self.pool.release(source for source, _ in copies)
         transfers = None if tier is None else tier.finish(runs=bool(scheduled))
-        plan = StepPlan.of(self._drafting.fit(scheduled, forks=bool(forks)), preempted, forks, copies, transfers)
+        fitting = self._drafting.fit(scheduled, forks=bool(step.forks))
+        plan = StepPlan.of(fitting, step.preempted, step.forks, copies, transfers)
         _, verify, chunk = plan.segments
         fills = None if tier is None else tier.fill(beside=chunk.tokens > 0 and not verify.tokens)
         return plan if fills is None else replace(plan, fills=fills)
@@ -286,14 +292,22 @@ class Scheduler:
             self._roster.end_by_results(request, *ending)
         return request, output[before:]
 
-    def _serve_running(self, preempted: list[Request], drafting: bool = True) -> list[ScheduledRequest]:
-        scheduled: list[ScheduledRequest] = []
-        budget, size, at = self.config.max_num_batched_tokens, self.block_size, 0
+    def _serve(self, step: Outline, drafting: bool = True) -> None:
+        """Plan the running requests in order, and the waiting ones behind those of the same or a higher priority."""
+        scheduled, preempted = step.scheduled, step.preempted
+        budget, size, at = step.budget, self.block_size, 0
         self._prompts = self._new_share()
         possible, most_drafts = self._drafting.most, self._drafting.now(self._running) if drafting else 0
         loading, turns = () if self.tier is None else self.tier.loading, self._turns
         turns.begin(self._running)
+        place, ended = self._place_of_waiting(), None
         while budget > 0 and at < len(self._running):
+            if at == place:
+                step.budget = budget
+                ended = self._begin_first(step, at)
+                at, place = (at + 1, self._place_of_waiting()) if ended is None else (at, -1)
+                budget = step.budget
+                continue
             request = self._running[at]
             at += 1
             total = len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending_tokens
@@ -328,7 +342,14 @@ class Scheduler:
                     request.tail = None
             scheduled.append(self._advance(request, end, total, drafts))
             budget -= end - start + drafts
-        return scheduled
+        step.budget = budget
+        while ended is None and not preempted:
+            ended = self._begin_first(step, len(self._running))
+        self.admission_end = ended or "preemption"
+
+    def _place_of_waiting(self) -> int:
+        """Where the first waiting request comes among those that run: before all of lower priority."""
+        return first_behind(self._running, self._waiting.first())
 
     def _new_share(self) -> PromptShare:
         return PromptShare(self.config.max_num_batched_tokens, self._running, self._waiting)
@@ -349,41 +370,45 @@ class Scheduler:
             self.prefix_cache.insert(request, planning=True)
         return ScheduledRequest(request, start, end - start + drafts, samples, pending > 0, drafts)
 
-    def _admit(self, scheduled: list[ScheduledRequest]) -> dict[Request, list[ScheduledRequest]]:
-        """Start waiting requests, in order, until one does not fit; append their first chunks to ``scheduled``.
+    def _begin_first(self, step: Outline, place: int) -> AdmissionEnd | None:
+        """Start the first waiting request, and plan its first chunk, if it fits; running ones of lower priority give
+        way to it, if that is enough.
+
+        Args:
+            step: gets what comes of it.
+            place: of the first running request of lower priority; the step has none of these yet.
 
         Returns:
-            For requests in ``scheduled`` those that share all that they have computed, and sample from the same row.
+            Why it did not fit; ``None`` if it did.
         """
-        budget = self.config.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
-        forks: dict[Request, list[ScheduledRequest]] = {}
-        self.admission_end = "seats"
-        while len(self._running) < self.config.max_num_seqs:
-            request = self._waiting.first()
-            if request is None or request.num_pending_tokens:
-                self.admission_end = "queue" if request is None else "in_flight"
-                break
-            parent = parent_in(scheduled, request) if request.siblings else None
-            room = self._prompts.room(request, budget)
-            if parent is not None:
-                if self.pool.num_free <= len(self._running):
-                    self.admission_end = "blocks"
-                    break
-                fork(parent, request, self.pool, self.block_size)
-            elif room <= 0 or not request.may_start(room):
-                self.admission_end = "tokens"
-                break
-            elif not self._admission.allocate(request, len(self._running), len(self._roster.free_seats)):
-                self.admission_end = "blocks"
-                break
-            self._roster.start_first(request)
-            if self.tier is not None and request in self.tier.loading:
-                continue
-            total = request.num_tokens
-            item = self._advance(request, min(total, request.num_computed_tokens + room), total)
-            budget -= item.num_tokens
-            (scheduled if parent is None else forks.setdefault(parent, [])).append(item)
-        return forks
+        running, pool, seats = self._running, self.pool, self.config.max_num_seqs
+        if place >= seats:
+            return "seats"
+        request = self._waiting.first()
+        if request is None or request.num_pending_tokens:
+            return "queue" if request is None else "in_flight"
+        parent = parent_in(step.scheduled, request) if request.siblings else None
+        room = self._prompts.room(request, step.budget)
+        if parent is None and (room <= 0 or not request.may_start(room)):
+            return "tokens"
+        demand = _A_BLOCK if parent else self._admission.demand(request, most_blocks(running, place, pool))
+        gangs = None if demand is None else who_gives_way(running, place, demand, pool, seats, self._new_blocks)
+        if demand is None or gangs is None:
+            return "blocks"
+        for count in gangs:
+            step.preempted += self._roster.preempt_last(count, crowded=False)
+        if parent is not None:
+            fork(parent, request, pool, self.block_size)
+        else:
+            self._admission.allocate(request, demand.cached)
+        self._roster.start_first(request)
+        if self.tier is not None and request in self.tier.loading:
+            return None
+        total = request.num_tokens
+        item = self._advance(request, min(total, request.num_computed_tokens + room), total)
+        step.budget -= item.num_tokens
+        (step.scheduled if parent is None else step.forks.setdefault(parent, [])).append(item)
+        return None
 
     def _preempt_gangs(self) -> list[Request]:
         """If the blocks will not last for this step, preempt whole gangs from the back, and single requests between

@@ -122,20 +122,22 @@ WORDS: Mapping[str, str] = MappingProxyType(
             "{count:request waits/requests wait}: the last token of the first one is still being computed."
         ),
         "wait_preemption": (
-            "{count:request waits/requests wait}: a step that has just taken memory away from a request lets nobody in."
+            "{count:request waits/requests wait}: a step that has just taken memory away from a request lets nobody "
+            "in whose turn was not before that one's."
         ),
         "lesson_preempted": (
-            "The memory is full, and a request that runs needs one more block. Then the request that came last has "
-            "to give its blocks back and to wait again. This is called preemption. No token of its text is lost: "
-            "only the keys and values of its tokens have to be found, or computed, again."
+            "The memory is full, and a request that runs needs one more block, or one of higher priority waits for "
+            "a place. Then the request that came last, of the lowest priority, has to give its place and its blocks "
+            "back and to wait again. This is called preemption. No token of its text is lost: only the keys and values "
+            "of its tokens have to be found, or computed, again."
         ),
         "preempted": (
-            "Preempted: {names}. All {blocks:block/blocks} were not enough. What is not found in the cache later is "
-            "computed again."
+            "Preempted: {names}, for others that need some of the {blocks:block/blocks} first. What is not found in "
+            "the cache later is computed again."
         ),
         "preempted_host": (
-            "Preempted: {names}. All {blocks:block/blocks} were not enough. Full blocks are kept in the host's "
-            "memory and can be copied back later."
+            "Preempted: {names}, for others that need some of the {blocks:block/blocks} first. Full blocks are kept "
+            "in the host's memory and can be copied back later."
         ),
         # blocks
         "lesson_blocks": (
