@@ -34,6 +34,18 @@ def is_token(value: Any) -> bool:
     return isinstance(value, int) or (is_array(value) and value.ndim == 0)
 
 
+def holds_tokens(value: Any) -> bool:
+    """What may be a list of token ids: a list, a tuple, an array, but no text."""
+    return is_array(value) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray))
+
+
+def is_empty(value: Any) -> bool:
+    """``None``, or nothing in it. (An array of several numbers is neither true nor false.)"""
+    if is_array(value):
+        return 0 in value.shape
+    return not value
+
+
 def to_list(ids: Any) -> list[int]:
     """Token ids as Python's own integers, whatever holds them.
 

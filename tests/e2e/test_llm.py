@@ -3,6 +3,7 @@
 import math
 from array import array
 
+import numpy as np
 import pytest
 import torch
 from support.engines import greedy, tiny_checkpoint, tiny_llm, token_ids
@@ -147,6 +148,29 @@ def test_forms_of_a_prompt(llm):
     assert token_ids(llm.generate(ids, greedy(), use_tqdm=False)) == token_ids(outputs[:1])
     assert token_ids(llm.generate("the cat", greedy(), use_tqdm=False)) == token_ids(outputs[:1])
     assert llm.generate([], greedy(), use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("form", [torch.tensor, np.array], ids=["tensor", "numpy"])
+def test_arrays_as_prompts(llm, form):
+    """One or several, in every place where a list may stand; and where none may, an error in words."""
+    ids = PROMPTS[2]
+    expected = token_ids(llm.generate([ids], greedy(), use_tqdm=False))
+    one, dictionary = form(ids), {"prompt_token_ids": form(ids), "multi_modal_data": form([])}
+    for prompts in (one, dictionary, [one], [dictionary], [one, dictionary], form([ids, ids]), [*form(ids)]):
+        outputs = token_ids(llm.generate(prompts, greedy(), use_tqdm=False))
+        assert outputs and all(output == expected[0] for output in outputs)
+    embeds = form([[0.5, 0.25], [0.0, 1.0]])
+    search = BeamSearchParams(2, 2)
+    for prompts in ({"prompt_embeds": embeds}, [{"prompt": "a", "prompt_embeds": embeds}], embeds, [embeds]):
+        for method, params in ((llm.generate, greedy()), (llm.beam_search, search)):
+            with pytest.raises(ValueError, match=r"prompt must be .* got a dict with|prompt_token_ids must"):
+                method(prompts, params)
+    for messages in ([embeds], [[embeds]], [{"role": "user", "content": embeds}]):
+        with pytest.raises(ValueError, match="messages"):
+            llm.chat(messages, greedy())
+    with pytest.raises(ValueError, match="mm_processor_kwargs"):
+        llm.chat([{"role": "user", "content": "a"}], greedy(), mm_processor_kwargs={"pixels": embeds})
+    assert everything_is_free(llm)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,21 @@
-"""Prompts that are far too long are refused by their beginning."""
+"""What a prompt may be; those that are far too long are refused by their beginning."""
 
 import re
+from array import array
 from functools import partial
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.examples import examples
 from transformers import AutoTokenizer
 
 from tritonllm.demo import model_path
 from tritonllm.engine.chat import ChatOptions, render
 from tritonllm.engine.input_processor import SURELY_QUICK, InputProcessor
+from tritonllm.inputs import as_list
 
 MOST = 64  # max_model_len
 
@@ -96,3 +103,81 @@ def test_a_conversation_that_is_far_too_long(inputs):
     with pytest.raises(ValueError, match="prompt has more than"):
         render(inputs.tokenizer, [{**message, "content": text * 1_000_000}], options, encode)
     assert 0 < inputs.tokenizer.read <= SURELY_QUICK + 8 * MOST
+
+
+FORMS = {
+    "list": list,
+    "tuple": tuple,
+    "array.array": lambda ids: array("q", ids),
+    "numpy": np.array,
+    "numpy, int32": lambda ids: np.array(ids, dtype=np.int32),
+    "numpy, uint64": lambda ids: np.array(ids, dtype=np.uint64),
+    "tensor": torch.tensor,
+    "tensor, int32": lambda ids: torch.tensor(ids, dtype=torch.int32),
+    "integers of numpy": lambda ids: [*np.array(ids)],
+    "integers of torch": lambda ids: [*torch.tensor(ids)],
+    "integers of all kinds": lambda ids: [[int, np.int64, torch.tensor][i % 3](token) for i, token in enumerate(ids)],
+}
+WRAPS = {
+    "bare": lambda ids: ids,
+    "dict": lambda ids: {"prompt_token_ids": ids},
+    "dict without media": lambda ids: {
+        "prompt_token_ids": ids,
+        "multi_modal_data": {},
+        "multi_modal_uuids": np.zeros((0, 3)),
+        "mm_processor_kwargs": None,
+    },
+}
+SEVERAL = {"one": None, "list of one": 1, "list of three": 3}
+
+
+@pytest.mark.parametrize("several", SEVERAL)
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_of_token_ids(inputs, form, wrap, several):
+    ids = [5, 0, 900, 7]
+    one, count = WRAPS[wrap](FORMS[form](ids)), SEVERAL[several]
+    prompts = as_list(one if count is None else [one] * count)
+    assert len(prompts) == (count or 1)
+    for prompt in prompts:
+        found = inputs.tokenize(prompt)
+        assert [*found.token_ids] == ids and {*map(type, found.token_ids)} == {int}
+        assert (
+            inputs.tokenize({"prompt_token_ids": FORMS[form](ids), "token_type_ids": FORMS[form](ids)}).token_types
+            == ids
+        )
+
+
+NOT_HERE = st.one_of(
+    st.builds(
+        torch.zeros, st.lists(st.integers(0, 3), max_size=3), dtype=st.sampled_from([torch.int64, torch.float32])
+    ),
+    st.builds(np.zeros, st.lists(st.integers(0, 3), max_size=3), dtype=st.sampled_from(["i8", "f4", "U1", "O", "?"])),
+    st.sampled_from([b"bytes", 5, 1.5, object(), {1}, iter([1]), [None], [[1]], [np.zeros(2)], [torch.zeros(2, 2)]]),
+)
+KEYS = ("prompt", "prompt_token_ids", "token_type_ids", "cache_salt", "prompt_embeds", "multi_modal_data", 7)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200))
+@given(prompt=st.one_of(NOT_HERE, st.dictionaries(st.sampled_from(KEYS), NOT_HERE | st.just("text") | st.just([1, 2]))))
+def test_whatever_a_prompt_holds_it_is_taken_or_refused_in_words(inputs, prompt):
+    """By no error but `ValueError`: an array of several numbers is neither true nor false, say."""
+    for several in (prompt, [prompt]):
+        try:
+            tokens = [inputs.tokenize(one).token_ids for one in as_list(several)]
+        except ValueError as error:
+            assert "prompt" in str(error) and "ambiguous" not in str(error)
+        else:
+            assert all(type(token) in (int, bool) for ids in tokens for token in ids)
+
+
+@pytest.mark.parametrize("name", ["prompt_embeds", "multi_modal_data", "more"])
+@pytest.mark.parametrize("value", [torch.zeros(4, 64), np.zeros((4, 64)), [torch.zeros(64)], {"image": torch.zeros(3)}])
+def test_what_a_prompt_has_beside_tokens_is_named(inputs, name, value):
+    for prompt in (
+        {name: value},
+        {"prompt": "text", name: value},
+        {"prompt_token_ids": torch.tensor([1, 2]), name: value},
+    ):
+        with pytest.raises(ValueError, match=f"prompt must be a string, .*, got a dict with .*{name}"):
+            inputs.tokenize(prompt)

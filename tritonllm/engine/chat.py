@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritonllm.engine.tokenizer import render_template
-from tritonllm.inputs import Prompt, check_text
+from tritonllm.inputs import Prompt, check_text, is_empty
 
 Message = Mapping[str, Any]
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # of OpenAI's two interfaces
@@ -58,7 +58,7 @@ class ChatOptions:
                 f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, got "
                 f"{self.chat_template_content_format!r}"
             )
-        if self.mm_processor_kwargs:
+        if not is_empty(self.mm_processor_kwargs):
             raise ValueError("mm_processor_kwargs: images, sound and video are not supported, leave it out")
         if self.tools is not None and not (
             isinstance(self.tools, Sequence) and all(isinstance(tool, Mapping) for tool in self.tools)
@@ -101,7 +101,10 @@ def render(
     """
     if tokenizer is None:
         raise ValueError("chat needs a tokenizer: leave out skip_tokenizer_init, or pass token ids to generate")
-    if not conversation or not all(isinstance(m, Mapping) and "role" in m for m in conversation):
+    are_messages = isinstance(conversation, Sequence) and all(
+        isinstance(m, Mapping) and "role" in m for m in conversation
+    )
+    if not are_messages or not conversation:
         raise ValueError("messages must be dicts with 'role' and 'content', at least one in a conversation")
     if options.chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("the model's tokenizer has no chat template: pass chat_template, or use generate")

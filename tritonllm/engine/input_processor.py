@@ -18,7 +18,7 @@ from tritonllm.engine.kv_params import TransferParams
 from tritonllm.engine.request import PACKED, Request
 from tritonllm.engine.text_pieces import TextPieces
 from tritonllm.engine.tokenizer import bad_word_ids
-from tritonllm.inputs import KNOWN_FORMS, Prompt, TokensPrompt, check_text, is_array, to_list
+from tritonllm.inputs import KNOWN_FORMS, Prompt, TokensPrompt, check_text, holds_tokens, is_array, is_empty, to_list
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -138,6 +138,7 @@ class InputProcessor:
         for name, value in (("prompt", text), ("cache_salt", salt)):
             if value is not None:
                 check_text(name, value)
+        given = ids is not None  # perhaps with integers that are not Python's own
         if ids is None:
             assert text is not None  # one of both is there
             ids = self.encode(text) if truncate is not None else self.encode_prompt(text, continued=continued)
@@ -150,7 +151,8 @@ class InputProcessor:
             raise ValueError("prompt is empty: it needs at least one token")
         if len(ids) > most:
             raise self._too_long(f"{len(ids)}", continued)
-        return TokenizedPrompt(text, ids, salt, self.check_ids(ids), types)
+        packed = self.check_ids(ids)
+        return TokenizedPrompt(text, packed.tolist() if given else ids, salt, packed, types)
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True, *, continued: bool = True) -> list[int]:
         """:meth:`encode` a text that must fit, and refuse it by its beginning if that alone has twice as many tokens as
@@ -230,8 +232,10 @@ class InputProcessor:
     @staticmethod
     def _split_types(prompt: Mapping[str, Any]) -> tuple[Prompt, list[int] | None]:
         given, ids = prompt["token_type_ids"], prompt.get("prompt_token_ids")
-        types = None if given is None else to_list(given)
-        if types is not None and (ids is None or len(types) != len(ids)):
+        types = None
+        if holds_tokens(given):
+            types = [kind.tolist() if is_array(kind) else kind for kind in to_list(given)]
+        if given is not None and (types is None or not holds_tokens(ids) or len(types) != len(to_list(ids))):
             raise ValueError("prompt['token_type_ids'] must have one entry for each of prompt['prompt_token_ids']")
         return {key: value for key, value in prompt.items() if key != "token_type_ids"}, types  # type: ignore[return-value]
 
@@ -242,19 +246,19 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             parts: dict[str, Any] = dict(prompt)
             text, ids, salt = (parts.pop(key, None) for key in ("prompt", "prompt_token_ids", "cache_salt"))
-            parts = {key: value for key, value in parts.items() if value or key not in NO_MEDIA}
+            parts = {key: value for key, value in parts.items() if key not in NO_MEDIA or not is_empty(value)}
             if parts or (text is None and ids is None):
-                raise ValueError(f"prompt must be {KNOWN_FORMS}, got a dict with {sorted(prompt)}")
+                raise ValueError(f"prompt must be {KNOWN_FORMS}, got a dict with {sorted(map(str, prompt))}")
             if text is not None and not isinstance(text, str):
                 raise ValueError(f"prompt['prompt'] must be a string, got {type(text).__name__}")
             if salt is not None and (not isinstance(salt, str) or not salt):
-                raise ValueError(f"prompt['cache_salt'] must be a string that is not empty, got {salt!r}")
+                raise ValueError(f"prompt['cache_salt'] must be a string that is not empty, got {salt!r:.100}")
             if ids is None:
                 return text, None, salt
-            if isinstance(ids, str) or not (isinstance(ids, Sequence) or is_array(ids)):
+            if not holds_tokens(ids):
                 raise ValueError(f"prompt['prompt_token_ids'] must be a list of integers, got {type(ids).__name__}")
             return text, to_list(ids), salt
-        if isinstance(prompt, list | tuple | range) or is_array(prompt):
+        if holds_tokens(prompt):
             return None, to_list(prompt), None
         raise ValueError(f"prompt must be {KNOWN_FORMS}, got {type(prompt).__name__}")
 
