@@ -144,7 +144,7 @@ class StoreFolder:
                 return  # by another process, meanwhile
             if os.fstat(marker).st_nlink > 1:
                 raise ValueError(f"path={str(self.path)!r}: its {MARKER} has another name elsewhere: remove it")
-            os.pwrite(marker, HEAD + b"%0*d\n" % (CLAIMED - 1, 0), 0)
+            os.pwrite(marker, HEAD, 0)  # what is there already, nobody has measured
 
 
 def claimed_of(marker: int) -> int | None:
