@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from numbers import Integral, Real
@@ -25,7 +25,22 @@ ALL = -1  # as a number of log-probabilities: those of the whole vocabulary
 MAX_N = 16384
 MAX_STOPS = 256  # stop strings: each new text is searched for each of them
 MAX_STOP_CHARS = 1024  # of one of them
+MAX_STOP_TOKEN_IDS = 4096
+MAX_ALLOWED_TOKEN_IDS = 1 << 19  # and no more than the vocabulary has
+MAX_LOGIT_BIAS = 1024  # tokens
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 1024  # of one of them
+MAX_PROCESSORS = 256  # functions that change logits, at each token
+MAX_EXTRA_SIZE = 1 << 18  # characters and values of extra_args
+MAX_CHOICES = 10_000  # of structured outputs; 100,000 compile for 14 s
+MAX_FORM_CHARS = 100_000  # of a regex, a grammar, or all choices together
+MAX_SCHEMA_CHARS = 1 << 19  # of a JSON schema
 _NEUTRAL_NAMES = {name for name, _ in SAMPLING_DEFAULTS}
+_MOST = (  # of each field, and what of
+    ("stop", MAX_STOPS, "strings"),
+    ("bad_words", MAX_BAD_WORDS, "strings"),
+    ("logit_bias", MAX_LOGIT_BIAS, "entries"),
+)
 _NUMBERS = (
     *("n", "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
@@ -42,6 +57,41 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2  # nothing until it ends
 
 
+def _limited(name: str, value: Sized, most: int, what: str = "entries") -> None:
+    if len(value) > most:
+        raise ValueError(f"{name} has {len(value)} {what}, more than {most}: leave some out")
+
+
+def size_of(value: object, most: int) -> int:
+    """About how many characters a value has as JSON: those of its texts, and one for each value. Not much beyond
+    ``most`` is looked at."""
+    size, waiting = 0, [value]
+    while waiting and size <= most:
+        part = waiting.pop()
+        size += 1
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, Mapping | list | tuple):
+            if len(part) > most:
+                return most + 1
+            waiting += part
+            waiting += part.values() if isinstance(part, Mapping) else ()
+    return size
+
+
+def _token_ids(name: str, value: Collection[Any], most: int) -> list[int]:
+    """As a list of integers of Python's. 150,000 of these take 7 ms."""
+    _limited(name, value, most)
+    ids = list(value)
+    if set(map(type, ids)) - {int}:
+        ids = [_plain(i) for i in ids]
+        for i in ids:
+            _integer(f"{name} entries", i, 0)
+    elif ids:
+        _integer(f"{name} entries", min(ids), 0)
+    return ids
+
+
 def _number(name: str, value: object, low: float, high: float, hint: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:  # NaN compares false
         raise ValueError(f"{name} must be {hint}, got {value!r}")
@@ -51,6 +101,10 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         limits = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be an integer {limits}, got {value!r}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _plain(value: Any) -> Any:
@@ -116,8 +170,8 @@ class StructuredOutputsParams(VllmStructure):
             whose tokenizer has no tokens for thoughts does not think.
 
     Raises:
-        ValueError: none or several of them, or one of a wrong type. Whether a schema, expression or grammar is a right
-            one is checked when a request is added.
+        ValueError: none or several of them, or one of a wrong type or too large. Whether a schema, expression or
+            grammar is a right one is checked when a request is added.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -137,13 +191,26 @@ class StructuredOutputsParams(VllmStructure):
             value = getattr(self, name)
             if not isinstance(value, kinds | None):
                 raise ValueError(f"{name} must be {getattr(kinds, '__name__', 'a string or a dict')}, got {value!r}")
+        self._check_size()
         choice = self.choice
         if choice is None:
             return
         if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
-            raise ValueError(f"choice must be a list of strings, got {choice!r}")
+            raise ValueError(f"choice must be a list of strings, got {choice!r:.1000}")
         if not all(isinstance(one, str) and one for one in choice):
             raise ValueError(f"choice must be of strings, none of them empty, got {choice!r}")
+
+    def _check_size(self) -> None:
+        choice = self.choice if isinstance(self.choice, Sized) else ()
+        _limited("choice", choice, MAX_CHOICES, "strings")
+        for name, value, most in (
+            ("json", self.json, MAX_SCHEMA_CHARS),
+            ("regex", self.regex, MAX_FORM_CHARS),
+            ("grammar", self.grammar, MAX_FORM_CHARS),
+            ("choice", choice if isinstance(choice, str) else "".join(filter(_is_text, choice)), MAX_FORM_CHARS),
+        ):
+            if (len(value) if isinstance(value, str) else size_of(value, most)) > most:
+                raise ValueError(f"{name} has more than {most} characters: make it smaller")
 
     @property
     def wish(self) -> tuple[str, Any]:
@@ -180,15 +247,16 @@ class SamplingParams(VllmSampling):
         max_tokens: most tokens to generate; ``None``: until the model's length is reached.
         min_tokens: no end of sequence or stop token before this many tokens.
         stop: strings that end the output, which ends before them; at most 256, of at most 1,024 characters each.
-        stop_token_ids: tokens that end the output.
+        stop_token_ids: tokens that end the output; at most 4,096.
         include_stop_str_in_output: leave the stop string in the text, and the text of a token that ends the output.
         ignore_eos: go on after the end-of-sequence token.
         logprobs: how many of the most likely tokens to report at each position (the chosen one is always reported);
             -1: all of the vocabulary.
         prompt_logprobs: the same for each prompt token after the first.
-        logit_bias: added to the logits of these token ids.
-        allowed_token_ids: if given, only these can be generated.
-        bad_words: token sequences whose last token may not complete them; strings, tokenized by the engine.
+        logit_bias: added to the logits of these token ids; at most 1,024.
+        allowed_token_ids: if given, only these can be generated; at most as many as the vocabulary has.
+        bad_words: token sequences whose last token may not complete them; at most 1,024 strings, of at most 1,024
+            characters each, tokenized by the engine.
         detokenize: produce text, not only token ids.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: separate special tokens by spaces in the text.
@@ -280,12 +348,16 @@ class SamplingParams(VllmSampling):
             _integer("thinking_token_budget", self.thinking_token_budget, 0, INT32_MAX)
         functions = self.logits_processors
         if functions is not None:
+            if isinstance(functions, list | tuple):
+                _limited("logits_processors", functions, MAX_PROCESSORS)
             if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
                 raise ValueError(f"logits_processors must be a list of functions, got {functions!r}")
             self.logits_processors = list(functions)
         self._check_structure()
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
             raise ValueError(f"extra_args must be a dict, got {self.extra_args!r}")
+        if self.extra_args and size_of(self.extra_args, MAX_EXTRA_SIZE) > MAX_EXTRA_SIZE:
+            raise ValueError(f"extra_args have more than {MAX_EXTRA_SIZE} values and characters: leave some out")
         if isinstance(self.repetition_detection, Mapping):
             try:
                 self.repetition_detection = RepetitionDetectionParams(**self.repetition_detection)
@@ -323,29 +395,29 @@ class SamplingParams(VllmSampling):
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Collection) or (isinstance(value, str) and name != "stop")):
-                raise ValueError(f"{name} must be a list, got {value!r}")
+                raise ValueError(f"{name} must be a list, got {value!r:.1000}")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias must be a dict from token id to bias, got {self.logit_bias!r}")
+            raise ValueError(f"logit_bias must be a dict from token id to bias, got {self.logit_bias!r:.1000}")
+        for name, most, what in _MOST:
+            if (given := getattr(self, name)) is not None and not isinstance(given, str):
+                _limited(name, given, most, what)
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be a string or strings, none of them empty, got {self.stop!r}")
-        if len(stop) > MAX_STOPS:
-            raise ValueError(f"stop has {len(stop)} strings, more than {MAX_STOPS}: leave some out")
-        if len(longest := max(stop, key=len, default="")) > MAX_STOP_CHARS:
-            raise ValueError(f"stop has a string of {len(longest)} characters, more than {MAX_STOP_CHARS}: shorten it")
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True; use stop_token_ids instead")
         self.stop = stop
         self.bad_words = list(self.bad_words or ())
         if not all(isinstance(s, str) and s for s in self.bad_words):
             raise ValueError(f"bad_words must be strings, none of them empty, got {self.bad_words!r}")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
-            if ids is not None or name == "stop_token_ids":
-                ids = [_plain(i) for i in (() if ids is None else ids)]
-                setattr(self, name, ids)
-            for i in ids or ():
-                _integer(f"{name} entries", i, 0)
+        for name, words, most in (("stop", stop, MAX_STOP_CHARS), ("bad_words", self.bad_words, MAX_BAD_WORD_CHARS)):
+            if (longest := max(map(len, words), default=0)) > most:
+                raise ValueError(f"{name} has a string of {longest} characters, more than {most}: shorten it")
+        self.stop_token_ids = _token_ids(
+            "stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOP_TOKEN_IDS
+        )
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty; leave it out to allow all tokens")
         if self.logit_bias:
@@ -363,6 +435,7 @@ class SamplingParams(VllmSampling):
         """
         given = {name: value for name, value in kwargs.items() if value is not None or name == "max_tokens"}
         if isinstance(bias := given.get("logit_bias"), Mapping):
+            _limited("logit_bias", bias, MAX_LOGIT_BIAS)
             given["logit_bias"] = dict(_plain_bias(*item) for item in bias.items())
         return cls(**given)
 

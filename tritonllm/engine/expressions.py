@@ -4,14 +4,12 @@ Found by giving them to xgrammar 0.2.8 (two cores of an EPYC, a vocabulary of 2,
 inside of an expression, out with a warning on stderr, and takes an escape that it does not know for the letter.
 A matcher of 20,000 rules takes 2 s to make, which every step waits for, and one of 1,000 rules 4 ms. An expression of
 250 parts in a row that may all be empty (``a?`` and the like) compiles for 0.8 s, and one of 500 for longer than 8 s.
-100,000 choices compile for 14 s. So sizes have limits.
+So sizes have limits; those of lengths are in :class:`~tritonllm.sampling_params.StructuredOutputsParams`.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-MOST_LETTERS = 100_000  # of a regex, a grammar, or all choices together
-MOST_CHOICES = 10_000
 MOST_RULES = 1000  # of a grammar
 MOST_REPEATS = 256  # parts of a regex, or of one rule, with "*" or "?" behind them or "{0" as in "{0,3}"
 MOST_REPEATS_IN_ALL = 1000  # of all rules
@@ -29,24 +27,17 @@ _REGEX = re.compile(
 )
 
 
-def too_large(name: str, value: str | Sequence[str]) -> str | None:
-    """Which limit the value of ``regex``, ``grammar`` or ``choice`` exceeds; ``None`` if none.
+def too_large(name: str, value: str) -> str | None:
+    """Which limit the value of ``regex`` or ``grammar`` exceeds, whose length has one already; ``None`` if none.
 
     Args:
-        name: of these three.
+        name: of these two.
     """
-    if name == "choice" and len(value) > MOST_CHOICES:
-        return f"{len(value)} strings, more than {MOST_CHOICES}"
-    letters = len(value) if isinstance(value, str) else sum(map(len, value))
-    if letters > MOST_LETTERS:
-        return f"{letters} characters, more than {MOST_LETTERS}"
     if name == "regex":
-        assert isinstance(value, str)
         repeats = sum(piece.startswith(_REPEATS) for piece in _REGEX.findall(value))
         if repeats > MOST_REPEATS:
             return f"{repeats} parts that may be left out, more than {MOST_REPEATS}"
     if name == "grammar":
-        assert isinstance(value, str)
         return _large_grammar(_EBNF.findall(value))
     return None
 

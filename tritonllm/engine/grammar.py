@@ -55,7 +55,7 @@ def parse(wish: StructuredOutputsParams) -> Any:
     """
     grammar = _xgrammar().Grammar
     name, value = wish.wish
-    if name in ("regex", "grammar", "choice"):
+    if name in ("regex", "grammar"):
         large = too_large(name, value)
         if large is not None:
             raise ValueError(f"structured_outputs: {name} has {large}: make it smaller")

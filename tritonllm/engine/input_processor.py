@@ -31,6 +31,7 @@ class TokenizedPrompt:
     cache_salt: str | None
     packed: "array[int]"  # the same ids, of type PACKED
     token_types: list[int] | None = None  # as many
+    bad_words: tuple[tuple[int, ...], ...] | None = None  # of the request, if it is known to whom makes this
 
 
 class PromptTooLongError(ValueError):
@@ -96,6 +97,7 @@ class InputProcessor:
         self._grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size, eos_token_ids)
         self._thought = None if tokenizer is None else thought_tokens(tokenizer.get_vocab())
         self.default_params = default_params or SamplingParams()
+        self._last_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()
 
     def copied(self) -> "InputProcessor":
         """The same with a tokenizer of its own, for another thread."""
@@ -289,11 +291,24 @@ class InputProcessor:
                 f"truncate_prompt_tokens={params.truncate_prompt_tokens} and one new token must fit "
                 f"max_model_len={self.max_model_len}: use at most {self.max_model_len - 1}, or -1"
             )
+        if len(params.allowed_token_ids or ()) > self.vocab_size:
+            count = len(params.allowed_token_ids or ())
+            raise ValueError(f"allowed_token_ids has {count} entries, more than the vocabulary ({self.vocab_size})")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
-                if token >= self.vocab_size:
-                    raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self.vocab_size - 1}")
+            token = max(getattr(params, name) or (), default=-1)
+            if token >= self.vocab_size:
+                raise ValueError(f"{name} has token {token}, but the vocabulary ends at {self.vocab_size - 1}")
         return params
+
+    def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of the request's bad words. Those of the last request are known: its other prompts, and often
+        the next requests, have the same."""
+        words = tuple(params.bad_words or ())
+        known, ids = self._last_words
+        if words != known:
+            ids = bad_word_ids(self.tokenizer, words)
+            self._last_words = words, ids
+        return ids
 
     def parse(self, params: SamplingParams) -> Future[Any] | None:
         """What to wait for outside of the steps before a request with ``params`` is added; ``None``: for nothing."""
@@ -349,7 +364,7 @@ class InputProcessor:
         room = self.max_model_len - len(prompt.token_ids)
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         first = params.seed if params.seed is not None else derive_seed(self._seed, zlib.crc32(request_id.encode()))
-        words = bad_word_ids(self.tokenizer, tuple(params.bad_words)) if params.bad_words else ()
+        words = self.bad_words(params) if prompt.bad_words is None else prompt.bad_words
         requests = [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}#{index}",

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tritonllm.engine.expressions import ignored
+from tritonllm.sampling_params import MAX_CHOICES
 
 _NEVER = (
     *("not", "if", "contentSchema", "contains", "dependentRequired", "dependentSchemas", "dependencies"),
@@ -36,6 +37,7 @@ MOST_DEPTH = 64  # of schemas in schemas; 64 nested objects take 80 ms
 MOST_BRANCHES = 2000  # schemas that have others in them, or refer to one: no chain of references is longer
 MOST_OPTIONAL = 256  # properties of one object that may be left out: 200 take 80 ms, 700 8 s
 MOST_OPTIONAL_IN_ALL = 2000  # of all objects: 8 of 250 take 2 s
+MOST_VALUES = MAX_CHOICES  # of all enums: a million kept xgrammar busy for more than ten minutes
 MOST_GROUPS = 500  # nested parentheses of a pattern
 
 
@@ -43,7 +45,7 @@ def malformed(schema: Any) -> str | None:
     """Why this is no schema, or too large a one; ``None`` if it can be parsed."""
     if not isinstance(schema, Mapping | bool):
         return f"it must be an object, got {_short(schema)}"
-    branches = left_out = 0
+    branches = left_out = values = 0
     for part, depth in _parts(schema):
         if depth > MOST_DEPTH:
             return f"schemas are nested more than {MOST_DEPTH} deep"
@@ -53,6 +55,9 @@ def malformed(schema: Any) -> str | None:
         found = _wrong_keyword(part)
         if found is not None:
             return found
+        values += len(part["enum"]) if isinstance(part.get("enum"), list) else 0
+        if values > MOST_VALUES:
+            return f"its enums have more than {MOST_VALUES} values"
         optional = len(part.get("properties", {}).keys() - set(part.get("required", ())))
         if optional > MOST_OPTIONAL:
             return f"an object has {optional} properties that are not 'required', more than {MOST_OPTIONAL}"

@@ -211,7 +211,7 @@ class AsyncLLM(EngineHealth, EngineCalls, Tokenizing):
         self.attach()
         params = self.inputs.take_params(sampling_params)
         self._check_room(params.n)
-        tokenized = await self._tokenized(prompt, params)
+        tokenized = await self._with_bad_words(await self._tokenized(prompt, params), params)
         message, collector = request_messages.generation(request_id, tokenized, params, priority, self.inputs.tokenizer)
         self._submit(message, collector, params)
         finished = False

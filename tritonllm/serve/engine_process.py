@@ -363,7 +363,8 @@ class EngineLoop:
         """Returns whether the engine took it; else the client has been told why not."""
         try:
             ids = packed_from(message.packed)
-            prompt = TokenizedPrompt(message.prompt, ids, message.cache_salt, ids, message.token_type_ids)
+            facts = message.cache_salt, ids, message.token_type_ids, message.bad_words
+            prompt = TokenizedPrompt(message.prompt, ids, *facts)
             self._engine.add_request(message.request_id, prompt, params, priority=message.priority)
             self._owner[message.request_id] = client
         except Exception as error:

@@ -37,6 +37,7 @@ OTHER_NAMES = {
     "reasoning_effort": ("reasoning",),
 }
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
+MOST_CHARACTERS = 2000  # of an error's message
 RETRY_AFTER = 1  # seconds that a refused client should wait
 
 
@@ -95,7 +96,10 @@ def error_body(error: APIError) -> dict[str, Any]:
 
 
 def _text(text: str | None) -> str | None:
-    """With what no encoding can write (half of a surrogate pair, from a request) as its escape."""
+    """With what no encoding can write (half of a surrogate pair, from a request) as its escape, and not as long as what
+    a client has sent and a message quotes."""
+    if text is not None and len(text) > MOST_CHARACTERS:
+        text = f"{text[:MOST_CHARACTERS]}..."
     return text and text.encode("utf-8", "backslashreplace").decode()
 
 

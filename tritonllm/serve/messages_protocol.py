@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from tritonllm.serve.fields import PROMPT
-from tritonllm.serve.protocol import Body, ChatRequest, ToolsBody, Word, chat_request
+from tritonllm.serve.protocol import Body, ChatRequest, Objects, Strings, ToolsBody, Word, chat_request
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKING = ("enabled", "adaptive", "disabled")
@@ -38,8 +38,8 @@ class CountRequest(ToolsBody):
     tool_kind = "custom"
 
     model: str
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
+    messages: Objects = Field(min_length=1)
+    system: str | Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -86,7 +86,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: Word
     stream: bool | None = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from tritonllm.pooling_params import PoolingParams, PoolingTask
 from tritonllm.serve.fields import POOLING, PROMPT
-from tritonllm.serve.protocol import MAX_PROMPTS, Body, Prompts, Word
+from tritonllm.serve.protocol import Body, Prompts, Strings, Word
 
 Document = str | dict[str, str]
 
@@ -55,8 +55,6 @@ class InputBody(PoolingBody):
     def _check_inputs(self) -> Self:
         if not self.input:
             raise ValueError("input is empty: it needs at least one token")
-        if len(self.inputs()) > MAX_PROMPTS:
-            raise ValueError(f"input has {len(self.inputs())} entries: at most {MAX_PROMPTS}")
         return self
 
     def inputs(self) -> Sequence[str | list[int]]:
@@ -87,12 +85,12 @@ class PoolingRequest(InputBody):
 class ScoreRequest(PoolingBody):
     """``POST /score``: one text and several, or as many of both; under any of vLLM's three pairs of names."""
 
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-    data_1: str | list[str] | None = None
-    data_2: str | list[str] | None = None
-    queries: str | list[str] | None = None
-    documents: str | list[str] | None = None
+    text_1: str | Strings | None = None
+    text_2: str | Strings | None = None
+    data_1: str | Strings | None = None
+    data_2: str | Strings | None = None
+    queries: str | Strings | None = None
+    documents: str | Strings | None = None
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
@@ -119,8 +117,6 @@ class ScoreRequest(PoolingBody):
             raise ValueError(
                 f"{name} has {len(first)} entries and {other_name} has {len(second)}: give one for all, or as many"
             )
-        if len(second) > MAX_PROMPTS:
-            raise ValueError(f"{other_name} has {len(second)} entries: at most {MAX_PROMPTS}")
         return first * (len(second) // len(first)), second
 
 
@@ -128,7 +124,7 @@ class RerankRequest(PoolingBody):
     """``POST /rerank``."""
 
     query: str
-    documents: list[Document] = Field(min_length=1, max_length=MAX_PROMPTS)
+    documents: list[Document] = Field(min_length=1, fail_fast=True)
     top_n: int = Field(default=0, ge=0)
     return_documents: bool = True
 

@@ -17,6 +17,11 @@ from pydantic import (
 
 from tritonllm.engine.chat import ChatOptions
 from tritonllm.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
@@ -27,7 +32,29 @@ from tritonllm.vllm_arguments import STRUCTURE_DEFAULTS
 
 MAX_N = 128  # as at OpenAI
 MAX_TOP_LOGPROBS = 20
-MAX_PROMPTS = 2048  # of one request for completions
+MAX_PROMPTS = 2048  # of one request
+MAX_MESSAGES = 8192
+MAX_PARTS = 16384  # of all messages of a request together
+MAX_TOOLS = 1024
+MAX_IDS = 1 << 20  # tokens to detokenize
+MAX_FIELDS = 256  # of a body, and variables of a template
+# Entries that a field may have, under its name in any body. They are counted before anything else is done.
+MOST_ENTRIES = {
+    "stop": MAX_STOPS,
+    "stop_sequences": MAX_STOPS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "messages": MAX_MESSAGES,
+    "system": MAX_PARTS,
+    "tools": MAX_TOOLS,
+    "tokens": MAX_IDS,
+    "include": MAX_FIELDS,
+    "chat_template_kwargs": MAX_FIELDS,
+    **dict.fromkeys(("text_1", "text_2", "data_1", "data_2", "queries", "documents"), MAX_PROMPTS),
+}
+PROMPTS = ("prompt", "input")  # the tokens of one, several prompts, or messages
 
 
 def _in_one_form(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -38,7 +65,35 @@ def _in_one_form(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         raise ValueError("must be a text, token ids, or a list of texts or of lists of token ids") from error
 
 
-Prompts = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_in_one_form)]
+def check_counts(body: Mapping[str, Any]) -> None:
+    """Refuse what has too many entries, before any of them is looked at.
+
+    Raises:
+        ValueError: the body, or one of its fields.
+    """
+    if len(body) > MAX_FIELDS:
+        raise ValueError(f"the body has {len(body)} fields, more than {MAX_FIELDS}: leave some out")
+    for name, given in body.items():
+        most = _most(name, given) if isinstance(given, list | dict) else None
+        if most is not None and len(given) > most:
+            raise ValueError(f"{name} has {len(given)} entries, more than {most}: leave some out")
+
+
+def _most(name: str, given: list[Any] | dict[str, Any]) -> int | None:
+    """Entries that a field may have; ``None``: as many as a body holds."""
+    if name not in PROMPTS:
+        return MOST_ENTRIES.get(name)
+    first = next(iter(given), None)
+    if isinstance(first, int):  # one prompt's tokens, which the model's length limits
+        return None
+    return MAX_MESSAGES if isinstance(first, dict) else MAX_PROMPTS
+
+
+# Of many wrong entries the first is told, and no others are looked at.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Prompts = Annotated[str | Strings | Ids | Annotated[list[Ids], Field(fail_fast=True)], WrapValidator(_in_one_form)]
 Word = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the message to the engine holds
 TokenCount = Annotated[int, Field(ge=1, lt=2**63)]
 SAMPLING_FIELDS = (
@@ -73,10 +128,11 @@ class Body(BaseModel):
         """Drop the fields that ask for nothing.
 
         Raises:
-            ValueError: one asks for what is not here.
+            ValueError: one asks for what is not here, or has too many entries.
         """
         if not isinstance(data, dict):
             return data
+        check_counts(data)
         return {
             name: value
             for name, value in data.items()
@@ -116,7 +172,7 @@ class ToolsBody(Body):
 
     tool_kind: ClassVar[str] = "function"
 
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
 
     def callable_tools(self) -> list[tuple[int, dict[str, Any]]]:
         """The tools that can be called, with their places in the list.
@@ -179,16 +235,16 @@ class SamplingBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Strings | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -303,8 +359,6 @@ class CompletionRequest(SamplingBody):
             raise ValueError("max_tokens must be at least 1 with use_beam_search, got 0")
         if self.echo and self.logprobs is not None and self.stream:
             raise ValueError("echo with logprobs cannot be streamed: leave out stream")
-        if len(self.prompts()) > MAX_PROMPTS:
-            raise ValueError(f"prompt has {len(self.prompts())} entries: at most {MAX_PROMPTS}")
         return self
 
     def prompts(self) -> Sequence[str | list[int]]:
@@ -317,7 +371,7 @@ class CompletionRequest(SamplingBody):
 class ChatRequest(SamplingBody, ToolsBody):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -334,6 +388,10 @@ class ChatRequest(SamplingBody, ToolsBody):
     def _check_chat(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
+        contents = (message.get("content") for message in self.messages)
+        parts = sum(len(content) for content in contents if isinstance(content, list))
+        if parts > MAX_PARTS:
+            raise ValueError(f"messages have {parts} parts of contents, more than {MAX_PARTS}: join some")
         self.tool_names()
         if self.forced and self.form() is not None:
             raise ValueError("tool_choice and response_format both say what the answer looks like: give one of them")
@@ -435,7 +493,7 @@ class TokenizeRequest(ToolsBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    messages: Objects | None = Field(default=None, min_length=1)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -455,4 +513,4 @@ class DetokenizeRequest(Body):
     refused = PROMPT
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids

@@ -1,14 +1,15 @@
 """A tokenized request as the message that the engine process gets, and what collects what comes back of it."""
 
 import copy
-from dataclasses import fields
+import json
+from dataclasses import fields, replace
 from typing import Any
 
 from tritonllm.beam_search_params import BeamSearchParams
 from tritonllm.engine.detokenizer import IncrementalDetokenizer
 from tritonllm.engine.input_processor import TokenizedPrompt
 from tritonllm.pooling_params import PoolingParams
-from tritonllm.sampling_params import RequestOutputKind, SamplingParams
+from tritonllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tritonllm.serve.collector import Collector, Texts
 from tritonllm.serve.messages import Add, pack_params
 from tritonllm.serve.pooling_messages import PoolingCollector, pack_pooling_params
@@ -27,7 +28,8 @@ def generation(
     collector = Collector(prompt.text, prompt.token_ids, params.output_kind, texts)
     if params.output_kind is RequestOutputKind.CUMULATIVE:
         wire.output_kind = RequestOutputKind.DELTA
-    return Add(request_id, *_facts(prompt), pack_params(wire), priority), collector
+    wire.structured_outputs = _as_text(params.structured_outputs)
+    return Add(request_id, *_facts(prompt), pack_params(wire), priority, bad_words=prompt.bad_words), collector
 
 
 def pooling(
@@ -47,6 +49,20 @@ def search(request_id: str, prompt: TokenizedPrompt, params: BeamSearchParams, p
     how = {field.name: getattr(params, field.name) for field in fields(params)}
     message = Add(request_id, *_facts(prompt), {}, priority, search=how)
     return message, Collector(prompt.text, prompt.token_ids, RequestOutputKind.FINAL_ONLY)
+
+
+def _as_text(wish: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+    """With a schema as text, which the engine's loop compares with others without a look at its parts.
+
+    Raises:
+        ValueError: JSON cannot hold it.
+    """
+    if wish is None or wish.json is None or isinstance(wish.json, str):
+        return wish
+    try:
+        return replace(wish, json=json.dumps(wish.json))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"structured_outputs: json is not a JSON schema: {error}") from error
 
 
 def _facts(prompt: TokenizedPrompt) -> tuple[str | None, bytes, str | None]:

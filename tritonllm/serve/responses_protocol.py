@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tritonllm.serve.fields import STATELESS
-from tritonllm.serve.protocol import Body, ChatRequest, TokenCount, ToolsBody, Word, chat_request
+from tritonllm.serve.protocol import Body, ChatRequest, Objects, Strings, TokenCount, ToolsBody, Word, chat_request
 
 SAME = (  # in chat completions
     *("temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty", "ignore_eos", "parallel_tool_calls"),
@@ -33,7 +33,7 @@ class TextOptions(Body):
 class ResponsesRequest(ToolsBody):
     """OpenAI's fields, and some of vLLM's."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
@@ -47,7 +47,7 @@ class ResponsesRequest(ToolsBody):
     metadata: dict[str, str] | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Strings | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -133,6 +134,13 @@ class Tokenizing:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         size = len(text) if isinstance(text, str) else 0
         return await self.with_tokenizer(size, lambda inputs: inputs.tokenize(prompt, truncate, **more))
+
+    async def _with_bad_words(self, prompt: TokenizedPrompt, params: SamplingParams) -> TokenizedPrompt:
+        """The same, with the token sequences of the request's bad words. In the engine, steps would wait for them."""
+        if not params.bad_words:
+            return replace(prompt, bad_words=())
+        size = 2 * sum(map(len, params.bad_words))
+        return replace(prompt, bad_words=await self.with_tokenizer(size, lambda inputs: inputs.bad_words(params)))
 
     async def _all_tokenized(
         self, prompts: Sequence[Prompt | TokenizedPrompt], params: Params, names: Sequence[str]
