@@ -5,12 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_EXTRA_SIZE,
+    MAX_FORM_CHARS,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PROCESSORS,
+    MAX_SCHEMA_CHARS,
     MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,
+    size_of,
 )
 from tritonllm.serve.messages import pack_params
 from tritonllm.serve.protocol import CompletionRequest
@@ -235,12 +246,92 @@ def test_other_values_of_vllm_are_refused(name, value, advice):
         params.checked()
 
 
-def test_stop_strings_are_limited():
-    assert len(SamplingParams(stop=["x" * MAX_STOP_CHARS] * MAX_STOPS).stop) == MAX_STOPS
-    with pytest.raises(ValueError, match=f"^stop has {MAX_STOPS + 1} strings, more than {MAX_STOPS}: leave some out"):
-        SamplingParams(stop=["x"] * (MAX_STOPS + 1))
-    with pytest.raises(ValueError, match=r"^stop has a string of 1025 characters, more than 1024: shorten it"):
-        SamplingParams(stop=["a", "x" * (MAX_STOP_CHARS + 1)])
+class Many(list):
+    """Says how long it is, and may not be looked at."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        raise AssertionError("it was looked at before it was counted")
+
+    __getitem__ = __contains__ = __iter__
+
+
+class ManyKeys(dict):
+    def __init__(self, count):
+        self.count = count
+
+    __len__ = Many.__len__
+    __iter__ = __getitem__ = __contains__ = items = keys = values = Many.__iter__
+
+
+COUNTED = [
+    ("stop", MAX_STOPS, lambda n: [f"w{i}" for i in range(n)], Many),
+    ("bad_words", MAX_BAD_WORDS, lambda n: [f"w{i}" for i in range(n)], Many),
+    ("stop_token_ids", MAX_STOP_TOKEN_IDS, lambda n: list(range(n)), Many),
+    ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, lambda n: [0] * n, Many),
+    ("logit_bias", MAX_LOGIT_BIAS, lambda n: dict.fromkeys(range(n), 1.0), ManyKeys),
+    ("logits_processors", MAX_PROCESSORS, lambda n: [print] * n, Many),
+]
+
+
+@pytest.mark.parametrize(("name", "most", "make", "many"), COUNTED)
+def test_lists_are_counted_before_any_work(name, most, make, many):
+    SamplingParams(**{name: make(most)})
+    for build in (SamplingParams, SamplingParams.from_optional):
+        with pytest.raises(ValueError, match=f"^{name} has {most + 1} .*, more than {most}: leave some out"):
+            build(**{name: many(most + 1)})
+
+
+@pytest.mark.parametrize(("name", "most"), [("stop", MAX_STOP_CHARS), ("bad_words", MAX_BAD_WORD_CHARS)])
+def test_strings_are_not_longer_than_their_limit(name, most):
+    SamplingParams(**{name: ["a" * most]})
+    with pytest.raises(ValueError, match=f"^{name} has a string of {most + 1} characters, more than {most}"):
+        SamplingParams(**{name: ["a" * (most + 1)]})
+
+
+def test_extra_args_are_not_larger_than_their_limit():
+    nested = {"kv_transfer_params": {"remote_block_ids": [1] * (MAX_EXTRA_SIZE - 100)}}
+    assert SamplingParams(extra_args=nested).extra_args == nested
+    nested["kv_transfer_params"]["more"] = "x" * 200
+    with pytest.raises(ValueError, match=r"^extra_args have more than"):
+        SamplingParams(extra_args=nested)
+
+
+FORMS = [
+    ("regex", "a" * MAX_FORM_CHARS, "a" * (MAX_FORM_CHARS + 1)),
+    ("grammar", "a" * MAX_FORM_CHARS, "a" * (MAX_FORM_CHARS + 1)),
+    ("json", "1" * MAX_SCHEMA_CHARS, "1" * (MAX_SCHEMA_CHARS + 1)),
+    ("json", {"title": "a" * (MAX_SCHEMA_CHARS - 100)}, {"title": "a" * MAX_SCHEMA_CHARS}),
+    ("json", {"enum": [0] * (MAX_SCHEMA_CHARS - 100)}, {"enum": [0] * MAX_SCHEMA_CHARS}),
+    ("json", {"enum": [[0]] * (MAX_SCHEMA_CHARS // 2 - 100)}, {"enum": [[0]] * MAX_SCHEMA_CHARS}),
+    ("choice", ["a" * 10] * MAX_CHOICES, ["a" * 10] * (MAX_CHOICES - 1) + ["a" * 11]),
+]
+
+
+@pytest.mark.parametrize(("name", "allowed", "refused"), FORMS)
+def test_forms_are_not_larger_than_their_limit(name, allowed, refused):
+    assert StructuredOutputsParams(**{name: allowed}).wish == (name, allowed)
+    with pytest.raises(
+        ValueError, match=f"^{name} has more than {MAX_SCHEMA_CHARS if name == 'json' else MAX_FORM_CHARS} "
+    ):
+        StructuredOutputsParams(**{name: refused})
+
+
+def test_choices_are_counted_before_any_work():
+    with pytest.raises(ValueError, match=f"^choice has {MAX_CHOICES + 1} strings, more than {MAX_CHOICES}: leave some"):
+        StructuredOutputsParams(choice=Many(MAX_CHOICES + 1))
+
+
+def test_a_size_is_looked_at_no_further_than_its_limit():
+    endless = []
+    endless.append(endless)  # of itself
+    assert 100 < size_of(endless, 100) <= 102
+    assert size_of({"a": [1, "bc", None], "d": {}}, 100) == len([{}, "a", [], 1, "bc", None, "d", {}]) + len("abcd")
 
 
 def test_a_schema_and_its_repr_are_two_wishes():
