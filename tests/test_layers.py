@@ -31,6 +31,7 @@ LAYER = {
     "beam_search_params": 0,
     "sampling_params": 0,
     "repetition": 0,
+    "thought_format": 0,
     "http_guard": 0,
     "http_heads": 0,
     "http_server": 0,

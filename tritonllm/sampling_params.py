@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from tritonllm.repetition import ends_in_repetition
+from tritonllm.thought_format import ThoughtFormat
 from tritonllm.vllm_arguments import (
     SAMPLING_DEFAULTS,
     STRUCTURE_DEFAULTS,
@@ -247,6 +248,9 @@ class SamplingParams(VllmSampling):
         max_tokens: most tokens to generate; ``None``: until the model's length is reached.
         min_tokens: no end of sequence or stop token before this many tokens.
         stop: strings that end the output, which ends before them; at most 256, of at most 1,024 characters each.
+        stop_after_thought: stop strings count behind the model's thought only. ``True``, or a
+            :class:`~tritonllm.thought_format.ThoughtFormat` (or a dict of its fields) where the tokenizer does not tell
+            how the model writes thoughts. Tokens that end the output end a thought, too.
         stop_token_ids: tokens that end the output; at most 4,096.
         include_stop_str_in_output: leave the stop string in the text, and the text of a token that ends the output.
         ignore_eos: go on after the end-of-sequence token.
@@ -289,6 +293,7 @@ class SamplingParams(VllmSampling):
     seed: int | None = None
     _: KW_ONLY
     stop: str | Sequence[str] | None = None
+    stop_after_thought: bool | ThoughtFormat | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -354,6 +359,7 @@ class SamplingParams(VllmSampling):
                 raise ValueError(f"logits_processors must be a list of functions, got {functions!r}")
             self.logits_processors = list(functions)
         self._check_structure()
+        self._check_thought()
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
             raise ValueError(f"extra_args must be a dict, got {self.extra_args!r}")
         if self.extra_args and size_of(self.extra_args, MAX_EXTRA_SIZE) > MAX_EXTRA_SIZE:
@@ -366,6 +372,17 @@ class SamplingParams(VllmSampling):
         if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
             given = type(self.repetition_detection).__name__
             raise ValueError(f"repetition_detection must be RepetitionDetectionParams, got {given}")
+
+    def _check_thought(self) -> None:
+        form = self.stop_after_thought
+        if isinstance(form, Mapping):
+            try:
+                form = ThoughtFormat(**form)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"stop_after_thought: {error}") from error
+        if not isinstance(form, bool | ThoughtFormat | None):
+            raise ValueError(f"stop_after_thought must be true, false or a ThoughtFormat, got {form!r}")
+        self.stop_after_thought = ThoughtFormat() if form is True else form or None
 
     def _check_structure(self) -> None:
         for name in ("structured_outputs", "guided_decoding"):

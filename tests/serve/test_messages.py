@@ -59,6 +59,16 @@ def test_reasons_to_stop(client):
     assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "see", "Let me ")
 
 
+def test_stop_sequences_count_in_the_answer(client):
+    reply = client.messages.create(**saying(TEXT), thinking=THINK, stop_sequences=["add", "see"])
+    assert [getattr(block, block.type) for block in reply.content] == ["I add.", "Let me "]
+    assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "see")
+    body = saying(TEXT)
+    body["extra_body"]["stop_after_thought"] = False
+    reply = client.messages.create(**body, thinking=THINK, stop_sequences=["add", "see"])
+    assert [getattr(block, block.type) for block in reply.content] == ["I"]
+
+
 def test_thoughts_text_and_calls(client):
     reply = client.messages.create(**saying(TEXT), tools=TOOLS, thinking=THINK)
     assert [block.type for block in reply.content] == ["thinking", "text", "tool_use", "tool_use"]

@@ -14,6 +14,7 @@ from tritonllm.serve.parsing.objects import Objects
 from tritonllm.serve.parsing.pieces import Answer, Arguments, Call, ToolCall, read
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import named, required
+from tritonllm.thought_format import ThoughtFormat
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 DEEPSEEK_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -113,6 +114,24 @@ def reader(parser, reasoning=None, prompt=""):
 def cut(text, places):
     ends = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[begin:end] for begin, end in pairwise(ends)]
+
+
+def test_the_engine_learns_how_thoughts_are_written():
+    """Where stop strings count must be where the reader finds the answer."""
+    tags = {"kind": "tags", "begin": "<think>", "end": "</think>"}
+    channels = ThoughtFormat(kind="channels")
+    for formats, prompt, tools, has_form, expected in (
+        (Formats("hermes", None), "x<think>", NAMES, False, None),
+        (Formats(None, "qwen3"), "x", [], False, ThoughtFormat(**tags, inside=False)),
+        (Formats(None, "qwen3"), "x<think>\n", [], False, ThoughtFormat(**tags, inside=True)),
+        (Formats(None, "qwen3"), "x<think>\n", [], True, ThoughtFormat(**tags, inside=False)),
+        (Formats(None, "deepseek_r1"), "x", [], False, ThoughtFormat(**tags, inside=True)),
+        (Formats(None, "openai_gptoss"), "x", [], False, channels),
+        (Formats("openai", None), "x", NAMES, False, channels),
+        (Formats("openai", None), "x", [], False, None),
+        (Formats(None, "openai_gptoss"), "x", [], True, None),
+    ):
+        assert formats.thought(prompt, tools, has_form=has_form) == expected
 
 
 def test_a_call_without_its_end_takes_no_other_with_it():

@@ -45,6 +45,13 @@ def test_text(client):
     assert cut.output[0].status == "incomplete"
 
 
+def test_stop_strings_count_in_the_answer(client):
+    body = saying(TEXT)
+    for more, expected in (({}, ["I add.", "Let me see"]), ({"stop_after_thought": False}, ["I add"])):
+        body["extra_body"] |= {"stop": ["."], **more}
+        assert [item.content[0].text for item in client.responses.create(**body).output] == expected
+
+
 def test_what_came_is_echoed(client):
     more = {"metadata": {"project": "x"}, "reasoning": {"effort": "low", "summary": "auto"}}
     reply = client.responses.create(model=MODEL, input=ASK, max_output_tokens=2, **more)

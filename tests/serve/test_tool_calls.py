@@ -98,6 +98,33 @@ def test_without_tools_calls_are_text(client, more):
     assert (message.tool_calls, reason) == (None, "stop")
 
 
+@pytest.mark.parametrize(
+    ("stop", "more", "expected"),
+    [
+        (["."], {}, ("I add.", "Let me see", ".")),
+        (["\n\n", "me"], {}, ("I add.", "Let ", "me")),
+        (["add", "see"], {}, ("I add.", "Let me ", "see")),
+        (["add", "see"], {"include_reasoning": False}, (None, "Let me ", "see")),
+        (["."], {"stop_after_thought": False}, ("I add", "", ".")),
+    ],
+)
+def test_stop_strings_count_in_the_answer(client, stop, more, expected):
+    body = saying(TEXT, stop=stop)
+    body["extra_body"] |= more
+    reply = client.chat.completions.create(**body, tools=TOOLS).choices[0]
+    thought, said, reason = expected
+    assert (getattr(reply.message, "reasoning", None), reply.message.content) == (thought, said)
+    assert (reply.finish_reason, reply.stop_reason) == ("stop", reason)
+    assert joined(client, **body, tools=TOOLS) == (thought or "", said, [], "stop")
+
+
+def test_of_a_completion_stop_strings_count_everywhere_unless_asked(tools_server):
+    form = {"structured_outputs": {"choice": [TEXT]}, "max_tokens": 100, "temperature": 0, "stop": "."}
+    for more, begin in (({}, 0), ({"stop_after_thought": True}, TEXT.index("</think>"))):
+        reply = tools_server.client.post("/v1/completions", json={"prompt": "x", **form, **more}).json()["choices"][0]
+        assert reply["text"] == TEXT[: TEXT.index(".", begin)]
+
+
 def test_thoughts_can_be_left_out(client):
     body = saying(TEXT)
     body["extra_body"]["include_reasoning"] = False

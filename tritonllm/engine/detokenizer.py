@@ -263,15 +263,19 @@ class IncrementalDetokenizer:
         return new
 
 
-def find_stop(text: str, new_chars: int, stop: Sequence[str]) -> tuple[int, str] | None:
-    """The earliest stop string that the last ``new_chars`` characters of ``text`` complete.
+def find_stop(
+    text: str, new_chars: int, stop: Sequence[str], begin: int = 0, end: int | None = None
+) -> tuple[int, str] | None:
+    """The earliest stop string that the last ``new_chars`` characters of ``text``, or of its part from ``begin`` to
+    ``end``, complete.
 
     Returns:
         Where it begins, and which; ``None`` if there is none. Of two that begin together, the first in ``stop``.
     """
     best: tuple[int, str] | None = None
+    end = len(text) if end is None else end
     for s in stop:
-        at = text.find(s, max(0, len(text) - new_chars - len(s) + 1))
+        at = text.find(s, max(begin, end - new_chars - len(s) + 1), end)
         if at >= 0 and (best is None or at < best[0]):
             best = at, s
     return best

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tritonllm.engine.answer_text import AnswerText, Marks
 from tritonllm.engine.control import THOUGHTS, AfterThought, Control, ReadsOutput, ThinkingBudget, thought_tokens
 from tritonllm.engine.detokenizer import Words
 from tritonllm.engine.edits import check_edits
@@ -20,6 +21,7 @@ from tritonllm.engine.text_pieces import TextPieces
 from tritonllm.engine.tokenizer import bad_word_ids
 from tritonllm.inputs import KNOWN_FORMS, Prompt, TokensPrompt, check_text, holds_tokens, is_array, is_empty, to_list
 from tritonllm.sampling_params import SamplingParams
+from tritonllm.thought_format import ThoughtFormat
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
         self._seed = seed
         self._grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size, eos_token_ids)
-        self._thought = None if tokenizer is None else thought_tokens(tokenizer.get_vocab())
+        vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+        self._thought, self._marks = thought_tokens(vocabulary), Marks(vocabulary)
         self.default_params = default_params or SamplingParams()
         self._last_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()
 
@@ -346,6 +349,13 @@ class InputProcessor:
             assert self._thought is not None  # checked with the parameters
             controls.append(ThinkingBudget(budget, *self._thought, prompt.token_ids, self.vocab_size))
         return tuple(controls)
+
+    def answer_text(self, prompt: TokenizedPrompt, params: SamplingParams) -> AnswerText | None:
+        """What tells where stop strings count in an output; ``None``: everywhere, or there are none."""
+        form = params.stop_after_thought
+        if not isinstance(form, ThoughtFormat) or not params.stop_strings or self.tokenizer is None:
+            return None
+        return self._marks.follow(form, prompt.token_ids, self.tokenizer.decode)
 
     def requests(
         self,

@@ -76,7 +76,8 @@ class NewRequests:
         grammar = inputs.grammar(params)
         requests = inputs.requests(request_id, tokenized, params, priority, arrival, grammar)
         sequences = [
-            SequenceOutput(index, request, inputs.tokenizer, inputs.words) for index, request in enumerate(requests)
+            SequenceOutput(index, request, inputs.tokenizer, inputs.words, inputs.answer_text(tokenized, params))
+            for index, request in enumerate(requests)
         ]
         metrics = RequestMetrics(arrival_time=time.monotonic())
         state = RequestState(request_id, tokenized.text, tokenized.token_ids, params, sequences, metrics)

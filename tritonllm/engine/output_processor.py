@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from tritonllm.engine.answer_text import AnswerText, Part
 from tritonllm.engine.detokenizer import IncrementalDetokenizer, Words, find_stop
 from tritonllm.engine.kv_connector import Params
 from tritonllm.engine.kv_transfer import Fetch
@@ -38,10 +39,19 @@ class SequenceOutput:
 
     Args:
         words: texts of the tokens of log-probabilities; ``None``: of this output's own.
+        answer: tells where stop strings count; ``None``: everywhere.
     """
 
-    def __init__(self, index: int, request: Request, tokenizer: Any, words: Words | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Any,
+        words: Words | None = None,
+        answer: AnswerText | None = None,
+    ) -> None:
         self.index = index
+        self._answer = answer
         self.request = request
         self._words = Words(tokenizer) if words is None else words
         self._logprobs: list[Logprobs] = []
@@ -82,8 +92,8 @@ class SequenceOutput:
         last = len(tokens) - 1
         before = len(self.request.output_token_ids) - len(tokens)
         for index, token in enumerate(tokens):
-            ends = index == last and self.request.status is RequestStatus.FINISHED_STOPPED
-            stop = self._append(token, scores, row + index, before + index + 1, ends)
+            status = self.request.status if index == last else RequestStatus.RUNNING
+            stop = self._append(token, scores, row + index, before + index + 1, status)
             if stop is not None:
                 return stop, last - index
         return None
@@ -101,27 +111,47 @@ class SequenceOutput:
             for token in self.request.output_token_ids[:-dropped]:
                 self._detokenizer.append(token)
 
-    def _append(self, token: int, scores: TokenLogprobs | None, row: int, length: int, ends: bool) -> str | None:
+    def _append(
+        self, token: int, scores: TokenLogprobs | None, row: int, length: int, status: RequestStatus
+    ) -> str | None:
         """Take in one token, which makes the output ``length`` tokens long; returns the stop string that it completes.
-        One that ``ends`` the output is a part of its text only with ``include_stop_str_in_output``."""
+        One that ends the output, as the ``status`` then says, is a part of its text only with
+        ``include_stop_str_in_output``."""
         params = self.request.params
         if scores is not None and params.logprobs is not None:
             entries = to_logprobs(scores, row, params.logprobs, self._words)
             self._logprobs.append(entries)
             self._cumulative += entries[token].logprob
-        if self._detokenizer is None or (ends and not params.include_stop_str_in_output):
+        if self._detokenizer is None:
             return None
-        self._text_end = len(self._detokenizer.text)  # if the tokenizer fails, it is asked no more
-        new = self._detokenizer.append(token)
-        self._text_end = None
-        if not new or not params.stop_strings or length < params.min_tokens:
+        new = ""
+        if status is not RequestStatus.FINISHED_STOPPED or params.include_stop_str_in_output:
+            self._text_end = len(self._detokenizer.text)  # if the tokenizer fails, it is asked no more
+            new = self._detokenizer.append(token)
+            self._text_end = None
+        if not params.stop_strings:
             return None
-        found = find_stop(self._detokenizer.text, len(new), params.stop_strings)
+        text = self._detokenizer.text
+        if self._answer is None:
+            parts = [Part(0, len(text) - len(new), len(text))]
+        else:
+            parts = self._answer.take(text, token, status.is_finished)
+        if length < params.min_tokens:
+            return None
+        found = self._find_stop(parts)
         if found is None:
             return None
         start, stop = found
         self._text_end = start + len(stop) if params.include_stop_str_in_output else start
         return stop
+
+    def _find_stop(self, parts: Sequence[Part]) -> tuple[int, str] | None:
+        assert self._detokenizer is not None
+        text, stops = self._detokenizer.text, self.request.params.stop_strings
+        for begin, new, end in parts:
+            if end > new and (found := find_stop(text, end - new, stops, begin, end)) is not None:
+                return found
+        return None
 
     def _text(self) -> str:
         if self._detokenizer is None:
@@ -132,7 +162,10 @@ class SequenceOutput:
         if ended:
             self._detokenizer.finish()
         text = self._detokenizer.text
-        return text if ended or not self._held_back else text[: -self._held_back]
+        if ended or not self._held_back:
+            return text
+        sure = len(text) if self._answer is None else self._answer.decided
+        return text[: max(0, sure - self._held_back)]
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         """What to show now; a delta is relative to the last call."""

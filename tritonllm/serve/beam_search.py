@@ -10,7 +10,7 @@ from tritonllm.sampling_params import SamplingParams
 from tritonllm.serve.answering import Outputs
 from tritonllm.serve.protocol import SAMPLING_FIELDS, SamplingBody
 
-USED = ("n", "temperature", "ignore_eos", "include_stop_str_in_output")
+USED = ("n", "temperature", "ignore_eos", "include_stop_str_in_output", "stop_after_thought")
 FORMS = ("response_format", "structured_outputs", "repetition_detection")
 
 

@@ -84,6 +84,7 @@ GENERATION: Neutral = MappingProxyType(
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "stop": ([],),
+        "stop_after_thought": (),
         "stop_sequences": ([],),
         "stop_token_ids": ([],),
         "structured_outputs": (),

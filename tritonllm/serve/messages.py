@@ -17,10 +17,12 @@ from tritonllm.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from tritonllm.thought_format import ThoughtFormat
 
 NESTED_FIELDS: dict[str, Any] = {
     "structured_outputs": StructuredOutputsParams,
     "repetition_detection": RepetitionDetectionParams,
+    "stop_after_thought": ThoughtFormat,
 }
 NESTED = tuple(NESTED_FIELDS.values())
 

@@ -10,6 +10,7 @@ from tritonllm.serve.fields import PROMPT
 from tritonllm.serve.protocol import Body, ChatRequest, Objects, Strings, ToolsBody, Word, chat_request
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k", "stop_after_thought")  # in chat completions
 THINKING = ("enabled", "adaptive", "disabled")
 
 
@@ -87,6 +88,7 @@ class MessagesRequest(CountRequest):
     max_tokens: Word
     stream: bool | None = False
     stop_sequences: Strings | None = None
+    stop_after_thought: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -102,7 +104,7 @@ class MessagesRequest(CountRequest):
             ValueError: what there is not here.
         """
         fields = self.fields()
-        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k", "structured_outputs"):
+        for name in (*SAME, "structured_outputs"):
             if getattr(self, name) is not None:
                 fields[name] = getattr(self, name)
         if self.stop_sequences:

@@ -100,7 +100,7 @@ SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "prompt_logprobs"),
-    *("thinking_token_budget", "truncate_prompt_tokens"),
+    *("thinking_token_budget", "truncate_prompt_tokens", "stop_after_thought"),
 )
 
 
@@ -236,6 +236,7 @@ class SamplingBody(Body):
     min_p: float | None = None
     seed: int | None = None
     stop: str | Strings | None = None
+    stop_after_thought: bool | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None

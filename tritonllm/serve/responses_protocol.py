@@ -10,7 +10,16 @@ from tritonllm.serve.protocol import Body, ChatRequest, Objects, Strings, TokenC
 
 SAME = (  # in chat completions
     *("temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty", "ignore_eos", "parallel_tool_calls"),
-    *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "request_id", "stream", "model"),
+    *(
+        "stop_after_thought",
+        "structured_outputs",
+        "chat_template_kwargs",
+        "priority",
+        "cache_salt",
+        "request_id",
+        "stream",
+        "model",
+    ),
 )
 
 
@@ -48,6 +57,7 @@ class ResponsesRequest(ToolsBody):
     top_k: int | None = None
     seed: int | None = None
     stop: str | Strings | None = None
+    stop_after_thought: bool | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -17,6 +17,7 @@ from tritonllm.serve.parsing.pieces import Arguments, Call, Kept, Piece, Reader,
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import named, required
 from tritonllm.serve.protocol import ChatRequest
+from tritonllm.thought_format import ThoughtFormat
 
 Schema = Mapping[str, Any]
 _ANYTHING = {"type": "object"}
@@ -67,6 +68,11 @@ async def prepare(
             more["thinking_token_budget"] = None
     if (form is None or thinks) and body.skip_special_tokens is None and formats.needs_special_tokens(bool(functions)):
         more["skip_special_tokens"] = False
+    has_form = held is not None and not thinks
+    if body.stop:
+        may_hold = form is None or thinks
+        thought = formats.thought(prompt["prompt"], list(functions), has_form=has_form) if may_hold else None
+        more["stop_after_thought"] = _where_stops_count(body.stop_after_thought, thought, formats.reasoning is None)
     params: SamplingParams | BeamSearchParams
     if body.use_beam_search:
         if form is not None:
@@ -83,13 +89,23 @@ async def prepare(
             calls = SourceReader(required) if chosen is None else SourceReader(named, chosen)
             reader: Reader = formats.thinking(prompt["prompt"], calls) if thinks else calls
         else:
-            has_form = held is not None and not thinks
             reader = formats.reader(prompt["prompt"], list(functions), has_form=has_form)
         return Kept(reader, _wanted(body))
 
     ids = _nine_characters if formats.tools == "mistral" else _call_id
     ends_with_calls = not isinstance(body.tool_choice, dict)
     return Turn(prompt, params, new_reader, ids, ends_with_calls, service.llm.inputs.tokenizer)
+
+
+def _where_stops_count(asked: bool | None, thought: ThoughtFormat | None, by_tokenizer: bool) -> ThoughtFormat | bool:
+    """Args:
+    asked: whether they count behind the thought only; by default they do where thoughts are read.
+    thought: what is read.
+    by_tokenizer: no thoughts are read, but the tokenizer may know some.
+    """
+    if asked is False or (thought is None and not by_tokenizer):
+        return False
+    return thought or bool(asked)
 
 
 def _wanted(body: ChatRequest) -> Callable[[Piece], bool]:

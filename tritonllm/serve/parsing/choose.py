@@ -8,6 +8,7 @@ from tritonllm.serve.parsing.pieces import Chain, Plain, Reader
 from tritonllm.serve.parsing.reasoning import END, START, harmony, think
 from tritonllm.serve.parsing.source import SourceReader
 from tritonllm.serve.parsing.tools import deepseek, hermes, llama3_json, mistral
+from tritonllm.thought_format import ThoughtFormat
 
 # Name -> what begins a call. A token of that text is a special one in some vocabularies and must not be left out.
 TOOL_PARSERS = {
@@ -86,7 +87,7 @@ class Formats:
             tools: names of those that may be called; none: calls are not looked for.
             has_form: a grammar holds the answer to a form from its first token on: it does not go on with a thought.
         """
-        if self.reasoning == "openai_gptoss" or (self.tools == "openai" and tools):
+        if self._in_channels(tools):
             return SourceReader(harmony)
         calls: Reader = Plain()
         if tools and self.tools == "llama3_json":
@@ -96,6 +97,23 @@ class Formats:
         if self.reasoning is None:
             return calls
         return Chain(SourceReader(think, not has_form and self._is_inside(prompt.rstrip())), calls)
+
+    def thought(self, prompt: str, tools: Collection[str], *, has_form: bool = False) -> ThoughtFormat | None:
+        """How the thoughts are written that :meth:`reader` reads out of an answer; ``None`` if there are none.
+
+        Args:
+            prompt, tools, has_form: as there.
+        """
+        if self._in_channels(tools):
+            return None if has_form else ThoughtFormat(kind="channels")
+        if self.reasoning is None:
+            return None
+        return ThoughtFormat(
+            kind="tags", begin=START, end=END, inside=not has_form and self._is_inside(prompt.rstrip())
+        )
+
+    def _in_channels(self, tools: Collection[str]) -> bool:
+        return self.reasoning == "openai_gptoss" or (self.tools == "openai" and bool(tools))
 
     def may_think(self, prompt: str) -> bool:
         """Whether an answer to this prompt may begin with a thought between tags."""
