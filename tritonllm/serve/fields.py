@@ -36,6 +36,7 @@ PROMPT: Neutral = MappingProxyType(
         "prompt_embeds": (),
         "suffix": ("",),
         "system": ("", []),
+        "thread": (),
         "tools": ([],),
         "truncate_prompt_tokens": (),
         "truncation": ("disabled",),
@@ -48,6 +49,7 @@ GENERATION: Neutral = MappingProxyType(
         "background": (False,),
         "bad_words": ([],),
         "best_of": (1,),
+        "compaction": (),
         "early_stopping": (False,),
         "echo": (False,),
         "frequency_penalty": (0,),
@@ -72,6 +74,7 @@ GENERATION: Neutral = MappingProxyType(
         "modalities": (["text"],),
         "n": (1,),
         "output_config": ({},),
+        "output_format": (),
         "presence_penalty": (0,),
         "prompt_logprobs": (),
         "reasoning": ({},),
@@ -129,17 +132,31 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "guided_grammar": "use structured_outputs",
         "guided_json": "use structured_outputs",
         "guided_regex": "use structured_outputs",
+        "output_format": "use output_config.format",
         "previous_response_id": STATELESS,
+        "thread": "this server keeps no conversations: send the whole one in messages",
     }
 )
 # Known to change no answer here: they steer a provider's own service, say how to cache or how to send what is said.
 HARMLESS = frozenset(
     (
         # OpenAI's
-        *("client_metadata", "include", "max_tool_calls", "metadata", "moderation", "prediction", "prompt_cache_key"),
+        *(
+            "access_programs",
+            "background_options",
+            "client_metadata",
+            "image",
+            "include",
+            "max_tool_calls",
+            "metadata",
+            "moderation",
+            "prediction",
+            "prompt_cache_key",
+        ),
         *("prompt_cache_options", "prompt_cache_retention", "reasoning.generate_summary", "reasoning.summary"),
         *("safety_identifier", "service_tier", "store", "stream_options", "stream_options.include_obfuscation", "user"),
         # Anthropic's
+        *("billing_policy", "fallback_credit_token", "fallbacks", "user_profile_id", "workspace_id"),
         *("cache_control", "container", "context_management", "diagnostics", "inference_geo", "speed"),
         "thinking.display",
         # of this server, in bodies that cannot use them
@@ -147,6 +164,7 @@ HARMLESS = frozenset(
     )
 )
 NOT_HERE = ": not supported here: "
+TOOLS = "tools."  # in front of a kind of tools that cannot be called, as if it were a field
 MOST_NAMES = 64  # of unknown fields that are told apart: whoever sends a request chooses them
 MOST_CHARACTERS = 64  # of a name in logs, metrics and errors
 OTHERS = "(others)"  # the label of unknown fields beyond
@@ -219,7 +237,10 @@ class IgnoredFields:
             return False
         self._room -= 1
         self._seen.add(label)
-        logger.warning("%s: the field '%s' is unknown and ignored; --strict-fields refuses such fields", path, label)
+        if name.startswith(TOOLS):
+            logger.info("%s: tools of the kind '%s' cannot be called here and are left out", path, label)
+        else:
+            logger.warning("%s: the field '%s' is unknown and ignored (see --strict-fields)", path, label)
         if not self._room:
             logger.warning("other unknown fields are ignored without a line of the log, and counted as %s", OTHERS)
         return True

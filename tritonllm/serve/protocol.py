@@ -27,7 +27,7 @@ from tritonllm.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from tritonllm.serve.fields import GENERATION, PROMPT, Neutral, asks_for_nothing
+from tritonllm.serve.fields import GENERATION, PROMPT, TOOLS, Neutral, asks_for_nothing
 from tritonllm.vllm_arguments import STRUCTURE_DEFAULTS
 
 MAX_N = 128  # as at OpenAI
@@ -186,7 +186,7 @@ class ToolsBody(Body):
         yield from super().ignored()
         for _, _, kind in self._kinds():
             if kind != self.tool_kind:
-                yield f"tools.{kind}"
+                yield f"{TOOLS}{kind}"
 
     def check_choice(self, choice: Any) -> None:
         """Raises:
